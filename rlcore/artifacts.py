@@ -1,0 +1,63 @@
+"""References that cross Prefect: small, JSON, content-addressed where that is possible."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict
+
+
+class Artifact(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class DatasetRef(Artifact):
+    """A prepared dataset: ``problems.parquet``, ``rejects.jsonl``, ``report.json`` and ``images/`` in one folder."""
+
+    path: str
+    digest: str  # of source content and settings
+    source: str
+    num_problems: int
+    num_rejected: int
+    num_images: int  # distinct
+    max_prompt_tokens: int  # longest prompt kept, image tokens included
+
+
+class ModelRef(Artifact):
+    """A Hugging Face folder: config, safetensors, tokenizer, processor, generation config."""
+
+    path: str
+    digest: str
+    source: str
+    num_parameters: int
+    registered_name: str | None = None
+    registered_version: str | None = None
+
+
+class CheckpointRef(Artifact):
+    """A committed train state. The manifest beside it is the truth; this only points at it."""
+
+    path: str
+    step: int
+    policy_version: int
+    manifest_sha256: str
+    run_id: str
+    segment: int
+
+
+class EvalReport(Artifact):
+    """Accuracy and reward of one policy on one dataset."""
+
+    policy: str  # path of the checkpoint or model
+    step: int
+    dataset_digest: str
+    num_problems: int
+    samples_per_problem: int
+    accuracy: float  # pass@1: mean over problems of the share of right samples
+    accuracy_low: float  # 95 % bootstrap interval over problems
+    accuracy_high: float
+    reward: float
+    reward_low: float
+    reward_high: float
+    truncated: float  # share of completions that hit the length cap
+    ungraded: float  # share without a verdict
+    table: str  # parquet path: one row per completion
+    seconds: float

@@ -1,0 +1,72 @@
+"""The seams of the training loop: what it needs from the outside, and nothing about who provides it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from rlcore.types import Completion, FinishReason, Floats, Ints, Problem, Score, TrainingSample
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRequest:
+    """Ask for ``count`` completions of one problem. ``seed`` is distinct per (run, step, problem)."""
+
+    problem: Problem
+    count: int
+    seed: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SampledGroup:
+    """What a sampler returns for one request."""
+
+    prompt_token_ids: Ints  # [P], image tokens expanded
+    completions: tuple[Completion, ...]
+
+
+class Sampler(Protocol):
+    def generate(self, requests: Sequence[SampleRequest]) -> list[SampledGroup]:
+        """Sample every request with the current weights; order kept."""
+
+
+class RewardFn(Protocol):
+    def __call__(self, text: str, problem: Problem, num_tokens: int, finish_reason: FinishReason) -> Score:
+        """Score one completion. Pure; runs in a killable process."""
+
+
+class Grader(Protocol):
+    def submit(self, problems: Sequence[Problem], completions: Sequence[Completion]) -> Future[list[Score]]:
+        """Start grading completion i against problem i; the future holds the scores in the same order."""
+
+    def close(self) -> None: ...
+
+
+class MetricSink(Protocol):
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Record the metrics of one finished optimizer step, durably, before the next one starts."""
+
+
+class Policy(Protocol):
+    """The policy under training, whole: sharding and ranks are behind it."""
+
+    def logprobs(self, samples: Sequence[TrainingSample]) -> list[Floats]:
+        """[L] per sample: log-probs of the policy as it is now, at the sampling temperature; 0 outside the mask."""
+
+    def reference_logprobs(self, samples: Sequence[TrainingSample]) -> list[Floats]:
+        """The same under the frozen reference policy."""
+
+    def update(self, samples: Sequence[TrainingSample], learning_rate: float) -> dict[str, float]:
+        """One optimizer step over all samples; returns loss/ and optim/ metrics of the whole step."""
+
+    def sync_weights(self, version: int) -> None:
+        """Put the current weights into the sampler, prove that they arrived, and reset its caches."""
+
+    def save(self, folder: Path) -> None:
+        """Write the sharded train state (weights and optimizer)."""
+
+    def load(self, folder: Path) -> None:
+        """Read what ``save`` wrote, on any number of ranks."""

@@ -1,0 +1,48 @@
+"""What a trainer process is told: one JSON file, written by the segment task, read by ``rlcore.segment run``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict
+
+from rlcore.artifacts import CheckpointRef, DatasetRef, ModelRef
+from rlcore.config import ExperimentConfig
+
+EXIT_DONE = 0
+EXIT_PREEMPTED = 75  # told to stop; the last checkpoint is committed
+EXIT_OUT_OF_MEMORY = 76
+EXIT_DIVERGED = 77
+EXIT_BAD_CONFIG = 78  # never retried
+
+
+class SegmentSpec(BaseModel):
+    """Everything a trainer needs to start at segment ``first_segment`` of a run and go on through the last."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    run_id: str
+    run_dir: Path
+    experiment: ExperimentConfig
+    dataset: DatasetRef
+    model: ModelRef
+    first_segment: int
+    parent: CheckpointRef | None  # None: start from ``model``
+    driver_deadline_seconds: float = 120.0
+    """Without a sign of life from the driver for this long, the trainer commits and stops."""
+
+
+class SegmentManifest(BaseModel):
+    """The proof that a segment is done: written last, by one rename."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    run_id: str
+    segment: int
+    first_step: int  # exclusive: steps first_step+1 .. last_step were taken
+    last_step: int
+    complete: bool  # False: stopped before its last step (preempted or out of time)
+    checkpoint: CheckpointRef
+    experiment_digest: str
+    dataset_digest: str
+    trainer_starts: int  # how many trainer processes this run has had so far

@@ -1,0 +1,97 @@
+"""What flows between the stages of a step: plain, picklable, no torch.
+
+Letters in shapes: C completion tokens, P prompt tokens, L = P + C tokens of one sequence.
+A value at index t describes token t; ``logprobs[t] = log p(token t | tokens < t)``, in nats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+FinishReason = Literal["stop", "length", "abort"]
+Ints = npt.NDArray[np.int32]
+Floats = npt.NDArray[np.float32]
+Bools = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class ImageRef:
+    """One image of the prepared store: already RGB, already resized to the model's patch grid."""
+
+    sha256: str  # of the original file's bytes; names the resized file in the image store
+    width: int  # pixels after resizing
+    height: int
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One row of a prepared dataset."""
+
+    problem_id: str
+    question: str  # holds one "<image>" marker per image, in order
+    images: tuple[ImageRef, ...]
+    answer: str
+    source: str
+    extra: Mapping[str, object] = field(default_factory=dict)  # every other column of the source, JSON values
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Completion:
+    """One sampled answer."""
+
+    token_ids: Ints  # [C], the first EOS included
+    logprobs: Floats  # [C], of the distribution sampled from (after temperature, top-p and top-k)
+    text: str  # special tokens removed
+    finish_reason: FinishReason
+    policy_version: int  # number of optimizer steps behind the weights that sampled it
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """The reward of one completion. ``graded`` is False where no verdict was reached in time."""
+
+    reward: float
+    parts: Mapping[str, float]  # unweighted, by name
+    graded: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rollout:
+    completion: Completion
+    score: Score
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RolloutGroup:
+    """The G scored completions of one problem."""
+
+    problem: Problem
+    prompt_token_ids: Ints  # [P], every image expanded to its image-token count
+    rollouts: tuple[Rollout, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TrainingSample:
+    """One sequence of an optimizer step: prompt followed by completion."""
+
+    token_ids: Ints  # [L]
+    loss_mask: Bools  # [L], True on completion tokens
+    sampler_logprobs: Floats  # [L], what the sampler reported; 0 outside the mask
+    advantage: float
+    images: tuple[ImageRef, ...]
+    policy_version: int
+    old_logprobs: Floats | None = None  # [L]; None: exactly the policy being trained (ratio 1)
+    ref_logprobs: Floats | None = None  # [L]; None: no KL term
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_trained(self) -> int:
+        return int(self.loss_mask.sum())
