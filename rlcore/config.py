@@ -106,6 +106,9 @@ class AlgorithmConfig(Frozen):
     clip_low: float = Field(0.2, ge=0, lt=1)
     clip_high: float = Field(0.28, ge=0)
     kl: KlConfig = KlConfig()
+    recompute_old_logprobs: bool = False
+    """With one update per rollout batch the policy that sampled is the policy that trains, so the old log-probs are
+    the new ones and the extra forward pass is skipped. True runs it all the same. Several updates always run it."""
     aggregation: Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant"] = "token_mean"
     """How per-token losses become one number. ``constant`` is Dr.GRPO: sum over tokens, divided by
     sequences * rollout.max_completion_tokens."""
@@ -181,6 +184,12 @@ class ExperimentConfig(Frozen):
                 f"rollout.group_size is {group}: GRPO compares completions of one problem, so a group of one has "
                 "no advantage and nothing is learned. Set it to 2 or more."
             )
+        for name, steps in (("training.steps", self.training.steps), ("segment.steps", self.segment.steps)):
+            if steps % updates:
+                raise ValueError(
+                    f"{name} ({steps}) is no multiple of training.updates_per_batch ({updates}): a segment has to end "
+                    f"where a rollout batch is used up. Set it to a multiple of {updates}."
+                )
         if per_step % updates:
             raise ValueError(
                 f"training.updates_per_batch ({updates}) does not divide training.problems_per_step ({per_step}). "

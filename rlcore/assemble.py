@@ -1,0 +1,55 @@
+"""Composition root: an ExperimentConfig and prepared artifacts become a wired run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from rlcore.config import ExperimentConfig
+from rlcore.data.problems import load_problems
+from rlcore.distributed.actors import RayRanks, start_ray, stop_ray
+from rlcore.distributed.group import WorkerGroup
+from rlcore.ports import MetricSink
+from rlcore.rewards import make_reward
+from rlcore.rewards.pool import GradingPool
+from rlcore.training.loop import TrainingRun
+from rlcore.types import RolloutGroup
+
+
+@contextmanager
+def training_run(
+    config: ExperimentConfig,
+    *,
+    model: Path,
+    dataset: Path,
+    sink: MetricSink,
+    on_batch: Callable[[int, Sequence[RolloutGroup]], None],
+    ray_address: str | None = None,
+) -> Iterator[TrainingRun]:
+    """Workers up, run wired; on exit everything that was started here is gone."""
+    device = pick_device(config)
+    grader = GradingPool(make_reward(config.reward), config.reward.processes, config.reward.deadline_seconds)
+    start_ray(ray_address, num_cpus=config.resources.workers)
+    try:
+        ranks = RayRanks(config.resources.workers, model=model, images=dataset / "images", config=config, device=device)
+        yield TrainingRun(
+            config=config,
+            problems=load_problems(dataset),
+            workers=WorkerGroup(ranks, config),
+            grader=grader,
+            sink=sink,
+            on_batch=on_batch,
+        )
+    finally:
+        grader.close()
+        stop_ray()
+
+
+def pick_device(config: ExperimentConfig) -> str:
+    """The device of ``resources.device``; auto takes CUDA where torch finds it."""
+    if config.resources.device != "auto":
+        return config.resources.device
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"

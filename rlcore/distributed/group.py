@@ -1,0 +1,128 @@
+"""All ranks as one: implements ``ports.Sampler`` and ``ports.Policy`` by planning work for each rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from rlcore.algorithms.aggregation import StepTotals
+from rlcore.batch import plan_microbatches
+from rlcore.config import ExperimentConfig
+from rlcore.errors import SamplerError
+from rlcore.models.torch_policy import UpdateResult
+from rlcore.ports import SampledGroup, SampleRequest
+from rlcore.types import Floats, TrainingSample
+
+
+class Ranks(Protocol):
+    """How the ranks are reached: Ray actors, or one object in this process."""
+
+    size: int
+
+    def call(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """Call ``method(*arguments[rank])`` on every rank at once; results by rank. The first failure is raised."""
+
+
+class LocalRanks:
+    """One rank in this process."""
+
+    size = 1
+
+    def __init__(self, worker: object) -> None:
+        self._worker = worker
+
+    def call(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        (only,) = arguments
+        return [getattr(self._worker, method)(*only)]
+
+
+class WorkerGroup:
+    def __init__(self, ranks: Ranks, config: ExperimentConfig) -> None:
+        self._ranks = ranks
+        self._config = config
+
+    def _everywhere(self, method: str, *arguments: Any) -> list[Any]:
+        return self._ranks.call(method, [arguments] * self._ranks.size)
+
+    def generate(self, requests: Sequence[SampleRequest]) -> list[SampledGroup]:
+        """Rank r takes requests r, r + W, ...: neighbours in the stream spread over the ranks."""
+        size = self._ranks.size
+        parts = self._ranks.call("generate", [(list(requests[rank::size]),) for rank in range(size)])
+        groups: list[SampledGroup | None] = [None] * len(requests)
+        for rank, part in enumerate(parts):
+            groups[rank::size] = part
+        self._everywhere("release_sampler")
+        return [group for group in groups if group is not None]
+
+    def logprobs(self, samples: Sequence[TrainingSample]) -> list[Floats]:
+        return self._logprobs(samples, reference=False)
+
+    def reference_logprobs(self, samples: Sequence[TrainingSample]) -> list[Floats]:
+        return self._logprobs(samples, reference=True)
+
+    def _logprobs(self, samples: Sequence[TrainingSample], *, reference: bool) -> list[Floats]:
+        plan = self._plan(samples)
+        results = self._ranks.call("logprobs", [(_pick(samples, rank), reference) for rank in plan])
+        values: list[Floats | None] = [None] * len(samples)
+        for rank, result in zip(plan, results, strict=True):
+            for indices, found in zip(rank, result, strict=True):
+                for index, value in zip(indices, found, strict=True):
+                    values[index] = value
+        return [value for value in values if value is not None]
+
+    def update(self, samples: Sequence[TrainingSample], learning_rate: float) -> UpdateResult:
+        """One optimizer step; the same plan as ``logprobs`` makes for the same samples, so old and new log-probs
+        come out of identical kernels."""
+        totals = StepTotals(tokens=sum(s.num_trained for s in samples), sequences=len(samples))
+        plan = self._plan(samples)
+        arguments = [(_pick(samples, rank), totals, learning_rate) for rank in plan]
+        result: UpdateResult = self._ranks.call("update", arguments)[0]
+        return result
+
+    def _plan(self, samples: Sequence[TrainingSample]) -> list[list[list[int]]]:
+        return plan_microbatches(
+            [s.num_tokens for s in samples],
+            num_ranks=self._ranks.size,
+            token_budget=self._config.training.tokens_per_microbatch,
+            keys=[tuple(i.sha256 for i in s.images) or index for index, s in enumerate(samples)],
+        )
+
+    def sync_weights(self, version: int) -> None:
+        """
+        Raises:
+            SamplerError: the ranks' samplers do not all hold the same weights.
+        """
+        checksums = set(self._everywhere("sync_weights", version))
+        if len(checksums) != 1:
+            raise SamplerError(f"the ranks sent different weights at version {version}: checksums {sorted(checksums)}")
+
+    def canary(self, samples: Sequence[TrainingSample]) -> list[Floats]:
+        """[L] log-probs of fixed inputs at temperature 1 with no token banned, to know these weights by."""
+        results: list[list[Floats]] = self._everywhere("canary", list(samples))
+        return results[0]
+
+    def save(self, folder: Path) -> None:
+        self._everywhere("save", folder)
+
+    def load(self, folder: Path) -> None:
+        self._everywhere("load", folder)
+
+    def peak_memory_bytes(self) -> int:
+        return max(self._everywhere("peak_memory_bytes"))
+
+
+def _pick(samples: Sequence[TrainingSample], microbatches: Sequence[Sequence[int]]) -> list[list[TrainingSample]]:
+    return [[samples[i] for i in indices] for indices in microbatches]
+
+
+def with_logprobs(
+    samples: Sequence[TrainingSample], old: Sequence[Floats] | None, reference: Sequence[Floats] | None
+) -> list[TrainingSample]:
+    """Samples with the log-probs that were computed for them."""
+    if old is not None:
+        samples = [replace(s, old_logprobs=v) for s, v in zip(samples, old, strict=True)]
+    if reference is not None:
+        samples = [replace(s, ref_logprobs=v) for s, v in zip(samples, reference, strict=True)]
+    return list(samples)

@@ -1,0 +1,150 @@
+"""What one rank holds: a shard of the policy and, on the same device, a sampler. Runs with or without Ray."""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+
+from rlcore.config import ExperimentConfig
+from rlcore.ports import SampledGroup, SampleRequest
+from rlcore.types import Floats, ImageRef, TrainingSample
+
+if TYPE_CHECKING:
+    from rlcore.algorithms.aggregation import StepTotals
+    from rlcore.batch import ImageFeatures
+    from rlcore.models.torch_policy import UpdateResult
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSpec:
+    """Everything a rank needs to build itself. Picklable; no torch."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    device: str  # "cpu" or "cuda"
+    threads: int
+    master_address: str
+    master_port: int
+    model: Path
+    images: Path
+    config: ExperimentConfig
+
+
+class Worker:
+    """One rank. Every method that touches the policy is collective: all ranks call it in the same order."""
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        _enter_world(spec)
+        import torch
+        from torch.distributed.device_mesh import init_device_mesh
+
+        from rlcore.data.images import ImageStore
+        from rlcore.data.prompts import PromptBuilder, load_processor
+        from rlcore.models.loading import load_hf_model
+        from rlcore.models.torch_policy import TorchPolicy
+        from rlcore.rollout.vllm_sampler import VllmSampler
+
+        config = spec.config
+        self._spec = spec
+        local = config.model.model_copy(update={"path": str(spec.model), "revision": None})
+        self._processor = load_processor(local)
+        prompts = PromptBuilder(
+            self._processor, config.data.template, min_pixels=config.data.min_pixels, max_pixels=config.data.max_pixels
+        )
+        self._images = ImageStore(spec.images)
+        # the engine first: on a GPU it measures free memory, which the policy's shard must not have taken yet
+        self.sampler = VllmSampler(spec.model, config, prompts=prompts, images=self._images, device=spec.device)
+        self.sampler.sleep()
+        torch.set_num_threads(spec.threads)  # vLLM changes it
+        self.policy = TorchPolicy(
+            load_hf_model(spec.model, torch.float32, trust_remote_code=config.model.trust_remote_code),
+            config,
+            mesh=init_device_mesh(spec.device, (spec.world_size,)),
+            banned_token_ids=prompts.banned_token_ids,
+            features=lru_cache(maxsize=4096)(self._features),
+        )
+
+    def _features(self, image: ImageRef) -> ImageFeatures:
+        from rlcore.batch import ImageFeatures
+
+        data = self._spec.config.data
+        out = self._processor.image_processor(
+            images=[self._images.read(image)],
+            min_pixels=data.min_pixels,
+            max_pixels=data.max_pixels,
+            return_tensors="pt",
+        )
+        time_, height, width = out["image_grid_thw"][0].tolist()
+        return ImageFeatures(out["pixel_values"], (time_, height, width))
+
+    def generate(self, requests: Sequence[SampleRequest]) -> list[SampledGroup]:
+        return self.sampler.generate(requests)
+
+    def release_sampler(self) -> None:
+        """Hand the sampler's memory to training."""
+        self.sampler.sleep()
+
+    def logprobs(self, microbatches: Sequence[Sequence[TrainingSample]], reference: bool) -> list[list[Floats]]:
+        return self.policy.logprobs(microbatches, reference=reference)
+
+    def canary(self, samples: Sequence[TrainingSample]) -> list[Floats]:
+        return self.policy.raw_logprobs(samples)
+
+    def update(
+        self, microbatches: Sequence[Sequence[TrainingSample]], totals: StepTotals, learning_rate: float
+    ) -> UpdateResult:
+        return self.policy.update(microbatches, totals, learning_rate)
+
+    def sync_weights(self, version: int) -> tuple[float, float]:
+        """Policy -> sampler, in place. Returns the checksum of what was sent."""
+        stops = self.sampler.wake()
+        next(stops)
+        dtype = None if self._spec.device == "cpu" else self.policy.sync_dtype
+        checksum = self.sampler.load_weights(self.policy.full_weights(dtype), version)
+        next(stops)
+        return checksum
+
+    def save(self, folder: Path) -> None:
+        self.policy.save(folder)
+
+    def load(self, folder: Path) -> None:
+        self.policy.load(folder)
+
+    def peak_memory_bytes(self) -> int:
+        """Since the last call on a GPU; of the whole process so far on CPU."""
+        if self._spec.device == "cpu":
+            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        import torch
+
+        peak = torch.cuda.max_memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        return int(peak)
+
+
+def _enter_world(spec: WorkerSpec) -> None:
+    """Join torch.distributed, the way vLLM's external launcher expects to find it."""
+    from rlcore.rollout.vllm_sampler import set_engine_environment
+
+    set_engine_environment(spec.device)
+    os.environ.update(
+        RANK=str(spec.rank),
+        LOCAL_RANK=str(spec.local_rank),
+        WORLD_SIZE=str(spec.world_size),
+        MASTER_ADDR=spec.master_address,
+        MASTER_PORT=str(spec.master_port),
+    )
+    import torch
+    import torch.distributed as dist
+
+    if spec.device == "cuda":
+        torch.cuda.set_device(spec.local_rank)
+    torch.set_num_threads(spec.threads)
+    if not dist.is_initialized():
+        dist.init_process_group("gloo" if spec.device == "cpu" else "cpu:gloo,cuda:nccl", init_method="env://")

@@ -1,0 +1,68 @@
+"""Fixed inputs by which weights are known again: the live trainer's log-probs of them go into every checkpoint.
+
+A merged model must give the same numbers, in transformers and in vLLM.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, Self
+
+import numpy as np
+
+from rlcore.config import ExperimentConfig
+from rlcore.data.prompts import PromptBuilder, load_processor
+from rlcore.types import Floats, Problem, TrainingSample
+
+NUM_SEQUENCES = 4
+FILE = "canary.json"
+
+
+class CanaryPolicy(Protocol):
+    def canary(self, samples: Sequence[TrainingSample]) -> list[Floats]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Canary:
+    samples: tuple[TrainingSample, ...]
+
+    @classmethod
+    def fixed(cls, problems: Sequence[Problem], model: Path, config: ExperimentConfig) -> Self:
+        """The first problems of the dataset, each with its answer in a box as the completion."""
+        processor = load_processor(config.model.model_copy(update={"path": str(model), "revision": None}))
+        prompts = PromptBuilder(
+            processor, config.data.template, min_pixels=config.data.min_pixels, max_pixels=config.data.max_pixels
+        )
+        samples = []
+        for problem in problems[:NUM_SEQUENCES]:
+            prompt = prompts.tokens(problem)
+            answer = prompts.tokenizer.encode(f"\\boxed{{{problem.answer}}}", add_special_tokens=False)
+            mask = np.zeros(len(prompt) + len(answer), np.bool_)
+            mask[len(prompt) :] = True
+            samples.append(
+                TrainingSample(
+                    token_ids=np.concatenate([prompt, np.asarray(answer, np.int32)]),
+                    loss_mask=mask,
+                    sampler_logprobs=np.zeros(len(mask), np.float32),
+                    advantage=0.0,
+                    images=problem.images,
+                    policy_version=0,
+                )
+            )
+        return cls(tuple(samples))
+
+    def write(self, folder: Path, policy: CanaryPolicy) -> None:
+        """Put ``canary.json`` into a checkpoint that is being staged."""
+        sequences = [
+            {
+                "token_ids": sample.token_ids.tolist(),
+                "completion_start": int(np.argmax(sample.loss_mask)),
+                "images": [{"sha256": i.sha256, "width": i.width, "height": i.height} for i in sample.images],
+                "logprobs": logprobs[sample.loss_mask].tolist(),
+            }
+            for sample, logprobs in zip(self.samples, policy.canary(self.samples), strict=True)
+        ]
+        (folder / FILE).write_text(json.dumps({"sequences": sequences}))

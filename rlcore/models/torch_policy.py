@@ -1,0 +1,207 @@
+"""The policy under training on one rank: an FSDP2 shard, its optimizer, and the frozen reference.
+
+All ranks call the same methods in the same order; each gets the microbatches planned for it. Nothing here knows
+Ray or vLLM, so one process without either is a complete policy (W = 1).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from rlcore.algorithms.aggregation import StepTotals
+from rlcore.batch import ImageFeatures, Microbatch, pack
+from rlcore.config import ExperimentConfig
+from rlcore.models.checkpoint import load_train_state, save_train_state
+from rlcore.models.packed import PackedModel, transformer_blocks
+from rlcore.training.step import StepSums, microbatch_loss
+from rlcore.types import Floats, ImageRef, TrainingSample
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateResult:
+    """What one optimizer step did; the same on every rank."""
+
+    sums: StepSums
+    grad_norm: float
+    skipped: bool  # the gradient was not finite
+
+
+class TorchPolicy:
+    def __init__(
+        self,
+        hf: nn.Module,
+        config: ExperimentConfig,
+        *,
+        mesh: DeviceMesh,
+        banned_token_ids: Sequence[int],
+        features: Callable[[ImageRef], ImageFeatures] | None,
+    ) -> None:
+        """
+        Args:
+            hf: float32 weights on CPU, the same on every rank.
+            features: reads one image of the prepared dataset.
+        """
+        self.config = config
+        self.device = torch.device(mesh.device_type, torch.cuda.current_device() if mesh.device_type == "cuda" else None)
+        self._features = features
+        reference = copy.deepcopy(hf) if config.algorithm.kl.coefficient > 0 else None
+        options = {"temperature": config.rollout.temperature, "banned_token_ids": banned_token_ids}
+        if config.model.gradient_checkpointing:
+            hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        self.model = self._shard(PackedModel(hf, **options), mesh)
+        self.model.train()
+        self.reference = None
+        if reference is not None:
+            self.reference = self._shard(PackedModel(reference.requires_grad_(False), **options), mesh).eval()
+        training = config.training
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(),
+            lr=training.learning_rate,
+            betas=(training.beta1, training.beta2),
+            weight_decay=training.weight_decay,
+            fused=True,
+        )
+
+    def _shard(self, model: PackedModel, mesh: DeviceMesh) -> PackedModel:
+        dtype = compute_dtype(self.config, mesh.device_type)
+        precision = MixedPrecisionPolicy(
+            param_dtype=None if dtype is torch.float32 else dtype, reduce_dtype=torch.float32, output_dtype=torch.float32
+        )
+        model.to(self.device)
+        for block in transformer_blocks(model.hf):
+            fully_shard(block, mesh=mesh, mp_policy=precision)
+        fully_shard(model, mesh=mesh, mp_policy=precision)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):  # a plain sum over ranks: every token's weight is already global
+                module.set_force_sum_reduction_for_comms(True)
+                module.set_gradient_divide_factor(1.0)
+        return model
+
+    def _pack(self, samples: Sequence[TrainingSample]) -> Microbatch:
+        return pack(samples, layout=self.model.vision_layout, features=self._features, device=self.device)
+
+    @torch.no_grad()
+    def logprobs(self, microbatches: Sequence[Sequence[TrainingSample]], *, reference: bool = False) -> list[list[Floats]]:
+        """[L] per sample, 0 outside the mask; an empty microbatch still takes part in the collectives."""
+        model = self.reference if reference else self.model
+        if model is None:
+            raise ValueError("this policy holds no reference model: algorithm.kl.coefficient is 0")
+        return [self._logprobs_of(model, samples) for samples in microbatches]
+
+    @torch.no_grad()
+    def raw_logprobs(self, samples: Sequence[TrainingSample]) -> list[Floats]:
+        """[L] per sample of the model's own distribution: temperature 1, no token banned. One microbatch."""
+        return self._logprobs_of(self.model, samples, raw=True)
+
+    def _logprobs_of(self, model: PackedModel, samples: Sequence[TrainingSample], raw: bool = False) -> list[Floats]:
+        batch = self._pack(samples or [FILLER])
+        values, _ = model(batch, raw)
+        out = torch.zeros(len(batch.token_ids), device=values.device).masked_scatter(batch.loss_mask, values).cpu().numpy()
+        return np.split(out, np.cumsum([s.num_tokens for s in samples])[:-1]) if samples else []
+
+    def update(self, microbatches: Sequence[Sequence[TrainingSample]], totals: StepTotals, learning_rate: float) -> UpdateResult:
+        """Accumulate the gradient over the microbatches, clip it by its global norm and take one AdamW step.
+
+        Args:
+            totals: counts over all microbatches and ranks of this step, the denominators of the loss.
+        """
+        sums = StepSums.zero(self.device)
+        for samples in microbatches:
+            batch = self._pack(samples or [FILLER])
+            logprobs, entropy = self.model(batch)
+            loss, part = microbatch_loss(
+                batch, logprobs, entropy, self.config.algorithm, totals, self.config.rollout.max_completion_tokens
+            )
+            loss.backward()
+            sums = sums.merge(part)
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.config.training.max_grad_norm)
+        grad_norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+        skipped = not np.isfinite(grad_norm)
+        if not skipped:
+            for group in self.optimizer.param_groups:
+                group["lr"] = learning_rate
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return UpdateResult(sums=sums.all_reduce(), grad_norm=grad_norm, skipped=skipped)
+
+    def full_weights(self, dtype: torch.dtype | None = None, bucket_bytes: int = 512 << 20) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor of the state dict, whole, in the state dict's order. Collective: all ranks iterate in step.
+
+        Shards travel packed, one collective per bucket, because one per parameter costs its latency each time.
+        """
+        bucket: list[tuple[str, Tensor]] = []
+        size = 0
+        for name, value in self.model.hf.state_dict().items():
+            bucket.append((name, value))
+            size += value.numel() * (torch.finfo(dtype).bits // 8 if dtype else value.element_size())
+            if size >= bucket_bytes:
+                yield from gather_packed(bucket, dtype)
+                bucket, size = [], 0
+        yield from gather_packed(bucket, dtype)
+
+    @property
+    def sync_dtype(self) -> torch.dtype:
+        """Dtype that the sampler takes weights in."""
+        return compute_dtype(self.config, self.device.type)
+
+    def save(self, folder: Path) -> None:
+        save_train_state(self.model.hf, self.optimizer, folder)
+
+    def load(self, folder: Path) -> None:
+        load_train_state(self.model.hf, self.optimizer, folder)
+
+
+def compute_dtype(config: ExperimentConfig, device_type: str) -> torch.dtype:
+    if config.model.compute_dtype == "auto":
+        return torch.bfloat16 if device_type == "cuda" else torch.float32
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.model.compute_dtype]
+
+
+def gather_packed(bucket: Sequence[tuple[str, Tensor]], dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+    """Whole tensors from dim-0 shards with one all-gather. Tensors that are not sharded pass as they are."""
+    from torch.distributed.tensor import DTensor
+
+    sharded = [(name, value) for name, value in bucket if isinstance(value, DTensor)]
+    locals_ = [value.to_local().detach().to(dtype or value.dtype) for _, value in sharded]
+    whole: dict[str, Tensor] = {}
+    if sharded:
+        group = sharded[0][1].device_mesh.get_group()
+        ranks = dist.get_world_size(group)
+        chunks = [-(-value.shape[0] // ranks) * (value.numel() // max(1, value.shape[0])) for _, value in sharded]
+        mine = locals_[0].new_zeros(sum(chunks))  # torch.chunk's layout: equal chunks, the last ranks may hold less
+        offset = 0
+        for local, chunk in zip(locals_, chunks, strict=True):
+            mine[offset : offset + local.numel()] = local.flatten()
+            offset += chunk
+        everyone = mine.new_empty(ranks, sum(chunks))
+        dist.all_gather_into_tensor(everyone.flatten(), mine, group=group)
+        offset = 0
+        for (name, value), chunk in zip(sharded, chunks, strict=True):
+            flat = everyone[:, offset : offset + chunk].flatten()
+            whole[name] = flat[: value.numel()].view(value.shape)
+            offset += chunk
+    for name, value in bucket:
+        yield name, whole[name] if name in whole else value.detach().to(dtype or value.dtype)
+
+
+# takes the place of an empty microbatch: trained positions none, weight none
+FILLER = TrainingSample(
+    token_ids=np.zeros(2, np.int32),
+    loss_mask=np.zeros(2, np.bool_),
+    sampler_logprobs=np.zeros(2, np.float32),
+    advantage=0.0,
+    images=(),
+    policy_version=0,
+)
+
+

@@ -1,0 +1,210 @@
+"""The trainer's process: takes segment after segment, each ending in a committed checkpoint, while the driver wants one.
+
+Workers and engines stay up from one segment to the next. What counts is the manifest ``segments/0000.json``,
+written last, by one rename.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import signal
+import time
+import traceback
+import uuid
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+
+from rlcore.errors import ConfigError, DataError, DivergedError, LeaseLostError
+from rlcore.job import JobError, write_json_atomically
+from rlcore.segment.journal import MetricJournal
+from rlcore.segment.lease import Control, Lease
+from rlcore.segment.spec import (
+    EXIT_BAD_CONFIG,
+    EXIT_DIVERGED,
+    EXIT_DONE,
+    EXIT_OUT_OF_MEMORY,
+    EXIT_PREEMPTED,
+    SegmentManifest,
+    SegmentSpec,
+)
+from rlcore.segment.store import LocalCheckpointStore
+
+logger = logging.getLogger(__name__)
+
+
+class StopRequest:
+    """Why the trainer should stop at the next safe point, if it should; renews the lease while it is asked."""
+
+    def __init__(self, lease: Lease, control: Control, deadline_seconds: float) -> None:
+        self._lease, self._control, self._deadline = lease, control, deadline_seconds
+        self._signalled = False
+        self.segment_ends_at: float | None = None  # time.monotonic()
+        signal.signal(signal.SIGTERM, self._on_signal)
+        signal.signal(signal.SIGINT, self._on_signal)
+
+    def _on_signal(self, *_: object) -> None:
+        self._signalled = True
+
+    def preempted(self) -> bool:
+        """
+        Raises:
+            LeaseLostError: another trainer has taken over: stop without writing anything.
+        """
+        self._lease.renew()
+        state = self._control.read()
+        if self._signalled or state is None or state.stop:
+            return True
+        return time.time() - state.heartbeat > self._deadline
+
+    def __call__(self) -> bool:
+        out_of_time = self.segment_ends_at is not None and time.monotonic() >= self.segment_ends_at
+        return self.preempted() or out_of_time
+
+    def wants(self, segment: int) -> bool:
+        """Whether the driver wants this segment; waits while it says nothing new but is alive."""
+        while not self.preempted():
+            state = self._control.read()
+            if state is not None and state.through_segment >= segment:
+                return True
+            time.sleep(0.2)
+        return False
+
+
+def main(spec_path: Path) -> int:
+    """Returns the process's exit code, one of ``rlcore.segment.spec``."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    spec = SegmentSpec.model_validate_json(spec_path.read_text())
+    lease = Lease(spec.run_dir / "lease.json")
+    try:
+        lease.acquire(uuid.uuid4().hex)
+    except LeaseLostError as error:
+        return _failed(spec, error, 1)
+    try:
+        stop = StopRequest(lease, Control(spec.run_dir / "control.json"), spec.driver_deadline_seconds)
+        return _train_segments(spec, stop)
+    except DivergedError as error:
+        return _failed(spec, error, EXIT_DIVERGED)
+    except (ConfigError, DataError) as error:
+        return _failed(spec, error, EXIT_BAD_CONFIG)
+    except Exception as error:  # noqa: BLE001 - the process boundary: the driver gets the whole story
+        return _failed(spec, error, EXIT_OUT_OF_MEMORY if _is_out_of_memory(error) else 1)
+    finally:
+        lease.release()
+
+
+def _train_segments(spec: SegmentSpec, stop: StopRequest) -> int:
+    gc.disable()  # imports allocate much and free little; a third of their time would go to looking
+    from rlcore.assemble import training_run
+    from rlcore.models.canary import Canary
+    from rlcore.training.loop import TrainState, train
+    from rlcore.training.samples import SampleLog
+
+    gc.enable()
+    config = spec.experiment
+    store = LocalCheckpointStore(spec.run_dir, spec.run_id)
+    state = TrainState()
+    if spec.parent is not None:
+        store.verify(spec.parent)
+        state = TrainState(**store.read_state(spec.parent))
+    journal = MetricJournal(spec.run_dir / "journal.jsonl")
+    journal.cut(state.step)
+    sink = CheckpointTimeSink(journal)
+    starts = _count_start(spec.run_dir)
+    with training_run(
+        config,
+        model=Path(spec.model.path),
+        dataset=Path(spec.dataset.path),
+        sink=sink,
+        on_batch=SampleLog(spec.run_dir / "samples"),
+    ) as run:
+        if spec.parent is not None:
+            run.workers.load(Path(spec.parent.path))
+        run.workers.sync_weights(state.step)
+        canary = Canary.fixed(run.problems, Path(spec.model.path), config)
+        segment = spec.first_segment
+        while state.step < config.training.steps:
+            if not stop.wants(segment):
+                return EXIT_PREEMPTED
+            first_step = _first_step(spec.run_dir, segment)
+            until_step = min(first_step + config.segment.steps, config.training.steps)
+            minutes = config.segment.max_minutes
+            stop.segment_ends_at = time.monotonic() + 60 * minutes if minutes else None
+            state = train(run, state, until_step=until_step, should_stop=stop)
+            started = time.perf_counter()
+            staging = store.stage(state.step)
+            run.workers.save(staging)
+            canary.write(staging, run.workers)
+            checkpoint = store.commit(
+                staging,
+                step=state.step,
+                policy_version=state.step,
+                segment=segment,
+                experiment_digest=config.digest(),
+                dataset_digest=spec.dataset.digest,
+                trainer_state=asdict(state),
+            )
+            complete = state.step == until_step or not stop.preempted()
+            manifest = SegmentManifest(
+                run_id=spec.run_id,
+                segment=segment,
+                first_step=first_step,
+                last_step=state.step,
+                complete=complete,
+                checkpoint=checkpoint,
+                experiment_digest=config.digest(),
+                dataset_digest=spec.dataset.digest,
+                trainer_starts=starts,
+            )
+            write_json_atomically(segment_path(spec.run_dir, segment), manifest.model_dump_json(indent=1))
+            store.prune(config.segment.keep_checkpoints, pinned=[checkpoint.path])
+            sink.checkpoint_seconds = time.perf_counter() - started
+            if not complete:
+                return EXIT_PREEMPTED
+            segment += 1
+    return EXIT_DONE
+
+
+class CheckpointTimeSink:
+    """Adds the seconds of the checkpoint written before a step to that step's metrics; 0 where none was."""
+
+    def __init__(self, journal: MetricJournal) -> None:
+        self._journal = journal
+        self.checkpoint_seconds = 0.0
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._journal.step(step, {**metrics, "time/checkpoint": self.checkpoint_seconds})
+        self.checkpoint_seconds = 0.0
+
+
+def segment_path(run_dir: Path, segment: int) -> Path:
+    return run_dir / "segments" / f"{segment:04d}.json"
+
+
+def _first_step(run_dir: Path, segment: int) -> int:
+    """Steps taken before this segment: where the one before it ended."""
+    if segment == 0:
+        return 0
+    before = SegmentManifest.model_validate_json(segment_path(run_dir, segment - 1).read_text())
+    return before.last_step
+
+
+def _count_start(run_dir: Path) -> int:
+    """How many trainer processes this run has had, this one included."""
+    path = run_dir / "trainer_starts.json"
+    starts = json.loads(path.read_text()) + 1 if path.exists() else 1
+    write_json_atomically(path, json.dumps(starts))
+    return starts
+
+
+def _failed(spec: SegmentSpec, error: Exception, code: int) -> int:
+    report = JobError(kind=type(error).__name__, message=str(error), traceback=traceback.format_exc())
+    write_json_atomically(spec.run_dir / "trainer_error.json", report.model_dump_json())
+    logger.error("the trainer stops with exit code %d", code, exc_info=error)
+    return code
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    return "OutOfMemoryError" in type(error).__name__ or "out of memory" in str(error)

@@ -1,0 +1,27 @@
+"""Seconds per phase of a step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class Clock:
+    """``with clock("generate"): ...`` adds to ``seconds["generate"]``; ``seconds["step"]`` counts from construction."""
+
+    def __init__(self) -> None:
+        self._start = time.perf_counter()
+        self._phases: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._phases[phase] = self._phases.get(phase, 0.0) + time.perf_counter() - start
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        return {**self._phases, "step": time.perf_counter() - self._start}

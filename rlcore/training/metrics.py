@@ -1,0 +1,87 @@
+"""Names and denominators of what is logged each step.
+
+``reward/ rollout/`` describe the batch that was sampled, ``loss/ optim/`` the optimizer step, ``time/`` seconds per
+phase, ``system/`` the machine. Token means divide by the trained tokens of the step, sequence means by its sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from rlcore.algorithms.advantage import MIN_SPREAD
+from rlcore.algorithms.filtering import OutcomeCounts, count_outcomes, group_outcome
+from rlcore.config import AlgorithmConfig
+from rlcore.models.torch_policy import UpdateResult
+from rlcore.types import RolloutGroup
+
+
+def update_metrics(result: UpdateResult, algorithm: AlgorithmConfig) -> dict[str, float]:
+    """loss/ and optim/ of one optimizer step, and how far sampler and trainer are apart."""
+    sums = result.sums
+    tokens = float(sums.tokens)
+
+    def per_token(value: object) -> float:
+        return float(value) / tokens  # type: ignore[arg-type]
+
+    return {
+        "loss/total": float(sums.policy_loss) + algorithm.kl.coefficient * float(sums.kl_loss),
+        "loss/policy": float(sums.policy_loss),
+        "loss/kl_ref": per_token(sums.kl_ref),
+        "loss/kl_old": per_token(sums.loss.kl_k3),
+        "loss/entropy": per_token(sums.entropy),
+        "loss/clip_fraction": per_token(sums.loss.clipped_low + sums.loss.clipped_high),
+        "loss/clip_fraction_low": per_token(sums.loss.clipped_low),
+        "loss/clip_fraction_high": per_token(sums.loss.clipped_high),
+        "loss/ratio_mean": per_token(sums.loss.ratio),
+        "loss/ratio_max": float(sums.loss.ratio_max),
+        "optim/grad_norm": result.grad_norm,
+        "optim/skipped": float(result.skipped),
+        "rollout/abs_delta_logprob_mean": per_token(sums.mismatch.abs_delta),
+        "rollout/abs_delta_logprob_max": float(sums.mismatch.abs_delta_max),
+        "rollout/effective_sample_size": per_token(sums.mismatch.effective_sample_size()),
+        "rollout/kl_sampler_trainer": per_token(sums.mismatch.k3),
+    }
+
+
+def rollout_metrics(
+    groups: Sequence[RolloutGroup], seconds: Mapping[str, float], peak_memory_bytes: int
+) -> dict[str, float]:
+    """reward/, rollout/, time/ and system/ of one rollout batch."""
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    rewards = np.array([r.score.reward for r in rollouts])
+    lengths = np.array([len(r.completion.token_ids) for r in rollouts])
+    prompts = sum(len(g.prompt_token_ids) * len(g.rollouts) for g in groups)
+    outcomes = _outcomes(groups)
+    graded = [r.score for r in rollouts if r.score.graded]
+    parts = sorted({name for score in graded for name in score.parts})
+    tokens = int(lengths.sum())
+    return {
+        "reward/mean": float(rewards.mean()),
+        "reward/std": float(rewards.std()),
+        **{f"reward/{name}": float(np.mean([score.parts[name] for score in graded])) for name in parts},
+        "reward/ungraded": 1 - len(graded) / len(rollouts),
+        "rollout/all_right": outcomes.all_right / outcomes.groups,
+        "rollout/all_wrong": outcomes.all_wrong / outcomes.groups,
+        "rollout/zero_signal": outcomes.zero_signal / outcomes.groups,
+        "rollout/truncated": float(np.mean([r.completion.finish_reason == "length" for r in rollouts])),
+        "rollout/completion_tokens_mean": float(lengths.mean()),
+        "rollout/completion_tokens_max": float(lengths.max()),
+        "rollout/prompt_tokens_mean": prompts / len(rollouts),
+        **{f"time/{phase}": value for phase, value in seconds.items()},
+        "system/tokens_per_second": (prompts + tokens) / seconds["step"],
+        "system/generated_tokens_per_second": tokens / seconds["generate"],
+        "system/peak_memory_gib": peak_memory_bytes / 2**30,
+    }
+
+
+def _outcomes(groups: Sequence[RolloutGroup]) -> OutcomeCounts:
+    pairs = []
+    for group in groups:
+        scores = [rollout.score for rollout in group.rollouts]
+        graded = [score.graded for score in scores]
+        rewards = [score.reward for score in scores if score.graded]
+        outcome = group_outcome([score.parts.get("accuracy", score.reward) for score in scores], graded)
+        pairs.append((outcome, len(rewards) >= 2 and max(rewards) - min(rewards) > MIN_SPREAD))
+    return count_outcomes(pairs)

@@ -1,0 +1,131 @@
+"""The packed policy against Hugging Face's own forward pass, and what must not change its gradient."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from rlcore.algorithms.aggregation import StepTotals
+from rlcore.models.torch_policy import TorchPolicy
+from rlcore.types import TrainingSample
+from tests.numerics import toy
+
+MODES = ("token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant")
+
+
+def huggingface_logprobs(folder: Path, sample: TrainingSample, temperature: float) -> np.ndarray:
+    """One sequence at a time through transformers' own forward, positions and masks."""
+    from transformers import AutoModelForImageTextToText
+
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+    ids = torch.from_numpy(sample.token_ids.astype(np.int64))[None]
+    inputs = {}
+    if sample.images:
+        image = toy.features(sample.images[0])
+        inputs = {
+            "pixel_values": image.pixel_values,
+            "image_grid_thw": torch.tensor([image.grid_thw]),
+            "mm_token_type_ids": (ids == model.config.image_token_id).int(),
+        }
+    with torch.no_grad():
+        logits = model(input_ids=ids, **inputs).logits[0] / temperature
+    banned = toy.PROCESSOR.tokenizer.convert_tokens_to_ids(["<|image_pad|>", "<|video_pad|>"])
+    logits[:, banned] = float("-inf")
+    logprobs = logits.log_softmax(-1)[:-1].gather(-1, ids[0, 1:, None])[:, 0]
+    return np.where(sample.loss_mask, np.concatenate([[0.0], logprobs.numpy()]), 0.0)
+
+
+def step_gradient(policy: TorchPolicy, microbatches: list[list[TrainingSample]]) -> tuple[Tensor, dict[str, float]]:
+    """The whole gradient of one optimizer step as one vector, taken before AdamW sees it."""
+    taken: list[Tensor] = []
+    policy.optimizer.step = lambda: taken.append(  # type: ignore[method-assign]
+        torch.cat([p.grad.full_tensor().flatten() for p in policy.model.parameters()])
+    )
+    every = [s for m in microbatches for s in m]
+    totals = StepTotals(tokens=sum(s.num_trained for s in every), sequences=len(every))
+    result = policy.update(microbatches, totals, 1e-3)
+    return taken[0] * max(1.0, result.grad_norm / policy.config.training.max_grad_norm), {"norm": result.grad_norm}
+
+
+def relative(a: Tensor, b: Tensor) -> float:
+    return float((a - b).norm() / b.norm())
+
+
+@pytest.mark.parametrize("text_only", [False, True])
+def test_packed_logprobs_equal_huggingfaces_one_by_one(tiny_model: Path, text_only: bool) -> None:
+    settings = toy.config()
+    samples = toy.samples(6, group=2, text_only=text_only)
+    found = toy.policy(tiny_model, settings).logprobs([samples])[0]
+    for sample, values in zip(samples, found, strict=True):
+        np.testing.assert_allclose(values, huggingface_logprobs(tiny_model, sample, 0.9), atol=2e-5)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_gradient_does_not_depend_on_microbatches_or_order(tiny_model: Path, mode: str) -> None:
+    settings = toy.config(aggregation=mode, kl={"coefficient": 0.1})
+    samples = toy.samples(8)
+    policy = toy.policy(tiny_model, settings)
+    reference = policy.logprobs([samples], reference=True)[0]
+    samples = [
+        replace(s, old_logprobs=r + np.float32(0.1) * s.loss_mask, ref_logprobs=r - np.float32(0.2) * s.loss_mask)
+        for s, r in zip(samples, reference, strict=True)
+    ]
+    whole, _ = step_gradient(policy, [samples])
+    assert whole.norm() > 0
+    by_two, _ = step_gradient(policy, [samples[i : i + 2] for i in range(0, 8, 2)])
+    one_by_one, _ = step_gradient(policy, [[s] for s in samples])
+    shuffled, _ = step_gradient(policy, [[samples[i] for i in (5, 2, 7, 0)], [], [samples[i] for i in (3, 6, 1, 4)]])
+    assert relative(by_two, whole) < 1e-6
+    assert relative(one_by_one, whole) < 1e-6
+    assert relative(shuffled, whole) < 1e-6
+
+
+def test_gradient_checkpointing_does_not_change_the_gradient(tiny_model: Path) -> None:
+    samples = toy.samples(4)
+    plain = toy.config()
+    checkpointed = plain.model_copy(update={"model": plain.model.model_copy(update={"gradient_checkpointing": True})})
+    a, _ = step_gradient(toy.policy(tiny_model, plain), [samples])
+    b, _ = step_gradient(toy.policy(tiny_model, checkpointed), [samples])
+    assert relative(b, a) < 1e-6
+
+
+def test_on_policy_the_ratio_is_exactly_one(tiny_model: Path) -> None:
+    """Old log-probs from their own pass over the same plan are bit for bit those of the update."""
+    policy = toy.policy(tiny_model, toy.config(kl={"coefficient": 0.01}))
+    plan = [toy.samples(8)[:5], toy.samples(8)[5:]]
+    old, reference = policy.logprobs(plan), policy.logprobs(plan, reference=True)
+    plan = [
+        [replace(s, old_logprobs=o, ref_logprobs=r) for s, o, r in zip(m, os, rs, strict=True)]
+        for m, os, rs in zip(plan, old, reference, strict=True)
+    ]
+    every = [s for m in plan for s in m]
+    sums = policy.update(plan, StepTotals(sum(s.num_trained for s in every), len(every)), 1e-30).sums
+    assert float(sums.loss.ratio_max) == 1.0
+    assert float(sums.loss.ratio) == float(sums.tokens)
+    assert float(sums.loss.clipped_low + sums.loss.clipped_high) == 0.0
+    assert float(sums.loss.kl_k3) == 0.0
+    assert float(sums.kl_ref) < 1e-9  # the reference is the same weights at step 0
+
+
+def test_zero_advantage_gives_exactly_zero_gradient(tiny_model: Path) -> None:
+    policy = toy.policy(tiny_model, toy.config(kl={"coefficient": 0.0}))
+    samples = [replace(s, advantage=0.0) for s in toy.samples(4)]
+    gradient, values = step_gradient(policy, [samples])
+    assert values["norm"] == 0.0
+    assert not gradient.any()
+
+
+def test_the_sampler_gets_every_tensor_of_the_state_dict(tiny_model: Path) -> None:
+    policy = toy.policy(tiny_model, toy.config())
+    from transformers import AutoModelForImageTextToText
+
+    expected = AutoModelForImageTextToText.from_pretrained(tiny_model, dtype=torch.float32).state_dict()
+    for bucket_bytes in (1, 1 << 30):
+        found = dict(policy.full_weights(bucket_bytes=bucket_bytes))
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], value) for name, value in expected.items())

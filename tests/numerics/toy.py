@@ -1,0 +1,86 @@
+"""Samples over drawn pictures, for tests that run the real policy without a dataset or a sampler."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from PIL import Image
+from torch.distributed.device_mesh import init_device_mesh
+
+from rlcore.batch import ImageFeatures
+from rlcore.config import ExperimentConfig, build_experiment
+from rlcore.data.synthetic import draw_problem
+from rlcore.models.tiny import build_processor
+from rlcore.models.torch_policy import TorchPolicy
+from rlcore.types import ImageRef, TrainingSample
+
+PROCESSOR = build_processor()
+PICTURES: dict[str, Image.Image] = {}
+
+
+def config(**algorithm: object) -> ExperimentConfig:
+    return build_experiment(
+        {
+            "name": "toy",
+            "data": {"max_prompt_tokens": 200},
+            "rollout": {"group_size": 4, "max_completion_tokens": 32, "temperature": 0.9},
+            "algorithm": algorithm,
+            "training": {"problems_per_step": 2, "tokens_per_microbatch": 4096, "learning_rate": 1e-3},
+            "model": {"gradient_checkpointing": False},
+        }
+    )
+
+
+def features(image: ImageRef) -> ImageFeatures:
+    out = PROCESSOR.image_processor(images=[PICTURES[image.sha256]], return_tensors="pt")
+    time, height, width = out["image_grid_thw"][0].tolist()
+    return ImageFeatures(out["pixel_values"], (time, height, width))
+
+
+def samples(count: int = 8, *, group: int = 4, seed: int = 0, text_only: bool = False) -> list[TrainingSample]:
+    """Ragged sequences; ``group`` of them share a picture. Random completions, advantages of either sign."""
+    random = np.random.default_rng(seed)
+    tokenizer = PROCESSOR.tokenizer
+    found = []
+    for index in range(count):
+        problem = draw_problem("train", index // group, seed)
+        image = Image.fromarray(np.asarray(problem.picture.convert("RGB")))
+        sha = hashlib.sha256(image.tobytes()).hexdigest()
+        PICTURES[sha] = image
+        num_image = 0 if text_only else (image.width // 28) * (image.height // 28)
+        pad = "<|image_pad|>" * num_image
+        text = f"<|im_start|>user\n<|vision_start|>{pad}<|vision_end|>{problem.question}<|im_end|>\n<|im_start|>assistant\n"
+        prompt = np.asarray(tokenizer.encode(text, add_special_tokens=False), np.int32)
+        answer = random.integers(0, 256, random.integers(3, 30)).astype(np.int32)
+        mask = np.zeros(len(prompt) + len(answer), np.bool_)
+        mask[len(prompt) :] = True
+        found.append(
+            TrainingSample(
+                token_ids=np.concatenate([prompt, answer]),
+                loss_mask=mask,
+                sampler_logprobs=np.where(mask, random.normal(-5, 0.1, len(mask)), 0).astype(np.float32),
+                advantage=float(random.normal()),
+                images=() if text_only else (ImageRef(sha, image.width, image.height),),
+                policy_version=0,
+            )
+        )
+    return found
+
+
+def one_rank_mesh() -> object:
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    return init_device_mesh("cpu", (1,))
+
+
+def policy(folder: Path, settings: ExperimentConfig, mesh: object | None = None) -> TorchPolicy:
+    torch.set_num_threads(1)
+    from transformers import AutoModelForImageTextToText
+
+    hf = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
+    banned = PROCESSOR.tokenizer.convert_tokens_to_ids(["<|image_pad|>", "<|video_pad|>"])
+    return TorchPolicy(hf, settings, mesh=mesh or one_rank_mesh(), banned_token_ids=banned, features=features)
