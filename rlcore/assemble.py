@@ -10,6 +10,7 @@ from rlcore.config import ExperimentConfig
 from rlcore.data.problems import load_problems
 from rlcore.distributed.actors import RayRanks, start_ray, stop_ray
 from rlcore.distributed.group import WorkerGroup
+from rlcore.distributed.worker import Worker, WorkerSpec
 from rlcore.ports import MetricSink
 from rlcore.rewards import make_reward
 from rlcore.rewards.pool import GradingPool
@@ -28,11 +29,7 @@ def training_run(
     ray_address: str | None = None,
 ) -> Iterator[TrainingRun]:
     """Workers up, run wired; on exit everything that was started here is gone."""
-    device = pick_device(config)
-    grader = GradingPool(make_reward(config.reward), config.reward.processes, config.reward.deadline_seconds)
-    start_ray(ray_address, num_cpus=config.resources.workers)
-    try:
-        ranks = RayRanks(config.resources.workers, model=model, images=dataset / "images", config=config, device=device)
+    with graded_ranks(config, Worker, model=model, dataset=dataset, ray_address=ray_address) as (ranks, grader):
         yield TrainingRun(
             config=config,
             problems=load_problems(dataset),
@@ -41,6 +38,22 @@ def training_run(
             sink=sink,
             on_batch=on_batch,
         )
+
+
+@contextmanager
+def graded_ranks(
+    config: ExperimentConfig,
+    make: Callable[[WorkerSpec], object],
+    *,
+    model: Path,
+    dataset: Path,
+    ray_address: str | None = None,
+) -> Iterator[tuple[RayRanks, GradingPool]]:
+    """Ray, its workers and the grading processes; all gone on exit."""
+    grader = GradingPool(make_reward(config.reward), config.reward.processes, config.reward.deadline_seconds)
+    start_ray(ray_address, num_cpus=config.resources.workers)
+    try:
+        yield RayRanks(make, model=model, dataset=dataset, config=config, device=pick_device(config)), grader
     finally:
         grader.close()
         stop_ray()

@@ -152,6 +152,15 @@ class EvaluationConfig(Frozen):
     top_p: float = Field(1.0, gt=0, le=1)
     seed: int = 0
 
+    @model_validator(mode="after")
+    def _greedy_is_one_sample(self) -> Self:
+        if self.temperature == 0 and self.samples > 1:
+            raise ValueError(
+                f"evaluation.samples is {self.samples} at evaluation.temperature 0: greedy answers are all the same. "
+                "Set samples to 1, or the temperature above 0."
+            )
+        return self
+
 
 class ResourceConfig(Frozen):
     workers: int = Field(1, ge=1)

@@ -57,7 +57,7 @@ class BootstrapSpec(JobSpec):
 
 
 class EvaluateSpec(JobSpec):
-    """rlcore.evaluation.evaluate: policy and dataset -> EvalReport."""
+    """rlcore.evaluation: policy and dataset -> EvalReport."""
 
     experiment: ExperimentConfig
     policy: CheckpointRef | ModelRef
@@ -72,6 +72,7 @@ class MergeSpec(JobSpec):
     experiment: ExperimentConfig
     checkpoint: CheckpointRef
     base: ModelRef
+    dataset: DatasetRef  # holds the pictures of the canary
     models_dir: Path
 
 

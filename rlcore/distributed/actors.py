@@ -1,10 +1,10 @@
-"""Thin Ray shells around ``Worker``: one actor per rank, one GPU (or CPU core) each."""
+"""Thin Ray shells around the workers: one actor per rank, one GPU (or CPU core) each."""
 
 from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import ray
 from ray.exceptions import RayTaskError
 
 from rlcore.config import ExperimentConfig
-from rlcore.distributed.worker import Worker, WorkerSpec
+from rlcore.distributed.worker import WorkerSpec
 
 
 class WorkerActor:
@@ -27,8 +27,8 @@ class WorkerActor:
     def pid(self) -> int:
         return os.getpid()
 
-    def build(self, spec: WorkerSpec) -> None:
-        self._worker = Worker(spec)
+    def build(self, make: Callable[[WorkerSpec], object], spec: WorkerSpec) -> None:
+        self._worker = make(spec)
 
     def call(self, method: str, *arguments: Any) -> Any:
         return getattr(self._worker, method)(*arguments)
@@ -37,8 +37,20 @@ class WorkerActor:
 class RayRanks:
     """The ranks as Ray actors. Implements ``Ranks``."""
 
-    def __init__(self, size: int, *, model: Path, images: Path, config: ExperimentConfig, device: str) -> None:
-        self.size = size
+    def __init__(
+        self,
+        make: Callable[[WorkerSpec], object],
+        *,
+        model: Path,
+        dataset: Path,
+        config: ExperimentConfig,
+        device: str,
+    ) -> None:
+        """
+        Args:
+            make: builds what each actor holds; ``Worker`` for training.
+        """
+        self.size = size = config.resources.workers
         options: dict[str, Any] = {"num_gpus": 1} if device == "cuda" else {"num_cpus": 1}
         options["runtime_env"] = {"env_vars": worker_environment(device, config.resources.threads_per_worker)}
         actor = ray.remote(**options)(WorkerActor)
@@ -55,12 +67,12 @@ class RayRanks:
                 master_address=address,
                 master_port=port,
                 model=model,
-                images=images,
+                dataset=dataset,
                 config=config,
             )
             for rank in range(size)
         ]
-        _get([a.build.remote(spec) for a, spec in zip(self._actors, specs, strict=True)])
+        _get([a.build.remote(make, spec) for a, spec in zip(self._actors, specs, strict=True)])
 
     def call(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
         return _get([a.call.remote(method, *args) for a, args in zip(self._actors, arguments, strict=True)])

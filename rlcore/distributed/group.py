@@ -1,4 +1,4 @@
-"""All ranks as one: implements ``ports.Sampler`` and ``ports.Policy`` by planning work for each rank."""
+"""All ranks as one: what the loop calls, planned and spread over the ranks."""
 
 from __future__ import annotations
 
@@ -38,13 +38,11 @@ class LocalRanks:
         return [getattr(self._worker, method)(*only)]
 
 
-class WorkerGroup:
-    def __init__(self, ranks: Ranks, config: ExperimentConfig) -> None:
-        self._ranks = ranks
-        self._config = config
+class SamplerGroup:
+    """The samplers of all ranks as one. Implements ``ports.Sampler``."""
 
-    def _everywhere(self, method: str, *arguments: Any) -> list[Any]:
-        return self._ranks.call(method, [arguments] * self._ranks.size)
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
 
     def generate(self, requests: Sequence[SampleRequest]) -> list[SampledGroup]:
         """Rank r takes requests r, r + W, ...: neighbours in the stream spread over the ranks."""
@@ -53,8 +51,23 @@ class WorkerGroup:
         groups: list[SampledGroup | None] = [None] * len(requests)
         for rank, part in enumerate(parts):
             groups[rank::size] = part
-        self._everywhere("release_sampler")
         return [group for group in groups if group is not None]
+
+
+class WorkerGroup:
+    """Policy and samplers of all ranks as one. Implements ``ports.Sampler`` and ``ports.Policy``."""
+
+    def __init__(self, ranks: Ranks, config: ExperimentConfig) -> None:
+        self._ranks = ranks
+        self._config = config
+
+    def _everywhere(self, method: str, *arguments: Any) -> list[Any]:
+        return self._ranks.call(method, [arguments] * self._ranks.size)
+
+    def generate(self, requests: Sequence[SampleRequest]) -> list[SampledGroup]:
+        groups = SamplerGroup(self._ranks).generate(requests)
+        self._everywhere("release_sampler")
+        return groups
 
     def logprobs(self, samples: Sequence[TrainingSample]) -> list[Floats]:
         return self._logprobs(samples, reference=False)

@@ -18,6 +18,7 @@ from rlcore.types import Floats, ImageRef, TrainingSample
 if TYPE_CHECKING:
     from rlcore.algorithms.aggregation import StepTotals
     from rlcore.batch import ImageFeatures
+    from rlcore.data.prompts import PromptBuilder
     from rlcore.models.torch_policy import UpdateResult
 
 
@@ -33,7 +34,7 @@ class WorkerSpec:
     master_address: str
     master_port: int
     model: Path
-    images: Path
+    dataset: Path
     config: ExperimentConfig
 
 
@@ -46,19 +47,15 @@ class Worker:
         from torch.distributed.device_mesh import init_device_mesh
 
         from rlcore.data.images import ImageStore
-        from rlcore.data.prompts import PromptBuilder, load_processor
         from rlcore.models.loading import load_hf_model
         from rlcore.models.torch_policy import TorchPolicy
         from rlcore.rollout.vllm_sampler import VllmSampler
 
         config = spec.config
         self._spec = spec
-        local = config.model.model_copy(update={"path": str(spec.model), "revision": None})
-        self._processor = load_processor(local)
-        prompts = PromptBuilder(
-            self._processor, config.data.template, min_pixels=config.data.min_pixels, max_pixels=config.data.max_pixels
-        )
-        self._images = ImageStore(spec.images)
+        prompts = _prompts(spec)
+        self._image_processor = prompts.image_processor
+        self._images = ImageStore(spec.dataset)
         # the engine first: on a GPU it measures free memory, which the policy's shard must not have taken yet
         self.sampler = VllmSampler(spec.model, config, prompts=prompts, images=self._images, device=spec.device)
         self.sampler.sleep()
@@ -75,10 +72,9 @@ class Worker:
         from rlcore.batch import ImageFeatures
 
         data = self._spec.config.data
-        out = self._processor.image_processor(
+        out = self._image_processor(
             images=[self._images.read(image)],
-            min_pixels=data.min_pixels,
-            max_pixels=data.max_pixels,
+            size={"shortest_edge": data.min_pixels, "longest_edge": data.max_pixels},  # pixels per image
             return_tensors="pt",
         )
         time_, height, width = out["image_grid_thw"][0].tolist()
@@ -126,6 +122,53 @@ class Worker:
         peak = torch.cuda.max_memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         return int(peak)
+
+
+class SamplingWorker:
+    """One rank of an evaluation: an engine of its own and no policy. Nothing is collective."""
+
+    def __init__(self, spec: WorkerSpec, *, checkpoint: Path | None, version: int, temperature: float, top_p: float) -> None:
+        """
+        Args:
+            checkpoint: committed checkpoint whose weights are sampled from; None: those of ``spec.model``.
+            version: policy version to stamp completions with.
+        """
+        from rlcore.rollout.vllm_sampler import VllmSampler, set_engine_environment
+
+        set_engine_environment(spec.device)
+        import torch
+
+        from rlcore.data.images import ImageStore
+        from rlcore.models.checkpoint import load_full_weights
+
+        torch.set_num_threads(spec.threads)
+        self.sampler = VllmSampler(
+            spec.model,
+            spec.config,
+            prompts=_prompts(spec),
+            images=ImageStore(spec.dataset),
+            device=spec.device,
+            temperature=temperature,
+            top_p=top_p,
+            external_launcher=False,
+        )
+        if checkpoint is None:
+            self.sampler.keep_loaded_weights(version)
+        else:
+            self.sampler.load_weights(load_full_weights(checkpoint).items(), version)
+
+    def generate(self, requests: Sequence[SampleRequest]) -> list[SampledGroup]:
+        return self.sampler.generate(requests)
+
+
+def _prompts(spec: WorkerSpec) -> PromptBuilder:
+    from rlcore.data.prompts import PromptBuilder, load_processor
+
+    config = spec.config
+    processor = load_processor(config.model.model_copy(update={"path": str(spec.model), "revision": None}))
+    return PromptBuilder(
+        processor, config.data.template, min_pixels=config.data.min_pixels, max_pixels=config.data.max_pixels
+    )
 
 
 def _enter_world(spec: WorkerSpec) -> None:

@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 class VllmSampler:
     """One engine on one device. Implements ``ports.Sampler``.
 
-    The engine starts with random weights: ``load_weights`` has to be called before the first ``generate``.
+    ``load_weights`` has to be called before the first ``generate``, so that the weights have a version.
     """
 
     def __init__(
@@ -70,7 +70,6 @@ class VllmSampler:
             model,
             device=device,
             external_launcher=external_launcher,
-            load_format="dummy",
             max_model_len=config.max_sequence_tokens,
             max_num_seqs=rollout.max_sequences,
             gpu_memory_utilization=rollout.gpu_memory_utilization,
@@ -143,8 +142,8 @@ class VllmSampler:
         dtype = torch.float32 if self._device == "cpu" else torch.bfloat16
 
         def counted() -> Iterator[tuple[str, Tensor]]:
-            for name, value in weights:
-                sent.add(name, value.to(dtype))
+            for name, value in weights:  # lm_head.weight included, tied or not: vLLM on CPU holds a second copy
+                sent.add(value.to(dtype))
                 yield name, value
 
         self._llm.collective_rpc(
@@ -154,8 +153,8 @@ class VllmSampler:
         self._llm.reset_mm_cache()
         self._llm.llm_engine.reset_encoder_cache()
         held = Checksum()
-        for name, value in _engine_model(self._llm).named_parameters():
-            held.add(name, value)
+        for value in held_weights(_engine_model(self._llm)):
+            held.add(value)
         if not sent.matches(held):
             raise SamplerError(
                 f"after the weight sync to version {version} the sampler's parameters sum to {held}, the trainer's to "
@@ -164,6 +163,10 @@ class VllmSampler:
             )
         self._version = version
         return sent.total, sent.squares
+
+    def keep_loaded_weights(self, version: int) -> None:
+        """Sample from the weights of the model folder itself."""
+        self._version = version
 
     def sleep(self) -> None:
         """Give the engine's GPU memory back until ``wake``. On CPU nothing is held that training needs."""
@@ -188,12 +191,8 @@ class Checksum:
     def __init__(self) -> None:
         self.total = 0.0
         self.squares = 0.0
-        self._seen: set[int] = set()
 
-    def add(self, name: str, value: Tensor) -> None:
-        if value.data_ptr() in self._seen and name.endswith("lm_head.weight"):
-            return  # tied to the embedding and counted there
-        self._seen.add(value.data_ptr())
+    def add(self, value: Tensor) -> None:
         wide = value.detach().double()
         self.total += float(wide.sum())
         self.squares += float((wide * wide).sum())
@@ -215,7 +214,6 @@ def build_engine(
     *,
     device: str,
     external_launcher: bool,
-    load_format: str,
     max_model_len: int,
     max_num_seqs: int,
     gpu_memory_utilization: float,
@@ -242,6 +240,9 @@ def build_engine(
         options["skip_mm_profiling"] = True
     if device == "cpu":
         options["kv_cache_memory_bytes"] = kv_cache_mib << 20
+        # a prompt prefilled in parts draws a token that vLLM then takes back by rewinding the request's generator,
+        # which CPU generators cannot do
+        options["enable_chunked_prefill"] = False
     else:
         options["enable_sleep_mode"] = True
         options["gpu_memory_utilization"] = gpu_memory_utilization
@@ -250,7 +251,9 @@ def build_engine(
     try:
         llm = LLM(
             model=str(model),
-            load_format=load_format,
+            # not "dummy": that fills the buffers too, such as the means and deviations that images are normalised by,
+            # and no later weight sync would put them right
+            load_format="auto",
             dtype=cast(Any, dtype),
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
@@ -294,7 +297,7 @@ def engine_prompt(token_ids: Sequence[int], images: Sequence[ImageRef], store: I
 
 
 def vllm_sequence_logprobs(
-    model: Path, sequences: Sequence[CanarySequence], images_folder: Path, config: ExperimentConfig, device: str
+    model: Path, sequences: Sequence[CanarySequence], dataset: Path, config: ExperimentConfig, device: str
 ) -> list[list[float]]:
     """Log-probs (nats, temperature 1) of each sequence's completion tokens under a model folder, as vLLM loads it."""
     from vllm import SamplingParams
@@ -304,7 +307,6 @@ def vllm_sequence_logprobs(
         model,
         device=device,
         external_launcher=False,
-        load_format="auto",
         max_model_len=max(len(s.token_ids) for s in sequences) + 8,
         max_num_seqs=16,
         gpu_memory_utilization=0.5,
@@ -317,7 +319,7 @@ def vllm_sequence_logprobs(
         trust_remote_code=config.model.trust_remote_code,
         dtype="float32" if device == "cpu" else "bfloat16",
     )
-    store = ImageStore(images_folder)
+    store = ImageStore(dataset)
     prompts = [
         engine_prompt(collapse_images(s.token_ids, layout.get("image_token_id")), s.images, store) for s in sequences
     ]
@@ -343,6 +345,35 @@ def _engine_model(llm: LLM) -> torch.nn.Module:
     """The engine's own module, in this process."""
     found = llm.apply_model(lambda model: model)
     return found[0]
+
+
+def held_weights(model: torch.nn.Module) -> Iterator[Tensor]:
+    """Every weight that the engine computes with, a tied one once per use, as a Hugging Face state dict counts it.
+
+    On CPU vLLM packs linear weights into its kernels' own format and keeps, or drops, the parameter beside it. What
+    the kernel holds is read through the kernel: the identity matrix times the weight.
+    """
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+
+    modules = list(model.modules())
+    tied = not any(isinstance(module, ParallelLMHead) for module in modules)
+    for module in modules:
+        for name, value in module.named_parameters(recurse=False):
+            packed = getattr(module, "cpu_linear", None) if name == "weight" else None
+            if isinstance(module, ParallelLMHead) or value.numel() == 0:
+                yield _through_kernel(module, packed, value)
+                continue
+            yield value
+            if tied and isinstance(module, VocabParallelEmbedding):
+                yield _through_kernel(module, packed, value)
+
+
+def _through_kernel(module: Any, kernel: Any, weight: Tensor) -> Tensor:
+    if kernel is None:
+        return weight
+    inputs = module.embedding_dim if hasattr(module, "embedding_dim") else module.input_size_per_partition
+    held: Tensor = kernel(torch.eye(inputs, dtype=weight.dtype), weight, None)
+    return held
 
 
 def _register_model_class(model: Path) -> None:

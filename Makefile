@@ -1,0 +1,62 @@
+# make demo and make test set everything up themselves. RLFLOW_DATA_DIR moves the data folder (./data).
+# EXTRA=gpu installs for CUDA.
+EXTRA ?= cpu
+STAMP := .venv/.installed-$(EXTRA)
+RUN := .venv/bin/python
+FIND_PYTHON := for p in python3.11 python3.12 python3; do \
+  $$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null \
+  && $$p -c 'import sys; print(sys.executable)' && break; done
+PYTHON := $(shell $(FIND_PYTHON))
+UV := $(or $(shell command -v uv),.uv/bin/uv)
+LOCK := $(UV) pip compile pyproject.toml --python-version 3.11 --no-emit-index-url --no-header --extra dev
+export UV_PYTHON_DOWNLOADS := never
+# Compiled at install, or every start of a worker imports for 15 s instead of 6.
+export UV_COMPILE_BYTECODE := 1
+
+.PHONY: help install demo demo-geo3k ui test check lock clean
+help:
+	@echo 'make demo                      from raw data to a registered model, on the CPU'
+	@echo 'make demo-geo3k DATA=FOLDER    the same on real Geometry3K files, two steps'
+	@echo 'make ui                        the Prefect and MLflow pages over the data folder'
+	@echo 'make test, make check          the tests; lint, format and types'
+	@echo 'make install, lock, clean      environment; pinned requirements; remove what make made'
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml infra/requirements/$(EXTRA).txt | $(UV)
+	@test -n '$(PYTHON)' || { echo 'make: found no Python 3.11 or 3.12 on the PATH; install one of them.'; exit 1; }
+	test -x .venv/bin/python || $(UV) venv --quiet --python '$(PYTHON)' .venv
+	$(UV) pip sync --quiet --python .venv/bin/python infra/requirements/$(EXTRA).txt
+	$(UV) pip install --quiet --python .venv/bin/python --no-deps --editable .
+	@rm -f .venv/.installed-* && touch $@
+
+.uv/bin/uv:
+	@test -n '$(PYTHON)' || { echo 'make: found no Python 3.11 or 3.12 on the PATH; install one of them.'; exit 1; }
+	'$(PYTHON)' -m venv .uv
+	.uv/bin/python -m pip install --quiet --disable-pip-version-check uv
+
+demo: $(STAMP)
+	@$(RUN) -m flows.train_grpo grpo-geo3k-tiny
+
+demo-geo3k: $(STAMP)
+	@test -n '$(DATA)' || { echo 'make: name the folder with the train and validation files: make demo-geo3k DATA=FOLDER'; exit 1; }
+	@$(RUN) -m flows.train_grpo grpo-geo3k-demo-real --data '$(DATA)'
+
+ui: $(STAMP)
+	@$(RUN) -m infra.ui
+
+test: $(STAMP)
+	$(RUN) -m pytest
+
+check: $(STAMP)
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+	$(RUN) -m mypy
+
+# No index addresses in these files: whoever installs uses the registry that is set up for them.
+lock: | $(UV)
+	$(LOCK) --extra cpu --output-file infra/requirements/cpu.txt
+	$(LOCK) --extra gpu --output-file infra/requirements/gpu.txt
+
+clean:
+	rm -rf .venv .uv .mypy_cache .ruff_cache .pytest_cache rlflow.egg-info build

@@ -1,0 +1,26 @@
+"""merge: the newest whole checkpoint of a run, as a verified and registered Hugging Face folder."""
+
+from __future__ import annotations
+
+from prefect import flow
+
+from infra.settings import Settings
+from rlcore.artifacts import ModelRef
+from rlcore.config import ExperimentConfig
+from tasks import foreground
+from tasks.merging import merged, register
+from tasks.models import bootstrapped
+from tasks.runs import existing_run, newest_checkpoint
+
+
+@flow(name="merge", flow_run_name="merge-{run_id}")
+def merge_run(experiment: ExperimentConfig, run_id: str) -> ModelRef:
+    """The run's own experiment counts; ``experiment`` is there so that every deployment is called alike."""
+    run = existing_run(run_id, Settings())
+    checkpoint = newest_checkpoint(run)
+    model = merged(run.experiment, checkpoint, bootstrapped(run.experiment.model))
+    return register(run, model, checkpoint, None)
+
+
+if __name__ == "__main__":
+    foreground.main(merge_run, command="flows.merge")

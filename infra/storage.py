@@ -1,0 +1,111 @@
+"""Files from anywhere: local paths as they are, fsspec URIs (s3://, gs://, memory://) fetched once."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from pathlib import Path
+
+import fsspec
+from fsspec.core import url_to_fs
+
+from infra.errors import StorageError
+
+_DATA_SUFFIXES = {".parquet", ".jsonl", ".json", ".arrow", ".csv"}
+
+
+def localize(source: str, cache_dir: Path) -> Path | None:
+    """The local path of ``source``: itself, or a copy under ``cache_dir`` of what an fsspec URI names.
+
+    None: neither a path nor a URI, so a name that somebody else resolves (Hugging Face's ``owner/name``).
+
+    Raises:
+        StorageError: a path that does not exist, a URI with nothing behind it, or no space for the copy.
+    """
+    if "://" in source:
+        return _fetch(source, cache_dir)
+    path = Path(source).expanduser()
+    if path.exists():
+        return path.absolute()
+    if looks_like_path(source):
+        raise StorageError(
+            f"no file or folder at {source} (looked at {path.absolute()}). Give an existing path, an fsspec "
+            "URI such as s3://bucket/folder, or a Hugging Face id with a split such as owner/name@train."
+        )
+    return None
+
+
+def looks_like_path(source: str) -> bool:
+    """Whether ``source`` can only be a local path: rooted, dotted, nested, or with a data file's suffix."""
+    return (
+        source.startswith(("/", "./", "../", "~"))
+        or source.count("/") > 1
+        or Path(source).suffix.lower() in _DATA_SUFFIXES
+    )
+
+
+def free_bytes(folder: Path) -> int:
+    """Free bytes of the file system that holds ``folder``, which need not exist yet."""
+    existing = folder.absolute()
+    while not existing.exists():
+        existing = existing.parent
+    return shutil.disk_usage(existing).free
+
+
+def require_space(folder: Path, needed_bytes: int, purpose: str) -> None:
+    """Raise StorageError where ``folder``'s file system has less than ``needed_bytes`` free."""
+    free = free_bytes(folder)
+    if free < needed_bytes:
+        raise StorageError(
+            f"{purpose} needs {needed_bytes / 2**30:.2f} GiB, and {folder} has {free / 2**30:.2f} GiB free. "
+            "Free some space, or set RLFLOW_DATA_DIR to a folder on a larger disk."
+        )
+
+
+def require_writable(folder: Path) -> None:
+    """Make ``folder`` and raise StorageError where this user cannot write in it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StorageError(
+            f"cannot make {folder}: {error}. Set RLFLOW_DATA_DIR to a folder of yours."
+        ) from error
+    if not os.access(folder, os.W_OK):
+        raise StorageError(f"no permission to write in {folder}. Set RLFLOW_DATA_DIR to a folder of yours.")
+
+
+def _fetch(uri: str, cache_dir: Path) -> Path:
+    try:
+        filesystem, root = url_to_fs(uri)
+        files = sorted(filesystem.find(root))
+        versions = [(name, filesystem.ukey(name), filesystem.size(name) or 0) for name in files]
+    except (OSError, ImportError, ValueError) as error:
+        raise StorageError(
+            f"cannot read {uri}: {error}. Check the address, the credentials and the network."
+        ) from error
+    if not files:
+        raise StorageError(f"nothing at {uri}. Give the address of an existing file or folder.")
+    key = hashlib.sha256(repr((uri, versions)).encode()).hexdigest()[:16]
+    base = Path(root.rstrip("/")).name or "source"
+    target = cache_dir / key / base
+    if not target.exists():
+        require_space(cache_dir, sum(size for _, _, size in versions), f"the copy of {uri}")
+        aside = cache_dir / f".{key}.{os.getpid()}" / base
+        for name in files:
+            inside = name.removeprefix(root.rstrip("/")).lstrip("/")
+            _download(filesystem, name, aside / inside if inside else aside)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        os.replace(aside, target)
+        aside.parent.rmdir()
+    return target
+
+
+def _download(filesystem: fsspec.AbstractFileSystem, name: str, target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        filesystem.get_file(name, str(target))
+    except OSError as error:
+        raise StorageError(
+            f"the download of {name} broke off: {error}. Run the same command again."
+        ) from error

@@ -1,0 +1,301 @@
+"""MLflow, whole: one run per training run, kept across segments and retries; each step in it exactly once.
+
+MLflow cannot delete or overwrite a metric point, and the same point with the same timestamp is one row. So a
+step is published only when no resume can take it back, always with the timestamp it was recorded with, and
+what has been acknowledged is remembered beside the run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import urllib.error
+import urllib.request
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+import mlflow
+from mlflow import MlflowClient
+from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, RunTag
+from mlflow.exceptions import MlflowException
+from mlflow.utils.mlflow_tags import MLFLOW_MODEL_IS_EXTERNAL
+
+from infra.errors import RegistryError, ServerError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+T = TypeVar("T")
+
+RUN_TAG = "rlflow.run_id"
+DRIFT_TAG = "rlflow.param_drift"
+_MAX_PARAM_CHARACTERS = 6000
+_MAX_DIGEST_CHARACTERS = 36
+_METRICS_PER_REQUEST = 1000
+_ENTRIES_PER_REQUEST = 100
+
+
+class StepMetrics(Protocol):
+    """The metrics of one optimizer step as they were first recorded; a line of the metric journal."""
+
+    @property
+    def step(self) -> int: ...
+    @property
+    def timestamp_ms(self) -> int: ...  # fixed when the step was recorded, never at publishing
+    @property
+    def metrics(self) -> Mapping[str, float]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class RegisteredModel:
+    name: str
+    version: str
+
+
+@dataclass(frozen=True, slots=True)
+class _State:
+    """What one run remembers of its MLflow run, in ``mlflow.json`` of its folder."""
+
+    uri: str
+    mlflow_run_id: str
+    published_step: int
+
+
+def check_reachable(uri: str, timeout_seconds: float) -> None:
+    """Raise ServerError where an MLflow server does not answer in time. Other stores need no server."""
+    if not uri.startswith(("http://", "https://")):
+        return
+    try:
+        with urllib.request.urlopen(f"{uri.rstrip('/')}/health", timeout=timeout_seconds):
+            return
+    except (urllib.error.URLError, TimeoutError, OSError) as error:
+        raise ServerError(
+            f"no MLflow server answers at {uri} within {timeout_seconds:g} s ({error}). Start it, correct "
+            "RLFLOW_MLFLOW_URI, or unset that variable to use SQLite under the data folder."
+        ) from error
+
+
+class Tracker:
+    """The MLflow run of one training run."""
+
+    def __init__(self, client: MlflowClient, experiment_id: str, run_dir: Path, state: _State) -> None:
+        self._client = client
+        self._experiment_id = experiment_id
+        self._run_dir = run_dir
+        self._state = state
+
+    @classmethod
+    def open(
+        cls, *, uri: str, artifacts_dir: Path | None, experiment: str, run_id: str, run_dir: Path
+    ) -> Tracker:
+        """Find the MLflow run tagged with ``run_id``, or create it; safe to call from several processes."""
+        if uri.startswith("sqlite:///"):
+            Path(uri.removeprefix("sqlite:///")).parent.mkdir(parents=True, exist_ok=True)
+        run_dir.mkdir(parents=True, exist_ok=True)
+        # MLflow's registry looks logged models up through the process-wide address, not through the client's.
+        mlflow.set_tracking_uri(uri)
+        mlflow.set_registry_uri(uri)
+        client = MlflowClient(tracking_uri=uri, registry_uri=uri)
+        with _locked(artifacts_dir.parent if artifacts_dir else run_dir):
+            experiment_id = _find_or_create_experiment(client, experiment, artifacts_dir)
+            found = _read_state(run_dir)
+            if found is None or found.uri != uri or not _run_exists(client, found.mlflow_run_id):
+                found = _State(uri, _find_or_create_run(client, experiment_id, run_id), published_step=0)
+                _write_state(run_dir, found)
+        return cls(client, experiment_id, run_dir, found)
+
+    @property
+    def mlflow_run_id(self) -> str:
+        return self._state.mlflow_run_id
+
+    @property
+    def published_step(self) -> int:
+        """The last step that MLflow has acknowledged."""
+        return self._state.published_step
+
+    def log_params(self, params: Mapping[str, object]) -> None:
+        """Log ``params``. They are immutable: equal ones are skipped, changed ones go into a drift tag."""
+        texts = {key: str(value)[:_MAX_PARAM_CHARACTERS] for key, value in params.items()}
+        known = self._client.get_run(self.mlflow_run_id).data.params
+        drift = {
+            key: {"logged": known[key], "now": text}
+            for key, text in texts.items()
+            if known.get(key, text) != text
+        }
+        fresh = [Param(key, text) for key, text in texts.items() if key not in known]
+        for chunk in _chunks(fresh, _ENTRIES_PER_REQUEST):
+            self._client.log_batch(self.mlflow_run_id, params=chunk)
+        if drift:
+            self._client.set_tag(self.mlflow_run_id, DRIFT_TAG, json.dumps(drift))
+
+    def set_tags(self, tags: Mapping[str, str]) -> None:
+        entries = [RunTag(key, value) for key, value in tags.items()]
+        for chunk in _chunks(entries, _ENTRIES_PER_REQUEST):
+            self._client.log_batch(self.mlflow_run_id, tags=chunk)
+
+    def log_dataset(
+        self, *, name: str, digest: str, path: str, context: str, profile: Mapping[str, int]
+    ) -> None:
+        """Note a dataset as an input, under our own content digest (MLflow keeps its first 36 characters)."""
+        dataset = Dataset(
+            name=name,
+            digest=digest[:_MAX_DIGEST_CHARACTERS],
+            source_type="local",
+            source=json.dumps({"uri": path}),
+            profile=json.dumps(dict(profile)),
+        )
+        tagged = DatasetInput(dataset, tags=[InputTag("mlflow.data.context", context)])
+        self._client.log_inputs(self.mlflow_run_id, datasets=[tagged])
+
+    def publish(self, records: Iterable[StepMetrics], through_step: int) -> int:
+        """Send the steps after the last acknowledged one and up to ``through_step``; harmless to repeat.
+
+        Returns:
+            the last step that MLflow has acknowledged.
+
+        Raises:
+            ServerError: MLflow did not take them; nothing is lost, publish again later.
+        """
+        fresh = [item for item in records if self.published_step < item.step <= through_step]
+        points = [
+            Metric(key, float(value), item.timestamp_ms, item.step)
+            for item in sorted(fresh, key=lambda item: item.step)
+            for key, value in item.metrics.items()
+        ]
+        try:
+            for chunk in _chunks(points, _METRICS_PER_REQUEST):
+                self._client.log_batch(self.mlflow_run_id, metrics=chunk)
+        except MlflowException as error:
+            raise ServerError(f"MLflow at {self._state.uri} did not take the metrics: {error}") from error
+        if fresh:
+            last = max(item.step for item in fresh)
+            self._state = _State(self._state.uri, self._state.mlflow_run_id, last)
+            _write_state(self._run_dir, self._state)
+        return self.published_step
+
+    def log_metrics(self, metrics: Mapping[str, float], *, step: int, timestamp_ms: int) -> None:
+        """Points outside the journal, as of an evaluation. A fixed timestamp makes a repeat harmless."""
+        points = [Metric(key, float(value), timestamp_ms, step) for key, value in metrics.items()]
+        self._client.log_batch(self.mlflow_run_id, metrics=points)
+
+    def log_table(self, columns: Mapping[str, Sequence[object]], name: str) -> None:
+        """A table artifact. Written whole: the name of an existing table must not come twice."""
+        self._client.log_table(
+            self.mlflow_run_id, {key: list(values) for key, values in columns.items()}, name
+        )
+
+    def log_figure(self, figure: Figure, name: str) -> None:
+        self._client.log_figure(self.mlflow_run_id, figure, name)
+
+    def log_file(self, path: Path, folder: str | None = None) -> None:
+        self._client.log_artifact(self.mlflow_run_id, str(path), folder)
+
+    def log_text(self, text: str, name: str) -> None:
+        self._client.log_text(self.mlflow_run_id, text, name)
+
+    def artifact_names(self, folder: str) -> list[str]:
+        return [item.path for item in self._client.list_artifacts(self.mlflow_run_id, folder)]
+
+    def resume(self) -> None:
+        """Open the run again after an end that a continuation has overtaken."""
+        self._client.update_run(self.mlflow_run_id, status="RUNNING")
+
+    def finish(self, status: str) -> None:
+        """Close the run: FINISHED, FAILED or KILLED. MLflow has no heartbeat, so nobody else will."""
+        self._client.set_terminated(self.mlflow_run_id, status)
+
+    def register_model(
+        self, *, name: str, path: Path, tags: Mapping[str, str], alias: str, description: str
+    ) -> RegisteredModel:
+        """Register the verified folder ``path`` by reference (weights are not copied); move ``alias`` to it.
+
+        The same folder registered again for the same run is the same version.
+
+        Raises:
+            RegistryError: the folder is not there.
+        """
+        if not (path / "config.json").exists():
+            raise RegistryError(f"{path} has no config.json, so it is no merged model. Merge first.")
+        with contextlib.suppress(MlflowException):  # it exists: the one way to ask without a race
+            self._client.create_registered_model(name)
+        version = self._find_version(name, path) or self._create_version(name, path, tags, description)
+        self._client.set_registered_model_alias(name, alias, version)
+        return RegisteredModel(name, version)
+
+    def _find_version(self, name: str, path: Path) -> str | None:
+        for item in self._client.search_model_versions(f"name = '{name}'"):
+            if item.tags.get("rlflow.path") == str(path) and item.run_id == self.mlflow_run_id:
+                return str(item.version)
+        return None
+
+    def _create_version(self, name: str, path: Path, tags: Mapping[str, str], description: str) -> str:
+        marks = {**tags, "rlflow.path": str(path), MLFLOW_MODEL_IS_EXTERNAL: "true"}
+        model = self._client.create_logged_model(
+            self._experiment_id, name=name, source_run_id=self.mlflow_run_id, tags=marks
+        )
+        self._client.finalize_logged_model(model.model_id, "READY")
+        version = self._client.create_model_version(
+            name,
+            source=f"models:/{model.model_id}",
+            model_id=model.model_id,
+            run_id=self.mlflow_run_id,
+            tags={**tags, "rlflow.path": str(path)},
+            description=description,
+        )
+        return str(version.version)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold a file lock: two processes that open the same run must not create it twice."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "tracking.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _find_or_create_experiment(client: MlflowClient, name: str, artifacts_dir: Path | None) -> str:
+    found = client.get_experiment_by_name(name)
+    if found is not None:
+        return str(found.experiment_id)
+    location = (artifacts_dir / name).as_uri() if artifacts_dir else None
+    return str(client.create_experiment(name, artifact_location=location))
+
+
+def _find_or_create_run(client: MlflowClient, experiment_id: str, run_id: str) -> str:
+    found = client.search_runs([experiment_id], f"tags.`{RUN_TAG}` = '{run_id}'", max_results=1)
+    if found:
+        return str(found[0].info.run_id)
+    return str(client.create_run(experiment_id, tags={RUN_TAG: run_id}, run_name=run_id).info.run_id)
+
+
+def _run_exists(client: MlflowClient, mlflow_run_id: str) -> bool:
+    try:
+        client.get_run(mlflow_run_id)
+    except MlflowException:
+        return False
+    return True
+
+
+def _read_state(run_dir: Path) -> _State | None:
+    path = run_dir / "mlflow.json"
+    return _State(**json.loads(path.read_text())) if path.exists() else None
+
+
+def _write_state(run_dir: Path, state: _State) -> None:
+    path = run_dir / "mlflow.json"
+    aside = path.with_name(f".mlflow.json.{os.getpid()}")
+    values = {
+        "uri": state.uri, "mlflow_run_id": state.mlflow_run_id, "published_step": state.published_step,
+    }  # fmt: skip
+    aside.write_text(json.dumps(values))
+    aside.replace(path)
+
+
+def _chunks(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
+    for start in range(0, len(items), size):
+        yield items[start : start + size]

@@ -1,0 +1,33 @@
+"""``python -m infra.ui``: the Prefect and MLflow pages over the data folder, until Ctrl-C."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+import threading
+
+from infra.servers import mlflow_server, prefect_server
+from infra.settings import Settings
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--prefect-port", type=int, default=4200)
+    parser.add_argument("--mlflow-port", type=int, default=5000)
+    ports = parser.parse_args()
+    settings = Settings()
+    over = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: over.set())
+    with (
+        prefect_server(settings, ports.prefect_port) as prefect,
+        mlflow_server(settings, ports.mlflow_port) as mlflow,
+    ):
+        sys.stdout.write(f"Prefect  {prefect}\nMLflow   {mlflow}\nCtrl-C ends both.\n")
+        sys.stdout.flush()
+        over.wait()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""Do sampler and trainer agree? Over N tokens that the sampler drew and the trainer scored again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rlcore.algorithms.kl import clamped_log_ratio, k3
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MismatchSums:
+    """[] tensors, detached, summed over tokens. Merge all microbatches and ranks before dividing."""
+
+    abs_delta: Tensor  # |log p_trainer - log p_sampler|, nats
+    abs_delta_max: Tensor  # a maximum, not a sum; 0 over no tokens
+    weight: Tensor  # w = p_trainer / p_sampler of each token alone
+    weight_squared: Tensor
+    k3: Tensor  # of KL(sampler || trainer), nats
+
+    def merge(self, other: MismatchSums) -> MismatchSums:
+        """The sums of both parts together."""
+        return MismatchSums(
+            abs_delta=self.abs_delta + other.abs_delta,
+            abs_delta_max=torch.maximum(self.abs_delta_max, other.abs_delta_max),
+            weight=self.weight + other.weight,
+            weight_squared=self.weight_squared + other.weight_squared,
+            k3=self.k3 + other.k3,
+        )
+
+    def effective_sample_size(self) -> Tensor:
+        """(sum w)^2 / sum w^2: as many tokens' worth as these are; N where both agree, 0 over no tokens.
+
+        Source: Kong 1992; Owen, "Monte Carlo theory, methods and examples", eq. 9.13.
+        """
+        return self.weight.square() / self.weight_squared.clamp_min(torch.finfo(self.weight.dtype).tiny)
+
+
+def mismatch(logprobs: Tensor, sampler_logprobs: Tensor) -> MismatchSums:
+    """Compare the trainer's log-probs with the sampler's at the same weights.
+
+    Importance weights are per token, their log clamped to +-20 (not per sequence: the product over a long
+    completion says little about where the two differ). ``abs_delta`` is not clamped.
+
+    Args:
+        logprobs: [N] float, nats, the trainer's, before any update.
+        sampler_logprobs: [N] float, nats.
+    """
+    logprobs, sampler_logprobs = logprobs.detach(), sampler_logprobs.detach()
+    delta = (logprobs - sampler_logprobs).abs()
+    weights = clamped_log_ratio(logprobs, sampler_logprobs).exp()
+    return MismatchSums(
+        abs_delta=delta.sum(),
+        abs_delta_max=torch.cat([delta, delta.new_zeros(1)]).max(),
+        weight=weights.sum(),
+        weight_squared=weights.square().sum(),
+        k3=k3(sampler_logprobs, logprobs).sum(),
+    )

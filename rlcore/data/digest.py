@@ -1,0 +1,107 @@
+"""Names of prepared datasets: a hash of everything that decides what is in them.
+
+Light on purpose: no torch, no transformers, so that a Prefect task can use the key as its cache key.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from rlcore.config import ModelConfig
+from rlcore.data.files import image_files, source_files
+from rlcore.data.sources import SYNTHETIC, parse_source
+from rlcore.errors import ConfigError
+from rlcore.job import PrepareSpec, ResizeSpec
+
+# Raise these when the same inputs give another folder: the rules of prepare, and those of resize.
+PREPARE_VERSION = 1
+RESIZE_VERSION = 1
+
+TEMPLATES = Path(__file__).parent / "templates"
+_MODELS = Path(__file__).parents[1] / "models"
+_PROMPT_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "merges.txt",
+    "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json",
+    "preprocessor_config.json", "processor_config.json",
+)  # fmt: skip
+
+
+def dataset_key(spec: PrepareSpec) -> str:
+    """Digest of what ``prepare`` will make: source content and every setting that reaches the result.
+
+    A source or model on a hub counts by its name (and revision), since its content is not here to be hashed.
+    Image files that a source names by path count by path, size and time of change.
+    """
+    data = spec.data
+    settings = {
+        "version": PREPARE_VERSION,
+        "source": spec.source,
+        "content": _source_content(spec),
+        "columns": [data.problem_column, data.answer_column, data.images_column],
+        "template": template_text(data.template),
+        "pixels": [data.min_pixels, data.max_pixels],
+        "max_prompt_tokens": data.max_prompt_tokens,
+        "model": _model_content(spec.model),
+    }
+    return _digest(settings)
+
+
+def resized_key(spec: ResizeSpec) -> str:
+    """Digest of what ``resize`` will make. The target sizes are part of the dataset it starts from."""
+    return _digest({"version": RESIZE_VERSION, "dataset": spec.dataset.digest})
+
+
+def template_text(name_or_path: str) -> str:
+    """Text of a prompt template: a name under ``templates`` or the path of a file.
+
+    Raises:
+        ConfigError: neither; lists the known names.
+    """
+    known = {path.stem: path for path in sorted(TEMPLATES.glob("*.jinja"))}
+    path = known.get(name_or_path, Path(name_or_path).expanduser())
+    if not path.is_file():
+        raise ConfigError(
+            f"data.template {name_or_path!r} is neither a known template nor a file. "
+            f"Allowed: {', '.join(known)}, or the path of a Jinja file that uses content."
+        )
+    return path.read_text(encoding="utf-8")
+
+
+def _digest(settings: dict[str, object]) -> str:
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _source_content(spec: PrepareSpec) -> object:
+    name, split = parse_source(spec.source, spec.split)
+    if spec.source_path is not None:
+        files = source_files(spec.source_path, split)
+        outside = (image for file in files for image in image_files(file, spec.data.images_column))
+        return [[file.name, _file_hash(file)] for file in files] + [list(_stamp(image)) for image in outside]
+    if name == SYNTHETIC:
+        code = _file_hash(Path(__file__).with_name("synthetic.py"))
+        return [code, split, spec.data.synthetic_problems, spec.data.synthetic_seed]
+    return [name, split]
+
+
+def _model_content(model: ModelConfig) -> object:
+    if model.path == "tiny":  # its tokenizer is code
+        return [[path.name, _file_hash(path)] for path in sorted(_MODELS.glob("tiny*.py"))]
+    folder = Path(model.path).expanduser()
+    if folder.is_dir():
+        return [[name, _file_hash(folder / name)] for name in _PROMPT_FILES if (folder / name).is_file()]
+    return [model.path, model.revision]
+
+
+def _file_hash(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _stamp(path: Path) -> Iterator[str | int]:
+    yield str(path)
+    if path.is_file():
+        status = path.stat()
+        yield from (status.st_size, status.st_mtime_ns)

@@ -1,0 +1,186 @@
+"""Local data files: which ones a source means, and their rows as they stand."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any
+
+from rlcore.errors import DataError
+
+BATCH_ROWS = 64  # a batch with its images fits in memory many times over
+
+_SUFFIXES = (".parquet", ".jsonl", ".json")
+_SPLIT_WORDS = {
+    "train": ("train", "training"),
+    "validation": ("validation", "valid", "val", "dev"),
+    "test": ("test",),
+}
+_POINT = "Point data.train or data.validation at"
+
+Row = Mapping[str, Any]  # as read: one value per column, of whatever type the source has
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """One file or hub split: its columns, and its rows one after the other."""
+
+    name: str
+    columns: tuple[str, ...]
+    num_rows: int | None  # None: not known before the end
+    rows: Iterator[Row]
+    base: Path  # image paths are relative to it
+
+
+def source_files(path: Path, split: str) -> list[Path]:
+    """The data files of a local source, in order: the file itself, or those of a folder.
+
+    A folder counts by its best format (parquet, then jsonl, then json). Where its file or folder names speak
+    of splits, only those of ``split`` are taken, so that a test split never slips into training.
+
+    Raises:
+        DataError: nothing there, nothing readable, or no file of this split; says what was found.
+    """
+    if path.is_file() and path.suffix in _SUFFIXES:
+        return [path]
+    if not path.is_dir():
+        found = f"has the suffix {path.suffix!r}" if path.exists() else "does not exist"
+        raise DataError(f"{path} {found}. {_POINT} a {', '.join(_SUFFIXES)} file or a folder of them.")
+    every = sorted(file for file in path.rglob("*") if file.suffix in _SUFFIXES and file.is_file())
+    by_format = [[file for file in every if file.suffix == suffix] for suffix in _SUFFIXES]
+    files = next((group for group in by_format if group), [])
+    if not files:
+        raise DataError(f"{path} holds no {', '.join(_SUFFIXES)} file. {_POINT} a folder that does.")
+    splits = {file: _split_of(file.relative_to(path)) for file in files}
+    if not any(splits.values()):
+        return files
+    wanted = [file for file in files if splits[file] == split]
+    if not wanted:
+        names = ", ".join(str(file.relative_to(path)) for file in files[:8])
+        raise DataError(
+            f"{path} has no file of the split {split!r}; found {names}. {_POINT} one of these files."
+        )
+    return wanted
+
+
+def open_file(path: Path) -> Table:
+    """Columns and rows of one data file; parquet and jsonl are read piece by piece.
+
+    Raises:
+        DataError: the file does not parse (here, or while its rows are read).
+    """
+    if path.suffix == ".parquet":
+        return _open_parquet(path)
+    rows = _json_lines(path) if path.suffix == ".jsonl" else _json_array(path)
+    first = list(islice(rows, 1000))  # a column may be absent from single rows
+    columns = tuple(dict.fromkeys(key for row in first for key in row))
+    return Table(str(path), columns, None, chain(first, rows), path.parent)
+
+
+def image_files(path: Path, images_column: str) -> list[Path]:
+    """Image files that the rows of a data file name by path instead of holding them, in order, each once."""
+    if path.suffix == ".parquet":
+        values = _parquet_images_by_path(path, images_column)
+    else:
+        values = (row.get(images_column) for row in open_file(path).rows)
+    images = chain.from_iterable(images_of(value, path.parent) for value in values)
+    return list(dict.fromkeys(image for image in images if isinstance(image, Path)))
+
+
+def images_of(value: object, base: Path) -> Iterator[bytes | Path | None]:
+    """The images of one cell: encoded bytes, a file relative to ``base``, or None where neither is found.
+
+    A cell is bytes, a path, {bytes, path}, or a list of these; a cell of None holds no image.
+    """
+    if value is None:
+        return
+    if isinstance(value, list):
+        for item in value:
+            # None inside a list stands for an image that is not there.
+            yield from (None,) if item is None else images_of(item, base)
+    elif isinstance(value, bytes):
+        yield value
+    elif isinstance(value, str):
+        yield base / value if value else None
+    elif isinstance(value, dict) and (content := value.get("bytes") or value.get("path")):
+        yield from images_of(content, base)
+    else:
+        yield None
+
+
+def _split_of(relative: Path) -> str | None:
+    words = re.split(r"[^a-z]+", str(relative.with_suffix("")).lower())
+    return next((split for word in words for split, names in _SPLIT_WORDS.items() if word in names), None)
+
+
+def _open_parquet(path: Path) -> Table:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        file = pq.ParquetFile(path)
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(f"{path} is no readable parquet file: {error}. Fetch or write it again.") from error
+    columns = tuple(file.schema_arrow.names)
+    return Table(str(path), columns, file.metadata.num_rows, _parquet_rows(path, file), path.parent)
+
+
+def _parquet_rows(path: Path, file: Any) -> Iterator[Row]:
+    import pyarrow as pa
+
+    try:
+        for batch in file.iter_batches(BATCH_ROWS):
+            yield from batch.to_pylist()
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(f"{path} is damaged: {error}. Fetch or write it again.") from error
+
+
+def _parquet_images_by_path(path: Path, images_column: str) -> Iterator[object]:
+    import pyarrow.parquet as pq
+
+    _open_parquet(path)  # for its error
+    file = pq.ParquetFile(path)
+    # Only text leaves are read: a cell's bytes are in the file, and hashed with it.
+    leaves = [file.schema.column(i) for i in range(len(file.schema))]
+    texts = [leaf.path for leaf in leaves if leaf.logical_type.type == "STRING"]
+    names = [name for name in texts if name.split(".")[0] == images_column]
+    if names:
+        for batch in file.iter_batches(BATCH_ROWS, columns=names):
+            yield from batch.column(0).to_pylist()
+
+
+def _json_lines(path: Path) -> Iterator[Row]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                yield _json_row(line, f"{path} line {number}")
+
+
+def _json_row(line: bytes, where: str) -> Row:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise DataError(f"{where} is no JSON: {error}. Mend the line or take it out.") from None
+    if not isinstance(row, dict):
+        raise DataError(
+            f"{where} holds {type(row).__name__}, not an object. Write {{column: value}} on each line."
+        )
+    return row
+
+
+def _json_array(path: Path) -> Iterator[Row]:
+    try:
+        rows = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise DataError(
+            f"{path} is no JSON: {error}. One object per line is .jsonl; .json is one array."
+        ) from None
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise DataError(
+            f"{path} is no array of objects. Write [{{column: value}}, ...], or one per line as .jsonl."
+        )
+    yield from rows

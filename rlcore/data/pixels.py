@@ -1,0 +1,195 @@
+"""One image: size by header, decoding to RGB, and the grid that a model's vision tower cuts it into.
+
+Nothing here trusts the bytes: the size is checked before anything is decoded, only known formats are opened,
+and every failure is an ``Unusable`` with a reason. Pillow's warnings never leave this module.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import struct
+import warnings
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+from PIL import Image, UnidentifiedImageError
+
+from rlcore.data.rejects import Reason, Unusable
+
+# Not TIFF: its library writes about damaged files to stderr, past every Python filter.
+FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF")
+MAX_SOURCE_PIXELS = 64 * 2**20  # decoded that is 256 MiB as RGBA, per process
+MAX_ASPECT_RATIO = 200  # Qwen2-VL's image processor raises above it
+
+_ORIENTATION_TAG = 0x0112
+_UPRIGHT = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+# What Pillow's parsers raise on damaged files; its plugins have no common error.
+_DAMAGED = (
+    OSError, ValueError, SyntaxError, EOFError, KeyError, IndexError, TypeError, AttributeError,
+    OverflowError, NotImplementedError, RuntimeError, struct.error, zlib.error,
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What a file says about its image before anything is decoded."""
+
+    width: int  # pixels, upright (EXIF orientation applied)
+    height: int
+    orientation: int  # EXIF, 1 to 8
+    ready: bool  # an upright RGB PNG without transparency: usable as it is where the size fits
+
+
+def target_size(width: int, height: int, factor: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
+    """Width and height on the patch grid for an image of this size, as Qwen2-VL's processor computes them.
+
+    Both sides become multiples of ``factor`` (patch size x merge size), the area lands in
+    [min_pixels, max_pixels] where the grid allows, and the aspect ratio is kept as far as the grid allows.
+
+    Raises:
+        ValueError: a side below 1, or an aspect ratio above MAX_ASPECT_RATIO.
+    """
+    if min(width, height) < 1 or max(width, height) / min(width, height) > MAX_ASPECT_RATIO:
+        raise ValueError(f"{width}x{height} has no side or an aspect ratio above {MAX_ASPECT_RATIO}")
+    wide, high = round(width / factor) * factor, round(height / factor) * factor
+    if wide * high > max_pixels:
+        shrink = math.sqrt((height * width) / max_pixels)
+        wide = max(factor, math.floor(width / shrink / factor) * factor)
+        high = max(factor, math.floor(height / shrink / factor) * factor)
+    elif wide * high < min_pixels:
+        grow = math.sqrt(min_pixels / (height * width))
+        wide = math.ceil(width * grow / factor) * factor
+        high = math.ceil(height * grow / factor) * factor
+    return wide, high
+
+
+def stable_target_size(
+    width: int, height: int, factor: int, min_pixels: int, max_pixels: int
+) -> tuple[int, int]:
+    """``target_size``, with the promise that applying the rule to the result changes nothing.
+
+    Trainer and sampler apply the rule again to the stored image. Where a second pass would change the size
+    (very long images, or bounds with no grid size between them) image-token counts would differ.
+
+    Raises:
+        Unusable: IMAGE_SHAPE, when the rule refuses the image or its own result.
+    """
+    bounds = f"data.min_pixels {min_pixels}, data.max_pixels {max_pixels}"
+    try:
+        size = target_size(width, height, factor, min_pixels, max_pixels)
+        again = target_size(*size, factor, min_pixels, max_pixels)
+    except ValueError as error:
+        raise Unusable(Reason.IMAGE_SHAPE, f"{width}x{height} does not fit the patch grid: {error}") from None
+    if again != size:
+        detail = (
+            f"{width}x{height} has no stable size on a grid of {factor} within {bounds}: {size}, then {again}"
+        )
+        raise Unusable(Reason.IMAGE_SHAPE, detail)
+    return size
+
+
+def read_header(data: bytes) -> Header:
+    """Size and orientation of an encoded image, without decoding it.
+
+    Raises:
+        Unusable: unknown format, more than one frame, more than MAX_SOURCE_PIXELS, or an unreadable header.
+    """
+    with _opened(data) as image:
+        return _header(image)
+
+
+def load_rgb(data: bytes) -> Image.Image:
+    """Decode to an upright RGB image; transparency is laid on white, 16-bit grey is scaled to 8 bits.
+
+    Raises:
+        Unusable: as ``read_header``, or pixel data that is truncated or damaged.
+    """
+    with _opened(data) as image:
+        orientation = _header(image).orientation
+        image.load()
+        rgb = _to_rgb(image)
+        return rgb.transpose(_UPRIGHT[orientation]) if orientation in _UPRIGHT else rgb
+
+
+@contextmanager
+def _opened(data: bytes) -> Iterator[Image.Image]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        warnings.simplefilter("error", Image.DecompressionBombWarning)
+        try:
+            with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+                _refuse_by_header(image)
+                yield image
+        except (Image.DecompressionBombWarning, Image.DecompressionBombError) as error:
+            raise Unusable(Reason.IMAGE_TOO_LARGE, str(error)) from None
+        except UnidentifiedImageError:
+            detail = f"{len(data)} bytes from {data[:8]!r} on are no {', '.join(FORMATS)}, or a broken header"
+            raise Unusable(Reason.IMAGE_FORMAT, detail) from None
+        except _DAMAGED as error:
+            raise Unusable(Reason.IMAGE_DAMAGED, f"{type(error).__name__}: {error}") from None
+
+
+def _refuse_by_header(image: Image.Image) -> None:
+    width, height = image.size
+    if width * height > MAX_SOURCE_PIXELS:
+        raise Unusable(Reason.IMAGE_TOO_LARGE, f"{width}x{height} is above {MAX_SOURCE_PIXELS} pixels")
+    # A multi-picture JPEG (a phone's photo with its depth map) opens on the photo; other frames are a film.
+    frames = getattr(image, "n_frames", 1)
+    if frames > 1 and image.format != "MPO":
+        raise Unusable(Reason.IMAGE_ANIMATED, f"{image.format} with {frames} frames")
+
+
+def _header(image: Image.Image) -> Header:
+    orientation = _orientation(image)
+    width, height = image.size if orientation < 5 else image.size[::-1]
+    ready = (
+        image.format == "PNG"
+        and image.mode == "RGB"
+        and orientation == 1
+        and "transparency" not in image.info
+    )
+    return Header(width, height, orientation, ready)
+
+
+def _orientation(image: Image.Image) -> int:
+    # A PNG's EXIF chunk may stand behind the pixels; asking for it would decode them, so it does not count.
+    if image.format == "PNG" and "exif" not in image.info:
+        return 1
+    try:
+        value = image.getexif().get(_ORIENTATION_TAG, 1)
+    except _DAMAGED:  # broken metadata around a good image: it counts as upright, as in every viewer
+        return 1
+    return value if value in _UPRIGHT else 1
+
+
+def _to_rgb(image: Image.Image) -> Image.Image:
+    if image.mode.startswith("I"):
+        return _deep_grey(image).convert("RGB")
+    if image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info:
+        # By way of straight RGBA: palettes and premultiplied modes convert to nothing else.
+        layered = image if image.mode == "RGBA" else image.convert("RGBA")
+        if layered.getextrema()[3] == (255, 255):
+            return layered.convert("RGB")
+        page = Image.new("RGBA", image.size, (255, 255, 255, 255))
+        return Image.alpha_composite(page, layered).convert("RGB")
+    return image.convert("RGB")
+
+
+def _deep_grey(image: Image.Image) -> Image.Image:
+    # Pillow clips 16 bits to 8, which turns most of a scan white; scale instead.
+    values = np.asarray(image)
+    if values.min() < 0 or values.max() > 65535:
+        raise Unusable(Reason.IMAGE_FORMAT, f"grey values of mode {image.mode} reach beyond 16 bits")
+    return Image.fromarray(((values.astype(np.uint32) + 128) // 257).astype(np.uint8))

@@ -1,0 +1,188 @@
+"""Source -> prepared dataset with original images: ``python -m rlcore.data.problems SPEC.json``.
+
+Every row becomes a ``Problem`` or a line in ``rejects.jsonl``. Images are only looked at here: their headers
+give the size they will have, so a prompt that is too long is found before anything is decoded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import tempfile
+from dataclasses import dataclass, field
+from decimal import Decimal
+from pathlib import Path
+
+from rlcore.artifacts import DatasetRef
+from rlcore.data.digest import dataset_key
+from rlcore.data.folder import (
+    ORIGINALS,
+    building,
+    existing_dataset,
+    finish_folder,
+    progress,
+)
+from rlcore.data.pixels import read_header
+from rlcore.data.prompts import IMAGE_MARKER, PromptBuilder, load_processor
+from rlcore.data.rejects import Reason, Reject, Unusable, nothing_usable
+from rlcore.data.sources import SourceRow, open_source
+from rlcore.data.table import PreparedRow, load_rows
+from rlcore.job import PrepareSpec, job_main
+from rlcore.types import ImageRef, Problem
+
+__all__ = ["dataset_key", "load_problems", "prepare"]
+
+
+def prepare(spec: PrepareSpec) -> DatasetRef:
+    """Prepare a dataset, or return the one that is there already for the same source and settings.
+
+    Writes ``raw-DIGEST`` under ``spec.datasets_dir``: problems.parquet, raw_images/, rejects.jsonl and
+    report.json.
+
+    Raises:
+        DataError: the source cannot be read, lacks a column, or has no usable row.
+        ConfigError, ModelError: the prompt template, or the model's tokenizer or chat template, is unusable.
+        ServerError: the hub cannot be reached.
+        StorageError: no space, no permission, or an existing folder with parts missing.
+    """
+    digest = dataset_key(spec)
+    final = spec.datasets_dir / f"raw-{digest}"
+    if found := existing_dataset(final):
+        return found
+    data = spec.data
+    prompts = PromptBuilder(load_processor(spec.model), data.template, data.min_pixels, data.max_pixels)
+    with tempfile.TemporaryDirectory() as scratch, building(final) as aside:
+        source = open_source(spec, Path(scratch))
+        intake = _Intake(prompts, spec.source, data.max_prompt_tokens, aside / ORIGINALS)
+        for row in progress(source.rows, f"preparing {spec.source}", source.num_rows):
+            intake.add(row)
+        if not intake.rows:
+            raise nothing_usable(spec.source, intake.rejects, source.columns)
+        return finish_folder(
+            aside,
+            final,
+            digest=digest,
+            source=spec.source,
+            columns=source.columns,
+            data=data,
+            rows=intake.rows,
+            rejects=intake.rejects,
+        )
+
+
+def load_problems(path: Path) -> list[Problem]:
+    """The problems of a prepared dataset (raw or resized), in source order.
+
+    Raises:
+        StorageError: the folder is no prepared dataset, or its table is damaged.
+    """
+    return [row.problem for row in load_rows(path)]
+
+
+@dataclass(slots=True)
+class _Intake:
+    """Sorts rows into kept and rejected, and stores the originals of kept ones, each distinct one once."""
+
+    prompts: PromptBuilder
+    source: str
+    max_prompt_tokens: int
+    originals: Path
+    rows: list[PreparedRow] = field(default_factory=list)
+    rejects: list[Reject] = field(default_factory=list)
+    ids: set[str] = field(default_factory=set)
+    sizes: dict[str, ImageRef | Unusable] = field(
+        default_factory=dict
+    )  # by hash: one diagram serves many questions
+    stored: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.originals.mkdir()
+
+    def add(self, row: SourceRow) -> None:
+        problem_id = self._unique_id(row)
+        try:
+            prepared, originals = self._examine(row, problem_id)
+        except Unusable as unusable:
+            self.rejects.append(Reject(problem_id, row.index, unusable.reason, unusable.detail))
+            return
+        self.rows.append(prepared)
+        for sha256, content in originals.items():
+            if sha256 not in self.stored:
+                (self.originals / sha256).write_bytes(content)
+                self.stored.add(sha256)
+
+    def _examine(self, row: SourceRow, problem_id: str) -> tuple[PreparedRow, dict[str, bytes]]:
+        question = _text(row.problem, "problem", Reason.EMPTY_PROBLEM)
+        answer = _text(row.answer, "answer", Reason.EMPTY_ANSWER).strip()
+        if special := self.prompts.special_tokens_in(question):
+            raise Unusable(Reason.SPECIAL_TOKEN, f"the problem spells out {', '.join(special)}")
+        markers = question.count(IMAGE_MARKER)
+        if markers != len(row.images):
+            raise Unusable(
+                Reason.MARKER_COUNT, f"{markers} {IMAGE_MARKER} marker(s) for {len(row.images)} image(s)"
+            )
+        if row.images and self.prompts.image_token_id is None:
+            raise Unusable(
+                Reason.MODEL_WITHOUT_IMAGES, f"{len(row.images)} image(s), and the model takes none"
+            )
+        contents = [_read(image) for image in row.images]
+        refs = tuple(self._image_ref(content) for content in contents)
+        problem = Problem(problem_id, question, refs, answer, self.source, row.extra)
+        prompt_tokens = len(self.prompts.tokens(problem))
+        image_tokens = sum(self.prompts.image_tokens(ref.width, ref.height) for ref in refs)
+        if prompt_tokens > self.max_prompt_tokens:
+            detail = f"{prompt_tokens} tokens ({image_tokens} of images) above {self.max_prompt_tokens}"
+            raise Unusable(Reason.PROMPT_TOO_LONG, detail)
+        originals = {ref.sha256: content for ref, content in zip(refs, contents, strict=True)}
+        return PreparedRow(problem, row.index, prompt_tokens, image_tokens), originals
+
+    def _image_ref(self, content: bytes) -> ImageRef:
+        sha256 = hashlib.sha256(content).hexdigest()
+        if sha256 not in self.sizes:
+            try:
+                header = read_header(content)
+                self.sizes[sha256] = ImageRef(sha256, *self.prompts.target_size(header.width, header.height))
+            except Unusable as unusable:
+                self.sizes[sha256] = unusable
+        found = self.sizes[sha256]
+        if isinstance(found, Unusable):
+            raise Unusable(found.reason, found.detail)
+        return found
+
+    def _unique_id(self, row: SourceRow) -> str:
+        wanted = row.row_id if row.row_id is not None else f"row-{row.index}"
+        wanted = wanted.encode("utf-8", "replace").decode()
+        problem_id, count = wanted, 1
+        while problem_id in self.ids:
+            count += 1
+            problem_id = f"{wanted}-{count}"
+        self.ids.add(problem_id)
+        return problem_id
+
+
+def _text(value: object, what: str, empty: Reason) -> str:
+    if isinstance(value, int | float | Decimal) and not isinstance(value, bool):
+        return str(value)
+    if value is None or (isinstance(value, str) and not value.strip()):
+        raise Unusable(empty, f"the {what} is {value!r}")
+    if not isinstance(value, str):
+        raise Unusable(Reason.NOT_TEXT, f"the {what} is {type(value).__name__}: {str(value)[:80]}")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise Unusable(Reason.NOT_TEXT, f"the {what} holds half a character: {error.reason}") from None
+    return value
+
+
+def _read(image: bytes | Path | None) -> bytes:
+    if image is None:
+        raise Unusable(Reason.IMAGE_MISSING, "an image has neither bytes nor a path")
+    if isinstance(image, bytes):
+        return image
+    try:
+        return image.read_bytes()
+    except (OSError, ValueError) as error:  # ValueError: a path with a null byte in it
+        raise Unusable(Reason.IMAGE_MISSING, f"{image}: {error}") from None
+
+
+if __name__ == "__main__":
+    job_main(prepare, PrepareSpec)

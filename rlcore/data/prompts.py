@@ -1,0 +1,229 @@
+"""From a question to tokens: prompt template, chat template, image placeholders.
+
+P prompt tokens. vLLM takes a prompt with one placeholder per image (``unexpanded_tokens``) and expands it
+itself; the trainer needs the same prompt expanded (``tokens``). Both come from here and cannot drift apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import jinja2.meta
+import jinja2.sandbox
+import numpy as np
+import numpy.typing as npt
+
+from rlcore.config import ModelConfig
+from rlcore.data.digest import template_text
+from rlcore.data.pixels import stable_target_size
+from rlcore.errors import ConfigError, DataError, ModelError
+from rlcore.types import ImageRef, Ints, Problem
+
+IMAGE_MARKER = "<image>"
+_VISION_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>")
+_PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
+
+
+class TextProcessor:
+    """The processor of a language model: a tokenizer, and no images."""
+
+    image_processor = None
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self.chat_template = tokenizer.chat_template
+
+    def apply_chat_template(self, conversation: Sequence[Any], **options: Any) -> str:
+        return self.tokenizer.apply_chat_template(conversation, **options)
+
+
+def load_processor(model: ModelConfig) -> Any:
+    """The model's processor (``image_processor``, ``tokenizer``); a ``TextProcessor`` for a language model.
+
+    Raises:
+        ModelError: no such folder or hub id, files that do not load, or no chat template.
+    """
+    if model.path == "tiny":
+        from rlcore.models.tiny import build_processor
+
+        return build_processor()
+    from transformers import AutoProcessor, AutoTokenizer, PreTrainedTokenizerBase
+
+    folder = Path(model.path).expanduser()
+    local = folder.is_dir()
+    if not local and (folder.is_absolute() or model.path[0] in ".~" or model.path.count("/") != 1):
+        raise ModelError(
+            f"model.path {model.path!r}: no such folder. Allowed: tiny, a Hugging Face id (owner/name), "
+            "or a folder with config.json, tokenizer and safetensors."
+        )
+    # A language model's folder has no processor config; a hub id is sorted out by AutoProcessor.
+    text_only = local and not any((folder / name).is_file() for name in _PROCESSOR_FILES)
+    try:
+        found = (AutoTokenizer if text_only else AutoProcessor).from_pretrained(
+            str(folder) if local else model.path,
+            revision=model.revision or "main",
+            trust_remote_code=model.trust_remote_code,
+        )
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise ModelError(
+            f"model.path {model.path!r}: its tokenizer or processor does not load: {error}. "
+            f"A folder has to hold tokenizer.json and, for images, a processor config. {_listing(folder)}"
+        ) from error
+    processor = TextProcessor(found) if isinstance(found, PreTrainedTokenizerBase) else found
+    if not (processor.chat_template or processor.tokenizer.chat_template):
+        raise ModelError(
+            f"model.path {model.path!r} has no chat template. {_listing(folder)}"
+            "Add a chat_template.jinja, or set model.path to an instruction-tuned model."
+        )
+    return processor
+
+
+class PromptBuilder:
+    """Prompts of one model under one template.
+
+    Args:
+        processor: what ``load_processor`` returned.
+        template: a name under rlcore/data/templates, or the path of a Jinja file that uses ``content``.
+        min_pixels, max_pixels: bounds that images were, or will be, resized to.
+
+    Raises:
+        ConfigError: no such template, or one that does not parse or uses other variables than ``content``.
+        ModelError: an image processor without the grid of Qwen's vision models.
+    """
+
+    def __init__(self, processor: Any, template: str, min_pixels: int, max_pixels: int) -> None:
+        self.tokenizer = processor.tokenizer
+        self._processor = processor
+        self._template = _compile(template)
+        self._bounds = (min_pixels, max_pixels)
+        self._factor = None if processor.image_processor is None else _grid_factor(processor.image_processor)
+        self._image_token_id: int | None = None if self._factor is None else processor.image_token_id
+        self._special = {str(t): i for i, t in self.tokenizer.added_tokens_decoder.items() if t.special}
+
+    @property
+    def image_processor(self) -> Any:
+        """The model's own; None where it takes no images."""
+        return self._processor.image_processor
+
+    @property
+    def image_token_id(self) -> int | None:
+        """The placeholder's id; None where the model takes no images."""
+        return self._image_token_id
+
+    @property
+    def banned_token_ids(self) -> tuple[int, ...]:
+        """Vision tokens, ascending: a completion that held one would claim an image that is not there."""
+        known = self.tokenizer.get_added_vocab()
+        return tuple(sorted(known[text] for text in _VISION_TOKENS if text in known))
+
+    @property
+    def grid_factor(self) -> int:
+        """Patch size x merge size: one image token covers a square of this many pixels a side.
+
+        Raises:
+            ModelError: the model takes no images.
+        """
+        if self._factor is None:
+            raise ModelError("the model takes no images. Set model.path to a vision-language model.")
+        return self._factor
+
+    def target_size(self, width: int, height: int) -> tuple[int, int]:
+        """Width and height that an original of this size is resized to.
+
+        Raises:
+            Unusable: no stable size on the grid within the bounds.
+        """
+        return stable_target_size(width, height, self.grid_factor, *self._bounds)
+
+    def image_tokens(self, width: int, height: int) -> int:
+        """Placeholders that a resized image expands to."""
+        return (width // self.grid_factor) * (height // self.grid_factor)
+
+    def special_tokens_in(self, text: str) -> list[str]:
+        """Special tokens spelled out in a text, which the tokenizer would take for real ones."""
+        return [token for token in self._special if token in text]
+
+    def chat_text(self, question: str, num_images: int) -> str:
+        """The prompt as text, up to where the answer starts, with one unexpanded placeholder per image.
+
+        Raises:
+            DataError: the rendered question does not hold ``num_images`` markers.
+        """
+        first, *rest = self._template.render(content=question).split(IMAGE_MARKER)
+        if len(rest) != num_images:
+            raise DataError(
+                f"{len(rest)} {IMAGE_MARKER} marker(s) for {num_images} image(s) in {question[:80]!r}. "
+                "Write one marker per image into the problem, and none into the template."
+            )
+        content: str | list[dict[str, str]] = first
+        if self._factor is not None:  # a language model's chat template takes plain text
+            texts = [{"type": "text", "text": text} for text in (first, *rest)]
+            parts = [part for text in texts for part in ({"type": "image"}, text)][1:]
+            content = [part for part in parts if part.get("text") != ""]
+        message = {"role": "user", "content": content}
+        return self._processor.apply_chat_template([message], tokenize=False, add_generation_prompt=True)
+
+    def unexpanded_tokens(self, question: str, num_images: int) -> Ints:
+        """``chat_text`` as token ids: what vLLM takes.
+
+        Raises:
+            DataError: as ``chat_text``, or the question spells out the model's own image placeholder.
+        """
+        text = self.chat_text(question, num_images)
+        tokens = np.asarray(self.tokenizer.encode(text, add_special_tokens=False), dtype=np.int32)
+        if (found := int(self._is_image(tokens).sum())) != num_images:
+            raise DataError(
+                f"{found} image placeholder(s) for {num_images} image(s) in {question[:80]!r}. "
+                "Take the model's special tokens out of the problem."
+            )
+        return tokens
+
+    def tokens(self, problem: Problem) -> Ints:
+        """[P] token ids with every image expanded: what the model sees."""
+        return self.expand(self.unexpanded_tokens(problem.question, len(problem.images)), problem.images)
+
+    def expand(self, tokens: Ints, images: Sequence[ImageRef]) -> Ints:
+        """Repeat the i-th placeholder as often as image i has tokens."""
+        repeats = np.ones(len(tokens), dtype=np.int64)
+        repeats[self._is_image(tokens)] = [self.image_tokens(image.width, image.height) for image in images]
+        return np.repeat(tokens, repeats)
+
+    def _is_image(self, tokens: Ints) -> npt.NDArray[np.bool_]:
+        return tokens == (-1 if self._image_token_id is None else self._image_token_id)
+
+
+def _compile(name_or_path: str) -> jinja2.Template:
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(undefined=jinja2.StrictUndefined)
+    text = template_text(name_or_path)
+    try:
+        variables = jinja2.meta.find_undeclared_variables(environment.parse(text))
+        template = environment.from_string(text)
+    except jinja2.TemplateSyntaxError as error:
+        raise ConfigError(
+            f"data.template {name_or_path!r} line {error.lineno}: {error.message}. Mend the template."
+        ) from None
+    if variables != {"content"}:
+        raise ConfigError(
+            f"data.template {name_or_path!r} uses {', '.join(sorted(variables)) or 'no variable'}. "
+            "Allowed is content, the problem's text, and a template has to use it."
+        )
+    return template
+
+
+def _grid_factor(image_processor: Any) -> int:
+    sizes = [getattr(image_processor, name, None) for name in ("patch_size", "merge_size")]
+    if not all(isinstance(size, int) for size in sizes):
+        raise ModelError(
+            f"{type(image_processor).__name__} has no patch_size and merge_size. Supported are models with "
+            "the image grid of Qwen2-VL, Qwen2.5-VL and Qwen3-VL: set model.path to one of them."
+        )
+    return int(sizes[0] * sizes[1])
+
+
+def _listing(folder: Path) -> str:
+    if not folder.is_dir():
+        return ""
+    return f"Found: {', '.join(sorted(file.name for file in folder.iterdir())[:12]) or 'an empty folder'}. "

@@ -1,0 +1,222 @@
+"""Synthetic geometry problems, drawn with Pillow, in geometry3k's schema: small enough for CPU experiments.
+
+Every question is two words; what it asks about is only in the picture. A picture belongs to the split that a
+hash of its pixels falls into, so no picture of one split can appear in another, whatever the seeds are.
+
+Two things are easier than in a textbook, so that a model of a million parameters can learn to read in a minute:
+labels sit in cells of 14 pixels (the patch of Qwen2.5-VL), and figures are not to scale.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from random import Random
+from typing import Literal
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from PIL import Image, ImageDraw, ImageFont
+
+from rlcore.errors import DataError
+
+SPLITS = ("train", "validation", "test", "warmup")
+PublicSplit = Literal["train", "validation", "test"]
+Split = Literal["train", "validation", "test", "warmup"]
+"""``warmup`` holds the pictures on which the tiny policy learns to read; no experiment is measured on them."""
+
+CELL = 14  # pixels of a patch; picture sides are multiples of two cells
+_SUPERSAMPLE = 4  # lines are drawn four times larger and averaged, which smooths their edges
+_FONT_SIZE = 13  # two digits fill one cell
+
+SCHEMA = pa.schema(
+    [
+        ("id", pa.string()),
+        ("kind", pa.string()),
+        ("problem", pa.string()),
+        ("answer", pa.string()),
+        ("images", pa.list_(pa.struct([("bytes", pa.binary()), ("path", pa.string())]))),
+    ]
+)
+
+
+@dataclass(frozen=True, slots=True)
+class SyntheticProblem:
+    """One drawn problem. ``numbers`` are what the picture shows; ``answer`` follows from them and the question."""
+
+    problem_id: str
+    kind: str
+    question: str  # without the image marker
+    numbers: tuple[int, ...]
+    reasoning: str  # what a right thought about it says, for supervised warm-up
+    answer: str
+    picture: Image.Image
+
+
+@dataclass(frozen=True, slots=True)
+class _Sketch:
+    question: str
+    numbers: tuple[int, ...]
+    reasoning: str
+    answer: int
+    picture: Image.Image
+
+
+Point = tuple[float, float]  # x to the right, y down, in pixels
+Cell = tuple[int, int]  # column, row
+Label = tuple[Cell, str]
+
+
+def draw_problem(split: Split, index: int, seed: int) -> SyntheticProblem:
+    """Problem ``index`` of a split; the same three arguments always give the same picture and text.
+
+    Kinds take turns by index. Pictures are drawn until one falls into ``split``: four tries on average.
+    """
+    kind = list(KINDS)[index % len(KINDS)]
+    random = Random(f"{seed}/{split}/{index}")
+    while True:
+        sketch = KINDS[kind](random)
+        if split_of(sketch.picture) == split:
+            break
+    return SyntheticProblem(
+        problem_id=f"synthetic-{split}-{seed}-{index}",
+        kind=kind,
+        question=sketch.question,
+        numbers=sketch.numbers,
+        reasoning=sketch.reasoning,
+        answer=str(sketch.answer),
+        picture=sketch.picture,
+    )
+
+
+def split_of(picture: Image.Image) -> Split:
+    """The only split that this picture may appear in: a hash of its size and pixels, a quarter to each split."""
+    pixels = f"{picture.width}x{picture.height}:".encode() + picture.tobytes()
+    return SPLITS[hashlib.blake2b(pixels, digest_size=1).digest()[0] % len(SPLITS)]
+
+
+def write_synthetic(folder: Path, split: PublicSplit, problems: int, seed: int) -> Path:
+    """Draw ``problems`` problems into ``folder/SPLIT.parquet`` and return that path.
+
+    Columns: id, kind, problem (begins with ``<image>``), answer, images (PNG bytes and a name).
+
+    Raises:
+        DataError: an unknown split, or no problems asked for.
+    """
+    if split not in ("train", "validation", "test"):
+        raise DataError(f"synthetic-geometry has no split {split!r}. Allowed: train, validation, test.")
+    if problems < 1:
+        raise DataError(f"{problems} synthetic problems were asked for. Ask for at least 1.")
+    rows = [_row(draw_problem(split, index, seed)) for index in range(problems)]
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{split}.parquet"
+    pq.write_table(pa.Table.from_pylist(rows, schema=SCHEMA), path)
+    return path
+
+
+def _row(problem: SyntheticProblem) -> dict[str, object]:
+    file = io.BytesIO()
+    problem.picture.save(file, format="PNG")
+    return {
+        "id": problem.problem_id,
+        "kind": problem.kind,
+        "problem": f"<image>{problem.question}",
+        "answer": problem.answer,
+        "images": [{"bytes": file.getvalue(), "path": f"{problem.problem_id}.png"}],
+    }
+
+
+def _polygon(random: Random) -> _Sketch:
+    """Count the sides of a regular polygon, turned, scaled and moved at random."""
+    sides = random.randint(3, 8)
+    size = 4 * CELL
+    radius = random.uniform(18, 25)
+    spare = size / 2 - radius - 2
+    x, y = (size / 2 + random.uniform(-spare, spare) for _ in range(2))
+    turn = random.uniform(0, 2 * math.pi)
+    corners = [
+        (x + radius * math.cos(turn + 2 * math.pi * k / sides), y + radius * math.sin(turn + 2 * math.pi * k / sides))
+        for k in range(sides)
+    ]
+    picture = _draw((size, size), [[*corners, corners[0]]], [])
+    return _Sketch("Sides?", (sides,), f"{sides} sides", sides, picture)
+
+
+def _triangle(random: Random) -> _Sketch:
+    """Two angles of a triangle are given, x is the third."""
+    first, second = (10 * random.randint(2, 8) for _ in range(2))
+    corners = [
+        (_near(random, 7), _near(random, 75)),
+        (_near(random, 77), _near(random, 75)),
+        (_near(random, 42, 12), _near(random, 8)),
+    ]
+    cells = [(1, 4), (4, 4), (int(corners[2][0] // CELL), 1)]
+    names = [str(first), str(second), "x"]
+    if random.random() < 0.5:
+        names = [names[0], names[2], names[1]]
+    picture = _draw((6 * CELL, 6 * CELL), [[*corners, corners[0]]], list(zip(cells, names, strict=True)))
+    return _Sketch("Angle x?", (first, second), f"180-{first}-{second}", 180 - first - second, picture)
+
+
+def _straight_line(random: Random) -> _Sketch:
+    """A ray leaves a straight line; one angle is given, x is the other."""
+    angle = 5 * random.randint(3, 19)
+    foot = (_near(random, 42, 8), 49.0 + random.uniform(-3, 2))
+    tilt = random.uniform(-1, 1)
+    tip = (foot[0] + 35 * math.sin(tilt), foot[1] - 40 * math.cos(tilt))
+    left, right = (1, 2), (4, 2)
+    labels = [(left, str(angle)), (right, "x")] if random.random() < 0.5 else [(left, "x"), (right, str(angle))]
+    line = [(2.0, foot[1]), (82.0, foot[1])]
+    picture = _draw((6 * CELL, 4 * CELL), [line, [foot, tip]], labels)
+    return _Sketch("Angle x?", (angle,), f"180-{angle}", 180 - angle, picture)
+
+
+def _rectangle(random: Random) -> _Sketch:
+    """Width and height are given; the question asks for the perimeter."""
+    width, height = (random.randint(1, 9) for _ in range(2))
+    left, top = random.uniform(3, 12), random.uniform(16, 20)
+    right, bottom = random.uniform(54, 66), random.uniform(44, 53)
+    outline = [(left, top), (right, top), (right, bottom), (left, bottom), (left, top)]
+    labels = [((2, 0), str(width)), ((5, 2), str(height))]
+    picture = _draw((6 * CELL, 4 * CELL), [outline], labels)
+    return _Sketch("Around?", (width, height), f"2*({width}+{height})", 2 * (width + height), picture)
+
+
+KINDS: dict[str, Callable[[Random], _Sketch]] = {
+    "polygon": _polygon,
+    "triangle": _triangle,
+    "straight-line": _straight_line,
+    "rectangle": _rectangle,
+}
+
+
+def _near(random: Random, value: float, spread: float = 4) -> float:
+    return value + random.uniform(-spread, spread)
+
+
+def _draw(
+    size: tuple[int, int], lines: list[list[Point]], labels: list[Label]
+) -> Image.Image:
+    """White paper, black lines, red labels on white cells."""
+    width, height = size
+    big = Image.new("RGB", (width * _SUPERSAMPLE, height * _SUPERSAMPLE), "white")
+    pen = ImageDraw.Draw(big)
+    for line in lines:
+        pen.line([(x * _SUPERSAMPLE, y * _SUPERSAMPLE) for x, y in line], fill="black", width=7, joint="curve")
+    picture = big.reduce(_SUPERSAMPLE)
+    paper = ImageDraw.Draw(picture)
+    for (column, row), text in labels:
+        x, y = column * CELL, row * CELL
+        paper.rectangle([x, y, x + CELL - 1, y + CELL - 1], fill="white")
+        paper.text((x + CELL / 2, y + CELL / 2), text, fill=(200, 0, 0), font=_font(), anchor="mm")
+    return picture
+
+
+@cache
+def _font() -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
+    return ImageFont.load_default(size=_FONT_SIZE)

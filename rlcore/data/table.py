@@ -1,0 +1,138 @@
+"""``problems.parquet``, the table of a prepared dataset, and what ``report.json`` says about it."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict
+
+from rlcore.errors import StorageError
+from rlcore.types import ImageRef, Problem
+
+PROBLEMS = "problems.parquet"
+
+_BIN_TOKENS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedRow:
+    """A kept problem, and what is known about its prompt."""
+
+    problem: Problem
+    row: int  # index in the source, from 0
+    prompt_tokens: int  # image tokens included
+    image_tokens: int
+
+
+class PromptStats(BaseModel):
+    """Prompt tokens of one epoch, image tokens included."""
+
+    model_config = ConfigDict(frozen=True)
+
+    total: int
+    max: int
+    mean: float
+    p50: float
+    p95: float
+    p99: float
+    image_share: float  # image tokens / total
+    histogram: dict[str, int]  # "0-63": problems with that many prompt tokens
+
+
+class DatasetReport(BaseModel):
+    """``report.json``: written last, so a folder that has one is complete."""
+
+    model_config = ConfigDict(frozen=True)
+
+    digest: str
+    source: str
+    columns: list[str]  # of the source
+    problems: int
+    rejected: dict[str, int]  # reason -> rows
+    distinct_images: int
+    image_sizes: dict[str, int]  # "252x196" after resizing -> distinct images
+    prompts: PromptStats
+    min_pixels: int  # the bounds that image sizes were computed with
+    max_pixels: int
+
+
+def load_rows(folder: Path) -> list[PreparedRow]:
+    """Every kept problem of a prepared dataset, in source order.
+
+    Raises:
+        StorageError: the folder is no prepared dataset, or its table is damaged.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        rows = pq.read_table(folder / PROBLEMS).to_pylist()
+    except (OSError, pa.ArrowException) as error:
+        raise StorageError(
+            f"{folder} holds no readable {PROBLEMS}: {error}. Delete the folder and prepare it again."
+        ) from error
+    return [
+        PreparedRow(
+            problem=Problem(
+                problem_id=row["problem_id"],
+                question=row["question"],
+                images=tuple(ImageRef(**image) for image in row["images"]),
+                answer=row["answer"],
+                source=row["source"],
+                extra=json.loads(row["extra"]),
+            ),
+            row=row["row"],
+            prompt_tokens=row["prompt_tokens"],
+            image_tokens=row["image_tokens"],
+        )
+        for row in rows
+    ]
+
+
+def write_rows(folder: Path, rows: Sequence[PreparedRow]) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    image = pa.struct([("sha256", pa.string()), ("width", pa.int32()), ("height", pa.int32())])
+    text, number = pa.string(), pa.int32()
+    problems = [row.problem for row in rows]
+    columns = {
+        "problem_id": pa.array([p.problem_id for p in problems], text),
+        "question": pa.array([p.question for p in problems], text),
+        "answer": pa.array([p.answer for p in problems], text),
+        "source": pa.array([p.source for p in problems], text),
+        "images": pa.array(
+            [
+                [{"sha256": i.sha256, "width": i.width, "height": i.height} for i in p.images]
+                for p in problems
+            ],
+            pa.list_(image),
+        ),
+        "extra": pa.array([json.dumps(p.extra) for p in problems], text),
+        "row": pa.array([row.row for row in rows], pa.int64()),
+        "prompt_tokens": pa.array([row.prompt_tokens for row in rows], number),
+        "image_tokens": pa.array([row.image_tokens for row in rows], number),
+    }
+    pq.write_table(pa.table(columns), folder / PROBLEMS, compression="zstd")
+
+
+def prompt_stats(rows: Sequence[PreparedRow]) -> PromptStats:
+    lengths = np.array([row.prompt_tokens for row in rows], dtype=np.int64)
+    p50, p95, p99 = (float(value) for value in np.percentile(lengths, [50, 95, 99]))
+    total = int(lengths.sum())
+    bins = Counter((lengths // _BIN_TOKENS).tolist())
+    return PromptStats(
+        total=total,
+        max=int(lengths.max()),
+        mean=total / len(rows),
+        p50=p50,
+        p95=p95,
+        p99=p99,
+        image_share=sum(row.image_tokens for row in rows) / total,
+        histogram={f"{b * _BIN_TOKENS}-{(b + 1) * _BIN_TOKENS - 1}": bins[b] for b in sorted(bins)},
+    )

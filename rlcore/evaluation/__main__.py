@@ -1,0 +1,48 @@
+"""``python -m rlcore.evaluation spec.json``: EvaluateSpec -> EvalReport, with one sampler per device."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from pathlib import Path
+
+from rlcore.artifacts import CheckpointRef, EvalReport
+from rlcore.job import EvaluateSpec, job_main
+
+
+def run(spec: EvaluateSpec) -> EvalReport:
+    from rlcore.assemble import graded_ranks
+    from rlcore.data.problems import load_problems
+    from rlcore.distributed.group import SamplerGroup
+    from rlcore.distributed.worker import SamplingWorker
+    from rlcore.evaluation.evaluate import evaluate, summarise, write_rows
+
+    started = time.perf_counter()
+    settings = spec.experiment.evaluation
+    trained = isinstance(spec.policy, CheckpointRef)
+    step = spec.policy.step if isinstance(spec.policy, CheckpointRef) else 0
+    make = partial(
+        SamplingWorker,
+        checkpoint=Path(spec.policy.path) if trained else None,
+        version=step,
+        temperature=settings.temperature,
+        top_p=settings.top_p,
+    )
+    dataset = Path(spec.dataset.path)
+    model = Path(spec.base.path if trained else spec.policy.path)
+    with graded_ranks(spec.experiment, make, model=model, dataset=dataset) as (ranks, grader):
+        rows = evaluate(SamplerGroup(ranks), grader, load_problems(dataset), settings)
+    table = spec.out_dir / "completions.parquet"
+    write_rows(rows, table)
+    return summarise(
+        rows,
+        policy=spec.policy.path,
+        step=step,
+        dataset_digest=spec.dataset.digest,
+        table=str(table),
+        seconds=time.perf_counter() - started,
+    )
+
+
+if __name__ == "__main__":
+    job_main(run, EvaluateSpec)

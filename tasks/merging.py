@@ -1,0 +1,92 @@
+"""Merge a checkpoint to a Hugging Face folder, verified by the job that makes it; then register it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+from prefect.context import TaskRunContext
+
+from infra.logs import get_logger
+from infra.settings import Settings
+from rlcore.artifacts import CheckpointRef, EvalReport, ModelRef
+from rlcore.config import ExperimentConfig
+from rlcore.job import MergeSpec
+from tasks.caching import cache_key, present
+from tasks.jobs import new_result_path, run_job, worth_retrying
+from tasks.runs import Run, tracker_of
+
+ALIAS = "verified"  # nothing gets it before transformers and vLLM have both agreed with the policy
+_CODE = ("rlcore/models", "rlcore/rollout")
+
+
+def _key(_: TaskRunContext, parameters: dict[str, Any]) -> str:
+    checkpoint, base = parameters["checkpoint"], parameters["base"]
+    return cache_key("merge", json.dumps([checkpoint.manifest_sha256, checkpoint.path, base.digest]), *_CODE)
+
+
+@task(
+    name="merge-checkpoint",
+    cache_key_fn=_key,
+    persist_result=True,
+    result_serializer="json",
+    retries=1,
+    retry_delay_seconds=10,
+    retry_condition_fn=worth_retrying,
+    timeout_seconds=6 * 3600,
+)
+def merge(experiment: ExperimentConfig, checkpoint: CheckpointRef, base: ModelRef) -> ModelRef:
+    """Sharded checkpoint to safetensors, reloaded with transformers and vLLM and compared with the policy.
+
+    Raises:
+        ModelError: the merged model does not answer as the policy did.
+    """
+    settings = Settings()
+    spec = MergeSpec(
+        result=new_result_path(settings, "merge"),
+        experiment=experiment,
+        checkpoint=checkpoint,
+        base=base,
+        models_dir=settings.models_dir,
+    )
+    return run_job("rlcore.models.merge", spec, ModelRef, settings)
+
+
+def merged(experiment: ExperimentConfig, checkpoint: CheckpointRef, base: ModelRef) -> ModelRef:
+    return present(merge, lambda ref: Path(ref.path) / "config.json", experiment, checkpoint, base)
+
+
+@task(
+    name="register-model",
+    cache_policy=NO_CACHE,
+    retries=2,
+    retry_delay_seconds=[5, 30],
+    retry_condition_fn=worth_retrying,
+    timeout_seconds=600,
+)
+def register(run: Run, model: ModelRef, checkpoint: CheckpointRef, report: EvalReport | None) -> ModelRef:
+    """Register the verified model by reference and move the alias; a repeat finds the version it made."""
+    tags = {
+        "rlflow.run_id": run.run_id,
+        "rlflow.experiment_digest": run.experiment.digest(),
+        "rlflow.checkpoint": checkpoint.path,
+        "rlflow.step": str(checkpoint.step),
+        "rlflow.model_digest": model.digest,
+    }
+    if report is not None:
+        tags["eval.accuracy"] = f"{report.accuracy:.4f}"
+    origin = f"{model.source} after {checkpoint.step} GRPO steps of run {run.run_id}"
+    registered = tracker_of(run, Settings()).register_model(
+        name=run.experiment.name,
+        path=Path(model.path),
+        tags=tags,
+        alias=ALIAS,
+        description=f"{origin}. Files: {model.path}",
+    )
+    get_logger().info("model: registered %s version %s @%s", registered.name, registered.version, ALIAS)
+    return model.model_copy(
+        update={"registered_name": registered.name, "registered_version": registered.version}
+    )

@@ -1,0 +1,57 @@
+"""Bring the policy's files into place: create the tiny one, fetch one by its id, or take a folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from prefect import task
+from prefect.context import TaskRunContext
+
+from infra.logs import get_logger
+from infra.settings import Settings
+from rlcore.artifacts import ModelRef
+from rlcore.config import ModelConfig
+from rlcore.job import BootstrapSpec
+from tasks.caching import cache_key, present
+from tasks.jobs import new_result_path, run_job, worth_retrying
+
+
+def _key(_: TaskRunContext, parameters: dict[str, Any]) -> str:
+    model: ModelConfig = parameters["model"]
+    files = sorted(Path(model.path).glob("*")) if Path(model.path).is_dir() else []
+    stamps = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    code = ("rlcore/models", "rlcore/data/synthetic.py", "rlcore/data/templates")
+    return cache_key("model", json.dumps([model.model_dump(mode="json"), stamps]), *code)
+
+
+@task(
+    name="bootstrap-policy",
+    cache_key_fn=_key,
+    persist_result=True,
+    result_serializer="json",
+    retries=2,
+    retry_delay_seconds=[5, 60],
+    retry_condition_fn=worth_retrying,
+    timeout_seconds=6 * 3600,
+)
+def bootstrap(model: ModelConfig) -> ModelRef:
+    """A local folder with config, safetensors, tokenizer and processor.
+
+    Raises:
+        ModelError: the model's files are missing or unusable.
+    """
+    settings = Settings()
+    spec = BootstrapSpec(
+        result=new_result_path(settings, "bootstrap"), model=model, models_dir=settings.models_dir
+    )
+    return run_job("rlcore.models.bootstrap", spec, ModelRef, settings)
+
+
+def bootstrapped(model: ModelConfig) -> ModelRef:
+    found = present(bootstrap, lambda ref: Path(ref.path) / "config.json", model)
+    get_logger().info(
+        "model: %s, %.1f M parameters, %s", found.source, found.num_parameters / 1e6, found.path
+    )
+    return found

@@ -1,0 +1,243 @@
+"""Refuse what cannot work before any worker starts, all findings at once."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from prefect import task
+from prefect.artifacts import create_markdown_artifact
+from prefect.cache_policies import NO_CACHE
+from prefect.settings import PREFECT_API_URL
+from pydantic import BaseModel, ConfigDict
+
+from infra import hardware, storage
+from infra.errors import InfraError, StorageError
+from infra.logs import get_logger
+from infra.servers import check_prefect
+from infra.settings import Settings
+from infra.tracking import check_reachable
+from rlcore.config import ExperimentConfig, ModelConfig
+from rlcore.data.digest import template_text
+from rlcore.data.sources import SYNTHETIC, open_source
+from rlcore.errors import ConfigError, DataError, ModelError, RlflowError
+from rlcore.rewards import make_reward
+from tasks.data import Split, prepare_spec
+
+TINY_PARAMETERS = 4_000_000  # upper bound
+_CHECKPOINT_BYTES = 12  # per parameter: fp32 master weight and two AdamW moments
+_MERGED_BYTES = 4
+_FULL_DISK_RESERVE = 256 * 2**20
+
+Error = RlflowError | InfraError
+
+
+class PreflightReport(BaseModel):
+    """What preflight found out, for people."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    facts: dict[str, str]
+
+    def markdown(self) -> str:
+        rows = "\n".join(f"| {name} | {fact} |" for name, fact in self.facts.items())
+        return f"| checked | found |\n| --- | --- |\n{rows}\n"
+
+
+@task(name="preflight", cache_policy=NO_CACHE, timeout_seconds=300)
+def preflight(experiment: ExperimentConfig) -> PreflightReport:
+    """Check everything that can be checked without a worker.
+
+    Raises:
+        RlflowError, InfraError: the finding, or one error of the findings' common class that lists them all.
+    """
+    report = check(experiment, Settings())
+    create_markdown_artifact(report.markdown(), key=f"{experiment.name}-preflight")
+    for name, fact in report.facts.items():
+        get_logger().info("check: %s: %s", name, fact)
+    return report
+
+
+def check(experiment: ExperimentConfig, settings: Settings) -> PreflightReport:
+    """The checks without Prefect."""
+    checks: dict[str, Callable[[], str]] = {
+        "machine": lambda: _machine(experiment, settings),
+        "model": lambda: _model(experiment.model),
+        "training data": lambda: _data(experiment, "train", settings),
+        "validation data": lambda: _data(experiment, "validation", settings),
+        "prompt template": lambda: (
+            f"{experiment.data.template}, {len(template_text(experiment.data.template))} characters"
+        ),
+        "reward": lambda: _reward(experiment),
+        "disk": lambda: _disk(experiment, settings),
+        "MLflow": lambda: _mlflow(settings),
+        "Prefect": lambda: _prefect(settings),
+    }
+    facts: dict[str, str] = {}
+    findings: list[Error] = []
+    for name, look in checks.items():
+        try:
+            facts[name] = look()
+        except (RlflowError, InfraError) as error:
+            findings.append(error)
+    if findings:
+        raise _together(findings)
+    return PreflightReport(facts=facts)
+
+
+def _together(findings: list[Error]) -> Error:
+    if len(findings) == 1:
+        return findings[0]
+    kinds = {type(error) for error in findings}
+    kind = kinds.pop() if len(kinds) == 1 else ConfigError
+    lines = "\n".join(f"- {error}" for error in findings)
+    return kind(f"preflight has {len(findings)} findings:\n{lines}")
+
+
+def _machine(experiment: ExperimentConfig, settings: Settings) -> str:
+    found = hardware.describe()
+    wanted = experiment.resources
+    if settings.ray_address:
+        return f"{found}; workers run on the Ray cluster at {settings.ray_address}"
+    if wanted.device == "cuda" and wanted.workers > len(found.gpus):
+        raise ConfigError(
+            f"resources.workers is {wanted.workers} on cuda, and this machine has {len(found.gpus)} GPU(s). "
+            "Lower resources.workers, set resources.device=cpu, or point RLFLOW_RAY_ADDRESS at a cluster."
+        )
+    return f"{found}; {wanted.workers} worker(s) on {wanted.device}"
+
+
+def _model(model: ModelConfig) -> str:
+    if model.path == "tiny":
+        return "tiny, made and warm-started here"
+    folder = Path(model.path).expanduser()
+    if folder.is_dir():
+        parameters = _check_model_folder(folder)
+        return f"{folder}, {parameters / 1e6:,.1f} M parameters"
+    if storage.looks_like_path(model.path) or model.path.count("/") != 1:
+        raise ModelError(
+            f"model.path is {model.path!r}, and there is no folder {folder.absolute()}. Allowed are tiny, "
+            "an existing folder with config.json and safetensors, or a Hugging Face id (owner/name)."
+        )
+    return f"{model.path} from Hugging Face"
+
+
+def _check_model_folder(folder: Path) -> int:
+    """Number of parameters.
+
+    Raises:
+        ModelError: names every file that is missing.
+    """
+    missing = []
+    if not (folder / "config.json").exists():
+        missing.append("config.json")
+    weights = sorted(folder.glob("*.safetensors"))
+    if not weights:
+        pickled = [*folder.glob("*.bin"), *folder.glob("*.pt")]
+        extra = f" ({pickled[0].name} is pickled and is never loaded: convert it)" if pickled else ""
+        missing.append(f"*.safetensors{extra}")
+    if not _has_chat_template(folder):
+        missing.append("a chat template (chat_template.jinja, or chat_template in tokenizer_config.json)")
+    if missing:
+        raise ModelError(
+            f"the model folder {folder} has no {' and no '.join(missing)}. "
+            "Copy the missing files from the model's origin, or choose another model.path."
+        )
+    return sum(_tensor_elements(path) for path in weights)
+
+
+def _has_chat_template(folder: Path) -> bool:
+    if (folder / "chat_template.jinja").exists() or (folder / "chat_template.json").exists():
+        return True
+    config = folder / "tokenizer_config.json"
+    return config.exists() and bool(json.loads(config.read_text()).get("chat_template"))
+
+
+def _tensor_elements(path: Path) -> int:
+    """Elements of all tensors of a safetensors file, from its header alone.
+
+    Raises:
+        ModelError: the header does not parse.
+    """
+    try:
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            header = json.loads(file.read(length))
+    except (struct.error, ValueError, MemoryError) as error:
+        raise ModelError(f"{path} is no whole safetensors file ({error}). Copy it again.") from error
+    return sum(_product(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
+
+
+def _product(shape: list[int]) -> int:
+    elements = 1
+    for size in shape:
+        elements *= size
+    return elements
+
+
+def _data(experiment: ExperimentConfig, split: Split, settings: Settings) -> str:
+    source = experiment.data.train if split == "train" else experiment.data.validation
+    if "://" in source:
+        return f"{source}, fetched by the prepare task"
+    spec = prepare_spec(experiment, split, settings)
+    if spec.source_path is None:
+        return f"{source}, {'drawn here' if source.startswith(SYNTHETIC) else 'from Hugging Face'}"
+    opened = open_source(spec, settings.jobs_dir)  # columns are checked on opening; no row is kept
+    if opened.num_rows == 0 or (opened.num_rows is None and next(opened.rows, None) is None):
+        raise DataError(
+            f"{source} has no rows, and at least one usable problem is needed. "
+            f"Name another source in data.{split}."
+        )
+    rows = "" if opened.num_rows is None else f", {opened.num_rows} rows"
+    return f"{source}{rows}"
+
+
+def _reward(experiment: ExperimentConfig) -> str:
+    make_reward(experiment.reward)
+    return experiment.reward.name
+
+
+def _disk(experiment: ExperimentConfig, settings: Settings) -> str:
+    storage.require_writable(settings.data_dir)
+    parameters = _parameters(experiment.model)
+    if parameters is None:
+        free = storage.free_bytes(settings.data_dir)
+        return f"{free / 2**30:.1f} GiB free; the need is not known before the model is here"
+    keep = experiment.segment.keep_checkpoints
+    # A new checkpoint is written whole before an older one goes.
+    needed = parameters * (_CHECKPOINT_BYTES * (keep + 1) + _MERGED_BYTES) + _FULL_DISK_RESERVE
+    try:
+        storage.require_space(settings.runs_dir, needed, f"{keep + 1} checkpoints and a merged model")
+    except StorageError as error:
+        raise StorageError(f"{error} Or lower segment.keep_checkpoints (now {keep}).") from error
+    free = storage.free_bytes(settings.data_dir)
+    return f"{free / 2**30:.1f} GiB free, {needed / 2**30:.2f} GiB needed for {keep + 1} checkpoints"
+
+
+def _parameters(model: ModelConfig) -> int | None:
+    if model.path == "tiny":
+        return TINY_PARAMETERS
+    files = list(_safetensors(model))
+    try:
+        return sum(_tensor_elements(path) for path in files) if files else None
+    except ModelError:
+        return None  # the model check reports it
+
+
+def _safetensors(model: ModelConfig) -> Iterator[Path]:
+    yield from Path(model.path).expanduser().glob("*.safetensors")
+
+
+def _mlflow(settings: Settings) -> str:
+    check_reachable(settings.tracking_uri, settings.server_timeout_seconds)
+    return settings.tracking_uri
+
+
+def _prefect(settings: Settings) -> str:
+    url = PREFECT_API_URL.value()
+    if not url:
+        return "embedded"
+    check_prefect(url, settings.server_timeout_seconds)
+    return str(url)

@@ -1,0 +1,109 @@
+"""The result page, in the run's folder, in Prefect and in MLflow."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from matplotlib.figure import Figure
+from prefect import task
+from prefect.artifacts import create_markdown_artifact
+from prefect.cache_policies import NO_CACHE
+
+from infra.logs import get_logger
+from infra.settings import Settings
+from infra.tracking import Tracker
+from rlcore.artifacts import DatasetRef, EvalReport, ModelRef
+from rlcore.segment.journal import StepRecord
+from rlcore.segment.spec import SegmentManifest
+from tasks.jobs import worth_retrying
+from tasks.page import RunSummary, Sample, draw_curves, html_page, markdown, read_samples
+from tasks.runs import Run, tracker_of
+
+_SHARE_AT_ENDS = 0.1
+
+
+@task(
+    name="report",
+    cache_policy=NO_CACHE,
+    retries=1,
+    retry_delay_seconds=5,
+    retry_condition_fn=worth_retrying,
+    timeout_seconds=600,
+)
+def report(
+    run: Run,
+    validation: DatasetRef,
+    before: EvalReport,
+    after: EvalReport,
+    segments: Sequence[SegmentManifest],
+    model: ModelRef,
+    wall_seconds: float,
+) -> RunSummary:
+    """Write the page, show it in Prefect and MLflow, and return the run in ten numbers and names."""
+    records = run.journal()
+    tracker = tracker_of(run, Settings())
+    summary = summarize(records, before, after, segments, model, wall_seconds, tracker.mlflow_run_id)
+    curves = draw_curves(records, before, after)
+    samples = read_samples(run)
+    page = run.report_dir / "report.html"
+    page.parent.mkdir(parents=True, exist_ok=True)
+    curves.savefig(page.with_name("curves.png"), dpi=110)
+    text = markdown(run, summary, before, after, model, samples)
+    page.write_text(html_page(run, summary, before, after, model, samples, page.parent, validation))
+    create_markdown_artifact(text, key=f"{run.experiment.name}-report")
+    _log(tracker, page, curves, text, samples, run, segments, model)
+    get_logger().info("report: %s", page)
+    return summary
+
+
+def summarize(
+    records: Sequence[StepRecord],
+    before: EvalReport,
+    after: EvalReport,
+    segments: Sequence[SegmentManifest],
+    model: ModelRef,
+    wall_seconds: float,
+    mlflow_run_id: str,
+) -> RunSummary:
+    rewards = [record.metrics["reward/mean"] for record in records if "reward/mean" in record.metrics]
+    ends = max(1, round(_SHARE_AT_ENDS * len(rewards)))
+    return RunSummary(
+        accuracy_before=before.accuracy,
+        accuracy_after=after.accuracy,
+        reward_first=sum(rewards[:ends]) / ends,
+        reward_last=sum(rewards[-ends:]) / ends,
+        steps=segments[-1].last_step,
+        segments=len(segments),
+        wall_seconds=round(wall_seconds, 1),
+        mlflow_run_id=mlflow_run_id,
+        checkpoint=segments[-1].checkpoint.path,
+        merged_model=model.path,
+    )
+
+
+def _log(
+    tracker: Tracker,
+    page: Path,
+    curves: Figure,
+    text: str,
+    samples: Sequence[Sample],
+    run: Run,
+    segments: Sequence[SegmentManifest],
+    model: ModelRef,
+) -> None:
+    tracker.log_figure(curves, "report/curves.png")
+    tracker.log_file(page, "report")
+    tracker.log_text(text, "report/report.md")
+    if samples and "samples/completions.json" not in tracker.artifact_names("samples"):
+        columns = ("step", "question", "answer", "completion", "reward", "finish_reason")
+        tracker.log_table(
+            {name: [getattr(item, name) for item in samples] for name in columns}, "samples/completions.json"
+        )
+    references = {
+        "checkpoints": [manifest.checkpoint.model_dump() for manifest in segments],
+        "model": model.model_dump(),
+        "run_dir": str(run.run_dir),
+    }
+    tracker.log_text(json.dumps(references, indent=1), "references.json")

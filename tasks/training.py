@@ -1,0 +1,277 @@
+"""The segment task: find the segment done, follow the trainer that is at it, or start one.
+
+What counts is the manifest in the run's folder, never Prefect's state, so a retry, a re-run and a second
+worker all do the right thing. The trainer lives in a process of its own and goes on into the next segment by
+itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+
+from infra import environment, processes
+from infra.errors import ServerError
+from infra.logs import get_logger
+from infra.settings import Settings
+from infra.tracking import Tracker
+from rlcore.artifacts import CheckpointRef, DatasetRef, ModelRef
+from rlcore.errors import ConfigError, DivergedError, RlflowError, TrainerFailedError
+from rlcore.job import JobError, write_json_atomically
+from rlcore.segment.lease import Control, holder_alive
+from rlcore.segment.spec import (
+    EXIT_BAD_CONFIG,
+    EXIT_DIVERGED,
+    EXIT_OUT_OF_MEMORY,
+    EXIT_PREEMPTED,
+    SegmentManifest,
+    SegmentSpec,
+)
+from tasks.jobs import describe_exit, error_from, worth_retrying
+from tasks.progress import TrainingProgress
+from tasks.runs import Run, tracker_of
+
+_TICK_SECONDS = 1.0
+_LAST_EXIT_SECONDS = 60.0  # for taking engines and Ray down after the last segment
+_TRACEBACK_LINES = 12
+
+
+@task(
+    task_run_name="segment-{index}",
+    cache_policy=NO_CACHE,
+    retries=3,
+    retry_delay_seconds=[5, 30, 120],
+    retry_condition_fn=worth_retrying,
+)
+def train_segment(run: Run, dataset: DatasetRef, model: ModelRef, index: int) -> SegmentManifest:
+    """Return the manifest of segment ``index`` once it is committed, and publish its steps to MLflow.
+
+    Raises:
+        ConfigError, DivergedError, TrainerFailedError: the trainer ended without the segment; its error, or
+            what its exit code means.
+    """
+    settings = Settings()
+    tracker = tracker_of(run, settings)
+    manifest = run.manifest(index)
+    if manifest is None or not manifest.complete:
+        trainer = _attach(run, settings) or _start(run, settings, dataset, model, index)
+        with (
+            _stopped_on_interrupt(run, trainer, index, settings),
+            TrainingProgress(run.experiment) as progress,
+        ):
+            manifest = _follow(run, trainer, index, lambda: _tick(run, tracker, progress))
+            if manifest.last_step >= run.experiment.training.steps:
+                _wait_for_end(run, trainer, index)
+    tracker.publish(run.journal(), manifest.last_step)
+    return manifest
+
+
+def train_all_segments(run: Run, dataset: DatasetRef, model: ModelRef) -> list[SegmentManifest]:
+    """Segments in order, until the last step; a segment that runs out of minutes makes one more of them."""
+    segments: list[SegmentManifest] = []
+    while not segments or segments[-1].last_step < run.experiment.training.steps:
+        segments.append(train_segment(run, dataset, model, len(segments)))
+        manifest = segments[-1]
+        get_logger().info("train: segment %d committed at step %d", manifest.segment, manifest.last_step)
+    return segments
+
+
+@dataclass(frozen=True, slots=True)
+class Trainer:
+    """The trainer of a run as seen from here: our child, or one that another driver left running."""
+
+    pid: int
+    lease: Path
+    child: subprocess.Popen[bytes] | None
+
+    def exit_code(self) -> int | None:
+        """None while it runs; -1 for a trainer that is gone and was not our child."""
+        if self.child is not None:
+            return self.child.poll()
+        return None if holder_alive(self.lease) else -1
+
+
+# Children stay ours from one segment's task to the next, and only their parent can collect their exit code.
+_CHILDREN: dict[Path, subprocess.Popen[bytes]] = {}
+
+
+def _attach(run: Run, settings: Settings) -> Trainer | None:
+    """The trainer that is already at this run, if one lives."""
+    lease = run.run_dir / "lease.json"
+    child = _CHILDREN.get(run.run_dir)
+    if child is not None and child.poll() is None:
+        return Trainer(child.pid, lease, child)
+    holder = holder_alive(lease)
+    if holder is not None:
+        get_logger().info("train: follow the running trainer, %s", holder)
+        return Trainer(holder.pid, lease, None)
+    processes.kill(
+        _mark(run)
+    )  # daemons that a killed trainer left behind hold memory that the next one needs
+    return None
+
+
+def _start(run: Run, settings: Settings, dataset: DatasetRef, model: ModelRef, index: int) -> Trainer:
+    parent = _parent(run, index)
+    spec = SegmentSpec(
+        run_id=run.run_id,
+        run_dir=run.run_dir,
+        experiment=run.experiment,
+        dataset=dataset,
+        model=model,
+        first_segment=index,
+        parent=parent,
+    )
+    spec_path = run.run_dir / "spec.json"
+    write_json_atomically(spec_path, spec.model_dump_json(indent=1))
+    _error_path(run).unlink(missing_ok=True)
+    _beat(run, index)
+    with (run.run_dir / "trainer.log").open("ab") as log:
+        child = processes.start(
+            [str(settings.trainer_python), "-m", "rlcore.segment", "run", str(spec_path)],
+            env=environment.for_children(settings),
+            mark=_mark(run),
+            output=log,
+            ends_with_parent=False,  # it must outlive a killed driver, commit, and be found by the next one
+        )
+    _CHILDREN[run.run_dir] = child
+    where = f"from step {parent.step}" if parent else "from the start"
+    get_logger().info("train: started a trainer %s (log: %s)", where, run.run_dir / "trainer.log")
+    return Trainer(child.pid, run.run_dir / "lease.json", child)
+
+
+def _parent(run: Run, index: int) -> CheckpointRef | None:
+    """The checkpoint to start segment ``index`` from: its own if it was cut short, else the one before."""
+    for segment in (index, index - 1):
+        manifest = run.manifest(segment) if segment >= 0 else None
+        if manifest is not None:
+            return manifest.checkpoint
+    return None
+
+
+def _follow(run: Run, trainer: Trainer, index: int, tick: Callable[[], None]) -> SegmentManifest:
+    while True:
+        code = trainer.exit_code()  # asked before the manifest: a trainer commits first and ends then
+        manifest = run.manifest(index)
+        if manifest is not None and manifest.complete:
+            return manifest
+        if code is not None:
+            raise _failure(run, code)
+        _beat(run, index)
+        tick()
+        time.sleep(_TICK_SECONDS)
+
+
+def _tick(run: Run, tracker: Tracker, progress: TrainingProgress) -> None:
+    progress.show(run.journal())
+    committed = _last_committed_step(run)
+    if committed > tracker.published_step:
+        try:
+            tracker.publish(run.journal(), committed)
+        except ServerError as error:
+            # The journal holds every step; the end of the segment publishes again, and fails if it must.
+            get_logger().warning("MLflow did not take steps up to %d yet: %s", committed, error)
+
+
+def _last_committed_step(run: Run) -> int:
+    """No resume takes back a step up to this one."""
+    step, segment = 0, 0
+    while (manifest := run.manifest(segment)) is not None:
+        step, segment = manifest.last_step, segment + 1
+    return step
+
+
+def _wait_for_end(run: Run, trainer: Trainer, index: int) -> None:
+    """After the last segment: let the trainer take its workers down, then make sure."""
+    deadline = time.monotonic() + _LAST_EXIT_SECONDS
+    while trainer.exit_code() is None and time.monotonic() < deadline:
+        _beat(run, index)
+        time.sleep(_TICK_SECONDS / 4)
+    processes.kill(_mark(run))
+    _CHILDREN.pop(run.run_dir, None)
+
+
+@contextmanager
+def _stopped_on_interrupt(run: Run, trainer: Trainer, index: int, settings: Settings) -> Iterator[None]:
+    """Whatever ends the wait early (Ctrl-C, cancel, an error here) lets the trainer commit, then ends it."""
+    try:
+        yield
+    except BaseException as reason:
+        if trainer.exit_code() is None:
+            get_logger().warning(
+                "train: %s; the trainer commits and stops (at most %.0f s, Ctrl-C again: at once)",
+                type(reason).__name__,
+                settings.stop_grace_seconds,
+            )
+        try:
+            _ask_to_stop(run, trainer, index, settings.stop_grace_seconds)
+        finally:
+            processes.kill(_mark(run))
+            _CHILDREN.pop(run.run_dir, None)
+        raise
+
+
+def _ask_to_stop(run: Run, trainer: Trainer, index: int, grace_seconds: float) -> None:
+    _beat(run, index, stop=True)
+    deadline = time.monotonic() + grace_seconds
+    if trainer.exit_code() is None and trainer.pid in {item.pid for item in processes.marked(_mark(run))}:
+        try:
+            os.kill(trainer.pid, signal.SIGTERM)
+        except ProcessLookupError:
+            return
+    while trainer.exit_code() is None and time.monotonic() < deadline:
+        time.sleep(_TICK_SECONDS / 4)
+
+
+def _failure(run: Run, code: int) -> RlflowError:
+    """What to raise for a trainer that ended without the segment: its own report, else its exit code."""
+    processes.kill(_mark(run))
+    log = run.run_dir / "trainer.log"
+    path = _error_path(run)
+    if path.exists():
+        report = JobError.model_validate_json(path.read_text())
+        tail = "\n".join(report.traceback.strip().splitlines()[-_TRACEBACK_LINES:])
+        error = error_from(report, f"the trainer ended with {describe_exit(code)}")
+        return type(error)(f"{tail}\n\n{error}\nThe trainer's log: {log}")
+    meaning: dict[int, RlflowError] = {
+        EXIT_PREEMPTED: TrainerFailedError("the trainer was told to stop and has committed its checkpoint"),
+        EXIT_OUT_OF_MEMORY: TrainerFailedError(
+            "the trainer ran out of memory. Lower training.tokens_per_microbatch, rollout.max_sequences or "
+            "rollout.gpu_memory_utilization"
+        ),
+        EXIT_DIVERGED: DivergedError(
+            "gradients were not finite several steps in a row. Lower the learning rate"
+        ),
+        EXIT_BAD_CONFIG: ConfigError("the trainer refused the experiment"),
+    }
+    known = meaning.get(code) or TrainerFailedError(f"the trainer ended with {describe_exit(code)}")
+    return type(known)(f"{_log_tail(log)}\n\n{known}. The trainer's log: {log}")
+
+
+def _log_tail(log: Path) -> str:
+    lines = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
+    return "\n".join(lines[-_TRACEBACK_LINES:])
+
+
+def _beat(run: Run, index: int, *, stop: bool = False) -> None:
+    """The driver lives, and wants this segment and the next: the trainer goes on without waiting for us."""
+    Control(run.run_dir / "control.json").beat(index + 1, stop=stop)
+
+
+def _error_path(run: Run) -> Path:
+    return run.run_dir / "trainer_error.json"
+
+
+def _mark(run: Run) -> str:
+    """Derived from the folder, so that another driver can end the trainer that this one started."""
+    return f"trainer-{hashlib.sha256(str(run.run_dir).encode()).hexdigest()[:16]}"

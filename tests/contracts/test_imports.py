@@ -1,0 +1,111 @@
+"""Who may import whom (section 2 of docs/design.md)."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("flows", "tasks", "rlcore", "infra")
+FORBIDDEN = {
+    "flows": {"notebooks", "tests"},
+    "tasks": {"flows", "notebooks", "tests"},
+    "rlcore": {"flows", "tasks", "infra", "notebooks", "tests"},
+    "infra": {"flows", "tasks", "rlcore", "notebooks", "tests"},
+}
+# Third party -> where it may be imported: files or folders, as prefixes of the path.
+HOMES = {
+    "prefect": ("flows/", "tasks/"),
+    "mlflow": ("infra/tracking.py",),
+    "fsspec": ("infra/storage.py",),
+    "s3fs": ("infra/storage.py",),
+    "vllm": ("rlcore/rollout/",),
+    "ray": ("rlcore/distributed/", "infra/cluster.py"),
+    "mathruler": ("rlcore/rewards/grading.py",),
+    "math_verify": ("rlcore/rewards/grading.py",),
+    "datasets": ("rlcore/data/",),
+    "torch": ("rlcore/",),
+    "transformers": ("rlcore/",),
+}
+NO_TORCH = tuple(
+    f"rlcore/{name}"
+    for name in ("config.py", "types.py", "artifacts.py", "errors.py", "ports.py", "rewards/")
+)
+HEAVY = ("torch", "vllm", "ray", "transformers", "datasets")
+
+
+def modules() -> Iterator[Path]:
+    for package in PACKAGES:
+        yield from sorted((ROOT / package).rglob("*.py"))
+
+
+def imported(path: Path) -> set[str]:
+    """First names of everything that a module imports, at its top or inside its functions."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            names.add(node.module.split(".")[0])
+    return names
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_packages_keep_to_their_side(package: str) -> None:
+    found = {
+        str(path.relative_to(ROOT)): sorted(imported(path) & FORBIDDEN[package])
+        for path in sorted((ROOT / package).rglob("*.py"))
+        if imported(path) & FORBIDDEN[package]
+    }
+    assert not found
+
+
+def test_each_third_party_has_its_home() -> None:
+    found = [
+        f"{path.relative_to(ROOT)} imports {name}; allowed in {', '.join(HOMES[name])}"
+        for path in modules()
+        for name in sorted(imported(path) & HOMES.keys())
+        if not str(path.relative_to(ROOT)).startswith(HOMES[name])
+    ]
+    assert not found
+
+
+def test_vllm_is_imported_by_one_file() -> None:
+    assert len([path for path in modules() if "vllm" in imported(path)]) <= 1
+
+
+def test_the_light_part_of_rlcore_never_mentions_torch() -> None:
+    found = [
+        str(path.relative_to(ROOT))
+        for path in modules()
+        if str(path.relative_to(ROOT)).startswith(NO_TORCH) and imported(path) & {"torch", "transformers"}
+    ]
+    assert not found
+
+
+def test_importing_every_flow_loads_nothing_heavy(tmp_path: Path) -> None:
+    flows = sorted(f"flows.{path.stem}" for path in (ROOT / "flows").glob("*.py"))
+    code = (
+        f"import sys, json, importlib\nfor name in {flows!r}: importlib.import_module(name)\n"
+        f"print(json.dumps([name for name in {HEAVY!r} if name in sys.modules]))"
+    )
+    answer = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=ROOT,
+        env={**os.environ, "RLFLOW_DATA_DIR": str(tmp_path)},
+    )
+    assert json.loads(answer.stdout.splitlines()[-1]) == []
+
+
+def test_notebooks_and_tests_are_imported_by_nothing_shipped() -> None:
+    assert not [path for path in modules() if imported(path) & {"tests", "notebooks"}]

@@ -1,0 +1,56 @@
+"""prefect.yaml: every deployment has an entry point that exists and an experiment that holds together."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+import yaml
+
+from rlcore.config import ExperimentConfig
+from rlcore.errors import ConfigError
+from tasks.experiments import PREFECT_YAML, experiment_values, load_experiment
+
+ROOT = Path(__file__).resolve().parents[2]
+DEPLOYMENTS = yaml.safe_load(PREFECT_YAML.read_text())["deployments"]
+
+
+@pytest.mark.parametrize("name", sorted(experiment_values()))
+def test_experiment_is_valid(name: str) -> None:
+    assert isinstance(load_experiment(name), ExperimentConfig)
+
+
+@pytest.mark.parametrize("deployment", DEPLOYMENTS, ids=lambda item: item["name"])
+def test_entrypoint_is_a_flow(deployment: dict[str, str]) -> None:
+    file, _, function = deployment["entrypoint"].partition(":")
+    functions = [
+        node for node in ast.parse((ROOT / file).read_text()).body if isinstance(node, ast.FunctionDef)
+    ]
+    flow = next(node for node in functions if node.name == function)
+    assert any(isinstance(item, ast.Call) and item.func.id == "flow" for item in flow.decorator_list)
+
+
+def test_flows_are_short() -> None:
+    for path in (ROOT / "flows").glob("*.py"):
+        assert len(path.read_text().splitlines()) <= 60, path
+
+
+def test_the_main_experiment_is_the_published_one() -> None:
+    experiment = load_experiment("grpo-geo3k")
+    assert experiment.training.problems_per_step // experiment.training.updates_per_batch == 128
+    assert (experiment.rollout.group_size, experiment.training.learning_rate) == (5, 1e-6)
+
+
+def test_overrides_reach_the_experiment() -> None:
+    assert load_experiment("grpo-geo3k-tiny", ["training.steps=4", "segment.steps=2"]).num_segments == 2
+
+
+def test_unknown_name_lists_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match=r"no experiment 'grpo-geo4k'.*grpo-geo3k-tiny"):
+        load_experiment("grpo-geo4k")
+
+
+def test_unknown_key_is_refused_with_the_nearest_name() -> None:
+    with pytest.raises(ConfigError, match=r"training\.step: unknown key\. Did you mean 'steps'"):
+        load_experiment("grpo-geo3k-tiny", ["training.step=4"])

@@ -1,0 +1,203 @@
+"""Stands in for the trainer's interpreter: ``fake_interpreter.py -m <module> ...`` answers like the module.
+
+The jobs write small made-up results; the trainer takes steps of ``FAKE_STEP_SECONDS`` with the real journal,
+lease, control and checkpoint store, and has a child in a session of its own, as Ray does.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from pydantic import BaseModel
+
+from rlcore.artifacts import CheckpointRef, DatasetRef, EvalReport, ModelRef
+from rlcore.job import (
+    BootstrapSpec,
+    EvaluateSpec,
+    JobError,
+    MergeSpec,
+    PrepareSpec,
+    ResizeSpec,
+    job_main,
+    write_json_atomically,
+)
+from rlcore.segment.journal import MetricJournal
+from rlcore.segment.lease import Control, Lease
+from rlcore.segment.spec import EXIT_DIVERGED, EXIT_PREEMPTED, SegmentManifest, SegmentSpec
+from rlcore.segment.store import LocalCheckpointStore
+
+STEP_SECONDS = float(os.environ.get("FAKE_STEP_SECONDS", "0.02"))
+
+
+def note(spec_dir: Path, line: str) -> None:
+    """The order in which modules were run, for the test to read."""
+    with (spec_dir / "calls.txt").open("a") as file:
+        file.write(line + "\n")
+
+
+def prepare(spec: PrepareSpec) -> BaseModel:
+    note(spec.datasets_dir.parent, f"prepare {spec.split}")
+    return _dataset(spec.datasets_dir / f"raw-{spec.split}", spec.source)
+
+
+def resize(spec: ResizeSpec) -> BaseModel:
+    note(spec.datasets_dir.parent, f"resize {Path(spec.dataset.path).name}")
+    return _dataset(spec.datasets_dir / f"resized-{Path(spec.dataset.path).name}", spec.dataset.source)
+
+
+def _dataset(folder: Path, source: str) -> DatasetRef:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "report.json").write_text("{}")
+    return DatasetRef(
+        path=str(folder),
+        digest=folder.name,
+        source=source,
+        num_problems=8,
+        num_rejected=1,
+        num_images=8,
+        max_prompt_tokens=100,
+    )
+
+
+def bootstrap(spec: BootstrapSpec) -> BaseModel:
+    note(spec.models_dir.parent, "bootstrap")
+    return _model(spec.models_dir / "start", "tiny")
+
+
+def merge(spec: MergeSpec) -> BaseModel:
+    note(spec.models_dir.parent, f"merge {spec.checkpoint.step}")
+    return _model(spec.models_dir / "merged", "tiny")
+
+
+def _model(folder: Path, source: str) -> ModelRef:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text("{}")
+    return ModelRef(path=str(folder), digest=folder.name, source=source, num_parameters=1000)
+
+
+def evaluate(spec: EvaluateSpec) -> BaseModel:
+    step = spec.policy.step if isinstance(spec.policy, CheckpointRef) else 0
+    note(spec.out_dir.parent.parent, f"evaluate {step}")
+    spec.out_dir.mkdir(parents=True, exist_ok=True)
+    table = spec.out_dir / "table.parquet"
+    table.write_text("")
+    accuracy = 0.25 if step == 0 else 0.75
+    return EvalReport(
+        policy=spec.policy.path,
+        step=step,
+        dataset_digest=spec.dataset.digest,
+        num_problems=8,
+        samples_per_problem=1,
+        accuracy=accuracy,
+        accuracy_low=accuracy - 0.1,
+        accuracy_high=accuracy + 0.1,
+        reward=accuracy,
+        reward_low=accuracy - 0.1,
+        reward_high=accuracy + 0.1,
+        truncated=0.0,
+        ungraded=0.0,
+        table=str(table),
+        seconds=0.1,
+    )
+
+
+def train(spec_path: Path) -> int:
+    spec = SegmentSpec.model_validate_json(spec_path.read_text())
+    note(spec.run_dir.parent.parent, f"train from segment {spec.first_segment}")
+    stopped: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _: stopped.append(number))
+    # Like Ray's daemons: another session, deaf to SIGTERM.
+    subprocess.Popen(
+        [sys.executable, "-c", "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(120)"],
+        start_new_session=True,
+    )
+    lease, control = Lease(spec.run_dir / "lease.json"), Control(spec.run_dir / "control.json")
+    lease.acquire(f"fake-{os.getpid()}")
+    store = LocalCheckpointStore(spec.run_dir, spec.run_id)
+    step, segment = spec.parent.step if spec.parent else 0, spec.first_segment
+    journal = MetricJournal(spec.run_dir / "journal.jsonl")
+    journal.cut(step)
+    config = spec.experiment
+    while step < config.training.steps:
+        until = min((segment + 1) * config.segment.steps, config.training.steps)
+        while step < until and not stopped:
+            time.sleep(STEP_SECONDS)
+            step += 1
+            _fail_once(spec, step)
+            journal.step(step, {"reward/mean": step / 10, "time/generate": 0.1})
+        _commit(spec, store, segment, step, complete=step == until)
+        if stopped:
+            lease.release()
+            return EXIT_PREEMPTED
+        segment += 1
+        while (state := control.read()) is not None and state.through_segment < segment:
+            time.sleep(0.05)
+    lease.release()
+    return 0
+
+
+def _fail_once(spec: SegmentSpec, step: int) -> None:
+    kind = os.environ.get("FAKE_FAILURE", "")
+    marker = spec.run_dir / "failed-once"
+    if step != 3 or not kind or (kind == "crash" and marker.exists()):
+        return
+    marker.touch()
+    if kind == "crash":
+        os.kill(os.getpid(), signal.SIGKILL)
+    report = JobError(
+        kind="DivergedError", message="gradients are nan", traceback="Traceback\nloop.py line 7"
+    )
+    write_json_atomically(spec.run_dir / "trainer_error.json", report.model_dump_json())
+    sys.exit(EXIT_DIVERGED)
+
+
+def _commit(
+    spec: SegmentSpec, store: LocalCheckpointStore, segment: int, step: int, *, complete: bool
+) -> None:
+    staging = store.stage(step)
+    (staging / "weights").write_text(str(step))
+    checkpoint = store.commit(
+        staging,
+        step=step,
+        policy_version=step,
+        segment=segment,
+        experiment_digest=spec.experiment.digest(),
+        dataset_digest=spec.dataset.digest,
+        trainer_state={"step": step},
+    )
+    manifest = SegmentManifest(
+        run_id=spec.run_id,
+        segment=segment,
+        first_step=segment * spec.experiment.segment.steps,
+        last_step=step,
+        complete=complete,
+        checkpoint=checkpoint,
+        experiment_digest=spec.experiment.digest(),
+        dataset_digest=spec.dataset.digest,
+        trainer_starts=1,
+    )
+    write_json_atomically(spec.run_dir / "segments" / f"{segment:04d}.json", manifest.model_dump_json())
+
+
+def main() -> None:
+    module, *rest = sys.argv[2:]
+    if module == "rlcore.segment":
+        sys.exit(train(Path(rest[1])))
+    run, spec_type = {
+        "rlcore.data.problems": (prepare, PrepareSpec),
+        "rlcore.data.images": (resize, ResizeSpec),
+        "rlcore.models.bootstrap": (bootstrap, BootstrapSpec),
+        "rlcore.evaluation.evaluate": (evaluate, EvaluateSpec),
+        "rlcore.models.merge": (merge, MergeSpec),
+    }[module]
+    sys.argv = [module, *rest]
+    job_main(run, spec_type)
+
+
+if __name__ == "__main__":
+    main()

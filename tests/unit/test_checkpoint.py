@@ -1,0 +1,185 @@
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from rlcore.errors import CheckpointError
+from rlcore.models.checkpoint import load_full_weights, load_train_state, save_train_state
+
+NAMES = {"embed.weight", "block.weight", "block.bias", "unused.weight", "norm", "counter"}
+
+
+class Tiny(nn.Module):
+    """Tied head, odd sizes (rank 1 of 2 gets less, or nothing), an unused parameter and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 3)
+        self.block = nn.Linear(3, 3)
+        self.unused = nn.Linear(3, 2, bias=False)
+        self.norm = nn.Parameter(torch.ones(1))
+        self.head = nn.Linear(3, 7, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("counter", torch.tensor(5))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.norm * torch.tanh(self.block(self.embed(tokens))))
+
+
+def _model(seed: int, *, shard: bool = False) -> tuple[Tiny, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = Tiny()
+    if shard:
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        fully_shard(model.block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.01, betas=(0.9, 0.99), fused=True)
+
+
+def _train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
+    for step in range(steps):
+        tokens = torch.arange(7).roll(step)
+        model(tokens).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _whole(value: Tensor) -> Tensor:
+    return (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
+
+
+def _snapshot(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Every number that training depends on, unsharded, by name."""
+    tensors = {name: _whole(value) for name, value in model.state_dict().items()}
+    for name, parameter in model.named_parameters():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            tensors[f"{name}/{key}"] = _whole(value)
+    return tensors
+
+
+def _assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert found[name].dtype == value.dtype
+        assert torch.equal(found[name], value), name
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+def test_one_process_gets_back_every_bit_and_trains_on_the_same(tmp_path, steps):
+    model, optimizer = _model(0)
+    _train(model, optimizer, steps)
+    before = _snapshot(model, optimizer)
+    save_train_state(model, optimizer, tmp_path)
+    _assert_equal(_snapshot(model, optimizer), before)  # saving changes nothing, at step 0 neither
+
+    other, other_optimizer = _model(1)
+    _train(other, other_optimizer, 2)  # what was there before is replaced whole
+    load_train_state(other, other_optimizer, tmp_path)
+    _assert_equal(_snapshot(other, other_optimizer), before)
+    assert other.head.weight is other.embed.weight
+    assert len(other_optimizer.state) == (4 if steps else 0)  # not for the unused parameter
+    _train(model, optimizer, 2)
+    _train(other, other_optimizer, 2)
+    _assert_equal(_snapshot(other, other_optimizer), _snapshot(model, optimizer))
+
+
+def test_the_whole_weights_alone(tmp_path):
+    model, optimizer = _model(0)
+    save_train_state(model, optimizer, tmp_path)
+    weights = load_full_weights(tmp_path)
+    assert weights.keys() == NAMES  # a tied parameter once
+    _assert_equal(weights, {name: model.state_dict()[name] for name in NAMES})
+
+
+def test_optimizer_settings_are_part_of_the_state(tmp_path):
+    model, optimizer = _model(0)
+    optimizer.param_groups[0]["lr"] = 0.5
+    save_train_state(model, optimizer, tmp_path)
+    other, other_optimizer = _model(1)
+    load_train_state(other, other_optimizer, tmp_path)
+    assert other_optimizer.param_groups[0]["lr"] == 0.5
+    assert other_optimizer.param_groups[0]["betas"] == (0.9, 0.99)
+
+
+def test_names_are_those_without_wrappers(tmp_path):
+    model, optimizer = _model(0)
+    save_train_state(torch.compile(model), optimizer, tmp_path)
+    assert load_full_weights(tmp_path).keys() == NAMES
+
+
+def _wider(model: Tiny) -> None:
+    model.block = nn.Linear(3, 4)
+
+
+def _half(model: Tiny) -> None:
+    model.to(torch.bfloat16)
+
+
+def _untied(model: Tiny) -> None:
+    model.head.weight = nn.Parameter(model.embed.weight.detach().clone())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [(_wider, "different: block.bias"), (_half, "bfloat16"), (_untied, "model only: head.weight")],
+)
+def test_another_model_is_refused_not_cast(tmp_path, change, message):
+    model, optimizer = _model(0)
+    save_train_state(model, optimizer, tmp_path)
+    other = copy.deepcopy(model)
+    change(other)
+    with pytest.raises(CheckpointError, match=message):
+        load_train_state(other, torch.optim.AdamW(other.parameters()), tmp_path)
+
+
+def test_another_optimizer_and_an_empty_folder_are_refused(tmp_path):
+    model, optimizer = _model(0)
+    save_train_state(model, optimizer, tmp_path)
+    with pytest.raises(CheckpointError, match="optimizer groups"):
+        load_train_state(model, torch.optim.AdamW([model.norm]), tmp_path)
+    with pytest.raises(CheckpointError, match="no train state"):
+        load_train_state(model, optimizer, tmp_path / "nowhere")
+
+
+def _rank(rank: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    for steps in (0, 3):
+        model, optimizer = _model(1, shard=True)
+        _train(model, optimizer, 2)
+        load_train_state(model, optimizer, folder / f"by-one-{steps}")
+        _assert_equal(_snapshot(model, optimizer), torch.load(folder / f"by-one-{steps}.pt"))
+        _train(model, optimizer, 2 if steps else 0)
+        save_train_state(model, optimizer, folder / f"by-two-{steps}")
+        expected = _snapshot(model, optimizer)
+        if rank == 0:
+            torch.save(expected, folder / f"by-two-{steps}.pt")
+    if rank == 1:
+        optimizer.state.pop(model.norm)
+    with pytest.raises(CheckpointError, match="rank 1 holds other optimizer states"):
+        save_train_state(model, optimizer, folder / "uneven")
+    dist.destroy_process_group()
+
+
+def test_written_by_one_read_by_two_and_the_reverse(tmp_path):
+    for steps in (0, 3):
+        model, optimizer = _model(0)
+        _train(model, optimizer, steps)
+        save_train_state(model, optimizer, tmp_path / f"by-one-{steps}")
+        torch.save(_snapshot(model, optimizer), tmp_path / f"by-one-{steps}.pt")
+    mp.spawn(_rank, args=(tmp_path,), nprocs=2)
+    for steps in (0, 3):
+        model, optimizer = _model(2)
+        load_train_state(model, optimizer, tmp_path / f"by-two-{steps}")
+        expected = torch.load(tmp_path / f"by-two-{steps}.pt")
+        _assert_equal(_snapshot(model, optimizer), expected)
+        _assert_equal(
+            load_full_weights(tmp_path / f"by-two-{steps}"), {name: expected[name] for name in NAMES}
+        )

@@ -1,0 +1,216 @@
+"""Sizes on the patch grid, and decoding of every kind of image a dataset may hold."""
+
+from __future__ import annotations
+
+import io
+import struct
+import warnings
+import zlib
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from rlcore.data.pixels import Header, load_rgb, read_header, stable_target_size, target_size
+from rlcore.data.rejects import Reason, Unusable
+
+SIDES = st.integers(1, 6000)
+
+
+def encode(image: Image.Image, format: str = "PNG", **options) -> bytes:
+    file = io.BytesIO()
+    image.save(file, format=format, **options)
+    return file.getvalue()
+
+
+def png_claiming(width: int, height: int) -> bytes:
+    """A PNG whose header claims a size, with next to no pixels behind it."""
+
+    def chunk(name: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    pixels = chunk(b"IDAT", zlib.compress(b"\0" * 100))
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + pixels + chunk(b"IEND", b"")
+
+
+def reason_of(function, *arguments) -> Reason:
+    with pytest.raises(Unusable) as caught:
+        function(*arguments)
+    return caught.value.reason
+
+
+def test_target_size_worked_out_by_hand():
+    assert target_size(487, 427, 28, 56 * 56, 1024 * 1024) == (476, 420)  # 17.39 and 15.25 squares
+    assert target_size(42, 40, 28, 1, 10**6) == (56, 28)  # 1.5 rounds to 2, 1.43 to 1
+    assert target_size(70, 14, 28, 1, 10**6) == (
+        28,
+        28,
+    )  # 0.5 rounds to 0: no area, so the smallest one grows
+    assert target_size(2800, 2800, 28, 56 * 56, 28 * 28 * 100) == (280, 280)
+    assert target_size(10, 10, 28, 56 * 56, 1024 * 1024) == (56, 56)
+
+
+@settings(max_examples=400, deadline=None)  # the first example imports transformers
+@given(SIDES, SIDES, st.sampled_from([28, 32]), st.integers(1, 10**6), st.integers(1, 10**7))
+def test_target_size_is_the_rule_of_the_model_s_processor(width, height, factor, low, high):
+    from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
+
+    low, high = min(low, high), max(low, high)
+    try:
+        expected = smart_resize(height, width, factor, low, high)
+    except ValueError:
+        with pytest.raises(ValueError, match="aspect ratio"):
+            target_size(width, height, factor, low, high)
+    else:
+        assert target_size(width, height, factor, low, high) == expected[::-1]
+
+
+@settings(max_examples=400)
+@given(SIDES, SIDES, st.sampled_from([28, 32]))
+def test_every_ordinary_image_has_a_size_that_a_second_pass_leaves_alone(width, height, factor):
+    if max(width, height) / min(width, height) > 50:
+        return
+    size = stable_target_size(width, height, factor, 56 * 56, 1024 * 1024)
+    assert target_size(*size, factor, 56 * 56, 1024 * 1024) == size
+    assert 56 * 56 <= size[0] * size[1] <= 1024 * 1024
+
+
+@pytest.mark.parametrize(
+    ("width", "height", "low", "high"),
+    [
+        (
+            5600,
+            28,
+            1,
+            56 * 56,
+        ),  # the short side cannot shrink below one square, so a second pass shrinks the long
+        (41, 41 * 199, 1, 10**7),  # 28 x 8148 is longer than the rule allows
+        (1, 201, 1, 10**6),
+        (1000, 1000, 100_000, 100_000),  # no multiple of 28 x 28 has this area
+    ],
+)
+def test_a_size_that_a_second_pass_would_change_is_refused(width, height, low, high):
+    assert reason_of(stable_target_size, width, height, 28, low, high) == Reason.IMAGE_SHAPE
+
+
+RED, HALF_BLACK = (255, 0, 0), (0, 0, 0, 128)
+
+
+def palette_with_transparency() -> bytes:
+    image = Image.new("P", (4, 4), 0)
+    image.putpalette([255, 0, 0, 0, 0, 255])
+    return encode(image, transparency=0)
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (encode(Image.new("RGB", (4, 4), RED)), RED),
+        (encode(Image.new("RGBA", (4, 4), (*RED, 255))), RED),
+        (encode(Image.new("RGBA", (4, 4), HALF_BLACK)), (127, 127, 127)),  # on white
+        (encode(Image.new("RGBA", (4, 4), (0, 0, 0, 0))), (255, 255, 255)),
+        (encode(Image.new("LA", (4, 4), (0, 128))), (127, 127, 127)),
+        (encode(Image.new("L", (4, 4), 90)), (90, 90, 90)),
+        (encode(Image.new("1", (4, 4), 1)), (255, 255, 255)),
+        (palette_with_transparency(), (255, 255, 255)),
+        (encode(Image.new("RGB", (4, 4), RED), transparency=RED), (255, 255, 255)),
+        (encode(Image.new("P", (4, 4), 0)), (0, 0, 0)),
+        (encode(Image.fromarray(np.full((4, 4), 32896, np.uint16))), (128, 128, 128)),  # 32896 = 128 * 257
+        (encode(Image.new("CMYK", (8, 8), (0, 0, 0, 255)), "JPEG"), (0, 0, 0)),
+        (encode(Image.new("RGB", (4, 4), RED), "WEBP", lossless=True), RED),
+        (encode(Image.new("RGB", (4, 4), RED), "BMP"), RED),
+        (encode(Image.new("P", (4, 4), 0), "GIF"), (0, 0, 0)),
+    ],
+)
+def test_every_mode_becomes_rgb(content, expected):
+    image = load_rgb(content)
+    assert image.mode == "RGB"
+    assert np.abs(np.asarray(image).astype(int) - expected).max() <= 1
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_exif_orientation_is_applied(orientation):
+    from PIL import ImageOps
+
+    picture = Image.fromarray(np.arange(6 * 10 * 3, dtype=np.uint8).reshape(6, 10, 3))
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    content = encode(picture, exif=exif)
+    header = read_header(content)
+    upright = ImageOps.exif_transpose(Image.open(io.BytesIO(content)))
+    assert (header.width, header.height) == upright.size == load_rgb(content).size
+    assert np.array_equal(np.asarray(load_rgb(content)), np.asarray(upright))
+
+
+def test_only_an_upright_rgb_png_counts_as_ready():
+    exif = Image.Exif()
+    exif[0x0112] = 3
+    picture = Image.new("RGB", (5, 7))
+    assert read_header(encode(picture)) == Header(5, 7, 1, ready=True)
+    assert not read_header(encode(picture, exif=exif)).ready
+    assert not read_header(encode(picture, transparency=(0, 0, 0))).ready
+    assert not read_header(encode(picture, "JPEG")).ready
+    assert not read_header(encode(picture.convert("L"))).ready
+
+
+@pytest.mark.parametrize(
+    "side", [8400, 9700, 60_000]
+)  # below, at and above the sizes Pillow itself warns about
+def test_a_decompression_bomb_is_refused_by_its_header_and_without_a_warning(side):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert reason_of(read_header, png_claiming(side, side)) == Reason.IMAGE_TOO_LARGE
+        assert reason_of(load_rgb, png_claiming(side, side)) == Reason.IMAGE_TOO_LARGE
+
+
+def test_unusable_files_say_why():
+    noise = Image.effect_noise((64, 64), 100)
+    assert reason_of(load_rgb, encode(noise)[:1000]) == Reason.IMAGE_DAMAGED
+    assert reason_of(load_rgb, encode(noise, "JPEG")[:1000]) == Reason.IMAGE_DAMAGED
+    assert read_header(encode(noise)[:1000]).width == 64  # the header alone is whole
+    assert reason_of(read_header, b"") == Reason.IMAGE_FORMAT
+    assert reason_of(read_header, b"<svg></svg>") == Reason.IMAGE_FORMAT
+    assert reason_of(load_rgb, png_claiming(500, 500)) == Reason.IMAGE_DAMAGED
+    frames = [Image.new("RGB", (4, 4), color) for color in ("red", "blue")]
+    for format in ("GIF", "PNG", "WEBP"):
+        film = encode(frames[0], format, save_all=True, append_images=frames[1:])
+        assert reason_of(read_header, film) == Reason.IMAGE_ANIMATED
+    assert reason_of(read_header, encode(noise, "TIFF")) == Reason.IMAGE_FORMAT
+
+
+def test_a_phone_s_multi_picture_jpeg_is_its_first_picture():
+    pictures = [Image.new("RGB", (16, 16), color) for color in ("red", "blue")]
+    content = encode(pictures[0], "MPO", save_all=True, append_images=pictures[1:])
+    assert np.abs(np.asarray(load_rgb(content)).astype(int) - RED).max() <= 2
+
+
+SAMPLES = [
+    encode(Image.effect_noise((20, 20), 50).convert(mode), format)
+    for mode, format in [
+        ("RGBA", "PNG"),
+        ("P", "PNG"),
+        ("RGB", "JPEG"),
+        ("P", "GIF"),
+        ("RGB", "WEBP"),
+        ("L", "BMP"),
+    ]
+]
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.sampled_from(SAMPLES), st.data())
+def test_damaged_bytes_give_an_image_or_a_reason_and_never_a_warning(content, data):
+    broken = bytearray(content)
+    for _ in range(data.draw(st.integers(1, 6))):
+        broken[data.draw(st.integers(0, len(broken) - 1))] = data.draw(st.integers(0, 255))
+    broken = broken[: data.draw(st.integers(0, len(broken)))] if data.draw(st.booleans()) else broken
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        try:
+            mode = load_rgb(bytes(broken)).mode
+        except Unusable:
+            return
+    assert mode == "RGB"

@@ -1,0 +1,250 @@
+"""Preparing a dataset: what is kept, what is rejected and why, the report, and the cache key."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+
+from rlcore.artifacts import DatasetRef
+from rlcore.config import DataConfig, ModelConfig
+from rlcore.data.digest import dataset_key
+from rlcore.data.folder import building, load_report
+from rlcore.data.problems import load_problems, prepare
+from rlcore.data.rejects import read_rejects
+from rlcore.errors import DataError, StorageError
+from rlcore.job import PrepareSpec
+from rlcore.types import ImageRef, Problem
+
+
+def png(width: int = 60, height: int = 60, color: str = "white") -> bytes:
+    file = io.BytesIO()
+    Image.new("RGB", (width, height), color).save(file, format="PNG")
+    return file.getvalue()
+
+
+def row(
+    problem: object = "<image>Find x.", answer: object = "1", images: object = None, **extra: object
+) -> dict:
+    return {"problem": problem, "answer": answer, "images": [png()] if images is None else images, **extra}
+
+
+def write(path: Path, rows: list[dict]) -> Path:
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    return path
+
+
+def spec_for(path: Path, **data: object) -> PrepareSpec:
+    return PrepareSpec(
+        result=path.parent / "result.json",
+        source=str(path),
+        source_path=path,
+        split="train",
+        data=DataConfig(**data),
+        model=ModelConfig(),
+        datasets_dir=path.parent / "datasets",
+    )
+
+
+def prepared(tmp_path: Path, rows: list[dict], **data: object) -> DatasetRef:
+    return prepare(spec_for(write(tmp_path / "rows.parquet", rows), **data))
+
+
+def test_a_row_becomes_a_problem_and_its_image_is_stored_once(tmp_path):
+    picture = png(120, 60)
+    rows = [row(images=[picture], id="a", level=2), row("<image>a<image>b", images=[picture, png()], id="b")]
+    ref = prepared(tmp_path, rows)
+    sha256 = hashlib.sha256(picture).hexdigest()
+    first, second = load_problems(Path(ref.path))
+    image = ImageRef(sha256, 112, 56)  # 120 / 28 = 4.3, 60 / 28 = 2.1
+    assert first == Problem("a", "<image>Find x.", (image,), "1", ref.source, {"level": 2})
+    assert second.images[0] == image
+    assert (ref.num_problems, ref.num_rejected, ref.num_images) == (2, 0, 2)
+    assert (Path(ref.path) / "raw_images" / sha256).read_bytes() == picture
+    assert Path(ref.path).name == f"raw-{ref.digest}"
+
+
+def test_every_reject_has_its_reason(tmp_path):
+    rows = [
+        row(id="good"),
+        row("  ", images=[], id="empty_problem"),
+        row(answer=" ", id="empty_answer"),
+        row(answer=None, id="empty_answer-none"),
+        row("<image>a<image>", id="image_marker_count"),
+        row("no marker", id="image_marker_count-none"),
+        row("<image>a<|im_end|>", id="special_token_in_text"),
+        row(images=[b"no image"], id="image_format"),
+        row(images=[png()[:20]], id="image_damaged"),
+        row(images=[png(6000, 20)], id="image_shape"),
+        row("<image>" + "a" * 3000, id="prompt_too_long"),
+        row(images=[png(1000, 1000)], id="prompt_too_long-image"),
+    ]
+    ref = prepared(tmp_path, rows, max_prompt_tokens=1000)
+    rejects = read_rejects(Path(ref.path) / "rejects.jsonl")
+    assert [reject.problem_id.split("-")[0] for reject in rejects] == [reject.reason for reject in rejects]
+    assert [reject.row for reject in rejects] == list(range(1, len(rows)))
+    assert (ref.num_problems, ref.num_rejected, ref.num_images) == (1, len(rows) - 1, 1)
+    too_long = rejects[-1].detail
+    assert "(1296 of images) above 1000" in too_long  # (1000 / 28 = 35.7 -> 36) squared
+
+
+def test_cells_of_other_types_and_missing_files(tmp_path):
+    lines = [
+        {"problem": "1+1?", "answer": 2},
+        {"problem": "1+1?", "answer": 2.5},
+        {"problem": "<image>", "answer": "only a picture", "images": "here.png"},
+        {"problem": ["not", "text"], "answer": "2"},
+        {"problem": "1+1?", "answer": True},
+        {"problem": "\ud800", "answer": "2"},
+        {"problem": "<image>", "answer": "2", "images": "gone.png"},
+    ]
+    (tmp_path / "here.png").write_bytes(png())
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(json.dumps(line) for line in lines))
+    ref = prepare(spec_for(path))
+    assert [problem.answer for problem in load_problems(Path(ref.path))] == ["2", "2.5", "only a picture"]
+    reasons = [reject.reason for reject in read_rejects(Path(ref.path) / "rejects.jsonl")]
+    assert reasons == ["not_text", "not_text", "not_text", "image_missing"]
+
+
+def test_duplicate_ids_get_a_suffix(tmp_path):
+    ref = prepared(tmp_path, [row(id=name) for name in ("a", "a", "a-2", "a", None)])
+    assert [problem.problem_id for problem in load_problems(Path(ref.path))] == [
+        "a",
+        "a-2",
+        "a-2-2",
+        "a-3",
+        "row-4",
+    ]
+
+
+def test_the_report_holds_the_token_budget(tmp_path):
+    ref = prepared(tmp_path, [row(), row("Find x.", images=[]), row("", images=[])])
+    report = load_report(Path(ref.path))
+    text = len("user\nFind x.\n\n") + 1  # a byte a token, and <|im_start|>
+    lengths = sorted([report.prompts.max, report.prompts.total - report.prompts.max])
+    assert lengths[1] - lengths[0] == 4 + 2  # four image tokens, two around them
+    assert lengths[0] > text
+    assert report.prompts.image_share == 4 / report.prompts.total
+    assert sum(report.prompts.histogram.values()) == report.problems == 2
+    assert report.rejected == {"empty_problem": 1}
+    assert report.image_sizes == {"56x56": 1}
+    assert ref.max_prompt_tokens == report.prompts.max
+
+
+def test_no_usable_row_names_the_counts_and_the_remedy(tmp_path):
+    with pytest.raises(DataError) as caught:
+        prepared(tmp_path, [row(picture=png()), row("", images=[])], images_column="image")
+    message = str(caught.value)
+    assert "none of 2 rows is usable: image_marker_count 1, empty_problem 1" in message
+    assert "Columns found: problem, answer, images, picture" in message
+    assert "set data.images_column" in message
+    assert list((tmp_path / "datasets").iterdir()) == []
+    with pytest.raises(DataError, match="prompt_too_long 1.*raise data.max_prompt_tokens"):
+        prepared(tmp_path, [row()], max_prompt_tokens=10)
+
+
+def test_a_finished_dataset_is_returned_and_a_broken_one_refused(tmp_path):
+    ref = prepared(tmp_path, [row()])
+    stamp = os.stat(ref.path).st_mtime_ns
+    assert prepared(tmp_path, [row()]) == ref
+    assert os.stat(ref.path).st_mtime_ns == stamp
+    next((Path(ref.path) / "raw_images").iterdir()).unlink()
+    with pytest.raises(StorageError, match="not complete.*Delete the folder"):
+        prepared(tmp_path, [row()])
+
+
+def test_a_folder_appears_whole_or_not_at_all(tmp_path):
+    final = tmp_path / "dataset"
+
+    def fail_halfway() -> None:
+        with building(final) as aside:
+            (aside / "half").write_text("")
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fail_halfway()
+    assert list(tmp_path.iterdir()) == []
+    with building(final) as slow:
+        (slow / "who").write_text("slow")
+        with building(final) as fast:
+            (fast / "who").write_text("fast")
+    assert (final / "who").read_text() == "fast"
+    assert list(tmp_path.iterdir()) == [final]
+
+
+def test_what_a_killed_run_left_is_removed_after_a_day(tmp_path):
+    for name, age in (
+        (".dataset.old.tmp", 2 * 24 * 3600),
+        (".dataset.new.tmp", 0),
+        (".other.old.tmp", 2 * 24 * 3600),
+    ):
+        (tmp_path / name).mkdir()
+        os.utime(tmp_path / name, (0, (tmp_path / name).stat().st_mtime - age))
+    with building(tmp_path / "dataset"):
+        pass
+    assert {path.name for path in tmp_path.iterdir()} == {"dataset", ".dataset.new.tmp", ".other.old.tmp"}
+
+
+def test_the_key_changes_with_content_and_settings_that_matter_and_with_nothing_else(tmp_path):
+    path = write(tmp_path / "rows.parquet", [row()])
+    key = dataset_key(spec_for(path))
+    assert key == dataset_key(
+        spec_for(path).model_copy(update={"result": Path("x"), "datasets_dir": Path("y")})
+    )
+    assert key == dataset_key(spec_for(path, shuffle_seed=1))
+    changes = [
+        {"problem_column": "question"},
+        {"template": "r1v"},
+        {"min_pixels": 1},
+        {"max_pixels": 10**5},
+        {"max_prompt_tokens": 9},
+    ]
+    keys = {dataset_key(spec_for(path, **change)) for change in changes}
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "tokenizer.json").write_text("{}")
+    other_model = ModelConfig(path=str(tmp_path / "model"))
+    keys.add(dataset_key(spec_for(path).model_copy(update={"model": other_model})))
+    (tmp_path / "model" / "tokenizer.json").write_text("{} ")
+    keys.add(dataset_key(spec_for(path).model_copy(update={"model": other_model})))
+    write(path, [row(), row()])
+    keys.add(dataset_key(spec_for(path)))
+    assert len(keys | {key}) == 9
+
+
+def test_the_key_changes_with_an_image_that_the_source_names_by_path(tmp_path):
+    path = write(tmp_path / "rows.parquet", [row(images=["a.png"])])
+    keys = [dataset_key(spec_for(path))]
+    for content in (png(), png(70)):
+        (tmp_path / "a.png").write_bytes(content)
+        keys.append(dataset_key(spec_for(path)))
+    assert len(set(keys)) == 3
+
+
+def test_a_key_is_computed_without_torch(tmp_path):
+    path = write(tmp_path / "rows.parquet", [row()])
+    spec = tmp_path / "spec.json"
+    spec.write_text(spec_for(path).model_dump_json())
+    code = (
+        "import sys; from pathlib import Path; from rlcore.data.digest import dataset_key;"
+        "from rlcore.job import PrepareSpec;"
+        f"print(dataset_key(PrepareSpec.model_validate_json(Path({str(spec)!r}).read_text())));"
+        "assert not {'torch', 'transformers', 'datasets', 'vllm', 'ray'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == dataset_key(spec_for(path))
+
+
+def test_synthetic_problems_need_no_file(tmp_path):
+    spec = spec_for(tmp_path / "none", synthetic_problems=12)
+    ref = prepare(spec.model_copy(update={"source": "synthetic-geometry@train", "source_path": None}))
+    assert (ref.num_problems, ref.num_rejected, ref.num_images) == (12, 0, 12)

@@ -1,0 +1,176 @@
+"""Prompts: template, markers, placeholders; against Hugging Face's processor where that is the truth."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from rlcore.config import ModelConfig
+from rlcore.data.prompts import PromptBuilder, TextProcessor, load_processor
+from rlcore.errors import ConfigError, DataError, ModelError
+from rlcore.types import ImageRef, Problem
+
+LOW, HIGH = 56 * 56, 512 * 512
+
+
+@cache
+def processor() -> Any:
+    return load_processor(ModelConfig())
+
+
+def builder(template: str = "math") -> PromptBuilder:
+    return PromptBuilder(processor(), template, LOW, HIGH)
+
+
+def text_builder(template: str = "math") -> PromptBuilder:
+    return PromptBuilder(TextProcessor(processor().tokenizer), template, LOW, HIGH)
+
+
+@pytest.fixture
+def plain(tmp_path) -> str:
+    """A template that adds nothing."""
+    path = tmp_path / "plain.jinja"
+    path.write_text("{{ content }}")
+    return str(path)
+
+
+def problem(question: str, *sizes: tuple[int, int]) -> Problem:
+    images = tuple(ImageRef(f"{i:064}", *size) for i, size in enumerate(sizes))
+    return Problem("p", question, images, "1", "test")
+
+
+def test_chat_text_puts_a_placeholder_where_each_marker_stood(plain):
+    image = "<|vision_start|><|image_pad|><|vision_end|>"
+    text = builder(plain).chat_text("<image>Find x.<image><image> {{ x }} \\boxed{1}", 3)
+    user = f"{image}Find x.{image}{image} {{{{ x }}}} \\boxed{{1}}"
+    assert text == f"<|im_start|>user\n{user}<|im_end|>\n<|im_start|>assistant\n"
+    assert (
+        text_builder(plain).chat_text("Find x.", 0)
+        == "<|im_start|>user\nFind x.<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+@pytest.mark.parametrize("name", ["math", "r1v", "gsm8k"])
+def test_known_templates_begin_with_the_problem_and_say_how_to_answer(name):
+    text = builder(name).chat_text("<image>Find $x$ & \\frac{1}{2}.", 1)
+    assert "<|vision_end|>Find $x$ & \\frac{1}{2}.\n\n" in text
+    marks = {"math": ["<think>", "\\boxed{}"], "r1v": ["<think>", "<answer>"], "gsm8k": ["####"]}[name]
+    assert all(mark in text for mark in marks)
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.lists(st.tuples(st.integers(20, 900), st.integers(20, 900)), max_size=3))
+def test_tokens_are_those_of_the_processor_on_resized_images(sizes):
+    prompts = builder()
+    resized = [prompts.target_size(*size) for size in sizes]
+    item = problem("<image>" * len(sizes) + "Find x.", *resized)
+    images = [Image.new("RGB", size) for size in resized]
+    text = prompts.chat_text(item.question, len(sizes))
+    size = {"shortest_edge": LOW, "longest_edge": HIGH}
+    expected = processor()(text=[text], images=images or None, images_kwargs={"size": size})["input_ids"][0]
+    tokens = prompts.tokens(item)
+    assert tokens.dtype == np.int32
+    assert tokens.tolist() == list(expected)
+
+
+def test_image_tokens_worked_out_by_hand(plain):
+    prompts = builder(plain)
+    assert prompts.grid_factor == 28
+    assert prompts.image_tokens(56, 84) == 6
+    item = problem("a<image>b<image>", (56, 84), (28, 28))
+    unexpanded = prompts.unexpanded_tokens(item.question, 2)
+    tokens = prompts.tokens(item)
+    assert (unexpanded == prompts.image_token_id).sum() == 2
+    assert (tokens == prompts.image_token_id).sum() == 7
+    assert len(tokens) == len(unexpanded) + 5
+
+
+def test_banned_tokens_are_the_vision_tokens_that_the_model_has():
+    tokens = processor().tokenizer.convert_ids_to_tokens(builder().banned_token_ids)
+    expected = {"<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>"}
+    assert set(tokens) == expected
+
+
+def test_a_language_model_needs_no_images():
+    prompts = text_builder()
+    assert prompts.image_token_id is None
+    assert prompts.tokens(problem("1+1?")).tolist() == builder().tokens(problem("1+1?")).tolist()
+    with pytest.raises(ModelError, match="takes no images"):
+        _ = prompts.grid_factor
+
+
+def test_marker_and_placeholder_counts_have_to_agree():
+    with pytest.raises(DataError, match="1 <image> marker"):
+        builder().chat_text("<image>Find x.", 0)
+    with pytest.raises(DataError, match="1 image placeholder"):
+        builder().unexpanded_tokens("Find <|image_pad|>.", 0)
+    assert builder().special_tokens_in("a <|im_end|> b") == ["<|im_end|>"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{{ content }} {{ topic }}", "uses content, topic"),
+        ("Hello.", "uses no variable"),
+        ("{{ content", "line 1: "),
+    ],
+)
+def test_a_template_that_cannot_work_is_refused(tmp_path, text, message):
+    path = tmp_path / "own.jinja"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        builder(str(path))
+
+
+def test_a_template_runs_in_a_sandbox(tmp_path):
+    from jinja2.exceptions import SecurityError
+
+    path = tmp_path / "own.jinja"
+    path.write_text("{{ content.__class__.__mro__ }}")
+    with pytest.raises(SecurityError):
+        builder(str(path)).chat_text("p", 0)
+
+
+def test_an_unknown_template_lists_the_known_ones():
+    with pytest.raises(ConfigError, match="Allowed: gsm8k, math, r1v"):
+        builder("maths")
+
+
+@pytest.mark.parametrize("path", ["/nowhere/model", "./model", "model"])
+def test_a_missing_model_folder_says_so_without_asking_a_hub(path):
+    with pytest.raises(ModelError, match="no such folder"):
+        load_processor(ModelConfig(path=path))
+
+
+def test_a_saved_processor_loads_from_its_folder(tmp_path):
+    processor().save_pretrained(tmp_path)
+    loaded = PromptBuilder(load_processor(ModelConfig(path=str(tmp_path))), "math", LOW, HIGH)
+    item = problem("<image>Find x.", (56, 84))
+    assert loaded.tokens(item).tolist() == builder().tokens(item).tolist()
+
+
+def test_a_folder_with_a_tokenizer_alone_is_a_language_model(tmp_path):
+    processor().tokenizer.save_pretrained(tmp_path)
+    loaded = load_processor(ModelConfig(path=str(tmp_path)))
+    assert isinstance(loaded, TextProcessor)
+    assert PromptBuilder(loaded, "math", LOW, HIGH).image_token_id is None
+
+
+def test_a_model_without_a_chat_template_is_refused(tmp_path):
+    processor().tokenizer.save_pretrained(tmp_path)
+    for file in Path(tmp_path).glob("chat_template*"):
+        file.unlink()
+    with pytest.raises(ModelError, match="no chat template. Found: tokenizer.json"):
+        load_processor(ModelConfig(path=str(tmp_path)))
+
+
+def test_an_empty_model_folder_says_what_belongs_there(tmp_path):
+    with pytest.raises(ModelError, match="Found: an empty folder"):
+        load_processor(ModelConfig(path=str(tmp_path)))

@@ -1,0 +1,213 @@
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from fractions import Fraction
+from itertools import combinations
+
+import numpy as np
+import pytest
+
+from rlcore.config import EvaluationConfig
+from rlcore.errors import RewardError
+from rlcore.evaluation.evaluate import EvalRow, evaluate, read_rows, sample_seed, summarise, write_rows
+from rlcore.evaluation.pass_at_k import (
+    bootstrap_difference,
+    bootstrap_interval,
+    mean_pass_at_k,
+    pass_at_k,
+)
+from rlcore.ports import SampledGroup, SampleRequest
+from rlcore.types import Completion, Problem, Score
+
+# ---- pass@k
+
+
+def test_pass_at_k_by_hand():
+    assert pass_at_k(4, 1, 1) == 0.25
+    assert pass_at_k(4, 2, 2) == pytest.approx(5 / 6)  # 1 of the 6 pairs holds no right one
+    assert pass_at_k(4, 3, 2) == 1.0  # two wrong ones cannot be drawn
+    assert pass_at_k(5, 0, 5) == 0.0
+    assert mean_pass_at_k([0, 1, 4], 4, 1) == pytest.approx(5 / 12)
+
+
+def test_pass_at_k_is_the_share_of_k_subsets_with_a_right_one():
+    for n in range(1, 8):
+        for c in range(n + 1):
+            for k in range(1, n + 1):
+                subsets = list(combinations(range(n), k))
+                share = Fraction(sum(any(i < c for i in subset) for subset in subsets), len(subsets))
+                assert pass_at_k(n, c, k) == pytest.approx(float(share), abs=1e-12)
+
+
+def test_pass_at_k_is_stable_for_many_samples():
+    assert pass_at_k(100_000, 1, 50_000) == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(("n", "c", "k"), [(4, 5, 1), (4, -1, 1), (4, 1, 5), (4, 1, 0)])
+def test_pass_at_k_refuses_what_cannot_be(n, c, k):
+    with pytest.raises(ValueError, match="allowed are"):
+        pass_at_k(n, c, k)
+
+
+# ---- bootstrap
+
+
+def test_interval_of_equal_values_is_that_value():
+    assert bootstrap_interval([0.25] * 7) == (0.25, 0.25)
+    assert bootstrap_interval([0.5]) == (0.5, 0.5)
+
+
+def test_interval_is_that_of_the_normal_approximation_and_repeats():
+    values = [1.0] * 120 + [0.0] * 280
+    low, high = bootstrap_interval(values)
+    half = 1.96 * np.sqrt(0.3 * 0.7 / 400)
+    assert low == pytest.approx(0.3 - half, abs=0.005)
+    assert high == pytest.approx(0.3 + half, abs=0.005)
+    assert bootstrap_interval(values) == (low, high)
+    assert bootstrap_interval(values, seed=1) != (low, high)
+    narrower = bootstrap_interval(values, confidence=0.5)
+    assert low < narrower[0] < 0.3 < narrower[1] < high
+
+
+def test_a_paired_difference_cancels_how_hard_problems_are():
+    hard = np.random.default_rng(0).random(50)
+    low, high = bootstrap_difference(hard.tolist(), (hard + 0.1).tolist())
+    assert low == pytest.approx(0.1)
+    assert high == pytest.approx(0.1)
+    alone = bootstrap_interval(hard.tolist())
+    assert alone[1] - alone[0] > 0.1
+
+
+def test_no_problems_and_unpaired_problems_are_refused():
+    with pytest.raises(ValueError, match="no problems"):
+        bootstrap_interval([])
+    with pytest.raises(ValueError, match="2 and 1 problems"):
+        bootstrap_difference([0.0, 1.0], [1.0])
+
+
+# ---- evaluate
+
+
+class FakeSampler:
+    """Completion text is the request's seed; the last token of the last problem is cut off by length."""
+
+    def __init__(self) -> None:
+        self.requests: list[SampleRequest] = []
+
+    def generate(self, requests: Sequence[SampleRequest]) -> list[SampledGroup]:
+        self.requests += requests
+        return [
+            SampledGroup(
+                prompt_token_ids=np.zeros(2, np.int32),
+                completions=tuple(
+                    Completion(
+                        token_ids=np.zeros(3, np.int32),
+                        logprobs=np.zeros(3, np.float32),
+                        text=str(request.seed),
+                        finish_reason="length" if request.problem.problem_id == "p2" else "stop",
+                        policy_version=7,
+                    )
+                    for _ in range(request.count)
+                ),
+            )
+            for request in requests
+        ]
+
+
+class FakeGrader:
+    """p0 is right, p1 wrong, p2 never gets a verdict."""
+
+    def __init__(self, parts: tuple[str, ...] = ("accuracy", "format")) -> None:
+        self.parts = parts
+
+    def submit(self, problems: Sequence[Problem], completions: Sequence[Completion]) -> Future[list[Score]]:
+        scores = []
+        for problem in problems:
+            right = float(problem.problem_id == "p0")
+            graded = problem.problem_id != "p2"
+            parts = dict.fromkeys(self.parts, right) if graded else {}
+            scores.append(Score(reward=0.9 * right if graded else 0.0, parts=parts, graded=graded))
+        future: Future[list[Score]] = Future()
+        future.set_result(scores)
+        return future
+
+    def close(self) -> None: ...
+
+
+def _problems(count: int) -> list[Problem]:
+    return [Problem(f"p{i}", f"question {i}", (), f"answer {i}", "test") for i in range(count)]
+
+
+def test_one_row_per_completion_problem_by_problem():
+    rows = evaluate(FakeSampler(), FakeGrader(), _problems(4), EvaluationConfig(problems=3, samples=2))
+    assert [(row.problem_id, row.sample) for row in rows] == [
+        (f"p{i}", s) for i in range(3) for s in range(2)
+    ]
+    assert rows[0] == EvalRow(
+        problem_id="p0",
+        sample=0,
+        question="question 0",
+        answer="answer 0",
+        completion=str(sample_seed(0, "p0", 0)),
+        reward=0.9,
+        accuracy=1.0,
+        format=1.0,
+        graded=True,
+        finish_reason="stop",
+        num_tokens=3,
+    )
+    assert [(row.accuracy, row.format, row.graded) for row in rows[2::2]] == [
+        (0.0, 0.0, True),
+        (None, None, False),
+    ]
+
+
+def test_seeds_are_distinct_stable_and_do_not_depend_on_what_else_is_sampled():
+    few, many, other = FakeSampler(), FakeSampler(), FakeSampler()
+    evaluate(few, FakeGrader(), _problems(2), EvaluationConfig(samples=1))
+    evaluate(many, FakeGrader(), _problems(4), EvaluationConfig(samples=3))
+    evaluate(other, FakeGrader(), _problems(2), EvaluationConfig(samples=1, seed=1))
+    seeds = {(r.problem.problem_id, i % 3): r.seed for i, r in enumerate(many.requests)}
+    assert len(set(seeds.values())) == 12
+    assert [r.seed for r in few.requests] == [seeds["p0", 0], seeds["p1", 0]]
+    assert {r.seed for r in other.requests}.isdisjoint(seeds.values())
+    assert all(r.count == 1 and 0 <= r.seed < 2**31 for r in many.requests)
+    assert sample_seed(0, "p0", 0) == 748166489  # must never change, or old reports cannot be repeated
+
+
+def _summary(rows):
+    return summarise(rows, policy="ckpt", step=20, dataset_digest="d", table="t.parquet", seconds=1.5)
+
+
+def test_the_report_by_hand():
+    rows = evaluate(FakeSampler(), FakeGrader(), _problems(3), EvaluationConfig(samples=2))
+    rows[0] = replace(rows[0], accuracy=0.0, reward=0.0)  # p0 right in one of two
+    report = _summary(rows)
+    assert (report.num_problems, report.samples_per_problem) == (3, 2)
+    assert report.accuracy == pytest.approx((0.5 + 0 + 0) / 3)  # without a verdict: not right
+    assert report.reward == pytest.approx(0.45 / 3)
+    assert report.ungraded == report.truncated == pytest.approx(2 / 6)
+    assert 0 == report.accuracy_low < report.accuracy < report.accuracy_high <= 0.5
+    assert report.reward_low <= report.reward <= report.reward_high
+    assert (report.policy, report.step, report.table, report.seconds) == ("ckpt", 20, "t.parquet", 1.5)
+
+
+def test_uneven_or_no_rows_are_refused():
+    rows = evaluate(FakeSampler(), FakeGrader(), _problems(2), EvaluationConfig(samples=2))
+    with pytest.raises(ValueError, match=r"same number of samples, found \[1, 2\]"):
+        _summary(rows[:-1])
+    with pytest.raises(ValueError, match="no rows"):
+        _summary([])
+
+
+def test_rows_survive_parquet(tmp_path):
+    rows = evaluate(FakeSampler(), FakeGrader(("accuracy",)), _problems(3), EvaluationConfig(samples=2))
+    path = tmp_path / "evaluation" / "rows.parquet"
+    write_rows(rows, path)
+    assert read_rows(path) == rows
+    assert [file.name for file in path.parent.iterdir()] == ["rows.parquet"]
+
+
+def test_a_reward_without_accuracy_is_named():
+    with pytest.raises(RewardError, match=r"parts \['format'\]; evaluation needs"):
+        evaluate(FakeSampler(), FakeGrader(("format",)), _problems(1), EvaluationConfig())

@@ -1,0 +1,278 @@
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from rlcore.config import RewardConfig
+from rlcore.errors import RewardError
+from rlcore.rewards import make_reward
+from rlcore.rewards.pool import UNGRADED, GradingPool
+from rlcore.types import Completion, Problem, Score
+
+MATH = make_reward(RewardConfig())
+WAIT = 60  # seconds for what should take one: a test must fail, not hang
+
+
+def puppet(text: str, problem: Problem, num_tokens: int, finish_reason: str) -> Score:
+    """Does what the completion says; the reward is the last word."""
+    verb, _, rest = text.partition(" ")
+    match verb:
+        case "sleep":
+            time.sleep(float(rest))
+        case "raise":
+            raise ValueError(rest)
+        case "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "exit":
+            sys.exit(3)
+        case "nan":
+            return Score(float("nan"), {}, True)
+        case "text":
+            return rest
+        case "pid":
+            return Score(float(os.getpid()), {}, True)
+        case "say_pid_and_sleep":
+            Path(rest).write_text(str(os.getpid()))
+            time.sleep(WAIT)
+        case "hog":
+            bytearray(1 << 40)
+    return Score(float(num_tokens), {"long": float(finish_reason == "length")}, True)
+
+
+class Loud:
+    """A reward that cannot be loaded in another process."""
+
+    def __reduce__(self):
+        return (int, ("not a number",))
+
+    def __call__(self, *_: object) -> Score:
+        raise NotImplementedError
+
+
+def problem(answer: str = "5", **extra: object) -> Problem:
+    return Problem(problem_id="p1", question="?", images=(), answer=answer, source="test", extra=extra)
+
+
+def completion(text: str, num_tokens: int = 1) -> Completion:
+    return Completion(np.zeros(num_tokens, np.int32), np.zeros(num_tokens, np.float32), text, "stop", 0)
+
+
+def grade(pool: GradingPool, *texts: str, answer: str = "5") -> list[Score]:
+    future = pool.submit([problem(answer)] * len(texts), [completion(t) for t in texts])
+    return future.result(timeout=WAIT)
+
+
+def workers() -> set[int]:
+    processes = psutil.Process().children(recursive=True)
+    return {p.pid for p in processes if any("rlcore.rewards.worker" in part for part in p.cmdline())}
+
+
+@pytest.fixture(scope="module")
+def math_pool():
+    with GradingPool(MATH, processes=1, deadline_seconds=10) as pool:
+        yield pool
+
+
+@pytest.fixture
+def pool():
+    with GradingPool(puppet, processes=1, deadline_seconds=1.0) as pool:
+        yield pool
+
+
+def test_scores_come_back_in_order(math_pool):
+    texts = [rf"<think>a</think> \boxed{{{i % 7}}}" for i in range(100)]
+    scores = grade(math_pool, *texts)
+    assert [s.reward == 1 for s in scores] == [i % 7 == 5 for i in range(100)]
+    assert scores[5] == Score(1.0, {"accuracy": 1.0, "format": 1.0}, True)
+    assert grade(math_pool) == []
+
+
+def test_the_reward_is_told_tokens_and_finish_reason(pool):
+    cut = Completion(np.zeros(7, np.int32), np.zeros(7, np.float32), "", "length", 0)
+    assert pool.submit([problem()], [cut]).result(WAIT) == [Score(7.0, {"long": 1.0}, True)]
+
+
+def test_a_megabyte_travels_and_is_graded(math_pool):
+    text = "<think>" + "x{" * 500_000 + r"</think> \boxed{5}"
+    assert grade(math_pool, text, text)[1].parts == {"accuracy": 1.0, "format": 1.0}
+
+
+def test_256_completions_take_a_fraction_of_a_second(math_pool):
+    texts = [rf"<think>{'word ' * 100}</think> \boxed{{{i % 8}}}" for i in range(256)]
+    grade(math_pool, *texts)
+    start = time.perf_counter()
+    grade(math_pool, *texts)
+    assert time.perf_counter() - start < 1  # 0.02 s on an idle core; the margin is for a busy machine
+
+
+def test_a_tower_of_powers_that_hangs_sympy_is_killed_at_the_deadline():
+    # the truth is no integer, so mathruler hands 9**9**9 to sympy, which sets out to write it down
+    right, hanging = r"\boxed{21\sqrt{3}}", r"\boxed{9**9**9}"
+    with GradingPool(MATH, processes=1, deadline_seconds=1.5) as pool:
+        start = time.perf_counter()
+        scores = grade(pool, right, hanging, right, answer=r"21 \sqrt { 3 }")
+        assert time.perf_counter() - start < 15
+        assert [s.graded for s in scores] == [True, False, True]
+        assert scores[1] == UNGRADED
+        assert (pool.timeouts, pool.errors, pool.deaths) == (1, 0, 0)
+
+
+def test_the_deadline_is_for_each_completion_not_for_what_is_sent_with_it(pool):
+    scores = grade(pool, *["sleep 0.4"] * 12)  # sent three at a time, which take 1.2 s; the deadline is 1 s
+    assert all(s.graded for s in scores)
+    assert pool.timeouts == 0
+
+
+def test_only_the_culprits_of_a_batch_are_ungraded(pool):
+    texts = [
+        "ok",
+        "sleep 60",
+        "ok",
+        "raise no such luck",
+        "ok",
+        "die",
+        "ok",
+        "exit",
+        "nan",
+        "text hello",
+        "sleep 60",
+        "ok",
+    ]
+    assert [s.graded for s in grade(pool, *texts)] == [text == "ok" for text in texts]
+    assert (pool.timeouts, pool.errors, pool.deaths) == (2, 4, 1)
+    assert "ValueError: no such luck" in pool.first_traceback
+
+
+def test_the_first_loss_of_each_kind_is_logged(pool, caplog):
+    grade(pool, "raise one", "raise two", "die")
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == 2
+    assert "error, problem p1" in messages[0]
+    assert "ValueError: one" in messages[0]
+    assert "death, problem p1" in messages[1]
+
+
+def test_another_worker_goes_on_while_one_hangs():
+    with GradingPool(puppet, processes=2, deadline_seconds=20) as pool:
+        pool.submit([problem()], [completion("sleep 60")])
+        start = time.perf_counter()
+        assert all(s.graded for s in grade(pool, *["ok"] * 50))
+        assert time.perf_counter() - start < 10
+
+
+def test_a_worker_killed_from_outside_in_mid_job_costs_one_grading(pool, tmp_path):
+    with GradingPool(puppet, processes=1, deadline_seconds=WAIT) as patient:
+        note = tmp_path / "pid"
+        texts = ["ok", f"say_pid_and_sleep {note}", "ok"]
+        future = patient.submit([problem()] * 3, [completion(t) for t in texts])
+        while not (note.exists() and note.read_text()):
+            time.sleep(0.01)
+        os.kill(int(note.read_text()), signal.SIGKILL)
+        assert [s.graded for s in future.result(WAIT)] == [True, False, True]
+        assert (patient.timeouts, patient.errors, patient.deaths) == (0, 0, 1)
+
+
+def test_a_worker_killed_while_idle_costs_nothing(pool):
+    first = grade(pool, "pid")[0].reward
+    os.kill(int(first), signal.SIGKILL)
+    time.sleep(0.2)
+    second = grade(pool, "pid")[0]
+    assert second.graded
+    assert second.reward != first
+    assert pool.deaths == 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the cap is on Linux")
+def test_a_reward_that_asks_for_all_memory_is_refused(pool):
+    assert not grade(pool, "hog")[0].graded
+    assert "MemoryError" in pool.first_traceback
+
+
+def test_a_problem_that_cannot_be_sent_loses_its_own_gradings_only(pool):
+    problems = [problem(), problem(lock=threading.Lock()), problem()]
+    scores = pool.submit(problems, [completion("ok")] * 3).result(WAIT)
+    assert [s.graded for s in scores] == [True, False, True]
+    assert pool.errors == 1
+
+
+def test_many_threads_may_submit_at_once(pool):
+    results: dict[int, list[Score]] = {}
+
+    def one(size: int) -> None:
+        results[size] = pool.submit([problem()] * size, [completion("ok", n) for n in range(size)]).result(
+            WAIT
+        )
+
+    threads = [threading.Thread(target=one, args=(size,)) for size in range(1, 9)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT)
+    assert all([s.reward for s in results[size]] == list(range(size)) for size in range(1, 9))
+
+
+def test_close_leaves_no_process_and_fails_what_was_running():
+    before = workers()
+    pool = GradingPool(puppet, processes=2, deadline_seconds=WAIT)
+    assert len(workers() - before) == 2
+    futures = [pool.submit([problem()], [completion("sleep 60")]) for _ in range(3)]
+    time.sleep(0.2)
+    start = time.perf_counter()
+    pool.close()
+    pool.close()
+    assert time.perf_counter() - start < 5
+    assert workers() == before
+    for future in futures:
+        with pytest.raises(RewardError, match="closed"):
+            future.result(timeout=1)
+    with pytest.raises(RewardError, match="closed"):
+        pool.submit([problem()], [completion("ok")])
+    assert (pool.timeouts, pool.errors, pool.deaths) == (0, 0, 0)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's death signal is Linux's")
+def test_workers_die_with_a_trainer_that_is_killed(tmp_path):
+    script = tmp_path / "trainer.py"
+    script.write_text(
+        textwrap.dedent("""
+        import time
+        from tests.unit.test_grading_pool import GradingPool, completion, problem, puppet
+        pool = GradingPool(puppet, processes=1, deadline_seconds=600)
+        pool.submit([problem()], [completion("sleep 600")])
+        print("started", flush=True)
+        time.sleep(600)
+        """)
+    )
+    root = Path(__file__).parents[2]
+    trainer = subprocess.Popen(
+        [sys.executable, script], stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(root)}
+    )
+    with trainer:
+        assert trainer.stdout.readline() == b"started\n"
+        children = psutil.Process(trainer.pid).children()
+        assert len(children) == 1
+        trainer.kill()
+    gone, alive = psutil.wait_procs(children, timeout=10)
+    assert not alive
+
+
+def test_a_reward_that_cannot_travel_is_refused_at_once():
+    before = workers()
+    with pytest.raises(RewardError, match="cannot be sent to a grading process"):
+        GradingPool(lambda *_: UNGRADED, processes=1, deadline_seconds=1)
+    with pytest.raises(RewardError, match=r"could not load the reward(.|\n)*invalid literal"):
+        GradingPool(Loud(), processes=2, deadline_seconds=1)
+    assert workers() == before
+
+
+def test_one_problem_for_each_completion(pool):
+    with pytest.raises(ValueError, match="zip"):
+        pool.submit([problem()], [])

@@ -1,0 +1,133 @@
+"""Jobs: results, errors of the right class, and no process left behind."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from infra import environment, processes
+from infra.settings import Settings
+from rlcore import errors
+from rlcore.artifacts import ModelRef
+from rlcore.config import ModelConfig
+from rlcore.job import BootstrapSpec, JobError
+from tasks.jobs import NEVER_RETRIED, describe_exit, error_from, new_result_path, run_job
+
+GOOD = """
+import json, os, pathlib, sys
+spec = json.loads(pathlib.Path(sys.argv[3]).read_text())
+model = {"path": os.environ["RLFLOW_PROCESS_MARK"], "digest": "d", "source": "s", "num_parameters": 1}
+pathlib.Path(spec["result"]).write_text(json.dumps(model))
+"""
+BAD = """
+import json, pathlib, sys
+spec = json.loads(pathlib.Path(sys.argv[3]).read_text())
+error = {"kind": "DataError", "message": "no column 'answer'", "traceback": "line 7"}
+pathlib.Path(spec["result"] + ".error").write_text(json.dumps(error))
+sys.exit(78)
+"""
+# A stubborn one, with a child in another session: both have to go.
+STUBBORN = """
+import pathlib, signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+pathlib.Path(sys.argv[3]).with_name("child.pid").write_text(str(child.pid))
+time.sleep(60)
+"""
+
+
+def settings_with(interpreter_code: str, tmp_path: Path) -> Settings:
+    """Settings whose trainer interpreter runs ``interpreter_code`` whatever module is asked for."""
+    code = tmp_path / "fake.py"
+    code.write_text(interpreter_code)
+    script = tmp_path / "python"
+    script.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{code}" "$@"\n')
+    script.chmod(0o755)
+    return Settings(data_dir=tmp_path / "data", trainer_python=script)
+
+
+def spec_in(settings: Settings) -> BootstrapSpec:
+    return BootstrapSpec(
+        result=new_result_path(settings, "test"), model=ModelConfig(), models_dir=settings.models_dir
+    )
+
+
+def test_the_result_comes_back(tmp_path: Path) -> None:
+    settings = settings_with(GOOD, tmp_path)
+    assert run_job("any.module", spec_in(settings), ModelRef, settings).path.startswith("job-")
+
+
+def test_an_error_keeps_its_class_message_and_traceback(tmp_path: Path) -> None:
+    settings = settings_with(BAD, tmp_path)
+    with pytest.raises(errors.DataError, match="^no column 'answer'$") as caught:
+        run_job("any.module", spec_in(settings), ModelRef, settings)
+    assert "line 7" in caught.value.__notes__[0]
+
+
+def test_a_job_without_a_word_is_named(tmp_path: Path) -> None:
+    settings = settings_with("import os; os.kill(os.getpid(), 9)", tmp_path)
+    with pytest.raises(errors.TrainerFailedError, match=r"any\.module ended with SIGKILL"):
+        run_job("any.module", spec_in(settings), ModelRef, settings)
+
+
+def test_foreign_errors_are_told_apart() -> None:
+    report = JobError(kind="ZeroDivisionError", message="division by zero", traceback="t")
+    error = error_from(report, "job ended with exit code 1")
+    assert type(error) is errors.TrainerFailedError
+    assert str(error).startswith("ZeroDivisionError: division by zero")
+
+
+def test_what_is_wrong_with_the_experiment_is_never_retried() -> None:
+    assert {errors.ConfigError, errors.DataError, errors.ModelError, errors.RewardError} <= set(NEVER_RETRIED)
+    assert not issubclass(errors.TrainerFailedError, NEVER_RETRIED)
+    assert not issubclass(errors.StorageError, NEVER_RETRIED)
+
+
+def test_exit_codes_in_words() -> None:
+    assert [describe_exit(code) for code in (1, -15)] == ["exit code 1", "signal 15"]
+
+
+def test_an_interrupt_ends_the_job_and_everything_it_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tasks.jobs._STOP_GRACE_SECONDS", 0.3)
+    settings = settings_with(STUBBORN, tmp_path)
+    spec = spec_in(settings)
+    pid_file = spec.result.with_name("child.pid")
+
+    def interrupt() -> None:
+        while not (pid_file.exists() and pid_file.read_text()):
+            time.sleep(0.05)
+        signal.raise_signal(signal.SIGINT)
+
+    threading.Thread(target=interrupt).start()
+    with pytest.raises(KeyboardInterrupt):
+        run_job("any.module", spec, ModelRef, settings)
+    assert not psutil.pid_exists(int(pid_file.read_text()))
+
+
+def test_a_job_ends_with_the_thread_that_waits_for_it(tmp_path: Path) -> None:
+    if sys.platform != "linux":
+        pytest.skip("only Linux tells a child that its parent died")
+    settings = Settings(data_dir=tmp_path)
+    env = environment.for_children(settings)
+    started: list[int] = []
+
+    def start_and_die() -> None:
+        args = [sys.executable, "-c", "import time; time.sleep(60)"]
+        started.append(processes.start(args, env=env, mark="parent-test", ends_with_parent=True).pid)
+
+    thread = threading.Thread(target=start_and_die)
+    thread.start()
+    thread.join()
+    psutil.Process(started[0]).wait(timeout=10)
+
+
+def test_marked_processes_are_ours_alone() -> None:
+    assert processes.marked("a mark that nobody carries") == []

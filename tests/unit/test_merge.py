@@ -1,0 +1,333 @@
+import copy
+import json
+import shutil
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+from transformers import (
+    GenerationConfig,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen2VLImageProcessor,
+)
+
+from rlcore.artifacts import CheckpointRef, ModelRef
+from rlcore.errors import CheckpointError, ModelError
+from rlcore.models.checkpoint import save_train_state
+from rlcore.models.loading import load_hf_model
+from rlcore.models.merge import (
+    VERIFIED,
+    CanarySequence,
+    VerifyReport,
+    merge_checkpoint,
+    merge_once,
+    read_canary,
+    transformers_logprobs,
+    verify_merged,
+)
+from rlcore.segment.store import LocalCheckpointStore
+from rlcore.types import ImageRef
+
+IMAGE_TOKEN = 60
+PIXELS = {"min_pixels": 28 * 28, "max_pixels": 84 * 84}
+TEXT = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.3,  # far from uniform, so that a wrong weight shows
+}
+
+
+def _no_image(image: ImageRef) -> Image.Image:
+    raise AssertionError("this model reads no images")
+
+
+def _picture(image: ImageRef) -> Image.Image:
+    return Image.linear_gradient("L").resize((image.width, image.height)).convert("RGB")
+
+
+def _text_model(*, tied: bool) -> Qwen2ForCausalLM:
+    return Qwen2ForCausalLM(Qwen2Config(**TEXT, tie_word_embeddings=tied))
+
+
+def _vision_model() -> Qwen2_5_VLForConditionalGeneration:
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+    vision = {
+        "depth": 2,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_heads": 2,
+        "out_hidden_size": 32,
+        "fullatt_block_indexes": [1],
+        "window_size": 56,
+        "initializer_range": 0.3,
+    }
+    return Qwen2_5_VLForConditionalGeneration(
+        Qwen2_5_VLConfig(
+            text_config=TEXT | {"rope_parameters": rope},
+            vision_config=vision,
+            image_token_id=IMAGE_TOKEN,
+            video_token_id=61,
+            vision_start_token_id=62,
+            vision_end_token_id=63,
+            tie_word_embeddings=False,
+        )
+    )
+
+
+def _base(folder: Path, model: torch.nn.Module) -> Path:
+    """A model folder as from a hub: weights (which must not leak), generation config, tokenizer files."""
+    model.generation_config = GenerationConfig(do_sample=True, temperature=0.5, eos_token_id=[1, 2])
+    model.save_pretrained(folder)
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    (folder / "pytorch_model.bin").write_bytes(b"old weights")
+    Qwen2VLImageProcessor().save_pretrained(folder)
+    return folder
+
+
+def _trained(model: torch.nn.Module) -> torch.nn.Module:
+    """The base after some training: every value differs."""
+    policy = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    return policy.eval()
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """model -> (policy, checkpoint, base), all of it on disk."""
+
+    def save(model):
+        torch.manual_seed(0)
+        base = _base(tmp_path / "base", model)
+        policy = _trained(model)
+        checkpoint = tmp_path / "checkpoint"
+        save_train_state(policy, torch.optim.AdamW(policy.parameters()), checkpoint)
+        return policy, checkpoint, base
+
+    return save
+
+
+def _write_canary(folder: Path, sequences: list[CanarySequence]) -> Path:
+    path = folder / "canary.json"
+    path.write_text(json.dumps({"sequences": [sequence.model_dump(mode="json") for sequence in sequences]}))
+    return path
+
+
+def _text_canary(policy: torch.nn.Module, folder: Path) -> Path:
+    """What the live trainer would write, by hand: the row of token t - 1 holds log p(token t)."""
+    tokens = torch.tensor([5, 9, 3, 17, 40, 2])
+    with torch.no_grad():
+        rows = policy(input_ids=tokens[None]).logits[0].log_softmax(-1)
+    logprobs = [float(rows[t - 1, tokens[t]]) for t in range(3, 6)]
+    canary = CanarySequence(token_ids=tokens.tolist(), completion_start=3, images=(), logprobs=logprobs)
+    return _write_canary(folder, [canary])
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_merged_text_model_is_the_policy(tmp_path, saved, tied):
+    policy, checkpoint, base = saved(_text_model(tied=tied))
+    out = tmp_path / "merged"
+    assert merge_checkpoint(checkpoint, base, out) == sum(p.numel() for p in policy.parameters())
+    merged = load_hf_model(out, torch.float32)
+    for name, value in policy.state_dict().items():
+        assert torch.equal(merged.state_dict()[name], value), name
+    assert (merged.lm_head.weight is merged.model.embed_tokens.weight) == tied
+    assert merged.generation_config.eos_token_id == [1, 2]
+    for name in ("tokenizer.json", "chat_template.jinja", "generation_config.json"):
+        assert (out / name).read_bytes() == (base / name).read_bytes()
+    assert not (out / "pytorch_model.bin").exists()
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+    report = verify_merged(
+        out, _text_canary(policy, checkpoint), log_prob_with_vllm=None, read_image=_no_image, **PIXELS
+    )
+    assert (report.num_sequences, report.num_tokens, report.vllm_max_delta) == (1, 3, None)
+    assert report.transformers_max_delta < 1e-5
+
+
+def test_a_merged_vision_model_is_the_policy_with_images_and_without(tmp_path, saved):
+    policy, checkpoint, base = saved(_vision_model())
+    out = tmp_path / "merged"
+    merge_checkpoint(checkpoint, base, out)
+    image = ImageRef("a" * 64, width=56, height=28)  # 2 merged patches
+    inputs = Qwen2VLImageProcessor()(
+        images=[_picture(image)],
+        size={"shortest_edge": 28 * 28, "longest_edge": 84 * 84},
+        return_tensors="pt",
+    )
+    assert inputs["image_grid_thw"].tolist() == [[1, 2, 4]]
+    tokens = torch.tensor([[5, 62, IMAGE_TOKEN, IMAGE_TOKEN, 63, 8, 30, 31, 2]])
+    with torch.no_grad():
+        rows = (
+            policy(
+                input_ids=tokens,
+                attention_mask=torch.ones_like(tokens),
+                mm_token_type_ids=(tokens == IMAGE_TOKEN).int(),
+                **inputs,
+            )
+            .logits[0]
+            .log_softmax(-1)
+        )
+    logprobs = [float(rows[t - 1, tokens[0, t]]) for t in range(6, 9)]
+    with_image = CanarySequence(
+        token_ids=tokens[0].tolist(), completion_start=6, images=(image,), logprobs=logprobs
+    )
+    text = read_canary(_text_canary(policy, checkpoint))
+    canary = _write_canary(checkpoint, [with_image, *text])
+    verify = partial(verify_merged, out, canary, log_prob_with_vllm=None, **PIXELS)
+    report = verify(read_image=_picture)
+    assert (report.num_sequences, report.num_tokens) == (2, 6)
+    assert report.transformers_max_delta < 1e-5
+    with pytest.raises(ModelError, match="sequence 0, completion token"):  # the picture is looked at
+        verify(read_image=lambda image: Image.new("RGB", (image.width, image.height)))
+
+
+def test_another_model_does_not_verify_and_the_numbers_are_given(tmp_path, saved):
+    policy, checkpoint, base = saved(_text_model(tied=True))
+    canary = _text_canary(policy, checkpoint)
+    with pytest.raises(ModelError, match=r"through transformers a log-prob differs by .* allowed are 0.001"):
+        verify_merged(base, canary, log_prob_with_vllm=None, read_image=_no_image, **PIXELS)
+
+
+@pytest.mark.parametrize(("shift", "fine"), [(0.0, True), (9e-4, True), (2e-3, False), (float("nan"), False)])
+def test_vllm_is_held_to_the_same_canary(tmp_path, saved, shift, fine):
+    policy, checkpoint, base = saved(_text_model(tied=True))
+    out = tmp_path / "merged"
+    merge_checkpoint(checkpoint, base, out)
+    canary = _text_canary(policy, checkpoint)
+
+    def with_vllm(model_dir: Path, sequences: list[CanarySequence]) -> list[list[float]]:
+        assert model_dir == out
+        return [[*sequence.logprobs[:-1], sequence.logprobs[-1] + shift] for sequence in sequences]
+
+    verify = partial(verify_merged, out, canary, log_prob_with_vllm=with_vllm, read_image=_no_image, **PIXELS)
+    if fine:
+        assert verify().vllm_max_delta == pytest.approx(shift)
+    else:
+        with pytest.raises(ModelError, match="through vLLM .*sequence 0, completion token 2"):
+            verify()
+
+
+def test_a_checkpoint_of_another_architecture_is_refused_by_name(tmp_path, saved):
+    _, checkpoint, _ = saved(_text_model(tied=True))
+    other = _base(tmp_path / "other", Qwen2ForCausalLM(Qwen2Config(**TEXT | {"num_hidden_layers": 1})))
+    with pytest.raises(ModelError, match=r"missing \['lm_head.weight'\], unexpected \['model.layers.1"):
+        merge_checkpoint(checkpoint, other, tmp_path / "merged")
+    wider = _base(tmp_path / "wider", Qwen2ForCausalLM(Qwen2Config(**TEXT | {"vocab_size": 65})))
+    with pytest.raises(ModelError, match=r"embed_tokens.weight \(64, 32\) instead of \(65, 32\)"):
+        merge_checkpoint(checkpoint, wider, tmp_path / "merged")
+    assert not (tmp_path / "merged").exists()
+
+
+def test_an_empty_or_missing_canary_verifies_nothing(tmp_path):
+    with pytest.raises(ModelError, match="does not exist"):
+        read_canary(tmp_path / "canary.json")
+    empty = CanarySequence(token_ids=(1, 2), completion_start=2, images=(), logprobs=())
+    with pytest.raises(ModelError, match="holds no log-probs"):
+        read_canary(_write_canary(tmp_path, [empty]))
+
+
+def test_a_model_is_merged_once_and_only_a_verified_one_counts(tmp_path):
+    torch.manual_seed(0)
+    model = _text_model(tied=True)
+    base = ModelRef(path=str(_base(tmp_path / "base", model)), digest="d", source="hub", num_parameters=1)
+    store = LocalCheckpointStore(tmp_path / "run", "run")
+    asked: list[Path] = []
+
+    def commit(step: int) -> CheckpointRef:
+        staging = store.stage(step)
+        policy = _trained(model)
+        save_train_state(policy, torch.optim.AdamW(policy.parameters()), staging)
+        return store.commit(
+            staging,
+            step=step,
+            policy_version=step,
+            segment=0,
+            experiment_digest="e",
+            dataset_digest="d",
+            trainer_state={},
+        )
+
+    def verify(out: Path) -> VerifyReport:
+        asked.append(out)
+        if len(asked) == 1:
+            raise ModelError("not this time")
+        return VerifyReport(num_sequences=1, num_tokens=1, transformers_max_delta=0.0, vllm_max_delta=0.0)
+
+    first, out = commit(1), tmp_path / "models" / "merged"
+    with pytest.raises(ModelError, match="not this time"):
+        merge_once(first, base, out, verify)
+    assert not (out / VERIFIED).exists()
+    ref = merge_once(first, base, out, verify)
+    assert (ref.path, ref.source) == (str(out), "run step 1 (hub)")
+    assert merge_once(first, base, out, verify) == ref
+    assert len(asked) == 2  # the third call found the verified one
+    second = commit(2)
+    assert merge_once(second, base, out, verify).digest != ref.digest  # same folder, another checkpoint
+    assert len(asked) == 3
+    shard = next((Path(second.path) / "train_state").glob("*.distcp"))
+    shard.write_bytes(b"")
+    shutil.rmtree(out)
+    with pytest.raises(CheckpointError, match="distcp"):
+        merge_once(second, base, out, verify)
+
+
+def test_a_model_folder_is_loaded_whole_or_not_at_all(tmp_path):
+    base = _base(tmp_path / "base", _text_model(tied=False))
+    assert load_hf_model(base, torch.bfloat16).dtype == torch.bfloat16
+    assert (
+        load_hf_model(base, torch.float32, attn_implementation="eager").config._attn_implementation == "eager"
+    )
+    with pytest.raises(ModelError, match="no config.json"):
+        load_hf_model(tmp_path, torch.float32)
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))  # layer_types says 2
+    with pytest.raises(ModelError, match="num_hidden_layers"):
+        load_hf_model(base, torch.float32)
+    (base / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3, "layer_types": None}))
+    with pytest.raises(ModelError, match=r"missing_keys: \['model.layers.2"):
+        load_hf_model(base, torch.float32)
+    (base / "config.json").write_text(json.dumps(config | {"vocab_size": 65}))
+    with pytest.raises(ModelError, match="mismatched_keys"):
+        load_hf_model(base, torch.float32)
+    (base / "config.json").write_text(json.dumps(config | {"model_type": "no-such-type"}))
+    with pytest.raises(ModelError, match="no-such-type"):
+        load_hf_model(base, torch.float32)
+    (base / "config.json").write_text(json.dumps(config))
+    weights = base / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    with pytest.raises(ModelError, match="unreadable|cannot be read"):
+        load_hf_model(base, torch.float32)
+    weights.unlink()
+    with pytest.raises(ModelError, match=r"found \['pytorch_model.bin'\], allowed are"):
+        load_hf_model(base, torch.float32)
+
+
+def test_weights_are_saved_under_the_names_of_the_base(tmp_path, saved):
+    _, checkpoint, base = saved(_vision_model())
+    merge_checkpoint(checkpoint, base, tmp_path / "merged")
+    merged, original = (
+        load_file(tmp_path / "merged" / "model.safetensors"),
+        load_file(base / "model.safetensors"),
+    )
+    assert merged.keys() == original.keys()
+    assert not any(torch.equal(merged[name], original[name]) for name in merged)
+
+
+def test_logprobs_are_the_completions_alone(tmp_path, saved):
+    policy, checkpoint, base = saved(_text_model(tied=True))
+    sequences = read_canary(_text_canary(policy, checkpoint))
+    found = transformers_logprobs(base, sequences, read_image=_no_image, **PIXELS)
+    assert [len(values) for values in found] == [3]

@@ -1,0 +1,135 @@
+"""Preflight: each bad input named with what was found, what is allowed and what to change, before any worker."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from infra.errors import ServerError, StorageError
+from infra.servers import free_port
+from infra.settings import Settings
+from rlcore.config import ExperimentConfig, build_experiment
+from rlcore.errors import ConfigError, DataError, ModelError, RewardError
+from tasks import preflight
+from tasks.preflight import check
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Settings:
+    return Settings(data_dir=tmp_path / "data", server_timeout_seconds=1)
+
+
+def experiment(*overrides: str) -> ExperimentConfig:
+    return build_experiment({"name": "test"}, overrides)
+
+
+def model_folder(folder: Path, *, template: bool = True, weights: bool = True) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    tokenizer = {"chat_template": "{{ messages }}"} if template else {}
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer))
+    if weights:
+        header = json.dumps({"w": {"dtype": "F32", "shape": [10, 5], "data_offsets": [0, 200]}}).encode()
+        (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(200))
+    return folder
+
+
+def parquet(path: Path, **columns: list[str]) -> Path:
+    pq.write_table(pa.table(columns), path)
+    return path
+
+
+def test_the_default_experiment_passes(settings: Settings) -> None:
+    assert check(experiment(), settings).facts["reward"] == "math"
+
+
+def test_a_good_folder_is_measured(settings: Settings, tmp_path: Path) -> None:
+    folder = model_folder(tmp_path / "model")
+    assert "0.0 M parameters" in check(experiment(f"model.path={folder}"), settings).facts["model"]
+
+
+@pytest.mark.parametrize("path", ["./nowhere", "/nowhere/model", "qwen"])
+def test_missing_model_folder(settings: Settings, path: str) -> None:
+    with pytest.raises(ModelError, match=r"there is no folder .* Allowed are tiny, an existing folder"):
+        check(experiment(f"model.path={path}"), settings)
+
+
+def test_model_without_chat_template(settings: Settings, tmp_path: Path) -> None:
+    folder = model_folder(tmp_path / "model", template=False)
+    with pytest.raises(ModelError, match="has no a chat template|no a chat|chat template"):
+        check(experiment(f"model.path={folder}"), settings)
+
+
+def test_model_with_pickled_weights_only(settings: Settings, tmp_path: Path) -> None:
+    folder = model_folder(tmp_path / "model", weights=False)
+    (folder / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(ModelError, match=r"no \*\.safetensors \(pytorch_model\.bin is pickled"):
+        check(experiment(f"model.path={folder}"), settings)
+
+
+def test_dataset_without_the_columns(settings: Settings, tmp_path: Path) -> None:
+    source = parquet(tmp_path / "rows.parquet", question=["1+1"], answer=["2"])
+    with pytest.raises(DataError, match=r"'problem'.*[Cc]olumns found: question, answer"):
+        check(experiment(f"data.train={source}"), settings)
+
+
+def test_dataset_without_rows(settings: Settings, tmp_path: Path) -> None:
+    source = parquet(tmp_path / "rows.parquet", problem=[], answer=[])
+    with pytest.raises(DataError, match=r"has no rows.*data\.train"):
+        check(experiment(f"data.train={source}"), settings)
+
+
+def test_dataset_that_is_not_there(settings: Settings) -> None:
+    with pytest.raises(StorageError, match=r"no file or folder at \./nowhere\.parquet"):
+        check(experiment("data.train=./nowhere.parquet"), settings)
+
+
+def test_unknown_reward(settings: Settings) -> None:
+    with pytest.raises(RewardError, match=r"reward\.name is 'maths'\. Known rewards: .*math"):
+        check(experiment("reward.name=maths"), settings)
+
+
+def test_unknown_template(settings: Settings) -> None:
+    with pytest.raises(ConfigError, match=r"data\.template 'mathh' .* Allowed: .*math"):
+        check(experiment("data.template=mathh"), settings)
+
+
+def test_no_space_for_the_checkpoints(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight.storage, "free_bytes", lambda _: 2**20)
+    with pytest.raises(
+        StorageError, match=r"needs 0\.\d+ GiB.*has 0\.00 GiB free.*segment\.keep_checkpoints"
+    ):
+        check(experiment(), settings)
+
+
+def test_unreachable_mlflow(tmp_path: Path) -> None:
+    settings = Settings(
+        data_dir=tmp_path, mlflow_uri=f"http://127.0.0.1:{free_port()}", server_timeout_seconds=1
+    )
+    with pytest.raises(ServerError, match=r"no MLflow server answers.*RLFLOW_MLFLOW_URI"):
+        check(experiment(), settings)
+
+
+def test_more_workers_than_gpus(settings: Settings) -> None:
+    with pytest.raises(ConfigError, match=r"resources\.workers is 64 on cuda, and this machine has"):
+        check(
+            experiment("resources.workers=64", "resources.device=cuda", "training.problems_per_step=64"),
+            settings,
+        )
+
+
+def test_all_findings_come_at_once(settings: Settings) -> None:
+    with pytest.raises(ConfigError, match=r"(?s)2 findings:\n- model\.path.*\n- reward\.name"):
+        check(experiment("model.path=./nowhere", "reward.name=maths"), settings)
+
+
+def test_impossible_batch_arithmetic() -> None:
+    with pytest.raises(
+        ConfigError, match=r"updates_per_batch \(3\) does not divide .*problems_per_step \(32\)"
+    ):
+        experiment("training.updates_per_batch=3")

@@ -1,0 +1,118 @@
+"""MLflow on SQLite: one run per training run, each step in it exactly once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from mlflow import MlflowClient
+
+from infra.errors import RegistryError, ServerError
+from infra.servers import free_port
+from infra.tracking import DRIFT_TAG, Tracker, check_reachable
+from rlcore.segment.journal import StepRecord
+
+Open = Callable[[str], Tracker]
+
+
+@pytest.fixture(scope="module")
+def open_run(tmp_path_factory: pytest.TempPathFactory) -> Open:
+    folder = tmp_path_factory.mktemp("tracking")
+
+    def opened(run_id: str) -> Tracker:
+        return Tracker.open(
+            uri=f"sqlite:///{folder / 'mlflow.db'}",
+            artifacts_dir=folder / "artifacts",
+            experiment="tiny",
+            run_id=run_id,
+            run_dir=folder / "runs" / run_id,
+        )
+
+    return opened
+
+
+def records(last: int) -> list[StepRecord]:
+    return [
+        StepRecord(step, 1_700_000_000_000 + step, {"reward/mean": step / 10}) for step in range(1, last + 1)
+    ]
+
+
+def history(tracker: Tracker) -> list[tuple[int, float]]:
+    points = client(tracker).get_metric_history(tracker.mlflow_run_id, "reward/mean")
+    return [(point.step, point.value) for point in points]
+
+
+def client(tracker: Tracker) -> MlflowClient:
+    return MlflowClient(tracking_uri=tracker._state.uri)
+
+
+def test_the_same_run_is_found_again(open_run: Open) -> None:
+    assert open_run("again").mlflow_run_id == open_run("again").mlflow_run_id
+    assert open_run("other").mlflow_run_id != open_run("again").mlflow_run_id
+
+
+def test_a_run_is_found_by_its_tag_when_the_folder_forgot_it(open_run: Open, tmp_path: Path) -> None:
+    first = open_run("forgotten")
+    (first._run_dir / "mlflow.json").unlink()
+    assert open_run("forgotten").mlflow_run_id == first.mlflow_run_id
+
+
+def test_each_step_is_there_exactly_once_after_repeated_publishing(open_run: Open) -> None:
+    tracker = open_run("repeat")
+    assert tracker.publish(records(6), through_step=4) == 4
+    assert tracker.publish(records(6), through_step=4) == 4
+    (tracker._run_dir / "mlflow.json").unlink()  # as after a kill between sending and remembering
+    tracker = open_run("repeat")
+    assert tracker.publish(records(6), through_step=6) == 6
+    assert history(tracker) == [(step, step / 10) for step in range(1, 7)]
+
+
+def test_steps_that_a_resume_may_take_back_stay_unpublished(open_run: Open) -> None:
+    tracker = open_run("committed")
+    tracker.publish(records(6), through_step=2)
+    assert [step for step, _ in history(tracker)] == [1, 2]
+
+
+def test_a_changed_parameter_is_noted_and_does_not_fail(open_run: Open) -> None:
+    tracker = open_run("drift")
+    tracker.log_params({"training.steps": 4, "seed": 0})
+    tracker.log_params({"training.steps": 4, "seed": 1})
+    data = client(tracker).get_run(tracker.mlflow_run_id).data
+    assert data.params == {"training.steps": "4", "seed": "0"}
+    assert '"logged": "0", "now": "1"' in data.tags[DRIFT_TAG]
+
+
+def test_a_long_digest_is_cut_to_what_mlflow_takes(open_run: Open) -> None:
+    tracker = open_run("dataset")
+    tracker.log_dataset(name="d", digest="a" * 64, path="/somewhere", context="training", profile={"rows": 3})
+    (entry,) = client(tracker).get_run(tracker.mlflow_run_id).inputs.dataset_inputs
+    assert entry.dataset.digest == "a" * 36
+
+
+def test_a_model_is_registered_by_reference_once(open_run: Open, tmp_path: Path) -> None:
+    tracker = open_run("model")
+    folder = tmp_path / "merged"
+    folder.mkdir()
+    arguments = {
+        "name": "geo", "path": folder, "tags": {"step": "4"}, "alias": "verified", "description": "",
+    }  # fmt: skip
+    with pytest.raises(RegistryError, match=r"config\.json"):
+        tracker.register_model(**arguments)
+    (folder / "config.json").write_text("{}")
+    first = tracker.register_model(**arguments)
+    assert tracker.register_model(**arguments) == first
+    found = client(tracker).get_model_version_by_alias("geo", "verified")
+    assert (found.version, found.tags["rlflow.path"]) == (int(first.version), str(folder))
+
+
+def test_the_status_follows_the_run(open_run: Open) -> None:
+    tracker = open_run("status")
+    tracker.finish("KILLED")
+    tracker.resume()
+    assert client(tracker).get_run(tracker.mlflow_run_id).info.status == "RUNNING"
+
+
+def test_an_unreachable_server_is_named_with_what_to_change() -> None:
+    with pytest.raises(ServerError, match=r"no MLflow server answers at http://127.*RLFLOW_MLFLOW_URI"):
+        check_reachable(f"http://127.0.0.1:{free_port()}", timeout_seconds=1)
