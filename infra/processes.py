@@ -21,6 +21,8 @@ import psutil
 
 MARK = "RLFLOW_PROCESS_MARK"
 _PR_SET_PDEATHSIG = 1
+_POLL_SECONDS = 0.1
+_KILL_SECONDS = 10.0
 _STDERR = 2  # stdout stays ours: the last line there is a result that programs read
 
 
@@ -73,20 +75,26 @@ def stop(mark: str, grace_seconds: float) -> None:
 
     A second Ctrl-C during the grace ends it at once.
     """
-    processes = marked(mark)
-    _signal(processes, signal.SIGTERM)
+    _signal(marked(mark), signal.SIGTERM)
     try:
-        psutil.wait_procs(processes, timeout=grace_seconds)
+        _wait_gone(mark, grace_seconds)
     finally:
         kill(mark)
 
 
 def kill(mark: str) -> None:
     """SIGKILL to every process that carries ``mark``, again until none is left that could have forked."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + _KILL_SECONDS
     while (processes := marked(mark)) and time.monotonic() < deadline:
         _signal(processes, signal.SIGKILL)
-        psutil.wait_procs(processes, timeout=1)
+        _wait_gone(mark, 1.0)
+
+
+def _wait_gone(mark: str, seconds: float) -> None:
+    # Not by waiting for pids: an uncollected zombie keeps its pid, and a child's exit code is not ours.
+    deadline = time.monotonic() + seconds
+    while marked(mark) and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)
 
 
 def _signal(processes: Iterable[psutil.Process], number: int) -> None:

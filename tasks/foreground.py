@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
+import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -34,6 +35,8 @@ def main(run_flow: Callable[[ExperimentConfig, str], BaseModel], command: str) -
     """Parse the command line, call ``run_flow(experiment, run_id)``, print its result as the last line."""
     options = _parse(command)
     log_to_console()
+    for number in (signal.SIGTERM, signal.SIGHUP):  # like Ctrl-C: commit, clean up, say how to continue
+        signal.signal(number, _interrupt)
     try:
         overrides = [*_from_data_folder(options.data), *options.set]
         experiment = load_experiment(options.experiment, overrides)
@@ -89,6 +92,10 @@ def _from_data_folder(folder: Path | None) -> Sequence[str]:
     return (
         [] if folder is None else [f"data.{split}={folder.absolute()}" for split in ("train", "validation")]
     )
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
 
 
 def _say(error: Exception) -> int:

@@ -139,7 +139,7 @@ def _check_model_folder(folder: Path) -> int:
         extra = f" ({pickled[0].name} is pickled and is never loaded: convert it)" if pickled else ""
         missing.append(f"*.safetensors{extra}")
     if not _has_chat_template(folder):
-        missing.append("a chat template (chat_template.jinja, or chat_template in tokenizer_config.json)")
+        missing.append("chat template (chat_template.jinja, or chat_template in tokenizer_config.json)")
     if missing:
         raise ModelError(
             f"the model folder {folder} has no {' and no '.join(missing)}. "

@@ -106,11 +106,20 @@ _CHILDREN: dict[Path, subprocess.Popen[bytes]] = {}
 
 
 def _attach(run: Run, settings: Settings) -> Trainer | None:
-    """The trainer that is already at this run, if one lives."""
+    """The trainer that is already at this run, if one lives.
+
+    Raises:
+        RlflowError: ours has failed since the segment before; the next try starts another.
+    """
     lease = run.run_dir / "lease.json"
     child = _CHILDREN.get(run.run_dir)
-    if child is not None and child.poll() is None:
-        return Trainer(child.pid, lease, child)
+    if child is not None:
+        code = child.poll()
+        if code is None:
+            return Trainer(child.pid, lease, child)
+        del _CHILDREN[run.run_dir]
+        if code != 0:
+            raise _failure(run, code)
     holder = holder_alive(lease)
     if holder is not None:
         get_logger().info("train: follow the running trainer, %s", holder)

@@ -180,7 +180,7 @@ def _to_rgb(image: Image.Image) -> Image.Image:
     if image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info:
         # By way of straight RGBA: palettes and premultiplied modes convert to nothing else.
         layered = image if image.mode == "RGBA" else image.convert("RGBA")
-        if layered.getextrema()[3] == (255, 255):
+        if layered.getchannel("A").getextrema() == (255, 255):
             return layered.convert("RGB")
         page = Image.new("RGBA", image.size, (255, 255, 255, 255))
         return Image.alpha_composite(page, layered).convert("RGB")

@@ -37,7 +37,7 @@ class TextProcessor:
         self.chat_template = tokenizer.chat_template
 
     def apply_chat_template(self, conversation: Sequence[Any], **options: Any) -> str:
-        return self.tokenizer.apply_chat_template(conversation, **options)
+        return str(self.tokenizer.apply_chat_template(conversation, **options))
 
 
 def load_processor(model: ModelConfig) -> Any:
@@ -164,7 +164,8 @@ class PromptBuilder:
             parts = [part for text in texts for part in ({"type": "image"}, text)][1:]
             content = [part for part in parts if part.get("text") != ""]
         message = {"role": "user", "content": content}
-        return self._processor.apply_chat_template([message], tokenize=False, add_generation_prompt=True)
+        text = self._processor.apply_chat_template([message], tokenize=False, add_generation_prompt=True)
+        return str(text)
 
     def unexpanded_tokens(self, question: str, num_images: int) -> Ints:
         """``chat_text`` as token ids: what vLLM takes.
@@ -173,7 +174,9 @@ class PromptBuilder:
             DataError: as ``chat_text``, or the question spells out the model's own image placeholder.
         """
         text = self.chat_text(question, num_images)
-        tokens = np.asarray(self.tokenizer.encode(text, add_special_tokens=False), dtype=np.int32)
+        # verbose=False: a prompt beyond the model's length is our reject, not a warning
+        ids = self.tokenizer.encode(text, add_special_tokens=False, verbose=False)
+        tokens = np.asarray(ids, dtype=np.int32)
         if (found := int(self._is_image(tokens).sum())) != num_images:
             raise DataError(
                 f"{found} image placeholder(s) for {num_images} image(s) in {question[:80]!r}. "
@@ -192,7 +195,8 @@ class PromptBuilder:
         return np.repeat(tokens, repeats)
 
     def _is_image(self, tokens: Ints) -> npt.NDArray[np.bool_]:
-        return tokens == (-1 if self._image_token_id is None else self._image_token_id)
+        placeholder = -1 if self._image_token_id is None else self._image_token_id
+        return np.equal(tokens, placeholder)
 
 
 def _compile(name_or_path: str) -> jinja2.Template:
@@ -214,13 +218,13 @@ def _compile(name_or_path: str) -> jinja2.Template:
 
 
 def _grid_factor(image_processor: Any) -> int:
-    sizes = [getattr(image_processor, name, None) for name in ("patch_size", "merge_size")]
-    if not all(isinstance(size, int) for size in sizes):
+    patch, merge = (getattr(image_processor, name, None) for name in ("patch_size", "merge_size"))
+    if not isinstance(patch, int) or not isinstance(merge, int):
         raise ModelError(
             f"{type(image_processor).__name__} has no patch_size and merge_size. Supported are models with "
             "the image grid of Qwen2-VL, Qwen2.5-VL and Qwen3-VL: set model.path to one of them."
         )
-    return int(sizes[0] * sizes[1])
+    return patch * merge
 
 
 def _listing(folder: Path) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from rlcore.config import DataConfig
 from rlcore.data.files import BATCH_ROWS, Row, Table, images_of, open_file, source_files
@@ -72,12 +72,10 @@ def parse_source(source: str, split: str) -> tuple[str, str]:
 
 
 def _draw(scratch: Path, split: str, data: DataConfig) -> Path:
-    from rlcore.data.synthetic import write_synthetic
+    from rlcore.data.synthetic import PublicSplit, write_synthetic
 
-    if split not in ("train", "validation", "test"):
-        raise DataError(f"{SYNTHETIC} has no split {split!r}. Allowed: @train, @validation, @test.")
     count = data.synthetic_problems if split == "train" else max(1, data.synthetic_problems // 8)
-    return write_synthetic(scratch, split, count, data.synthetic_seed)
+    return write_synthetic(scratch, cast(PublicSplit, split), count, data.synthetic_seed)
 
 
 def _open_hub(name: str, split: str) -> Table:

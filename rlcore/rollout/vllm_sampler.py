@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import logging
 import os
@@ -246,31 +245,23 @@ def build_engine(
     else:
         options["enable_sleep_mode"] = True
         options["gpu_memory_utilization"] = gpu_memory_utilization
-    gc_was_on = gc.isenabled()
-    gc.disable()  # hundreds of thousands of objects are made here and none of them dies
-    try:
-        llm = LLM(
-            model=str(model),
-            # not "dummy": that fills the buffers too, such as the means and deviations that images are normalised by,
-            # and no later weight sync would put them right
-            load_format="auto",
-            dtype=cast(Any, dtype),
-            max_model_len=max_model_len,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max(8192, max_model_len),
-            enforce_eager=enforce_eager,
-            enable_prefix_caching=True,
-            logprobs_mode="processed_logprobs",
-            seed=seed,
-            trust_remote_code=trust_remote_code,
-            disable_log_stats=True,
-            **options,
-        )
-    finally:
-        gc.freeze()
-        if gc_was_on:
-            gc.enable()
-    return llm
+    return LLM(
+        model=str(model),
+        # not "dummy": that fills the buffers too, such as the means and deviations that images are normalised by,
+        # and no later weight sync would put them right
+        load_format="auto",
+        dtype=cast(Any, dtype),
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max(8192, max_model_len),
+        enforce_eager=enforce_eager,
+        enable_prefix_caching=True,
+        logprobs_mode="processed_logprobs",
+        seed=seed,
+        trust_remote_code=trust_remote_code,
+        disable_log_stats=True,
+        **options,
+    )
 
 
 def set_engine_environment(device: str) -> None:

@@ -22,7 +22,7 @@ from rlcore.training.clock import Clock
 from rlcore.training.metrics import rollout_metrics, update_metrics
 from rlcore.training.schedule import learning_rate
 from rlcore.training.step import attach_advantages
-from rlcore.types import Problem, RolloutGroup
+from rlcore.types import Problem, RolloutGroup, TrainingSample
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,8 @@ def train(run: TrainingRun, state: TrainState, *, until_step: int, should_stop: 
         old = reference = None
         with clock("old_logprobs"):
             if updates > 1 or config.algorithm.recompute_old_logprobs:
-                old = workers.logprobs(samples)
+                # per update, so that each update repeats the very microbatches and its ratio starts at exactly 1
+                old = [values for part in split(samples, updates) for values in workers.logprobs(part)]
         with clock("ref_logprobs"):
             if config.algorithm.kl.coefficient > 0:
                 reference = workers.reference_logprobs(samples)
@@ -85,11 +86,10 @@ def train(run: TrainingRun, state: TrainState, *, until_step: int, should_stop: 
         samples = attach_advantages(samples, groups, normalize_by_std=config.algorithm.normalize_by_std)
 
         metrics: list[dict[str, float]] = []
-        per_update = len(samples) // updates
-        for start in range(0, len(samples), per_update):
+        for part in split(samples, updates):
             rate = learning_rate(state.step + 1, config.training)
             with clock("update"):
-                result = workers.update(samples[start : start + per_update], rate)
+                result = workers.update(part, rate)
             streak = state.nonfinite_in_a_row + 1 if result.skipped else 0
             state = replace(state, step=state.step + 1, nonfinite_in_a_row=streak)
             metrics.append(update_metrics(result, config.algorithm) | {"optim/learning_rate": rate})
@@ -108,3 +108,9 @@ def train(run: TrainingRun, state: TrainState, *, until_step: int, should_stop: 
         for step, values in enumerate(metrics, start=state.step - updates + 1):
             run.sink.step(step, values)
     return state
+
+
+def split(samples: Sequence[TrainingSample], parts: int) -> list[Sequence[TrainingSample]]:
+    """Equal parts in order; whole groups, because ``parts`` divides the problems of a batch."""
+    size = len(samples) // parts
+    return [samples[start : start + size] for start in range(0, len(samples), size)]

@@ -1,0 +1,150 @@
+"""The flow: order, caching, retries and interruption, with fake jobs behind the real process boundary."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from mlflow import MlflowClient
+
+from flows.train_grpo import grpo_geo3k
+from infra import processes
+from infra.settings import Settings
+from rlcore.errors import ConfigError, DivergedError
+from rlcore.segment.spec import SegmentManifest
+from tasks import training
+from tasks.experiments import load_experiment
+from tasks.runs import open_run
+from tests.flows.conftest import fake_interpreter
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = ["training.steps=5", "segment.steps=2", "data.template=math"]
+ORDER = [
+    "prepare train", "resize raw-train", "prepare validation", "resize raw-validation", "bootstrap",
+    "evaluate 0", "train from segment 0", "evaluate 5", "merge 5",
+]  # fmt: skip
+
+
+def calls(data_dir: Path) -> list[str]:
+    return (data_dir / "calls.txt").read_text().splitlines()
+
+
+def test_steps_run_in_order_and_a_second_run_repeats_only_training(data_dir: Path) -> None:
+    experiment = load_experiment("grpo-geo3k-tiny", SMALL)
+    summary = grpo_geo3k(experiment, run_id="first")
+    assert calls(data_dir) == ORDER
+    assert (summary.steps, summary.segments) == (5, 3)
+    assert (summary.accuracy_before, summary.accuracy_after) == (0.25, 0.75)
+    assert (summary.reward_first, summary.reward_last) == pytest.approx((0.1, 0.5))
+    assert (data_dir / "runs" / "first" / "report" / "report.html").stat().st_size > 20_000
+
+    again = grpo_geo3k(experiment, run_id="first")
+    assert calls(data_dir) == ORDER  # everything was found done
+    assert again.mlflow_run_id == summary.mlflow_run_id
+    client = MlflowClient(tracking_uri=Settings().tracking_uri)
+    points = client.get_metric_history(summary.mlflow_run_id, "reward/mean")
+    assert [point.step for point in points] == [1, 2, 3, 4, 5]
+    assert len(client.get_metric_history(summary.mlflow_run_id, "eval/accuracy")) == 2
+    run = client.get_run(summary.mlflow_run_id)
+    assert run.info.status == "FINISHED"
+    assert run.data.tags["rlflow.dataset_digest"] == "resized-raw-train"
+
+    grpo_geo3k(experiment, run_id="second")
+    assert calls(data_dir) == [*ORDER, "train from segment 0", "evaluate 5", "merge 5"]
+
+
+def test_a_removed_dataset_is_made_again(data_dir: Path) -> None:
+    from tasks.data import prepare_and_resize
+
+    experiment = load_experiment("grpo-geo3k-tiny", SMALL)
+    prepared = prepare_and_resize(experiment, "train")
+    (Path(prepared.path) / "report.json").unlink()
+    prepare_and_resize(experiment, "train")
+    assert calls(data_dir) == ["prepare train", "resize raw-train", "resize raw-train"]
+
+
+def test_a_killed_trainer_is_replaced_and_goes_on_from_its_checkpoint(
+    data_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_FAILURE", "crash")
+    monkeypatch.setattr(training.train_segment, "retry_delay_seconds", [0, 0, 0])
+    grpo_geo3k(load_experiment("grpo-geo3k-tiny", SMALL), run_id="crash")
+    trained = [line for line in calls(data_dir) if line.startswith("train")]
+    assert trained == ["train from segment 0", "train from segment 1"]
+
+
+def test_a_diverged_trainer_is_not_retried_and_says_why(
+    data_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_FAILURE", "diverge")
+    with pytest.raises(
+        DivergedError, match=r"(?s)^Traceback\nloop\.py line 7.*gradients are nan.*trainer\.log"
+    ):
+        grpo_geo3k(load_experiment("grpo-geo3k-tiny", SMALL), run_id="diverged")
+    assert calls(data_dir)[-1] == "train from segment 0"
+    (run,) = MlflowClient(tracking_uri=Settings().tracking_uri).search_runs(["1"])
+    assert run.info.status == "FAILED"
+
+
+def test_a_continued_run_must_be_the_same_experiment(data_dir: Path) -> None:
+    open_run(load_experiment("grpo-geo3k-tiny"), "same", Settings())
+    with pytest.raises(ConfigError, match=r"- training\.steps: was \d+, now 7"):
+        open_run(load_experiment("grpo-geo3k-tiny", ["training.steps=7"]), "same", Settings())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_command_commits_cleans_up_and_continues(tmp_path: Path, number: int) -> None:
+    environment = {
+        **os.environ,
+        "RLFLOW_DATA_DIR": str(tmp_path / "data"),
+        "RLFLOW_TRAINER_PYTHON": str(fake_interpreter(tmp_path)),
+        "FAKE_STEP_SECONDS": "0.5",
+    }
+    words = [word for value in SMALL for word in ("--set", value)]
+    command = [sys.executable, "-m", "flows.train_grpo", "grpo-geo3k-tiny", *words, "--run-id", "stopped"]
+    process = processes.start(
+        command,
+        env=environment,
+        mark="outer-test",
+        ends_with_parent=True,
+        output=(tmp_path / "output.txt").open("wb"),
+        cwd=ROOT,
+    )
+    run_dir = tmp_path / "data" / "runs" / "stopped"
+    deadline = time.monotonic() + 120
+    while not (run_dir / "journal.jsonl").exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    process.send_signal(number)
+    assert process.wait(timeout=60) == 130, (tmp_path / "output.txt").read_text()
+    assert "--run-id stopped" in (tmp_path / "output.txt").read_text()
+    assert not still_running(tmp_path)
+    manifest = SegmentManifest.model_validate_json((run_dir / "segments" / "0000.json").read_text())
+
+    answer = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, cwd=ROOT)
+    assert json.loads(answer.stdout.splitlines()[-1])["steps"] == 5
+    steps = [json.loads(line)["step"] for line in (run_dir / "journal.jsonl").read_text().splitlines()]
+    assert steps == [1, 2, 3, 4, 5]
+    assert manifest.last_step < 5
+    assert not still_running(tmp_path)
+
+
+def still_running(tmp_path: Path) -> list[str]:
+    """Processes that work for this test's data folder: server, jobs, trainer and whatever these started."""
+    import psutil
+
+    found = []
+    for process in psutil.process_iter():
+        try:
+            ours = process.environ().get("RLFLOW_DATA_DIR") == str(tmp_path / "data")
+            if ours and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(" ".join(process.cmdline()))
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+    return found

@@ -1,0 +1,75 @@
+"""Run in a process of its own: the real loop with real Ray, FSDP2 and vLLM on the tiny policy with random weights.
+
+``python -m tests.integration.train_tiny SETTINGS.json``. Only the grader is a stand-in, because random weights never
+give a right answer: it rewards the share of letters, which varies within a group.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import asdict
+from pathlib import Path
+
+from rlcore.config import ExperimentConfig
+from rlcore.data.problems import load_problems
+from rlcore.distributed.actors import RayRanks, start_ray, stop_ray
+from rlcore.distributed.group import WorkerGroup
+from rlcore.distributed.worker import Worker
+from rlcore.models.checkpoint import load_full_weights
+from rlcore.segment.journal import MetricJournal
+from rlcore.training.loop import TrainingRun, TrainState, train
+from rlcore.types import Completion, Problem, RolloutGroup, Score
+
+
+class LetterGrader:
+    def submit(self, problems: Sequence[Problem], completions: Sequence[Completion]) -> Future[list[Score]]:
+        future: Future[list[Score]] = Future()
+        rewards = [sum(c.isalpha() for c in x.text) / max(1, len(x.text)) for x in completions]
+        future.set_result([Score(r, {"accuracy": r}, graded=True) for r in rewards])
+        return future
+
+    def close(self) -> None:
+        return
+
+
+def main(settings: dict[str, object]) -> None:
+    config = ExperimentConfig.model_validate(settings["experiment"])
+    out, resume = Path(str(settings["out"])), settings["resume"]
+    dataset = Path(str(settings["dataset"]))
+    tokens: list[str] = []
+
+    def keep(step: int, groups: Sequence[RolloutGroup]) -> None:
+        for group in groups:
+            ids = [r.completion.token_ids.tolist() for r in group.rollouts]
+            versions = {r.completion.policy_version for r in group.rollouts}
+            tokens.append(f"{step} {group.problem.problem_id} {sorted(versions)} {ids}")
+
+    start_ray(None, config.resources.workers)
+    try:
+        ranks = RayRanks(Worker, model=Path(str(settings["model"])), dataset=dataset, config=config, device="cpu")
+        workers = WorkerGroup(ranks, config)
+        state = TrainState()
+        if resume:
+            state = TrainState(**json.loads((Path(str(resume)) / "state.json").read_text()))
+            workers.load(Path(str(resume)))
+        workers.sync_weights(state.step)
+        run = TrainingRun(config, load_problems(dataset), workers, LetterGrader(), MetricJournal(out / "journal.jsonl"), keep)
+        state = train(run, state, until_step=int(str(settings["until"])), should_stop=lambda: False)
+        checkpoint = out / "checkpoint"
+        checkpoint.mkdir()
+        workers.save(checkpoint)
+        (checkpoint / "state.json").write_text(json.dumps(asdict(state)))
+    finally:
+        stop_ray()
+    digest = hashlib.sha256()
+    for name, value in sorted(load_full_weights(checkpoint).items()):
+        digest.update(name.encode() + value.numpy().tobytes())
+    (out / "result.json").write_text(json.dumps({"weights": digest.hexdigest(), "tokens": tokens}))
+
+
+if __name__ == "__main__":
+    main(json.loads(Path(sys.argv[1]).read_text()))
