@@ -8,6 +8,7 @@ from infra.settings import Settings
 from rlcore.artifacts import ModelRef
 from rlcore.config import ExperimentConfig
 from tasks import foreground
+from tasks.data import prepare_and_resize
 from tasks.merging import merged, register
 from tasks.models import bootstrapped
 from tasks.runs import existing_run, newest_checkpoint
@@ -18,7 +19,8 @@ def merge_run(experiment: ExperimentConfig, run_id: str) -> ModelRef:
     """The run's own experiment counts; ``experiment`` is there so that every deployment is called alike."""
     run = existing_run(run_id, Settings())
     checkpoint = newest_checkpoint(run)
-    model = merged(run.experiment, checkpoint, bootstrapped(run.experiment.model))
+    train = prepare_and_resize(run.experiment, "train")
+    model = merged(run.experiment, checkpoint, bootstrapped(run.experiment.model), train)
     return register(run, model, checkpoint, None)
 
 

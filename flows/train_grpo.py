@@ -40,7 +40,7 @@ def grpo_geo3k(
         segments = train_all_segments(run, train, start)
         last = segments[-1].checkpoint
         after = evaluate_and_log(experiment, last, start, validation, tracker)
-        model = register(run, merged(experiment, last, start), last, after)
+        model = register(run, merged(experiment, last, start, train), last, after)
         return report(run, validation, before, after, segments, model, time.monotonic() - started)
 
 

@@ -33,6 +33,7 @@ T = TypeVar("T")
 
 RUN_TAG = "rlflow.run_id"
 DRIFT_TAG = "rlflow.param_drift"
+_EXPERIMENT_KIND = "mlflow.experimentKind"
 _MAX_PARAM_CHARACTERS = 6000
 _MAX_DIGEST_CHARACTERS = 36
 _METRICS_PER_REQUEST = 1000
@@ -263,7 +264,8 @@ def _find_or_create_experiment(client: MlflowClient, name: str, artifacts_dir: P
     if found is not None:
         return str(found.experiment_id)
     location = (artifacts_dir / name).as_uri() if artifacts_dir else None
-    return str(client.create_experiment(name, artifact_location=location))
+    kind = {_EXPERIMENT_KIND: "custom_model_development"}  # its page opens on runs, not on traces
+    return str(client.create_experiment(name, artifact_location=location, tags=kind))
 
 
 def _find_or_create_run(client: MlflowClient, experiment_id: str, run_id: str) -> str:

@@ -97,7 +97,7 @@ class RewardConfig(Frozen):
 
 class KlConfig(Frozen):
     coefficient: float = Field(0.01, ge=0)
-    """Weight of the k3 estimate of KL(policy || reference) in the loss. 0 switches it off: no reference model is held."""
+    """Weight of the k3 estimate of KL(policy || reference) in the loss. 0: no KL term, no reference model."""
 
 
 class AlgorithmConfig(Frozen):
@@ -187,7 +187,11 @@ class ExperimentConfig(Frozen):
 
     @model_validator(mode="after")
     def _arithmetic_works_out(self) -> Self:
-        group, per_step, updates = self.rollout.group_size, self.training.problems_per_step, self.training.updates_per_batch
+        group, per_step, updates = (
+            self.rollout.group_size,
+            self.training.problems_per_step,
+            self.training.updates_per_batch,
+        )
         if group < 2:
             raise ValueError(
                 f"rollout.group_size is {group}: GRPO compares completions of one problem, so a group of one has "
@@ -209,7 +213,8 @@ class ExperimentConfig(Frozen):
             raise ValueError(
                 f"training.tokens_per_microbatch ({self.training.tokens_per_microbatch}) cannot hold one sequence: "
                 f"data.max_prompt_tokens ({self.data.max_prompt_tokens}) + rollout.max_completion_tokens "
-                f"({self.rollout.max_completion_tokens}) = {longest}. Raise the first to at least {longest}, or lower a length."
+                f"({self.rollout.max_completion_tokens}) = {longest}. Raise the first to at least {longest}, "
+                "or lower a length."
             )
         if per_step % self.resources.workers:
             raise ValueError(

@@ -59,7 +59,7 @@ def evaluate(
         dataset=dataset,
         out_dir=settings.evaluations_dir / key,
     )
-    return run_job("rlcore.evaluation.evaluate", spec, EvalReport, settings)
+    return run_job("rlcore.evaluation", spec, EvalReport, settings)
 
 
 def evaluate_and_log(
@@ -85,6 +85,7 @@ def evaluate_and_log(
         step=report.step,
         timestamp_ms=int(Path(report.table).stat().st_mtime * 1000),
     )
+    tracker.log_file(Path(report.table), f"eval/step-{report.step:06d}")
     get_logger().info(
         "eval: step %d: accuracy %.3f [%.3f, %.3f], reward %.3f, %d problems x %d",
         report.step,

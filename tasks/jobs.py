@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from pydantic import BaseModel
 
 from infra import environment, processes
-from infra.errors import RegistryError
+from infra.errors import InfraError, RegistryError
 from infra.logs import get_logger
 from infra.settings import Settings
 from rlcore import errors
@@ -101,8 +101,9 @@ def describe_exit(code: int) -> str:
 
 
 def worth_retrying(task: Task[Any, Any], _run: TaskRun, state: State[Any]) -> bool:
-    """Prefect's retry condition: what is wrong with the experiment stays wrong, the rest gets its budget."""
-    if isinstance(state.data, NEVER_RETRIED):
-        return False
-    get_logger().warning("%s failed and has tries left: %s", task.name, state.data)
+    """Prefect's retry condition: what is wrong with the experiment or the code stays wrong."""
+    error = state.data
+    if isinstance(error, NEVER_RETRIED) or not isinstance(error, RlflowError | InfraError | OSError):
+        return False  # the second kind is a mistake in our own code
+    get_logger().warning("%s failed and has tries left: %s", task.name, error)
     return True

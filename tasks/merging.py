@@ -12,7 +12,7 @@ from prefect.context import TaskRunContext
 
 from infra.logs import get_logger
 from infra.settings import Settings
-from rlcore.artifacts import CheckpointRef, EvalReport, ModelRef
+from rlcore.artifacts import CheckpointRef, DatasetRef, EvalReport, ModelRef
 from rlcore.config import ExperimentConfig
 from rlcore.job import MergeSpec
 from tasks.caching import cache_key, present
@@ -38,8 +38,12 @@ def _key(_: TaskRunContext, parameters: dict[str, Any]) -> str:
     retry_condition_fn=worth_retrying,
     timeout_seconds=6 * 3600,
 )
-def merge(experiment: ExperimentConfig, checkpoint: CheckpointRef, base: ModelRef) -> ModelRef:
+def merge(
+    experiment: ExperimentConfig, checkpoint: CheckpointRef, base: ModelRef, dataset: DatasetRef
+) -> ModelRef:
     """Sharded checkpoint to safetensors, reloaded with transformers and vLLM and compared with the policy.
+
+    ``dataset`` is the one trained on: the comparison's fixed inputs have their pictures there.
 
     Raises:
         ModelError: the merged model does not answer as the policy did.
@@ -50,13 +54,16 @@ def merge(experiment: ExperimentConfig, checkpoint: CheckpointRef, base: ModelRe
         experiment=experiment,
         checkpoint=checkpoint,
         base=base,
+        dataset=dataset,
         models_dir=settings.models_dir,
     )
     return run_job("rlcore.models.merge", spec, ModelRef, settings)
 
 
-def merged(experiment: ExperimentConfig, checkpoint: CheckpointRef, base: ModelRef) -> ModelRef:
-    return present(merge, lambda ref: Path(ref.path) / "config.json", experiment, checkpoint, base)
+def merged(
+    experiment: ExperimentConfig, checkpoint: CheckpointRef, base: ModelRef, dataset: DatasetRef
+) -> ModelRef:
+    return present(merge, lambda ref: Path(ref.path) / "config.json", experiment, checkpoint, base, dataset)
 
 
 @task(

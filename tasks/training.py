@@ -64,14 +64,14 @@ def train_segment(run: Run, dataset: DatasetRef, model: ModelRef, index: int) ->
     tracker = tracker_of(run, settings)
     manifest = run.manifest(index)
     if manifest is None or not manifest.complete:
-        trainer = _attach(run, settings) or _start(run, settings, dataset, model, index)
+        trainer = _attach(run) or _start(run, settings, dataset, model, index)
         with (
             _stopped_on_interrupt(run, trainer, index, settings),
             TrainingProgress(run.experiment) as progress,
         ):
             manifest = _follow(run, trainer, index, lambda: _tick(run, tracker, progress))
-            if manifest.last_step >= run.experiment.training.steps:
-                _wait_for_end(run, trainer, index)
+    if manifest.last_step >= run.experiment.training.steps:
+        _wait_for_end(run, index)
     tracker.publish(run.journal(), manifest.last_step)
     return manifest
 
@@ -105,28 +105,32 @@ class Trainer:
 _CHILDREN: dict[Path, subprocess.Popen[bytes]] = {}
 
 
-def _attach(run: Run, settings: Settings) -> Trainer | None:
-    """The trainer that is already at this run, if one lives.
+def _running(run: Run) -> Trainer | None:
+    """The trainer that is at this run, if one lives."""
+    lease = run.run_dir / "lease.json"
+    child = _CHILDREN.get(run.run_dir)
+    if child is not None and child.poll() is None:
+        return Trainer(child.pid, lease, child)
+    holder = holder_alive(lease)
+    return Trainer(holder.pid, lease, None) if holder is not None else None
+
+
+def _attach(run: Run) -> Trainer | None:
+    """The running trainer, to be followed; None: start one.
 
     Raises:
         RlflowError: ours has failed since the segment before; the next try starts another.
     """
-    lease = run.run_dir / "lease.json"
-    child = _CHILDREN.get(run.run_dir)
-    if child is not None:
-        code = child.poll()
-        if code is None:
-            return Trainer(child.pid, lease, child)
-        del _CHILDREN[run.run_dir]
-        if code != 0:
-            raise _failure(run, code)
-    holder = holder_alive(lease)
-    if holder is not None:
-        get_logger().info("train: follow the running trainer, %s", holder)
-        return Trainer(holder.pid, lease, None)
-    processes.kill(
-        _mark(run)
-    )  # daemons that a killed trainer left behind hold memory that the next one needs
+    trainer = _running(run)
+    if trainer is not None:
+        if trainer.child is None:
+            get_logger().info("train: follow the trainer that is running already, pid %d", trainer.pid)
+        return trainer
+    child = _CHILDREN.pop(run.run_dir, None)
+    if child is not None and child.poll() != 0:
+        raise _failure(run, child.poll() or 0)
+    # Daemons that a killed trainer left behind hold memory that the next one needs.
+    processes.kill(_mark(run))
     return None
 
 
@@ -200,14 +204,16 @@ def _last_committed_step(run: Run) -> int:
     return step
 
 
-def _wait_for_end(run: Run, trainer: Trainer, index: int) -> None:
+def _wait_for_end(run: Run, index: int) -> None:
     """After the last segment: let the trainer take its workers down, then make sure."""
     deadline = time.monotonic() + _LAST_EXIT_SECONDS
-    while trainer.exit_code() is None and time.monotonic() < deadline:
-        _beat(run, index)
-        time.sleep(_TICK_SECONDS / 4)
-    processes.kill(_mark(run))
-    _CHILDREN.pop(run.run_dir, None)
+    try:
+        while _running(run) is not None and time.monotonic() < deadline:
+            _beat(run, index)
+            time.sleep(_TICK_SECONDS / 4)
+    finally:
+        processes.kill(_mark(run))
+        _CHILDREN.pop(run.run_dir, None)
 
 
 @contextmanager

@@ -7,9 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-MIN_SPREAD = (
-    1e-6  # rewards closer than this are equal: what is left is rounding, and dividing by it would amplify it
-)
+MIN_SPREAD = 1e-6  # rewards closer than this are equal: what is left is rounding, and dividing by it would amplify it
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -34,9 +34,7 @@ class OutcomeCounts:
     all_right: int
     all_wrong: int
     ungraded: int
-    zero_signal: (
-        int  # groups that contribute nothing; an all-wrong group can still have signal from its format
-    )
+    zero_signal: int  # groups that contribute nothing; an all-wrong group can still have signal from its format
 
     def __add__(self, other: OutcomeCounts) -> OutcomeCounts:
         return OutcomeCounts(

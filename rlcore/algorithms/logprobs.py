@@ -27,9 +27,7 @@ def trained_positions(loss_mask: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Te
     Raises:
         ValueError: the first token of a sequence is to be trained; nothing in its sequence predicts it.
     """
-    starts = cu_seqlens[:-1][
-        cu_seqlens[:-1] < cu_seqlens[1:]
-    ].long()  # an empty sequence starts at its neighbour's
+    starts = cu_seqlens[:-1][cu_seqlens[:-1] < cu_seqlens[1:]].long()  # an empty sequence starts at its neighbour's
     bad = starts[loss_mask[starts]]
     if bad.numel():
         raise ValueError(
@@ -51,9 +49,7 @@ def trained_sequences(loss_mask: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Te
         sequence_index [N] int64 in 0..B-1, and lengths [B] int64, in trained tokens.
     """
     bounds = cu_seqlens.long()
-    before = torch.cat(
-        [bounds.new_zeros(1), loss_mask.long().cumsum(0)]
-    )  # trained tokens left of each position
+    before = torch.cat([bounds.new_zeros(1), loss_mask.long().cumsum(0)])  # trained tokens left of each position
     lengths = before[bounds[1:]] - before[bounds[:-1]]
     return torch.searchsorted(bounds[1:], loss_mask.nonzero()[:, 0], right=True), lengths
 
@@ -104,9 +100,7 @@ def chunked_logprobs(
 
     parts = [
         checkpoint(of_chunk, states, wanted, use_reentrant=False, preserve_rng_state=False)
-        for states, wanted in zip(
-            torch.split(hidden, chunk_size), torch.split(targets, chunk_size), strict=True
-        )
+        for states, wanted in zip(torch.split(hidden, chunk_size), torch.split(targets, chunk_size), strict=True)
     ]
     logprobs, entropy = zip(*parts, strict=True)
     return torch.cat(logprobs), torch.cat(entropy)

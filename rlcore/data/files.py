@@ -61,9 +61,7 @@ def source_files(path: Path, split: str) -> list[Path]:
     wanted = [file for file in files if splits[file] == split]
     if not wanted:
         names = ", ".join(str(file.relative_to(path)) for file in files[:8])
-        raise DataError(
-            f"{path} has no file of the split {split!r}; found {names}. {_POINT} one of these files."
-        )
+        raise DataError(f"{path} has no file of the split {split!r}; found {names}. {_POINT} one of these files.")
     return wanted
 
 
@@ -166,9 +164,7 @@ def _json_row(line: bytes, where: str) -> Row:
     except ValueError as error:
         raise DataError(f"{where} is no JSON: {error}. Mend the line or take it out.") from None
     if not isinstance(row, dict):
-        raise DataError(
-            f"{where} holds {type(row).__name__}, not an object. Write {{column: value}} on each line."
-        )
+        raise DataError(f"{where} holds {type(row).__name__}, not an object. Write {{column: value}} on each line.")
     return row
 
 
@@ -176,11 +172,7 @@ def _json_array(path: Path) -> Iterator[Row]:
     try:
         rows = json.loads(path.read_bytes())
     except ValueError as error:
-        raise DataError(
-            f"{path} is no JSON: {error}. One object per line is .jsonl; .json is one array."
-        ) from None
+        raise DataError(f"{path} is no JSON: {error}. One object per line is .jsonl; .json is one array.") from None
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise DataError(
-            f"{path} is no array of objects. Write [{{column: value}}, ...], or one per line as .jsonl."
-        )
+        raise DataError(f"{path} is no array of objects. Write [{{column: value}}, ...], or one per line as .jsonl.")
     yield from rows

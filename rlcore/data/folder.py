@@ -38,9 +38,7 @@ def load_report(folder: Path) -> DatasetReport:
     try:
         return DatasetReport.model_validate_json((folder / _REPORT).read_bytes())
     except (OSError, ValueError) as error:
-        raise StorageError(
-            f"{folder / _REPORT} is unreadable: {error}. Delete the folder and run again."
-        ) from error
+        raise StorageError(f"{folder / _REPORT} is unreadable: {error}. Delete the folder and run again.") from error
 
 
 def finish_folder(
@@ -89,9 +87,7 @@ def existing_dataset(final: Path) -> DatasetRef | None:
     parts = [final / name for name in (PROBLEMS, REJECTS, _REPORT)]
     if all(part.is_file() for part in parts):
         report = load_report(final)
-        images = sum(
-            1 for name in (ORIGINALS, IMAGES) if (final / name).is_dir() for _ in (final / name).iterdir()
-        )
+        images = sum(1 for name in (ORIGINALS, IMAGES) if (final / name).is_dir() for _ in (final / name).iterdir())
         if images == report.distinct_images:
             return _ref(final, report)
     raise StorageError(f"{final} is not complete: files are missing. Delete the folder and run again.")

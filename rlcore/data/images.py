@@ -118,9 +118,7 @@ class ImageStore:
         except Unusable as unusable:
             raise StorageError(f"{path} does not decode: {unusable.detail}. {remedy}") from None
         if image.size != (ref.width, ref.height):
-            raise StorageError(
-                f"{path} is {image.width}x{image.height}, not {ref.width}x{ref.height}. {remedy}"
-            )
+            raise StorageError(f"{path} is {image.width}x{image.height}, not {ref.width}x{ref.height}. {remedy}")
         return image
 
 
@@ -133,9 +131,7 @@ class _Work:
     resized: Path
 
 
-def _resize_all(
-    rows: Sequence[PreparedRow], originals: Path, images: Path, processes: int
-) -> dict[str, Unusable]:
+def _resize_all(rows: Sequence[PreparedRow], originals: Path, images: Path, processes: int) -> dict[str, Unusable]:
     """Resize each distinct image once; returns the failures by hash."""
     refs = {ref.sha256: ref for row in rows for ref in row.problem.images}
     work = [_Work(ref, originals / ref.sha256, images / f"{ref.sha256}.png") for ref in refs.values()]
@@ -165,9 +161,7 @@ def _resize_one(work: _Work) -> Unusable | None:
     except FileNotFoundError:
         content = b""
     if hashlib.sha256(content).hexdigest() != work.ref.sha256:
-        raise StorageError(
-            f"{work.original} is missing or changed. Delete the dataset folder and prepare it again."
-        )
+        raise StorageError(f"{work.original} is missing or changed. Delete the dataset folder and prepare it again.")
     size = (work.ref.width, work.ref.height)
     try:
         header = read_header(content)
@@ -182,9 +176,7 @@ def _resize_one(work: _Work) -> Unusable | None:
     return None
 
 
-def _sort(
-    rows: Sequence[PreparedRow], failures: dict[str, Unusable]
-) -> tuple[list[PreparedRow], list[Reject]]:
+def _sort(rows: Sequence[PreparedRow], failures: dict[str, Unusable]) -> tuple[list[PreparedRow], list[Reject]]:
     """Problems whose images are all there, and a reject for each other one."""
     kept, rejects = [], []
     for row in rows:

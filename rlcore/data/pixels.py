@@ -75,9 +75,7 @@ def target_size(width: int, height: int, factor: int, min_pixels: int, max_pixel
     return wide, high
 
 
-def stable_target_size(
-    width: int, height: int, factor: int, min_pixels: int, max_pixels: int
-) -> tuple[int, int]:
+def stable_target_size(width: int, height: int, factor: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
     """``target_size``, with the promise that applying the rule to the result changes nothing.
 
     Trainer and sampler apply the rule again to the stored image. Where a second pass would change the size
@@ -93,9 +91,7 @@ def stable_target_size(
     except ValueError as error:
         raise Unusable(Reason.IMAGE_SHAPE, f"{width}x{height} does not fit the patch grid: {error}") from None
     if again != size:
-        detail = (
-            f"{width}x{height} has no stable size on a grid of {factor} within {bounds}: {size}, then {again}"
-        )
+        detail = f"{width}x{height} has no stable size on a grid of {factor} within {bounds}: {size}, then {again}"
         raise Unusable(Reason.IMAGE_SHAPE, detail)
     return size
 
@@ -154,12 +150,7 @@ def _refuse_by_header(image: Image.Image) -> None:
 def _header(image: Image.Image) -> Header:
     orientation = _orientation(image)
     width, height = image.size if orientation < 5 else image.size[::-1]
-    ready = (
-        image.format == "PNG"
-        and image.mode == "RGB"
-        and orientation == 1
-        and "transparency" not in image.info
-    )
+    ready = image.format == "PNG" and image.mode == "RGB" and orientation == 1 and "transparency" not in image.info
     return Header(width, height, orientation, ready)
 
 

@@ -89,9 +89,7 @@ class _Intake:
     rows: list[PreparedRow] = field(default_factory=list)
     rejects: list[Reject] = field(default_factory=list)
     ids: set[str] = field(default_factory=set)
-    sizes: dict[str, ImageRef | Unusable] = field(
-        default_factory=dict
-    )  # by hash: one diagram serves many questions
+    sizes: dict[str, ImageRef | Unusable] = field(default_factory=dict)  # by hash: one diagram serves many questions
     stored: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -117,13 +115,9 @@ class _Intake:
             raise Unusable(Reason.SPECIAL_TOKEN, f"the problem spells out {', '.join(special)}")
         markers = question.count(IMAGE_MARKER)
         if markers != len(row.images):
-            raise Unusable(
-                Reason.MARKER_COUNT, f"{markers} {IMAGE_MARKER} marker(s) for {len(row.images)} image(s)"
-            )
+            raise Unusable(Reason.MARKER_COUNT, f"{markers} {IMAGE_MARKER} marker(s) for {len(row.images)} image(s)")
         if row.images and self.prompts.image_token_id is None:
-            raise Unusable(
-                Reason.MODEL_WITHOUT_IMAGES, f"{len(row.images)} image(s), and the model takes none"
-            )
+            raise Unusable(Reason.MODEL_WITHOUT_IMAGES, f"{len(row.images)} image(s), and the model takes none")
         contents = [_read(image) for image in row.images]
         refs = tuple(self._image_ref(content) for content in contents)
         problem = Problem(problem_id, question, refs, answer, self.source, row.extra)

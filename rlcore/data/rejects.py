@@ -77,9 +77,7 @@ def read_rejects(path: Path) -> list[Reject]:
 def nothing_usable(source: str, rejects: Sequence[Reject], columns: Sequence[str] = ()) -> DataError:
     """The error of a dataset without a single usable row: counts by reason, and what most likely helps."""
     if not rejects:
-        return DataError(
-            f"{source} holds no rows. Point data.train and data.validation at a source with rows."
-        )
+        return DataError(f"{source} holds no rows. Point data.train and data.validation at a source with rows.")
     counts = Counter(reject.reason for reject in rejects).most_common()
     example = next(reject for reject in rejects if reject.reason == counts[0][0])
     found = f" Columns found: {', '.join(columns)}." if columns else ""

@@ -25,9 +25,7 @@ class ProblemStream:
 
     def __init__(self, num_problems: int, seed: int) -> None:
         if num_problems < 1:
-            raise ValueError(
-                f"num_problems is {num_problems}: there is nothing to draw from. Prepare a dataset first."
-            )
+            raise ValueError(f"num_problems is {num_problems}: there is nothing to draw from. Prepare a dataset first.")
         self._num_problems = num_problems
         self._seed = seed
         self._taken = 0
@@ -59,9 +57,7 @@ class ProblemStream:
             ValueError: fewer than ``n`` are handed out and not yet trained.
         """
         if not 0 <= n <= self._taken - self._trained:
-            raise ValueError(
-                f"advance({n}): {self._taken - self._trained} problems are handed out and not trained."
-            )
+            raise ValueError(f"advance({n}): {self._taken - self._trained} problems are handed out and not trained.")
         self._trained += n
 
     def state(self) -> dict[str, int]:
@@ -79,9 +75,7 @@ class ProblemStream:
         return self._trained / self._num_problems
 
     def _draw(self, epoch: int) -> npt.NDArray[np.int64]:
-        return np.random.Generator(np.random.PCG64([self._seed % 2**64, epoch])).permutation(
-            self._num_problems
-        )
+        return np.random.Generator(np.random.PCG64([self._seed % 2**64, epoch])).permutation(self._num_problems)
 
     def _epoch_order(self, epoch: int) -> npt.NDArray[np.int64]:
         """The epoch's draw, with the last third of the epoch before kept out of the first third.

@@ -3,8 +3,8 @@
 Every question is two words; what it asks about is only in the picture. A picture belongs to the split that a
 hash of its pixels falls into, so no picture of one split can appear in another, whatever the seeds are.
 
-Two things are easier than in a textbook, so that a model of a million parameters can learn to read in a minute:
-labels sit in cells of 14 pixels (the patch of Qwen2.5-VL), and figures are not to scale.
+Two things are easier than in a textbook, so that a model of a million parameters can learn to read in a
+minute: labels sit in cells of 14 pixels (the patch of Qwen2.5-VL), and figures are not to scale.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ from rlcore.errors import DataError
 SPLITS = ("train", "validation", "test", "warmup")
 PublicSplit = Literal["train", "validation", "test"]
 Split = Literal["train", "validation", "test", "warmup"]
-"""``warmup`` holds the pictures on which the tiny policy learns to read; no experiment is measured on them."""
+"""``warmup`` holds the pictures of the tiny policy's warm start; no experiment trains or measures on them."""
 
 CELL = 14  # pixels of a patch; picture sides are multiples of two cells
 _SUPERSAMPLE = 4  # lines are drawn four times larger and averaged, which smooths their edges
+_PEN = 7  # width of lines, in supersampled pixels
 _FONT_SIZE = 13  # two digits fill one cell
 
 SCHEMA = pa.schema(
@@ -47,7 +48,7 @@ SCHEMA = pa.schema(
 
 @dataclass(frozen=True, slots=True)
 class SyntheticProblem:
-    """One drawn problem. ``numbers`` are what the picture shows; ``answer`` follows from them and the question."""
+    """One drawn problem. ``answer`` follows from the question and ``numbers``, which only the picture shows."""
 
     problem_id: str
     kind: str
@@ -95,7 +96,7 @@ def draw_problem(split: Split, index: int, seed: int) -> SyntheticProblem:
 
 
 def split_of(picture: Image.Image) -> Split:
-    """The only split that this picture may appear in: a hash of its size and pixels, a quarter to each split."""
+    """The only split that this picture may appear in: a hash of size and pixels, a quarter to each split."""
     pixels = f"{picture.width}x{picture.height}:".encode() + picture.tobytes()
     return SPLITS[hashlib.blake2b(pixels, digest_size=1).digest()[0] % len(SPLITS)]
 
@@ -133,16 +134,14 @@ def _row(problem: SyntheticProblem) -> dict[str, object]:
 
 def _polygon(random: Random) -> _Sketch:
     """Count the sides of a regular polygon, turned, scaled and moved at random."""
-    sides = random.randint(3, 8)
+    sides = random.randint(3, 6)
     size = 4 * CELL
-    radius = random.uniform(18, 25)
+    radius = random.uniform(21, 25)
     spare = size / 2 - radius - 2
     x, y = (size / 2 + random.uniform(-spare, spare) for _ in range(2))
     turn = random.uniform(0, 2 * math.pi)
-    corners = [
-        (x + radius * math.cos(turn + 2 * math.pi * k / sides), y + radius * math.sin(turn + 2 * math.pi * k / sides))
-        for k in range(sides)
-    ]
+    angles = [turn + 2 * math.pi * k / sides for k in range(sides)]
+    corners = [(x + radius * math.cos(angle), y + radius * math.sin(angle)) for angle in angles]
     picture = _draw((size, size), [[*corners, corners[0]]], [])
     return _Sketch("Sides?", (sides,), f"{sides} sides", sides, picture)
 
@@ -155,7 +154,7 @@ def _triangle(random: Random) -> _Sketch:
         (_near(random, 77), _near(random, 75)),
         (_near(random, 42, 12), _near(random, 8)),
     ]
-    cells = [(1, 4), (4, 4), (int(corners[2][0] // CELL), 1)]
+    cells = [(1, 4), (4, 4), (int(corners[2][0] // CELL), 2)]
     names = [str(first), str(second), "x"]
     if random.random() < 0.5:
         names = [names[0], names[2], names[1]]
@@ -166,32 +165,33 @@ def _triangle(random: Random) -> _Sketch:
 def _straight_line(random: Random) -> _Sketch:
     """A ray leaves a straight line; one angle is given, x is the other."""
     angle = 5 * random.randint(3, 19)
-    foot = (_near(random, 42, 8), 49.0 + random.uniform(-3, 2))
-    tilt = random.uniform(-1, 1)
+    foot = (_near(random, 42, 6), 49.0 + random.uniform(-3, 2))
+    tilt = random.uniform(-0.5, 0.5)
     tip = (foot[0] + 35 * math.sin(tilt), foot[1] - 40 * math.cos(tilt))
-    left, right = (1, 2), (4, 2)
-    labels = [(left, str(angle)), (right, "x")] if random.random() < 0.5 else [(left, "x"), (right, str(angle))]
+    names = [str(angle), "x"] if random.random() < 0.5 else ["x", str(angle)]
+    labels = list(zip([(1, 2), (4, 2)], names, strict=True))
     line = [(2.0, foot[1]), (82.0, foot[1])]
     picture = _draw((6 * CELL, 4 * CELL), [line, [foot, tip]], labels)
     return _Sketch("Angle x?", (angle,), f"180-{angle}", 180 - angle, picture)
 
 
-def _rectangle(random: Random) -> _Sketch:
-    """Width and height are given; the question asks for the perimeter."""
-    width, height = (random.randint(1, 9) for _ in range(2))
-    left, top = random.uniform(3, 12), random.uniform(16, 20)
-    right, bottom = random.uniform(54, 66), random.uniform(44, 53)
-    outline = [(left, top), (right, top), (right, bottom), (left, bottom), (left, top)]
-    labels = [((2, 0), str(width)), ((5, 2), str(height))]
-    picture = _draw((6 * CELL, 4 * CELL), [outline], labels)
-    return _Sketch("Around?", (width, height), f"2*({width}+{height})", 2 * (width + height), picture)
+def _segment(random: Random) -> _Sketch:
+    """A segment in two parts with their lengths; the question asks for the whole."""
+    first, second = (random.randint(1, 9) for _ in range(2))
+    ends = [_near(random, 7), _near(random, 42, 6), _near(random, 77)]
+    height, slope = _near(random, 42), random.uniform(-0.1, 0.1)
+    points = [(x, height + slope * (x - 42)) for x in ends]
+    ticks = [[(x, y - 5), (x, y + 5)] for x, y in points]
+    labels = [((1, 1), str(first)), ((4, 1), str(second))]
+    picture = _draw((6 * CELL, 4 * CELL), [points, *ticks], labels)
+    return _Sketch("Length?", (first, second), f"{first}+{second}", first + second, picture)
 
 
 KINDS: dict[str, Callable[[Random], _Sketch]] = {
     "polygon": _polygon,
     "triangle": _triangle,
     "straight-line": _straight_line,
-    "rectangle": _rectangle,
+    "segment": _segment,
 }
 
 
@@ -199,15 +199,14 @@ def _near(random: Random, value: float, spread: float = 4) -> float:
     return value + random.uniform(-spread, spread)
 
 
-def _draw(
-    size: tuple[int, int], lines: list[list[Point]], labels: list[Label]
-) -> Image.Image:
+def _draw(size: tuple[int, int], lines: list[list[Point]], labels: list[Label]) -> Image.Image:
     """White paper, black lines, red labels on white cells."""
     width, height = size
     big = Image.new("RGB", (width * _SUPERSAMPLE, height * _SUPERSAMPLE), "white")
     pen = ImageDraw.Draw(big)
     for line in lines:
-        pen.line([(x * _SUPERSAMPLE, y * _SUPERSAMPLE) for x, y in line], fill="black", width=7, joint="curve")
+        points = [(x * _SUPERSAMPLE, y * _SUPERSAMPLE) for x, y in line]
+        pen.line(points, fill="black", width=_PEN, joint="curve")
     picture = big.reduce(_SUPERSAMPLE)
     paper = ImageDraw.Draw(picture)
     for (column, row), text in labels:

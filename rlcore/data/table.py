@@ -107,10 +107,7 @@ def write_rows(folder: Path, rows: Sequence[PreparedRow]) -> None:
         "answer": pa.array([p.answer for p in problems], text),
         "source": pa.array([p.source for p in problems], text),
         "images": pa.array(
-            [
-                [{"sha256": i.sha256, "width": i.width, "height": i.height} for i in p.images]
-                for p in problems
-            ],
+            [[{"sha256": i.sha256, "width": i.width, "height": i.height} for i in p.images] for p in problems],
             pa.list_(image),
         ),
         "extra": pa.array([json.dumps(p.extra) for p in problems], text),

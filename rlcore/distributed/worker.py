@@ -10,7 +10,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-
 from rlcore.config import ExperimentConfig
 from rlcore.ports import SampledGroup, SampleRequest
 from rlcore.types import Floats, ImageRef, TrainingSample
@@ -127,7 +126,9 @@ class Worker:
 class SamplingWorker:
     """One rank of an evaluation: an engine of its own and no policy. Nothing is collective."""
 
-    def __init__(self, spec: WorkerSpec, *, checkpoint: Path | None, version: int, temperature: float, top_p: float) -> None:
+    def __init__(
+        self, spec: WorkerSpec, *, checkpoint: Path | None, version: int, temperature: float, top_p: float
+    ) -> None:
         """
         Args:
             checkpoint: committed checkpoint whose weights are sampled from; None: those of ``spec.model``.

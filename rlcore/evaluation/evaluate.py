@@ -54,9 +54,7 @@ _SCHEMA = pa.schema(
 )
 
 
-def evaluate(
-    sampler: Sampler, grader: Grader, problems: Sequence[Problem], config: EvaluationConfig
-) -> list[EvalRow]:
+def evaluate(sampler: Sampler, grader: Grader, problems: Sequence[Problem], config: EvaluationConfig) -> list[EvalRow]:
     """``config.samples`` completions of each of the first ``config.problems`` problems, graded.
 
     Rows come problem by problem, samples in order. The temperature and top-p are the sampler's.

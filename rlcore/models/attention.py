@@ -54,7 +54,13 @@ def packed_attention(
 
 
 def _varlen(
-    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, longest: int | None, scaling: float | None, causal: bool
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens: Tensor,
+    longest: int | None,
+    scaling: float | None,
+    causal: bool,
 ) -> Tensor:
     """FlashAttention through torch. [H, T, D] -> [T, H, D]"""
     from torch.nn.attention.varlen import varlen_attn
@@ -77,7 +83,13 @@ def _varlen(
 
 
 def _padded(
-    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, longest: int | None, scaling: float | None, causal: bool
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens: Tensor,
+    longest: int | None,
+    scaling: float | None,
+    causal: bool,
 ) -> Tensor:
     """CPU: sequences side by side in one batch, padded at the end inside this function only. [H, T, D] -> [T, H, D]"""
     lengths = (cu_seqlens[1:] - cu_seqlens[:-1]).long()

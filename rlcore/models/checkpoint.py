@@ -40,8 +40,7 @@ def save_train_state(model: nn.Module, optimizer: Optimizer, folder: Path) -> No
     state: OptimizerState = {names[parameter]: dict(values) for parameter, values in optimizer.state.items()}
     _require_same_on_all_ranks(sorted(f"{name}.{key}" for name, values in state.items() for key in values))
     groups = tuple(  # a tuple is stored as one value, a list would be taken apart
-        {**group, "params": [names[parameter] for parameter in group["params"]]}
-        for group in optimizer.param_groups
+        {**group, "params": [names[parameter] for parameter in group["params"]]} for group in optimizer.param_groups
     )
     tree = {"model": untied_tensors(model)[0], "optimizer": state, "groups": groups}
     with _quiet():
@@ -170,8 +169,7 @@ def _set_optimizer_state(
         {
             "state": {index[name]: values for name, values in state.items()},
             "param_groups": [
-                {**group, "params": [index[name] for name in own]}
-                for group, own in zip(groups, mine, strict=True)
+                {**group, "params": [index[name] for name in own]} for group, own in zip(groups, mine, strict=True)
             ],
         }
     )

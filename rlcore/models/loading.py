@@ -28,9 +28,7 @@ def load_hf_model(
     """
     config = load_hf_config(folder, trust_remote_code)
     if not any(folder.glob("*.safetensors")):
-        found = sorted(
-            path.name for path in folder.iterdir() if path.suffix in (".bin", ".pt", ".pth", ".gguf")
-        )
+        found = sorted(path.name for path in folder.iterdir() if path.suffix in (".bin", ".pt", ".pth", ".gguf"))
         raise ModelError(
             f"{folder}: found {found or 'no weights'}, allowed are *.safetensors. "
             "Convert the weights (load and save_pretrained), or take a revision that has them."
@@ -51,9 +49,7 @@ def load_hf_model(
         raise ModelError(
             f"{folder}: the weights cannot be read: {error}. Download or merge the model again."
         ) from error
-    wrong = {
-        kind: sorted(map(str, info[kind])) for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")
-    }
+    wrong = {kind: sorted(map(str, info[kind])) for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")}
     if any(wrong.values()):
         # transformers would draw random values for what is missing and go on.
         listed = "; ".join(f"{kind}: {names[:5]} ({len(names)})" for kind, names in wrong.items() if names)

@@ -6,7 +6,6 @@ The proof is the checkpoint's canary: fixed sequences with the log-probs that th
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import shutil
@@ -26,12 +25,12 @@ from rlcore.artifacts import CheckpointRef, ModelRef
 from rlcore.errors import ModelError
 from rlcore.job import MergeSpec, job_main, write_json_atomically
 from rlcore.models.checkpoint import load_full_weights, untied_tensors
+from rlcore.models.folder import VERIFIED, folder_digest
 from rlcore.models.loading import auto_class, load_hf_config, load_hf_model
 from rlcore.segment.store import fsync_tree, verify_checkpoint
 from rlcore.types import ImageRef
 
 CANARY = "canary.json"
-VERIFIED = "verified.json"
 # Between two implementations in one dtype. In bfloat16 a logit of 20 is only known to 0.06 to begin with.
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.3}
 # What a model folder needs besides config.json and weights: what is taken is listed, so that none slip in.
@@ -161,9 +160,7 @@ def verify_merged(
     delta = _max_delta(sequences, found, "transformers", model_dir, allowed)
     vllm_delta = None
     if log_prob_with_vllm is not None:
-        vllm_delta = _max_delta(
-            sequences, log_prob_with_vllm(model_dir, sequences), "vLLM", model_dir, allowed
-        )
+        vllm_delta = _max_delta(sequences, log_prob_with_vllm(model_dir, sequences), "vLLM", model_dir, allowed)
     return VerifyReport(
         num_sequences=len(sequences),
         num_tokens=sum(len(sequence.logprobs) for sequence in sequences),
@@ -177,9 +174,7 @@ def merge(spec: MergeSpec) -> ModelRef:
     config = spec.experiment
     out = spec.models_dir / f"merged-{spec.checkpoint.run_id}-step-{spec.checkpoint.step}"
     verify = partial(_verify_for, spec)
-    return merge_once(
-        spec.checkpoint, spec.base, out, verify, trust_remote_code=config.model.trust_remote_code
-    )
+    return merge_once(spec.checkpoint, spec.base, out, verify, trust_remote_code=config.model.trust_remote_code)
 
 
 def merge_once(
@@ -203,9 +198,7 @@ def merge_once(
             return record.model.model_copy(update={"path": str(out)})
     verify_checkpoint(checkpoint)
     out.parent.mkdir(parents=True, exist_ok=True)
-    parameters = merge_checkpoint(
-        Path(checkpoint.path), Path(base.path), out, trust_remote_code=trust_remote_code
-    )
+    parameters = merge_checkpoint(Path(checkpoint.path), Path(base.path), out, trust_remote_code=trust_remote_code)
     report = verify(out)
     model = ModelRef(
         path=str(out),
@@ -224,9 +217,7 @@ def read_canary(path: Path) -> list[CanarySequence]:
         ModelError: there is no canary, or nothing in it to compare.
     """
     if not path.is_file():
-        raise ModelError(
-            f"{path} does not exist: the checkpoint cannot be verified. Take one that has a canary."
-        )
+        raise ModelError(f"{path} does not exist: the checkpoint cannot be verified. Take one that has a canary.")
     sequences = [CanarySequence.model_validate(item) for item in json.loads(path.read_text())["sequences"]]
     if not any(sequence.logprobs for sequence in sequences):
         raise ModelError(f"{path} holds no log-probs, so that it verifies nothing. Take another checkpoint.")
@@ -253,16 +244,6 @@ def transformers_logprobs(
     if device == "cuda":
         torch.cuda.empty_cache()  # vLLM, which comes next, measures what is free
     return found
-
-
-def folder_digest(folder: Path) -> str:
-    """Hash of the names and contents of all files of a model folder, ``verified.json`` excepted."""
-    digest = hashlib.sha256()
-    for path in sorted(path for path in folder.rglob("*") if path.is_file() and path.name != VERIFIED):
-        with path.open("rb") as file:
-            content = hashlib.file_digest(file, "sha256").hexdigest()
-        digest.update(f"{path.relative_to(folder).as_posix()} {content}\n".encode())
-    return digest.hexdigest()[:16]
 
 
 def _verify_for(spec: MergeSpec, out: Path) -> VerifyReport:
@@ -369,9 +350,7 @@ def _require_same_names(
 def _require_same_values(folder: Path, weights: Mapping[str, Tensor], trust_remote_code: bool) -> None:
     written, _ = untied_tensors(load_hf_model(folder, torch.float32, trust_remote_code))
     different = sorted(
-        name
-        for name, value in weights.items()
-        if name not in written or not torch.equal(written[name], value)
+        name for name, value in weights.items() if name not in written or not torch.equal(written[name], value)
     )
     if different:
         raise ModelError(

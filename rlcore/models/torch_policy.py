@@ -52,7 +52,9 @@ class TorchPolicy:
             features: reads one image of the prepared dataset.
         """
         self.config = config
-        self.device = torch.device(mesh.device_type, torch.cuda.current_device() if mesh.device_type == "cuda" else None)
+        self.device = torch.device(
+            mesh.device_type, torch.cuda.current_device() if mesh.device_type == "cuda" else None
+        )
         self._features = features
         reference = copy.deepcopy(hf) if config.algorithm.kl.coefficient > 0 else None
         options = {"temperature": config.rollout.temperature, "banned_token_ids": banned_token_ids}
@@ -75,7 +77,9 @@ class TorchPolicy:
     def _shard(self, model: PackedModel, mesh: DeviceMesh) -> PackedModel:
         dtype = compute_dtype(self.config, mesh.device_type)
         precision = MixedPrecisionPolicy(
-            param_dtype=None if dtype is torch.float32 else dtype, reduce_dtype=torch.float32, output_dtype=torch.float32
+            param_dtype=None if dtype is torch.float32 else dtype,
+            reduce_dtype=torch.float32,
+            output_dtype=torch.float32,
         )
         model.to(self.device)
         for block in transformer_blocks(model.hf):
@@ -91,7 +95,9 @@ class TorchPolicy:
         return pack(samples, layout=self.model.vision_layout, features=self._features, device=self.device)
 
     @torch.no_grad()
-    def logprobs(self, microbatches: Sequence[Sequence[TrainingSample]], *, reference: bool = False) -> list[list[Floats]]:
+    def logprobs(
+        self, microbatches: Sequence[Sequence[TrainingSample]], *, reference: bool = False
+    ) -> list[list[Floats]]:
         """[L] per sample, 0 outside the mask; an empty microbatch still takes part in the collectives."""
         model = self.reference if reference else self.model
         if model is None:
@@ -106,10 +112,17 @@ class TorchPolicy:
     def _logprobs_of(self, model: PackedModel, samples: Sequence[TrainingSample], raw: bool = False) -> list[Floats]:
         batch = self._pack(samples or [FILLER])
         values, _ = model(batch, raw)
-        out = torch.zeros(len(batch.token_ids), device=values.device).masked_scatter(batch.loss_mask, values).cpu().numpy()
+        out = (
+            torch.zeros(len(batch.token_ids), device=values.device)
+            .masked_scatter(batch.loss_mask, values)
+            .cpu()
+            .numpy()
+        )
         return np.split(out, np.cumsum([s.num_tokens for s in samples])[:-1]) if samples else []
 
-    def update(self, microbatches: Sequence[Sequence[TrainingSample]], totals: StepTotals, learning_rate: float) -> UpdateResult:
+    def update(
+        self, microbatches: Sequence[Sequence[TrainingSample]], totals: StepTotals, learning_rate: float
+    ) -> UpdateResult:
         """Accumulate the gradient over the microbatches, clip it by its global norm and take one AdamW step.
 
         Args:
@@ -134,7 +147,9 @@ class TorchPolicy:
         self.optimizer.zero_grad(set_to_none=True)
         return UpdateResult(sums=sums.all_reduce(), grad_norm=grad_norm, skipped=skipped)
 
-    def full_weights(self, dtype: torch.dtype | None = None, bucket_bytes: int = 512 << 20) -> Iterator[tuple[str, Tensor]]:
+    def full_weights(
+        self, dtype: torch.dtype | None = None, bucket_bytes: int = 512 << 20
+    ) -> Iterator[tuple[str, Tensor]]:
         """Every tensor of the state dict, whole, in the state dict's order. Collective: all ranks iterate in step.
 
         Shards travel packed, one collective per bucket, because one per parameter costs its latency each time.
@@ -167,7 +182,9 @@ def compute_dtype(config: ExperimentConfig, device_type: str) -> torch.dtype:
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.model.compute_dtype]
 
 
-def gather_packed(bucket: Sequence[tuple[str, Tensor]], dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+def gather_packed(
+    bucket: Sequence[tuple[str, Tensor]], dtype: torch.dtype | None = None
+) -> Iterator[tuple[str, Tensor]]:
     """Whole tensors from dim-0 shards with one all-gather. Tensors that are not sharded pass as they are."""
     from torch.distributed.tensor import DTensor
 
@@ -203,5 +220,3 @@ FILLER = TrainingSample(
     images=(),
     policy_version=0,
 )
-
-

@@ -132,9 +132,7 @@ class GradingPool:
             if thread is not threading.current_thread():
                 thread.join()
         for batch in unfinished:
-            batch.future.set_exception(
-                RewardError("the grading pool was closed while this was being graded.")
-            )
+            batch.future.set_exception(RewardError("the grading pool was closed while this was being graded."))
 
     def __enter__(self) -> Self:
         return self

@@ -55,9 +55,7 @@ def _grade(reward: RewardFn, job: Job) -> Score | str:
         score = reward(*job)
         if not isinstance(score, Score) or not math.isfinite(score.reward):
             raise TypeError(f"the reward returned {score!r}, not a Score with a finite reward")
-        return Score(
-            float(score.reward), {str(k): float(v) for k, v in score.parts.items()}, bool(score.graded)
-        )
+        return Score(float(score.reward), {str(k): float(v) for k, v in score.parts.items()}, bool(score.graded))
     except BaseException:  # noqa: BLE001 - even SystemExit is one completion's affair
         return traceback.format_exc()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -145,9 +145,7 @@ class VllmSampler:
                 sent.add(value.to(dtype))
                 yield name, value
 
-        self._llm.collective_rpc(
-            "reload_weights", kwargs={"weights_iterator": counted(), "is_checkpoint_format": True}
-        )
+        self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": counted(), "is_checkpoint_format": True})
         self._llm.reset_prefix_cache()
         self._llm.reset_mm_cache()
         self._llm.llm_engine.reset_encoder_cache()
@@ -269,7 +267,7 @@ def set_engine_environment(device: str) -> None:
     defaults = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
     }
     if device == "cpu":
@@ -315,7 +313,9 @@ def vllm_sequence_logprobs(
         engine_prompt(collapse_images(s.token_ids, layout.get("image_token_id")), s.images, store) for s in sequences
     ]
     outputs = llm.generate(
-        cast(Any, prompts), SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0, detokenize=False), use_tqdm=False
+        cast(Any, prompts),
+        SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0, detokenize=False),
+        use_tqdm=False,
     )
     return [
         [output.prompt_logprobs[t][s.token_ids[t]].logprob for t in range(s.completion_start, len(s.token_ids))]
@@ -375,5 +375,3 @@ def _register_model_class(model: Path) -> None:
         entry = ModelRegistry.models.get(name)
         if entry is not None and hasattr(entry, "load_model_cls"):
             ModelRegistry.register_model(name, entry.load_model_cls())
-
-

@@ -59,9 +59,7 @@ class MetricJournal:
             StorageError: ``step`` is not above the last one, or a torn last line waits for ``cut``.
         """
         if self._torn:
-            raise StorageError(
-                f"{self._path} ends in a half-written line. Call cut(step) before recording again."
-            )
+            raise StorageError(f"{self._path} ends in a half-written line. Call cut(step) before recording again.")
         if self._last_step is not None and step <= self._last_step:
             raise StorageError(
                 f"{self._path} already holds step {self._last_step}, so step {step} cannot be recorded. "
@@ -88,15 +86,11 @@ class MetricJournal:
             aside = _next_cut(self._path)
             write_json_atomically(aside, "".join(record.line() for record in moved) + torn)
             write_json_atomically(self._path, "".join(record.line() for record in kept))
-            logger.warning(
-                "%s: cut to step %d, %d records moved to %s", self._path, step, len(moved), aside.name
-            )
+            logger.warning("%s: cut to step %d, %d records moved to %s", self._path, step, len(moved), aside.name)
         self._torn = ""
         self._last_step = kept[-1].step if kept else None
         if step > 0 and self._last_step != step:
-            logger.warning(
-                "%s ends at step %s, the checkpoint is at step %d", self._path, self._last_step, step
-            )
+            logger.warning("%s ends at step %s, the checkpoint is at step %d", self._path, self._last_step, step)
         return len(moved)
 
 

@@ -118,9 +118,7 @@ class Lease:
 
     def _require_mine(self) -> LeaseInfo:
         if self._mine is None:
-            raise LeaseLostError(
-                f"this process does not hold the lease {self._path}. Call acquire(token) first."
-            )
+            raise LeaseLostError(f"this process does not hold the lease {self._path}. Call acquire(token) first.")
         holder = self.read()
         if holder is None or holder.token != self._mine.token:
             raise LeaseLostError(
@@ -189,9 +187,7 @@ def _parsed(model: type[M], path: Path, text: str) -> M:
         return model.model_validate_json(text)
     except ValidationError as error:
         # Both files are replaced in one step, so this is not a write under way.
-        raise StorageError(
-            f"{path} is damaged: {error}. Remove it if no trainer of this run is alive."
-        ) from None
+        raise StorageError(f"{path} is damaged: {error}. Remove it if no trainer of this run is alive.") from None
 
 
 def _alive(holder: LeaseInfo, deadline: float) -> bool:

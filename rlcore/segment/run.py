@@ -1,4 +1,4 @@
-"""The trainer's process: takes segment after segment, each ending in a committed checkpoint, while the driver wants one.
+"""The trainer's process: segment after segment, each ending in a committed checkpoint, while the driver wants one.
 
 Workers and engines stay up from one segment to the next. What counts is the manifest ``segments/0000.json``,
 written last, by one rename.

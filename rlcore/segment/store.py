@@ -179,9 +179,7 @@ class LocalCheckpointStore:
         """The ``trainer_state`` that was committed with a checkpoint (verify it first)."""
         state = json.loads((_path(checkpoint) / STATE).read_text())
         if not isinstance(state, dict):
-            raise CheckpointError(
-                f"{_path(checkpoint) / STATE} holds a {type(state).__name__}, expected an object."
-            )
+            raise CheckpointError(f"{_path(checkpoint) / STATE} holds a {type(state).__name__}, expected an object.")
         return state
 
     def _newest_first(self) -> list[Path]:

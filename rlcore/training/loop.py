@@ -66,7 +66,11 @@ def train(run: TrainingRun, state: TrainState, *, until_step: int, should_stop: 
 
         with clock("generate"):
             sampled = workers.generate(requests)
-        every = [(problem, group, i) for problem, group in zip(problems, sampled, strict=True) for i in range(len(group.completions))]
+        every = [
+            (problem, group, i)
+            for problem, group in zip(problems, sampled, strict=True)
+            for i in range(len(group.completions))
+        ]
         grading = run.grader.submit([p for p, _, _ in every], [g.completions[i] for _, g, i in every])
 
         samples = [to_sample(problem, group, i) for problem, group, i in every]

@@ -135,7 +135,7 @@ def train(spec_path: Path) -> int:
             lease.release()
             return EXIT_PREEMPTED
         segment += 1
-        while (state := control.read()) is not None and state.through_segment < segment:
+        while step < config.training.steps and control.read().through_segment < segment:
             time.sleep(0.05)
     lease.release()
     return 0
@@ -192,7 +192,7 @@ def main() -> None:
         "rlcore.data.problems": (prepare, PrepareSpec),
         "rlcore.data.images": (resize, ResizeSpec),
         "rlcore.models.bootstrap": (bootstrap, BootstrapSpec),
-        "rlcore.evaluation.evaluate": (evaluate, EvaluateSpec),
+        "rlcore.evaluation": (evaluate, EvaluateSpec),
         "rlcore.models.merge": (merge, MergeSpec),
     }[module]
     sys.argv = [module, *rest]

@@ -42,9 +42,7 @@ def run_job(module: str, spec: JobSpec) -> DatasetRef:
 def specs(tmp_path: Path, split: str) -> tuple[PrepareSpec, dict[str, Artifact | object]]:
     common = {"data": DataConfig(), "model": ModelConfig(), "datasets_dir": tmp_path / "datasets"}
     file = FOLDER / f"{split}.parquet"
-    prepare = PrepareSpec(
-        result=tmp_path / f"raw-{split}", source=str(file), source_path=file, split=split, **common
-    )
+    prepare = PrepareSpec(result=tmp_path / f"raw-{split}", source=str(file), source_path=file, split=split, **common)
     return prepare, {"result": tmp_path / split, "processes": 2, **common}
 
 

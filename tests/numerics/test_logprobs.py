@@ -74,9 +74,7 @@ def test_bfloat16_logits_are_scored_in_float32():
 def test_a_banned_token_has_no_share_and_harms_nothing():
     logits = torch.randn(3, 6)
     banned = logits.clone().requires_grad_()
-    logprobs, entropy = logprobs_and_entropy(
-        banned.index_fill(-1, tensor([5]), float("-inf")), tensor([0, 1, 2])
-    )
+    logprobs, entropy = logprobs_and_entropy(banned.index_fill(-1, tensor([5]), float("-inf")), tensor([0, 1, 2]))
     expected = logprobs_and_entropy(logits[:, :5], tensor([0, 1, 2]))
     assert_close((logprobs, entropy), expected)
     logprobs.sum().backward()

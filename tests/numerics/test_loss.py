@@ -90,9 +90,7 @@ def test_on_policy_ratio_is_exactly_1():
 
 def test_an_advantage_of_0_gives_a_gradient_of_exactly_0():
     new = tensor([-0.5, -5.0, 0.0, -1.0]).requires_grad_()
-    out = clipped_policy_loss(
-        new, torch.full((4,), -1.0), torch.zeros(4), torch.ones(4), clip_low=0.2, clip_high=0.2
-    )
+    out = clipped_policy_loss(new, torch.full((4,), -1.0), torch.zeros(4), torch.ones(4), clip_low=0.2, clip_high=0.2)
     (gradient,) = torch.autograd.grad(out.loss, new)
     assert out.loss == 0
     assert torch.equal(gradient, torch.zeros(4))
@@ -134,9 +132,7 @@ def test_no_tokens_give_a_loss_of_0_that_can_be_differentiated():
 
 def test_sums_of_parts_merge_to_the_sums_of_the_whole():
     def sums(part: slice):
-        out = clipped_policy_loss(
-            NEW[part], OLD[part], ADVANTAGES[part], THIRDS[part], clip_low=0.2, clip_high=0.2
-        )
+        out = clipped_policy_loss(NEW[part], OLD[part], ADVANTAGES[part], THIRDS[part], clip_low=0.2, clip_high=0.2)
         return out.sums
 
     merged, whole = sums(slice(0, 2)).merge(sums(slice(2, 3))), sums(slice(None))

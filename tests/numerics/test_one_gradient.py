@@ -47,12 +47,8 @@ def make_step(dtype: torch.dtype) -> list[Sequence]:
                     hidden=torch.randn(length, WIDTH, generator=generator, dtype=torch.float64).to(dtype),
                     tokens=torch.randint(0, VOCABULARY, (length,), generator=generator),
                     prompt=prompt,
-                    old=(-2.2 + 0.5 * torch.randn(length, generator=generator, dtype=torch.float64)).to(
-                        dtype
-                    ),
-                    ref=(-2.2 + 0.5 * torch.randn(length, generator=generator, dtype=torch.float64)).to(
-                        dtype
-                    ),
+                    old=(-2.2 + 0.5 * torch.randn(length, generator=generator, dtype=torch.float64)).to(dtype),
+                    ref=(-2.2 + 0.5 * torch.randn(length, generator=generator, dtype=torch.float64)).to(dtype),
                     advantage=float(values[member]),
                 )
             )
@@ -61,12 +57,7 @@ def make_step(dtype: torch.dtype) -> list[Sequence]:
 
 def make_head(dtype: torch.dtype) -> Tensor:
     generator = torch.Generator().manual_seed(8)
-    return (
-        torch.randn(VOCABULARY, WIDTH, generator=generator, dtype=torch.float64)
-        .mul(0.3)
-        .to(dtype)
-        .requires_grad_()
-    )
+    return torch.randn(VOCABULARY, WIDTH, generator=generator, dtype=torch.float64).mul(0.3).to(dtype).requires_grad_()
 
 
 def step_gradient(microbatches: list[list[Sequence]], mode: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -87,15 +78,11 @@ def step_gradient(microbatches: list[list[Sequence]], mode: str, dtype: torch.dt
             temperature=TEMPERATURE,
             chunk_size=4,
         )
-        weights = token_weights(
-            sequence_index, lengths, mode=mode, totals=totals, max_completion_tokens=MAX_COMPLETION
-        )
+        weights = token_weights(sequence_index, lengths, mode=mode, totals=totals, max_completion_tokens=MAX_COMPLETION)
         advantages = torch.tensor([s.advantage for s in batch], dtype=dtype)[sequence_index]
         old = torch.cat([s.old for s in batch])[token_index]
         ref = torch.cat([s.ref for s in batch])[token_index]
-        policy = clipped_policy_loss(
-            logprobs, old, advantages, weights, clip_low=CLIP_LOW, clip_high=CLIP_HIGH
-        ).loss
+        policy = clipped_policy_loss(logprobs, old, advantages, weights, clip_low=CLIP_LOW, clip_high=CLIP_HIGH).loss
         loss = policy + KL_COEFFICIENT * (weights.to(dtype) * k3(logprobs, ref)).sum()
         loss.backward()
         total += loss.detach().double()

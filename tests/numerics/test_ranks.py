@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 from dataclasses import replace
 from pathlib import Path
@@ -24,9 +25,7 @@ def _rank(rank: int, world: int, port: int, model: str, out: str) -> None:
     settings = toy.config(kl={"coefficient": 0.05}, aggregation="sequence_mean_token_mean")
     policy = toy.policy(Path(model), settings, init_device_mesh("cpu", (world,)))
     samples = toy.samples(12, group=4)
-    samples += toy.samples(
-        1, group=1, seed=5, text_only=True
-    )  # one rank may meet a microbatch without a picture
+    samples += toy.samples(1, group=1, seed=5, text_only=True)  # one rank may meet a microbatch without a picture
     plan = plan_microbatches(
         [s.num_tokens for s in samples],
         num_ranks=world,
@@ -53,12 +52,11 @@ def _rank(rank: int, world: int, port: int, model: str, out: str) -> None:
         metrics = update_metrics(result, settings.algorithm)
         torch.save({"gradients": gradients, "weights": weights}, out)
         Path(out + ".json").write_text(json.dumps(metrics))
-    dist.destroy_process_group()
+    dist.barrier()
+    os._exit(0)  # gloo's thread can abort an interpreter that is shutting down
 
 
-def _run(
-    world: int, model: Path, folder: Path
-) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, float]]:
+def _run(world: int, model: Path, folder: Path) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, float]]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

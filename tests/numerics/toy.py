@@ -53,7 +53,8 @@ def samples(count: int = 8, *, group: int = 4, seed: int = 0, text_only: bool = 
         PICTURES[sha] = image
         num_image = 0 if text_only else (image.width // 28) * (image.height // 28)
         pad = "<|image_pad|>" * num_image
-        text = f"<|im_start|>user\n<|vision_start|>{pad}<|vision_end|>{problem.question}<|im_end|>\n<|im_start|>assistant\n"
+        content = f"<|vision_start|>{pad}<|vision_end|>{problem.question}"
+        text = f"<|im_start|>user\n{content}<|im_end|>\n<|im_start|>assistant\n"
         prompt = np.asarray(tokenizer.encode(text, add_special_tokens=False), np.int32)
         answer = random.integers(0, 256, random.integers(3, 30)).astype(np.int32)
         mask = np.zeros(len(prompt) + len(answer), np.bool_)

@@ -1,4 +1,5 @@
 import copy
+import os
 from pathlib import Path
 
 import pytest
@@ -165,9 +166,13 @@ def _rank(rank: int, folder: Path) -> None:
         optimizer.state.pop(model.norm)
     with pytest.raises(CheckpointError, match="rank 1 holds other optimizer states"):
         save_train_state(model, optimizer, folder / "uneven")
-    dist.destroy_process_group()
+    dist.barrier()
+    # Not through finalisation: a gloo thread that drops its last work there needs the GIL, is ended by
+    # Python 3.11 instead of getting it, and takes the process down with SIGABRT, one time in five.
+    os._exit(0)
 
 
+@pytest.mark.slow
 def test_written_by_one_read_by_two_and_the_reverse(tmp_path):
     for steps in (0, 3):
         model, optimizer = _model(0)

@@ -1,0 +1,76 @@
+"""``python -m rlcore.models.bootstrap spec.json``: ModelConfig -> ModelRef, a local folder that loads everywhere."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from pathlib import Path
+
+from rlcore.artifacts import ModelRef
+from rlcore.config import ModelConfig, TinyModelConfig
+from rlcore.errors import ModelError
+from rlcore.job import BootstrapSpec, job_main
+from rlcore.models.folder import count_parameters, folder_digest
+
+# what a model needs to load; never *.bin or *.pt, which are pickles and can run code
+DOWNLOADED = ("*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model", "*.tiktoken")
+_TINY_SOURCES = ("models/tiny.py", "data/synthetic.py")
+
+
+def bootstrap(spec: BootstrapSpec) -> ModelRef:
+    """The policy to start from: the embedded tiny one, a folder as it stands, or a download.
+
+    Raises:
+        ModelError: a folder or download without config, safetensors or chat template.
+    """
+    model = spec.model
+    if model.path == "tiny":
+        folder = tiny_folder(spec.models_dir, model.tiny)
+        if not folder.exists():
+            _make_tiny(folder, model.tiny)
+    elif Path(model.path).is_dir():
+        folder = Path(model.path).resolve()
+    else:
+        folder = _download(model)
+    return ModelRef(
+        path=str(folder),
+        digest=folder_digest(folder),
+        source=model.path if model.revision is None else f"{model.path}@{model.revision}",
+        num_parameters=count_parameters(folder),
+    )
+
+
+def tiny_folder(models_dir: Path, config: TinyModelConfig) -> Path:
+    """Where the tiny policy of this configuration, made by this code, lives."""
+    digest = hashlib.sha256(config.model_dump_json().encode())
+    for name in _TINY_SOURCES:
+        digest.update((Path(__file__).parents[1] / name).read_bytes())
+    return models_dir / f"tiny-{digest.hexdigest()[:16]}"
+
+
+def _make_tiny(folder: Path, config: TinyModelConfig) -> None:
+    from rlcore.models.tiny import create_tiny_policy
+
+    aside = folder.with_name(f".{folder.name}.{os.getpid()}")
+    shutil.rmtree(aside, ignore_errors=True)  # of a process that died with the same id
+    aside.mkdir(parents=True)
+    create_tiny_policy(aside, config)
+    aside.replace(folder)
+
+
+def _download(model: ModelConfig) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(model.path, revision=model.revision, allow_patterns=list(DOWNLOADED)))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise ModelError(
+            f"model.path {model.path!r} is no folder here and cannot be fetched as a Hugging Face id: {error}. "
+            "Allowed: tiny, an existing folder, or owner/name. Check the spelling, the revision and the network."
+        ) from error
+
+
+if __name__ == "__main__":
+    job_main(bootstrap, BootstrapSpec)
