@@ -45,6 +45,4 @@ def grpo_geo3k(
 
 
 if __name__ == "__main__":
-    foreground.main(
-        lambda experiment, run_id: grpo_geo3k(experiment, run_id=run_id), command="flows.train_grpo"
-    )
+    foreground.main(lambda experiment, run_id: grpo_geo3k(experiment, run_id=run_id), command="flows.train_grpo")

@@ -26,9 +26,7 @@ def usable_cores() -> int:
 
 
 def describe() -> Hardware:
-    return Hardware(
-        cores=usable_cores(), memory_gib=psutil.virtual_memory().total / 2**30, gpus=tuple(_gpu_names())
-    )
+    return Hardware(cores=usable_cores(), memory_gib=psutil.virtual_memory().total / 2**30, gpus=tuple(_gpu_names()))
 
 
 def _gpu_names() -> list[str]:
@@ -43,8 +41,4 @@ def _gpu_names() -> list[str]:
         timeout=20,
         check=False,
     )
-    return (
-        [line.strip() for line in answer.stdout.splitlines() if line.strip()]
-        if answer.returncode == 0
-        else []
-    )
+    return [line.strip() for line in answer.stdout.splitlines() if line.strip()] if answer.returncode == 0 else []

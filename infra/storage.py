@@ -68,9 +68,7 @@ def require_writable(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise StorageError(
-            f"cannot make {folder}: {error}. Set RLFLOW_DATA_DIR to a folder of yours."
-        ) from error
+        raise StorageError(f"cannot make {folder}: {error}. Set RLFLOW_DATA_DIR to a folder of yours.") from error
     if not os.access(folder, os.W_OK):
         raise StorageError(f"no permission to write in {folder}. Set RLFLOW_DATA_DIR to a folder of yours.")
 
@@ -106,6 +104,4 @@ def _download(filesystem: fsspec.AbstractFileSystem, name: str, target: Path) ->
     try:
         filesystem.get_file(name, str(target))
     except OSError as error:
-        raise StorageError(
-            f"the download of {name} broke off: {error}. Run the same command again."
-        ) from error
+        raise StorageError(f"the download of {name} broke off: {error}. Run the same command again.") from error

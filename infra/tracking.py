@@ -33,7 +33,6 @@ T = TypeVar("T")
 
 RUN_TAG = "rlflow.run_id"
 DRIFT_TAG = "rlflow.param_drift"
-_EXPERIMENT_KIND = "mlflow.experimentKind"
 _MAX_PARAM_CHARACTERS = 6000
 _MAX_DIGEST_CHARACTERS = 36
 _METRICS_PER_REQUEST = 1000
@@ -90,9 +89,7 @@ class Tracker:
         self._state = state
 
     @classmethod
-    def open(
-        cls, *, uri: str, artifacts_dir: Path | None, experiment: str, run_id: str, run_dir: Path
-    ) -> Tracker:
+    def open(cls, *, uri: str, artifacts_dir: Path | None, experiment: str, run_id: str, run_dir: Path) -> Tracker:
         """Find the MLflow run tagged with ``run_id``, or create it; safe to call from several processes."""
         if uri.startswith("sqlite:///"):
             Path(uri.removeprefix("sqlite:///")).parent.mkdir(parents=True, exist_ok=True)
@@ -123,9 +120,7 @@ class Tracker:
         texts = {key: str(value)[:_MAX_PARAM_CHARACTERS] for key, value in params.items()}
         known = self._client.get_run(self.mlflow_run_id).data.params
         drift = {
-            key: {"logged": known[key], "now": text}
-            for key, text in texts.items()
-            if known.get(key, text) != text
+            key: {"logged": known[key], "now": text} for key, text in texts.items() if known.get(key, text) != text
         }
         fresh = [Param(key, text) for key, text in texts.items() if key not in known]
         for chunk in _chunks(fresh, _ENTRIES_PER_REQUEST):
@@ -138,9 +133,7 @@ class Tracker:
         for chunk in _chunks(entries, _ENTRIES_PER_REQUEST):
             self._client.log_batch(self.mlflow_run_id, tags=chunk)
 
-    def log_dataset(
-        self, *, name: str, digest: str, path: str, context: str, profile: Mapping[str, int]
-    ) -> None:
+    def log_dataset(self, *, name: str, digest: str, path: str, context: str, profile: Mapping[str, int]) -> None:
         """Note a dataset as an input, under our own content digest (MLflow keeps its first 36 characters)."""
         dataset = Dataset(
             name=name,
@@ -185,9 +178,7 @@ class Tracker:
 
     def log_table(self, columns: Mapping[str, Sequence[object]], name: str) -> None:
         """A table artifact. Written whole: the name of an existing table must not come twice."""
-        self._client.log_table(
-            self.mlflow_run_id, {key: list(values) for key, values in columns.items()}, name
-        )
+        self._client.log_table(self.mlflow_run_id, {key: list(values) for key, values in columns.items()}, name)
 
     def log_figure(self, figure: Figure, name: str) -> None:
         self._client.log_figure(self.mlflow_run_id, figure, name)
@@ -264,8 +255,7 @@ def _find_or_create_experiment(client: MlflowClient, name: str, artifacts_dir: P
     if found is not None:
         return str(found.experiment_id)
     location = (artifacts_dir / name).as_uri() if artifacts_dir else None
-    kind = {_EXPERIMENT_KIND: "custom_model_development"}  # its page opens on runs, not on traces
-    return str(client.create_experiment(name, artifact_location=location, tags=kind))
+    return str(client.create_experiment(name, artifact_location=location))
 
 
 def _find_or_create_run(client: MlflowClient, experiment_id: str, run_id: str) -> str:

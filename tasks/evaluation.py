@@ -59,7 +59,8 @@ def evaluate(
         dataset=dataset,
         out_dir=settings.evaluations_dir / key,
     )
-    return run_job("rlcore.evaluation", spec, EvalReport, settings)
+    get_logger().info("eval: %s", policy.path)
+    return run_job("rlcore.evaluation", spec, EvalReport, settings, quiet=True)
 
 
 def evaluate_and_log(

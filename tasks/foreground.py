@@ -78,20 +78,14 @@ def prefect_api(settings: Settings) -> Iterator[None]:
 def _parse(command: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog=f"python -m {command}")
     parser.add_argument("experiment", help="a deployment of prefect.yaml")
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="training.steps=40, say"
-    )
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="training.steps=40, say")
     parser.add_argument("--run-id", help="name of a new run, or of one to continue")
-    parser.add_argument(
-        "--data", type=Path, help="folder with train and validation files in place of the named ones"
-    )
+    parser.add_argument("--data", type=Path, help="folder with train and validation files in place of the named ones")
     return parser.parse_args()
 
 
 def _from_data_folder(folder: Path | None) -> Sequence[str]:
-    return (
-        [] if folder is None else [f"data.{split}={folder.absolute()}" for split in ("train", "validation")]
-    )
+    return [] if folder is None else [f"data.{split}={folder.absolute()}" for split in ("train", "validation")]
 
 
 def _interrupt(*_: object) -> None:

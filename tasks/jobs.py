@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import subprocess
 import uuid
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -44,8 +45,10 @@ def new_result_path(settings: Settings, name: str) -> Path:
     return settings.jobs_dir / f"{name}-{uuid.uuid4().hex[:12]}" / "result.json"
 
 
-def run_job(module: str, spec: JobSpec, result_type: type[R], settings: Settings) -> R:
-    """Run ``python -m module`` on ``spec``, its output on our stderr, and return what it wrote.
+def run_job(module: str, spec: JobSpec, result_type: type[R], settings: Settings, *, quiet: bool = False) -> R:
+    """Run ``python -m module`` on ``spec`` and return what it wrote.
+
+    Its output (a progress bar, say) goes to our stderr; ``quiet``: to ``job.log`` beside the spec.
 
     Raises:
         RlflowError: of the class that the job raised, with the job's message; its traceback is a note on it.
@@ -54,12 +57,15 @@ def run_job(module: str, spec: JobSpec, result_type: type[R], settings: Settings
     spec_path = spec.result.with_name("spec.json")
     write_json_atomically(spec_path, spec.model_dump_json(indent=1))
     mark = f"job-{uuid.uuid4().hex}"
-    process = processes.start(
-        [str(settings.trainer_python), "-m", module, str(spec_path)],
-        env=environment.for_children(settings),
-        mark=mark,
-        ends_with_parent=True,
-    )
+    log = spec.result.with_name("job.log")
+    with log.open("wb") if quiet else nullcontext() as output:
+        process = processes.start(
+            [str(settings.trainer_python), "-m", module, str(spec_path)],
+            env=environment.for_children(settings),
+            mark=mark,
+            output=output,
+            ends_with_parent=True,
+        )
     try:
         code = wait_interruptibly(process)
     except BaseException:
@@ -68,7 +74,8 @@ def run_job(module: str, spec: JobSpec, result_type: type[R], settings: Settings
         raise
     processes.kill(mark)  # what a job has left running serves nobody
     if code != 0:
-        raise error_from(read_error(spec.result), f"{module} ended with {describe_exit(code)}")
+        where = f" (output: {log})" if quiet else ""
+        raise error_from(read_error(spec.result), f"{module} ended with {describe_exit(code)}{where}")
     return result_type.model_validate_json(spec.result.read_text())
 
 
@@ -84,7 +91,7 @@ def wait_interruptibly(process: subprocess.Popen[bytes]) -> int:
 def error_from(report: JobError | None, fallback: str) -> RlflowError:
     """The error that a process reported, as the class it was; without one, ``fallback`` is all we know."""
     if report is None:
-        return TrainerFailedError(f"{fallback} and left no error report. Its output above says more.")
+        return TrainerFailedError(f"{fallback} and left no error report. Its output says more.")
     kind = getattr(errors, report.kind, None)
     if isinstance(kind, type) and issubclass(kind, RlflowError):
         error = kind(report.message)

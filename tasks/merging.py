@@ -38,9 +38,7 @@ def _key(_: TaskRunContext, parameters: dict[str, Any]) -> str:
     retry_condition_fn=worth_retrying,
     timeout_seconds=6 * 3600,
 )
-def merge(
-    experiment: ExperimentConfig, checkpoint: CheckpointRef, base: ModelRef, dataset: DatasetRef
-) -> ModelRef:
+def merge(experiment: ExperimentConfig, checkpoint: CheckpointRef, base: ModelRef, dataset: DatasetRef) -> ModelRef:
     """Sharded checkpoint to safetensors, reloaded with transformers and vLLM and compared with the policy.
 
     ``dataset`` is the one trained on: the comparison's fixed inputs have their pictures there.
@@ -57,12 +55,11 @@ def merge(
         dataset=dataset,
         models_dir=settings.models_dir,
     )
-    return run_job("rlcore.models.merge", spec, ModelRef, settings)
+    get_logger().info("merge: %s, then compare with transformers and vLLM", checkpoint.path)
+    return run_job("rlcore.models.merge", spec, ModelRef, settings, quiet=True)
 
 
-def merged(
-    experiment: ExperimentConfig, checkpoint: CheckpointRef, base: ModelRef, dataset: DatasetRef
-) -> ModelRef:
+def merged(experiment: ExperimentConfig, checkpoint: CheckpointRef, base: ModelRef, dataset: DatasetRef) -> ModelRef:
     return present(merge, lambda ref: Path(ref.path) / "config.json", experiment, checkpoint, base, dataset)
 
 
@@ -94,6 +91,4 @@ def register(run: Run, model: ModelRef, checkpoint: CheckpointRef, report: EvalR
         description=f"{origin}. Files: {model.path}",
     )
     get_logger().info("model: registered %s version %s @%s", registered.name, registered.version, ALIAS)
-    return model.model_copy(
-        update={"registered_name": registered.name, "registered_version": registered.version}
-    )
+    return model.model_copy(update={"registered_name": registered.name, "registered_version": registered.version})

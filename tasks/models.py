@@ -43,15 +43,11 @@ def bootstrap(model: ModelConfig) -> ModelRef:
         ModelError: the model's files are missing or unusable.
     """
     settings = Settings()
-    spec = BootstrapSpec(
-        result=new_result_path(settings, "bootstrap"), model=model, models_dir=settings.models_dir
-    )
+    spec = BootstrapSpec(result=new_result_path(settings, "bootstrap"), model=model, models_dir=settings.models_dir)
     return run_job("rlcore.models.bootstrap", spec, ModelRef, settings)
 
 
 def bootstrapped(model: ModelConfig) -> ModelRef:
     found = present(bootstrap, lambda ref: Path(ref.path) / "config.json", model)
-    get_logger().info(
-        "model: %s, %.1f M parameters, %s", found.source, found.num_parameters / 1e6, found.path
-    )
+    get_logger().info("model: %s, %.1f M parameters, %s", found.source, found.num_parameters / 1e6, found.path)
     return found

@@ -87,13 +87,9 @@ def _line(axis: Axes, records: Sequence[StepRecord], name: str) -> None:
 def _evaluations(axis: Axes, reports: Sequence[EvalReport], attribute: str) -> None:
     middles = [getattr(item, attribute) for item in reports]
     lows = [middle - getattr(item, f"{attribute}_low") for item, middle in zip(reports, middles, strict=True)]
-    highs = [
-        getattr(item, f"{attribute}_high") - middle for item, middle in zip(reports, middles, strict=True)
-    ]
+    highs = [getattr(item, f"{attribute}_high") - middle for item, middle in zip(reports, middles, strict=True)]
     steps = [item.step for item in reports]
-    axis.errorbar(
-        steps, middles, yerr=[lows, highs], fmt="o", capsize=4, color="black", label="held out (95 %)"
-    )
+    axis.errorbar(steps, middles, yerr=[lows, highs], fmt="o", capsize=4, color="black", label="held out (95 %)")
 
 
 def _phases(axis: Axes, records: Sequence[StepRecord]) -> None:
@@ -123,11 +119,7 @@ class Sample:
 def read_samples(run: Run) -> list[Sample]:
     """Completions of the first and the last steps, spread over the run."""
     files = sorted((run.run_dir / "samples").glob("step-*.json"))
-    chosen = (
-        files
-        if len(files) <= 4
-        else [files[0], files[len(files) // 3], files[2 * len(files) // 3], files[-1]]
-    )
+    chosen = files if len(files) <= 4 else [files[0], files[len(files) // 3], files[2 * len(files) // 3], files[-1]]
     samples = []
     for path in chosen:
         for row in json.loads(path.read_text())[: _SAMPLES_SHOWN // 4]:
@@ -204,8 +196,7 @@ def html_page(
 ) -> str:
     """One file with everything in it, pictures included: it can be sent to somebody."""
     results = "".join(
-        f"<tr><td>{name}</td><td>{first}</td><td>{last}</td></tr>"
-        for name, first, last in _results(before, after)
+        f"<tr><td>{name}</td><td>{first}</td><td>{last}</td></tr>" for name, first, last in _results(before, after)
     )
     shown = "".join(_sample_row(run, item) for item in samples)
     facts = "".join(

@@ -187,8 +187,7 @@ def _data(experiment: ExperimentConfig, split: Split, settings: Settings) -> str
     opened = open_source(spec, settings.jobs_dir)  # columns are checked on opening; no row is kept
     if opened.num_rows == 0 or (opened.num_rows is None and next(opened.rows, None) is None):
         raise DataError(
-            f"{source} has no rows, and at least one usable problem is needed. "
-            f"Name another source in data.{split}."
+            f"{source} has no rows, and at least one usable problem is needed. Name another source in data.{split}."
         )
     rows = "" if opened.num_rows is None else f", {opened.num_rows} rows"
     return f"{source}{rows}"

@@ -39,9 +39,7 @@ class TrainingProgress:
     def __enter__(self) -> Self:
         if self._bar is not None:
             self._bar.start()
-            self._row = self._bar.add_task(
-                "training", total=self._experiment.training.steps, numbers="starting"
-            )
+            self._row = self._bar.add_task("training", total=self._experiment.training.steps, numbers="starting")
         return self
 
     def __exit__(

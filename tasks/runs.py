@@ -70,9 +70,7 @@ def existing_run(run_id: str, settings: Settings) -> Run:
     stored = settings.runs_dir / run_id / "experiment.json"
     if not stored.exists():
         known = sorted(path.parent.name for path in settings.runs_dir.glob("*/experiment.json"))
-        raise ConfigError(
-            f"no run {run_id!r} under {settings.runs_dir}. Found: {', '.join(known) or 'none'}."
-        )
+        raise ConfigError(f"no run {run_id!r} under {settings.runs_dir}. Found: {', '.join(known) or 'none'}.")
     experiment = ExperimentConfig.model_validate_json(stored.read_text())
     return Run(run_id=run_id, run_dir=stored.parent, experiment=experiment)
 

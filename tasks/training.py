@@ -8,8 +8,6 @@ itself.
 from __future__ import annotations
 
 import hashlib
-import os
-import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -237,15 +235,19 @@ def _stopped_on_interrupt(run: Run, trainer: Trainer, index: int, settings: Sett
 
 
 def _ask_to_stop(run: Run, trainer: Trainer, index: int, grace_seconds: float) -> None:
+    """Wait for the commit of steps that no manifest holds yet. Without such steps there is nothing to wait for.
+
+    By the control file alone: Ray puts a handler of its own on SIGTERM, which ends the trainer on the spot.
+    """
     _beat(run, index, stop=True)
     deadline = time.monotonic() + grace_seconds
-    if trainer.exit_code() is None and trainer.pid in {item.pid for item in processes.marked(_mark(run))}:
-        try:
-            os.kill(trainer.pid, signal.SIGTERM)
-        except ProcessLookupError:
-            return
-    while trainer.exit_code() is None and time.monotonic() < deadline:
+    while _uncommitted(run) and trainer.exit_code() is None and time.monotonic() < deadline:
         time.sleep(_TICK_SECONDS / 4)
+
+
+def _uncommitted(run: Run) -> bool:
+    records = run.journal()
+    return bool(records) and records[-1].step > _last_committed_step(run)
 
 
 def _failure(run: Run, code: int) -> RlflowError:
@@ -264,9 +266,7 @@ def _failure(run: Run, code: int) -> RlflowError:
             "the trainer ran out of memory. Lower training.tokens_per_microbatch, rollout.max_sequences or "
             "rollout.gpu_memory_utilization"
         ),
-        EXIT_DIVERGED: DivergedError(
-            "gradients were not finite several steps in a row. Lower the learning rate"
-        ),
+        EXIT_DIVERGED: DivergedError("gradients were not finite several steps in a row. Lower the learning rate"),
         EXIT_BAD_CONFIG: ConfigError("the trainer refused the experiment"),
     }
     known = meaning.get(code) or TrainerFailedError(f"the trainer ended with {describe_exit(code)}")

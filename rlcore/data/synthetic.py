@@ -47,6 +47,14 @@ SCHEMA = pa.schema(
 
 
 @dataclass(frozen=True, slots=True)
+class Slip:
+    """A wrong line of thought."""
+
+    reasoning: str
+    answer: str
+
+
+@dataclass(frozen=True, slots=True)
 class SyntheticProblem:
     """One drawn problem. ``answer`` follows from the question and ``numbers``, which only the picture shows."""
 
@@ -56,6 +64,7 @@ class SyntheticProblem:
     numbers: tuple[int, ...]
     reasoning: str  # what a right thought about it says, for supervised warm-up
     answer: str
+    slips: tuple[Slip, ...]  # thoughts that read the picture well and then reckon the wrong thing
     picture: Image.Image
 
 
@@ -65,6 +74,7 @@ class _Sketch:
     numbers: tuple[int, ...]
     reasoning: str
     answer: int
+    slips: tuple[tuple[str, int], ...]
     picture: Image.Image
 
 
@@ -91,6 +101,7 @@ def draw_problem(split: Split, index: int, seed: int) -> SyntheticProblem:
         numbers=sketch.numbers,
         reasoning=sketch.reasoning,
         answer=str(sketch.answer),
+        slips=tuple(Slip(reasoning, str(answer)) for reasoning, answer in sketch.slips),
         picture=sketch.picture,
     )
 
@@ -143,12 +154,13 @@ def _polygon(random: Random) -> _Sketch:
     angles = [turn + 2 * math.pi * k / sides for k in range(sides)]
     corners = [(x + radius * math.cos(angle), y + radius * math.sin(angle)) for angle in angles]
     picture = _draw((size, size), [[*corners, corners[0]]], [])
-    return _Sketch("Sides?", (sides,), f"{sides} sides", sides, picture)
+    slips = ((f"{sides + 1} sides", sides + 1), (f"{sides + 2} sides", sides + 2))
+    return _Sketch("Sides?", (sides,), f"{sides} sides", sides, slips, picture)
 
 
 def _triangle(random: Random) -> _Sketch:
     """Two angles of a triangle are given, x is the third."""
-    first, second = (10 * random.randint(2, 8) for _ in range(2))
+    first, second = (10 * random.randint(3, 8) for _ in range(2))
     corners = [
         (_near(random, 7), _near(random, 75)),
         (_near(random, 77), _near(random, 75)),
@@ -159,12 +171,13 @@ def _triangle(random: Random) -> _Sketch:
     if random.random() < 0.5:
         names = [names[0], names[2], names[1]]
     picture = _draw((6 * CELL, 6 * CELL), [[*corners, corners[0]]], list(zip(cells, names, strict=True)))
-    return _Sketch("Angle x?", (first, second), f"180-{first}-{second}", 180 - first - second, picture)
+    slips = ((f"{first}", first), (f"{second}", second))
+    return _Sketch("Angle x?", (first, second), f"180-{first}-{second}", 180 - first - second, slips, picture)
 
 
 def _straight_line(random: Random) -> _Sketch:
     """A ray leaves a straight line; one angle is given, x is the other."""
-    angle = 5 * random.randint(3, 19)
+    angle = 10 * random.randint(2, 9)
     foot = (_near(random, 42, 6), 49.0 + random.uniform(-3, 2))
     tilt = random.uniform(-0.5, 0.5)
     tip = (foot[0] + 35 * math.sin(tilt), foot[1] - 40 * math.cos(tilt))
@@ -172,7 +185,8 @@ def _straight_line(random: Random) -> _Sketch:
     labels = list(zip([(1, 2), (4, 2)], names, strict=True))
     line = [(2.0, foot[1]), (82.0, foot[1])]
     picture = _draw((6 * CELL, 4 * CELL), [line, [foot, tip]], labels)
-    return _Sketch("Angle x?", (angle,), f"180-{angle}", 180 - angle, picture)
+    slips = ((f"{angle}", angle), ("180", 180))
+    return _Sketch("Angle x?", (angle,), f"180-{angle}", 180 - angle, slips, picture)
 
 
 def _segment(random: Random) -> _Sketch:
@@ -184,7 +198,8 @@ def _segment(random: Random) -> _Sketch:
     ticks = [[(x, y - 5), (x, y + 5)] for x, y in points]
     labels = [((1, 1), str(first)), ((4, 1), str(second))]
     picture = _draw((6 * CELL, 4 * CELL), [points, *ticks], labels)
-    return _Sketch("Length?", (first, second), f"{first}+{second}", first + second, picture)
+    slips = ((f"{first}", first), (f"{second}", second))
+    return _Sketch("Length?", (first, second), f"{first}+{second}", first + second, slips, picture)
 
 
 KINDS: dict[str, Callable[[Random], _Sketch]] = {

@@ -24,9 +24,7 @@ def test_experiment_is_valid(name: str) -> None:
 @pytest.mark.parametrize("deployment", DEPLOYMENTS, ids=lambda item: item["name"])
 def test_entrypoint_is_a_flow(deployment: dict[str, str]) -> None:
     file, _, function = deployment["entrypoint"].partition(":")
-    functions = [
-        node for node in ast.parse((ROOT / file).read_text()).body if isinstance(node, ast.FunctionDef)
-    ]
+    functions = [node for node in ast.parse((ROOT / file).read_text()).body if isinstance(node, ast.FunctionDef)]
     flow = next(node for node in functions if node.name == function)
     assert any(isinstance(item, ast.Call) and item.func.id == "flow" for item in flow.decorator_list)
 

@@ -126,6 +126,9 @@ def train(spec_path: Path) -> int:
     while step < config.training.steps:
         until = min((segment + 1) * config.segment.steps, config.training.steps)
         while step < until and not stopped:
+            if control.read().stop:
+                stopped.append(0)
+                break
             time.sleep(STEP_SECONDS)
             step += 1
             _fail_once(spec, step)
@@ -149,16 +152,12 @@ def _fail_once(spec: SegmentSpec, step: int) -> None:
     marker.touch()
     if kind == "crash":
         os.kill(os.getpid(), signal.SIGKILL)
-    report = JobError(
-        kind="DivergedError", message="gradients are nan", traceback="Traceback\nloop.py line 7"
-    )
+    report = JobError(kind="DivergedError", message="gradients are nan", traceback="Traceback\nloop.py line 7")
     write_json_atomically(spec.run_dir / "trainer_error.json", report.model_dump_json())
     sys.exit(EXIT_DIVERGED)
 
 
-def _commit(
-    spec: SegmentSpec, store: LocalCheckpointStore, segment: int, step: int, *, complete: bool
-) -> None:
+def _commit(spec: SegmentSpec, store: LocalCheckpointStore, segment: int, step: int, *, complete: bool) -> None:
     staging = store.stage(step)
     (staging / "weights").write_text(str(step))
     checkpoint = store.commit(

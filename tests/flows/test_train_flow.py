@@ -79,13 +79,9 @@ def test_a_killed_trainer_is_replaced_and_goes_on_from_its_checkpoint(
     assert trained == ["train from segment 0", "train from segment 1"]
 
 
-def test_a_diverged_trainer_is_not_retried_and_says_why(
-    data_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_diverged_trainer_is_not_retried_and_says_why(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAKE_FAILURE", "diverge")
-    with pytest.raises(
-        DivergedError, match=r"(?s)^Traceback\nloop\.py line 7.*gradients are nan.*trainer\.log"
-    ):
+    with pytest.raises(DivergedError, match=r"(?s)^Traceback\nloop\.py line 7.*gradients are nan.*trainer\.log"):
         grpo_geo3k(load_experiment("grpo-geo3k-tiny", SMALL), run_id="diverged")
     assert [line for line in calls(data_dir) if line.startswith("train")] == ["train from segment 0"]
     (run,) = MlflowClient(tracking_uri=Settings().tracking_uri).search_runs(["1"])

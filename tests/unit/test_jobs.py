@@ -53,9 +53,7 @@ def settings_with(interpreter_code: str, tmp_path: Path) -> Settings:
 
 
 def spec_in(settings: Settings) -> BootstrapSpec:
-    return BootstrapSpec(
-        result=new_result_path(settings, "test"), model=ModelConfig(), models_dir=settings.models_dir
-    )
+    return BootstrapSpec(result=new_result_path(settings, "test"), model=ModelConfig(), models_dir=settings.models_dir)
 
 
 def test_the_result_comes_back(tmp_path: Path) -> None:
@@ -93,9 +91,7 @@ def test_exit_codes_in_words() -> None:
     assert [describe_exit(code) for code in (1, -15)] == ["exit code 1", "signal 15"]
 
 
-def test_an_interrupt_ends_the_job_and_everything_it_started(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupt_ends_the_job_and_everything_it_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tasks.jobs._STOP_GRACE_SECONDS", 0.3)
     settings = settings_with(STUBBORN, tmp_path)
     spec = spec_in(settings)

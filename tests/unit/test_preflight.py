@@ -101,16 +101,12 @@ def test_unknown_template(settings: Settings) -> None:
 
 def test_no_space_for_the_checkpoints(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight.storage, "free_bytes", lambda _: 2**20)
-    with pytest.raises(
-        StorageError, match=r"needs 0\.\d+ GiB.*has 0\.00 GiB free.*segment\.keep_checkpoints"
-    ):
+    with pytest.raises(StorageError, match=r"needs 0\.\d+ GiB.*has 0\.00 GiB free.*segment\.keep_checkpoints"):
         check(experiment(), settings)
 
 
 def test_unreachable_mlflow(tmp_path: Path) -> None:
-    settings = Settings(
-        data_dir=tmp_path, mlflow_uri=f"http://127.0.0.1:{free_port()}", server_timeout_seconds=1
-    )
+    settings = Settings(data_dir=tmp_path, mlflow_uri=f"http://127.0.0.1:{free_port()}", server_timeout_seconds=1)
     with pytest.raises(ServerError, match=r"no MLflow server answers.*RLFLOW_MLFLOW_URI"):
         check(experiment(), settings)
 
@@ -129,7 +125,5 @@ def test_all_findings_come_at_once(settings: Settings) -> None:
 
 
 def test_impossible_batch_arithmetic() -> None:
-    with pytest.raises(
-        ConfigError, match=r"updates_per_batch \(3\) does not divide .*problems_per_step \(32\)"
-    ):
+    with pytest.raises(ConfigError, match=r"updates_per_batch \(3\) does not divide .*problems_per_step \(32\)"):
         experiment("training.updates_per_batch=3", "training.steps=60", "segment.steps=30")

@@ -33,9 +33,7 @@ def open_run(tmp_path_factory: pytest.TempPathFactory) -> Open:
 
 
 def records(last: int) -> list[StepRecord]:
-    return [
-        StepRecord(step, 1_700_000_000_000 + step, {"reward/mean": step / 10}) for step in range(1, last + 1)
-    ]
+    return [StepRecord(step, 1_700_000_000_000 + step, {"reward/mean": step / 10}) for step in range(1, last + 1)]
 
 
 def history(tracker: Tracker) -> list[tuple[int, float]]:
