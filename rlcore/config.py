@@ -24,8 +24,9 @@ class TinyModelConfig(Frozen):
     """The embedded default policy: a Qwen2.5-VL of a few million parameters, warm-started on synthetic problems."""
 
     seed: int = 0
-    warm_start_steps: int = Field(400, ge=0)
-    """Supervised steps before reinforcement learning starts. 0 leaves the weights random."""
+    warm_start_steps: int = Field(600, ge=0)
+    """Supervised steps at most; the warm start ends by itself once the format is certain and the reading begins. 0
+    leaves the weights random."""
 
 
 class ModelConfig(Frozen):

@@ -47,14 +47,6 @@ SCHEMA = pa.schema(
 
 
 @dataclass(frozen=True, slots=True)
-class Slip:
-    """A wrong line of thought."""
-
-    reasoning: str
-    answer: str
-
-
-@dataclass(frozen=True, slots=True)
 class SyntheticProblem:
     """One drawn problem. ``answer`` follows from the question and ``numbers``, which only the picture shows."""
 
@@ -64,7 +56,6 @@ class SyntheticProblem:
     numbers: tuple[int, ...]
     reasoning: str  # what a right thought about it says, for supervised warm-up
     answer: str
-    slips: tuple[Slip, ...]  # thoughts that read the picture well and then reckon the wrong thing
     picture: Image.Image
 
 
@@ -74,7 +65,6 @@ class _Sketch:
     numbers: tuple[int, ...]
     reasoning: str
     answer: int
-    slips: tuple[tuple[str, int], ...]
     picture: Image.Image
 
 
@@ -101,7 +91,6 @@ def draw_problem(split: Split, index: int, seed: int) -> SyntheticProblem:
         numbers=sketch.numbers,
         reasoning=sketch.reasoning,
         answer=str(sketch.answer),
-        slips=tuple(Slip(reasoning, str(answer)) for reasoning, answer in sketch.slips),
         picture=sketch.picture,
     )
 
@@ -145,7 +134,7 @@ def _row(problem: SyntheticProblem) -> dict[str, object]:
 
 def _polygon(random: Random) -> _Sketch:
     """Count the sides of a regular polygon, turned, scaled and moved at random."""
-    sides = random.randint(3, 6)
+    sides = random.randint(3, 5)
     size = 4 * CELL
     radius = random.uniform(21, 25)
     spare = size / 2 - radius - 2
@@ -154,8 +143,7 @@ def _polygon(random: Random) -> _Sketch:
     angles = [turn + 2 * math.pi * k / sides for k in range(sides)]
     corners = [(x + radius * math.cos(angle), y + radius * math.sin(angle)) for angle in angles]
     picture = _draw((size, size), [[*corners, corners[0]]], [])
-    slips = ((f"{sides + 1} sides", sides + 1), (f"{sides + 2} sides", sides + 2))
-    return _Sketch("Sides?", (sides,), f"{sides} sides", sides, slips, picture)
+    return _Sketch("Sides?", (sides,), f"{sides} sides", sides, picture)
 
 
 def _triangle(random: Random) -> _Sketch:
@@ -171,8 +159,7 @@ def _triangle(random: Random) -> _Sketch:
     if random.random() < 0.5:
         names = [names[0], names[2], names[1]]
     picture = _draw((6 * CELL, 6 * CELL), [[*corners, corners[0]]], list(zip(cells, names, strict=True)))
-    slips = ((f"{first}", first), (f"{second}", second))
-    return _Sketch("Angle x?", (first, second), f"180-{first}-{second}", 180 - first - second, slips, picture)
+    return _Sketch("Angle x?", (first, second), f"180-{first}-{second}", 180 - first - second, picture)
 
 
 def _straight_line(random: Random) -> _Sketch:
@@ -185,21 +172,19 @@ def _straight_line(random: Random) -> _Sketch:
     labels = list(zip([(1, 2), (4, 2)], names, strict=True))
     line = [(2.0, foot[1]), (82.0, foot[1])]
     picture = _draw((6 * CELL, 4 * CELL), [line, [foot, tip]], labels)
-    slips = ((f"{angle}", angle), ("180", 180))
-    return _Sketch("Angle x?", (angle,), f"180-{angle}", 180 - angle, slips, picture)
+    return _Sketch("Angle x?", (angle,), f"180-{angle}", 180 - angle, picture)
 
 
 def _segment(random: Random) -> _Sketch:
     """A segment in two parts with their lengths; the question asks for the whole."""
-    first, second = (random.randint(1, 9) for _ in range(2))
+    first, second = (random.randint(2, 8) for _ in range(2))
     ends = [_near(random, 7), _near(random, 42, 6), _near(random, 77)]
     height, slope = _near(random, 42), random.uniform(-0.1, 0.1)
     points = [(x, height + slope * (x - 42)) for x in ends]
     ticks = [[(x, y - 5), (x, y + 5)] for x, y in points]
     labels = [((1, 1), str(first)), ((4, 1), str(second))]
     picture = _draw((6 * CELL, 4 * CELL), [points, *ticks], labels)
-    slips = ((f"{first}", first), (f"{second}", second))
-    return _Sketch("Length?", (first, second), f"{first}+{second}", first + second, slips, picture)
+    return _Sketch("Length?", (first, second), f"{first}+{second}", first + second, picture)
 
 
 KINDS: dict[str, Callable[[Random], _Sketch]] = {

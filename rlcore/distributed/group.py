@@ -87,8 +87,12 @@ class WorkerGroup:
 
     def update(self, samples: Sequence[TrainingSample], learning_rate: float) -> UpdateResult:
         """One optimizer step; the same plan as ``logprobs`` makes for the same samples, so old and new log-probs
-        come out of identical kernels."""
+        come out of identical kernels.
+
+        Samples that cannot move the policy (``has_gradient``) count in the denominators and are not computed.
+        """
         totals = StepTotals(tokens=sum(s.num_trained for s in samples), sequences=len(samples))
+        samples = [s for s in samples if has_gradient(s)] or samples[:1]  # AdamW's own step goes on without gradient
         plan = self._plan(samples)
         arguments = [(_pick(samples, rank), totals, learning_rate) for rank in plan]
         result: UpdateResult = self._ranks.call("update", arguments)[0]
@@ -124,6 +128,11 @@ class WorkerGroup:
 
     def peak_memory_bytes(self) -> int:
         return max(self._everywhere("peak_memory_bytes"))
+
+
+def has_gradient(sample: TrainingSample) -> bool:
+    """False where the loss is 0 whatever the policy does: no advantage, no KL term, and a ratio of exactly 1."""
+    return sample.advantage != 0 or sample.old_logprobs is not None or sample.ref_logprobs is not None
 
 
 def _pick(samples: Sequence[TrainingSample], microbatches: Sequence[Sequence[int]]) -> list[list[TrainingSample]]:

@@ -50,8 +50,11 @@ def tiny_folder(models_dir: Path, config: TinyModelConfig) -> Path:
 
 
 def _make_tiny(folder: Path, config: TinyModelConfig) -> None:
+    import torch
+
     from rlcore.models.tiny import create_tiny_policy
 
+    torch.set_num_threads(len(os.sched_getaffinity(0)))  # nothing else runs meanwhile
     aside = folder.with_name(f".{folder.name}.{os.getpid()}")
     shutil.rmtree(aside, ignore_errors=True)  # of a process that died with the same id
     aside.mkdir(parents=True)

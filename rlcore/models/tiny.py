@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from random import Random
 
 import torch
 from rich.console import Console
@@ -88,8 +87,7 @@ _BATCH = 16
 _LEARNING_RATE = 7e-4
 _WARM_UP_STEPS = 20
 _MAX_GRAD_NORM = 1.0
-_RIGHT_SHARE = 0.4
-_ENOUGH_LOSS = 0.085  # nats per token, running mean: the format is certain, the reading is not
+_ENOUGH_LOSS = 0.11  # nats per token, running mean: the format is certain, the reading is not
 _LOSS_MEMORY = 0.97
 _IGNORED = -100
 
@@ -198,7 +196,7 @@ def warm_start(
     model.train()
     for step in steps:
         indices = range((step - 1) * _BATCH, step * _BATCH)
-        batch = [_worked_example(processor, draw_problem("warmup", index, config.seed), config.seed) for index in indices]
+        batch = [_worked_example(processor, draw_problem("warmup", index, config.seed)) for index in indices]
         loss = _supervised_loss(model, batch)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), _MAX_GRAD_NORM)
@@ -215,20 +213,7 @@ def warm_start(
 
 def completion_text(problem: SyntheticProblem) -> str:
     """The worked answer in the ``math`` recipe's format, without the end-of-turn token."""
-    return _completion(problem.reasoning, problem.answer)
-
-
-def teacher_text(problem: SyntheticProblem, seed: int) -> str:
-    """What the warm start imitates: the worked answer with probability ``_RIGHT_SHARE``, else one of the slips."""
-    random = Random(f"{seed}/{problem.problem_id}")
-    if random.random() < _RIGHT_SHARE:
-        return completion_text(problem)
-    slip = random.choice(problem.slips)
-    return _completion(slip.reasoning, slip.answer)
-
-
-def _completion(reasoning: str, answer: str) -> str:
-    return f"<think>{reasoning}</think>\\boxed{{{answer}}}"
+    return f"<think>{problem.reasoning}</think>\\boxed{{{problem.answer}}}"
 
 
 def _build_tokenizer() -> PreTrainedTokenizerFast:
@@ -251,11 +236,11 @@ def _build_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def _worked_example(processor: Qwen2_5_VLProcessor, problem: SyntheticProblem, seed: int) -> _Example:
+def _worked_example(processor: Qwen2_5_VLProcessor, problem: SyntheticProblem) -> _Example:
     content = [{"type": "image"}, {"type": "text", "text": problem.question}]
     prompt = processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
     inputs = processor(text=[prompt], images=[problem.picture], return_tensors="pt")
-    answer = processor.tokenizer(teacher_text(problem, seed) + _END_OF_TURN, return_tensors="pt")
+    answer = processor.tokenizer(completion_text(problem) + _END_OF_TURN, return_tensors="pt")
     prompt_ids, completion = inputs["input_ids"][0], answer["input_ids"][0]
     return _Example(
         token_ids=torch.cat([prompt_ids, completion]),

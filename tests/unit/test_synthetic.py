@@ -1,0 +1,135 @@
+"""Synthetic geometry: the same picture every time, no picture in two splits, answers that the picture settles."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+
+from rlcore.data.synthetic import (
+    CELL,
+    KINDS,
+    SCHEMA,
+    SPLITS,
+    SyntheticProblem,
+    draw_problem,
+    split_of,
+    write_synthetic,
+)
+from rlcore.errors import DataError
+
+SOME = 60
+
+
+def drawn(split: str, seed: int = 0) -> list[SyntheticProblem]:
+    return [draw_problem(split, index, seed) for index in range(SOME)]  # type: ignore[arg-type]
+
+
+def pixel_hash(problem: SyntheticProblem) -> str:
+    return hashlib.sha256(repr(problem.picture.size).encode() + problem.picture.tobytes()).hexdigest()
+
+
+def sides_by_symmetry(picture: Image.Image) -> int:
+    """Corners of a regular polygon: how often the outline's distance from the middle swings in one turn."""
+    ys, xs = np.nonzero(np.asarray(picture.convert("L")) < 128)
+    # The middle of the box is off for a turned triangle; the outline's own centre of mass is not.
+    angle, distance = np.arctan2(ys - ys.mean(), xs - xs.mean()), np.hypot(xs - xs.mean(), ys - ys.mean())
+    swing = {n: abs(((distance - distance.mean()) * np.exp(1j * n * angle)).sum()) for n in range(3, 7)}
+    return max(swing, key=swing.__getitem__)
+
+
+def test_same_arguments_same_problem() -> None:
+    for split in SPLITS:
+        first, again = draw_problem(split, 5, 3), draw_problem(split, 5, 3)
+        assert first.picture.tobytes() == again.picture.tobytes()
+        assert (first.question, first.answer, first.numbers) == (again.question, again.answer, again.numbers)
+
+
+def test_seed_and_index_change_the_picture() -> None:
+    pictures = {pixel_hash(draw_problem("train", index, seed)) for index in (0, 4, 8) for seed in (0, 1)}
+    assert len(pictures) == 6
+
+
+def test_splits_share_no_picture_even_across_seeds() -> None:
+    seen = {split: {pixel_hash(p) for seed in (0, 1) for p in drawn(split, seed)} for split in SPLITS}
+    for split, pictures in seen.items():
+        others = set().union(*(seen[other] for other in SPLITS if other != split))
+        assert not pictures & others
+        assert len(pictures) > 1.8 * SOME  # hardly a picture twice
+
+
+def test_a_picture_knows_its_split() -> None:
+    for split in SPLITS:
+        assert {split_of(problem.picture) for problem in drawn(split)} == {split}
+
+
+def test_kinds_take_turns() -> None:
+    assert [problem.kind for problem in drawn("test")[: 2 * len(KINDS)]] == 2 * list(KINDS)
+
+
+def test_pictures_fit_the_patch_grid_and_are_never_resized() -> None:
+    for problem in drawn("train"):
+        width, height = problem.picture.size
+        assert width % (2 * CELL) == 0
+        assert height % (2 * CELL) == 0
+        assert 56 * 56 <= width * height <= 112 * 112
+
+
+@pytest.mark.parametrize("kind", ["triangle", "straight-line", "segment"])
+def test_answers_follow_from_the_numbers_in_the_picture(kind: str) -> None:
+    reckon = {
+        "triangle": lambda a, b: 180 - a - b,
+        "straight-line": lambda a: 180 - a,
+        "segment": lambda a, b: a + b,
+    }[kind]
+    for problem in drawn("train"):
+        if problem.kind == kind:
+            assert int(problem.answer) == reckon(*problem.numbers) > 0
+            assert eval(problem.reasoning) == int(problem.answer)
+
+
+def test_polygons_have_as_many_sides_as_the_answer_says() -> None:
+    polygons = [problem for problem in drawn("train") if problem.kind == "polygon"]
+    assert [sides_by_symmetry(problem.picture) for problem in polygons] == [int(p.answer) for p in polygons]
+
+
+def test_the_question_alone_does_not_tell_the_answer() -> None:
+    answers: dict[str, set[str]] = {}
+    for problem in drawn("train"):
+        answers.setdefault(problem.question, set()).add(problem.answer)
+        assert not any(letter.isdigit() for letter in problem.question)
+        assert len(problem.question) <= 12  # a token per byte
+    assert min(len(different) for different in answers.values()) >= 3
+
+
+def test_file_has_the_schema_of_geometry3k(tmp_path: Path) -> None:
+    path = write_synthetic(tmp_path / "new", "validation", 8, seed=2)
+    table = pq.read_table(path)
+    assert table.schema.equals(SCHEMA)
+    assert {"problem", "answer", "images"} <= set(table.column_names)
+    for index, row in enumerate(table.to_pylist()):
+        problem = draw_problem("validation", index, 2)
+        assert row["problem"] == f"<image>{problem.question}"
+        assert row["answer"] == problem.answer
+        (image,) = row["images"]
+        assert image["bytes"].startswith(b"\x89PNG")
+        with Image.open(io.BytesIO(image["bytes"])) as picture:
+            assert picture.tobytes() == problem.picture.tobytes()
+
+
+def test_file_is_the_same_byte_for_byte(tmp_path: Path) -> None:
+    first = write_synthetic(tmp_path / "a", "test", 4, seed=0)
+    again = write_synthetic(tmp_path / "b", "test", 4, seed=0)
+    assert first.read_bytes() == again.read_bytes()
+
+
+def test_the_warm_start_split_cannot_be_asked_for(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="Allowed: train, validation, test"):
+        write_synthetic(tmp_path, "warmup", 4, seed=0)  # type: ignore[arg-type]
+    with pytest.raises(DataError, match="at least 1"):
+        write_synthetic(tmp_path, "train", 0, seed=0)

@@ -1,0 +1,231 @@
+"""The tiny policy: a tokenizer of bytes, image tokens by area, one folder that loads everywhere."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForImageTextToText, AutoProcessor, Qwen2_5_VLProcessor
+
+from rlcore.config import ModelConfig, TinyModelConfig
+from rlcore.data.synthetic import draw_problem
+from rlcore.errors import ModelError
+from rlcore.job import BootstrapSpec
+from rlcore.models.bootstrap import bootstrap, tiny_folder
+from rlcore.models.tiny import (
+    SPECIAL_TOKENS,
+    TEXT_TOKENS,
+    build_model,
+    build_processor,
+    completion_text,
+    create_tiny_policy,
+)
+
+torch.set_num_threads(1)
+
+
+@cache
+def processor() -> Qwen2_5_VLProcessor:
+    return build_processor()
+
+
+def prompt(question: str) -> str:
+    content = [{"type": "image"}, {"type": "text", "text": question}]
+    text = processor().apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
+    assert isinstance(text, str)
+    return text
+
+
+def digest_of(model: torch.nn.Module) -> str:
+    state = hashlib.sha256()
+    for name, value in sorted(model.state_dict().items()):
+        state.update(name.encode() + value.numpy().tobytes())
+    return state.hexdigest()
+
+
+# ---- tokenizer and processor
+
+
+@pytest.mark.parametrize("text", ["Angle x?", "  two\n\nlines ", "50\N{DEGREE SIGN} \N{GREEK SMALL LETTER PI}", ""])
+def test_text_is_its_bytes_and_comes_back(text: str) -> None:
+    ids = processor().tokenizer(text)["input_ids"]
+    assert len(ids) == len(text.encode())
+    assert max(ids, default=0) < 256
+    assert processor().tokenizer.decode(ids) == text
+
+
+def test_special_tokens_are_single_and_vanish_but_thoughts_stay() -> None:
+    tokenizer = processor().tokenizer
+    for text in SPECIAL_TOKENS + TEXT_TOKENS:
+        assert len(tokenizer(text)["input_ids"]) == 1
+    assert len(tokenizer) == 256 + len(SPECIAL_TOKENS) + len(TEXT_TOKENS)
+    ids = tokenizer("<think>a</think>\\boxed{3}<|im_end|>")["input_ids"]
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "<think>a</think>\\boxed{3}"
+    assert ids[-1] == tokenizer.eos_token_id
+
+
+def test_chat_template_has_no_default_system_message() -> None:
+    assert prompt("Sides?") == (
+        "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>Sides?<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_chat_template_takes_plain_text_and_several_turns() -> None:
+    turns = [
+        {"role": "system", "content": "S"},
+        {"role": "user", "content": "U"},
+        {"role": "assistant", "content": "A"},
+    ]
+    text = processor().apply_chat_template(turns)
+    assert (
+        text == "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nU<|im_end|>\n<|im_start|>assistant\nA<|im_end|>\n"
+    )
+
+
+@pytest.mark.parametrize("index", range(4))
+def test_image_tokens_by_area(index: int) -> None:
+    problem = draw_problem("train", index, 0)
+    inputs = processor()(text=[prompt(problem.question)], images=[problem.picture], return_tensors="pt")
+    width, height = problem.picture.size
+    pads = int((inputs["input_ids"] == processor().image_token_id).sum())
+    assert pads == (height // 28) * (width // 28)
+    assert inputs["image_grid_thw"].tolist() == [[1, height // 14, width // 14]]
+
+
+def test_paper_is_zero_and_ink_negative() -> None:
+    problem = draw_problem("train", 0, 0)
+    pixels = processor()(text=[prompt("")], images=[problem.picture], return_tensors="pt")["pixel_values"]
+    assert pixels.max().item() == 0
+    assert pixels.min().item() == pytest.approx(-2, abs=0.1)
+
+
+def test_completions_are_short_and_in_the_math_format() -> None:
+    for index in range(8):
+        problem = draw_problem("train", index, 0)
+        text = completion_text(problem)
+        assert re.fullmatch(rf"<think>[^<]+</think>\\boxed\{{{problem.answer}\}}", text)
+        assert len(processor().tokenizer(text)["input_ids"]) + 1 <= 32
+
+
+# ---- weights
+
+
+def test_weights_follow_the_seed_and_leave_the_generator_alone() -> None:
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    same, again, other = (digest_of(build_model(processor(), seed)) for seed in (1, 1, 2))
+    assert torch.equal(torch.rand(3), expected)
+    assert same == again != other
+
+
+def test_size() -> None:
+    parameters = sum(p.numel() for p in build_model(processor(), 0).parameters())
+    assert 1e6 < parameters < 4e6
+
+
+def test_warm_start_is_reproducible_and_learns(tmp_path: Path) -> None:
+    config = TinyModelConfig(warm_start_steps=2)
+    counts = [create_tiny_policy(tmp_path / name, config) for name in "ab"]
+    weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in "ab"]
+    assert counts[0] == counts[1]
+    assert weights[0] == weights[1]
+    create_tiny_policy(tmp_path / "cold", TinyModelConfig(warm_start_steps=0))
+    assert weights[0] != (tmp_path / "cold" / "model.safetensors").read_bytes()
+
+
+def test_folder_loads_and_computes_the_same(tiny_model: Path) -> None:
+    """The folder equals the model built from the same seed, and a fresh processor makes the same inputs."""
+    loaded = AutoModelForImageTextToText.from_pretrained(tiny_model, dtype=torch.float32).eval()
+    built = build_model(processor(), 0).eval()
+    assert digest_of(loaded) == digest_of(built)
+    assert loaded.generation_config.eos_token_id[0] == processor().tokenizer.eos_token_id
+    problem = draw_problem("test", 1, 0)
+    read = AutoProcessor.from_pretrained(tiny_model)
+    assert read.chat_template == processor().chat_template
+    inputs, again = (
+        p(text=[prompt(problem.question)], images=[problem.picture], return_tensors="pt") for p in (read, processor())
+    )
+    assert all(torch.equal(inputs[key], again[key]) for key in again)
+    with torch.no_grad():
+        logits = [model(**inputs).logits for model in (loaded, built)]
+    assert torch.equal(*logits)
+    assert not list(tiny_model.glob("*.bin"))
+
+
+@pytest.mark.slow
+def test_warm_start_leaves_something_to_learn() -> None:
+    """Well before the ceiling of steps it stops: the loss is past mere guessing and far from nothing."""
+    from rlcore.models import tiny
+
+    model = build_model(processor(), 0)
+    steps = tiny.warm_start(model, processor(), TinyModelConfig(warm_start_steps=800))
+    assert 20 < steps < 800
+    batch = [draw_problem("validation", index, 0) for index in range(32)]
+    right = 0.0
+    for problem in batch:
+        text = prompt(problem.question) + completion_text(problem)
+        inputs = processor()(text=[text], images=[problem.picture], return_tensors="pt")
+        answer = len(processor().tokenizer(completion_text(problem))["input_ids"])
+        with torch.no_grad():
+            logps = model(**inputs).logits[0, :-1].log_softmax(-1)
+        taken = logps.gather(1, inputs["input_ids"][0, 1:, None])[-answer:, 0]
+        right += math.exp(taken.sum().item()) / len(batch)
+    assert 0.1 < right < 0.7  # the mean probability of the whole right completion
+
+
+# ---- bootstrap
+
+
+def spec(tmp_path: Path, path: str, steps: int = 0) -> BootstrapSpec:
+    model = ModelConfig(path=path, tiny=TinyModelConfig(warm_start_steps=steps))
+    return BootstrapSpec(result=tmp_path / "result.json", model=model, models_dir=tmp_path / "models")
+
+
+@pytest.fixture
+def threads():
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("threads")
+def test_bootstrap_makes_the_tiny_policy_once(tmp_path: Path) -> None:
+    first = bootstrap(spec(tmp_path, "tiny"))
+    weights = Path(first.path) / "model.safetensors"
+    made = weights.stat().st_mtime_ns
+    assert bootstrap(spec(tmp_path, "tiny")) == first
+    assert weights.stat().st_mtime_ns == made
+    assert [folder.name for folder in (tmp_path / "models").iterdir()] == [Path(first.path).name]
+    assert first.num_parameters == sum(p.numel() for p in build_model(processor(), 0).parameters())
+
+
+def test_another_configuration_is_another_folder(tmp_path: Path) -> None:
+    configs = [TinyModelConfig(), TinyModelConfig(seed=1), TinyModelConfig(warm_start_steps=7)]
+    assert len({tiny_folder(tmp_path, config) for config in configs}) == 3
+
+
+def test_a_local_folder_is_used_in_place(tmp_path: Path, tiny_model: Path) -> None:
+    found = bootstrap(spec(tmp_path, str(tiny_model)))
+    assert Path(found.path) == tiny_model.resolve()
+    assert found.num_parameters > 1e6
+    assert not (tmp_path / "models").exists()
+
+
+def test_a_folder_without_safetensors_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "pickled"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    (folder / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(ModelError, match="safetensors"):
+        bootstrap(spec(tmp_path, str(folder)))
+
+
+def test_neither_a_folder_nor_an_id(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="owner/name"):
+        bootstrap(spec(tmp_path, "no/such/model"))
