@@ -50,6 +50,8 @@ def report(
     page = run.report_dir / "report.html"
     page.parent.mkdir(parents=True, exist_ok=True)
     curves.savefig(page.with_name("curves.png"), dpi=110)
+    evaluations = [item.model_dump(mode="json") for item in (before, after)]
+    page.with_name("evaluations.json").write_text(json.dumps(evaluations, indent=1))
     text = markdown(run, summary, before, after, model, samples)
     page.write_text(html_page(run, summary, before, after, model, samples, page.parent, validation))
     create_markdown_artifact(text, key=f"{run.experiment.name}-report")

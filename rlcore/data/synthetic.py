@@ -148,7 +148,7 @@ def _polygon(random: Random) -> _Sketch:
 
 def _triangle(random: Random) -> _Sketch:
     """Two angles of a triangle are given, x is the third."""
-    first, second = (10 * random.randint(3, 8) for _ in range(2))
+    first, second = (10 * random.randint(4, 7) for _ in range(2))
     corners = [
         (_near(random, 7), _near(random, 75)),
         (_near(random, 77), _near(random, 75)),

@@ -42,6 +42,10 @@ class StopRequest:
         self._lease, self._control, self._deadline = lease, control, deadline_seconds
         self._signalled = False
         self.segment_ends_at: float | None = None  # time.monotonic()
+        self.listen()
+
+    def listen(self) -> None:
+        """Take SIGTERM and SIGINT as a request to stop. Ray takes them over when it starts: call this again then."""
         signal.signal(signal.SIGTERM, self._on_signal)
         signal.signal(signal.SIGINT, self._on_signal)
 
@@ -120,6 +124,7 @@ def _train_segments(spec: SegmentSpec, stop: StopRequest) -> int:
         sink=sink,
         on_batch=SampleLog(spec.run_dir / "samples"),
     ) as run:
+        stop.listen()
         if spec.parent is not None:
             run.workers.load(Path(spec.parent.path))
         run.workers.sync_weights(state.step)
