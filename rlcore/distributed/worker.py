@@ -151,7 +151,7 @@ class SamplingWorker:
             device=spec.device,
             temperature=temperature,
             top_p=top_p,
-            external_launcher=False,
+            join_world=False,
         )
         if checkpoint is None:
             self.sampler.keep_loaded_weights(version)

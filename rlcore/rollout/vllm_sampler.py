@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
+import socket
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
     from rlcore.models.merge import CanarySequence
 
-logger = logging.getLogger(__name__)
-
 
 class VllmSampler:
     """One engine on one device. Implements ``ports.Sampler``.
@@ -44,12 +42,12 @@ class VllmSampler:
         device: str,
         temperature: float | None = None,
         top_p: float | None = None,
-        external_launcher: bool = True,
+        join_world: bool = True,
     ) -> None:
         """
         Args:
             temperature, top_p: of this sampler, where they differ from ``config.rollout`` (evaluation).
-            external_launcher: the calling process is one rank of a torch.distributed world; the engine joins it.
+            join_world: the calling process is one rank of a torch.distributed world, which the engine joins.
         """
         rollout = config.rollout
         self._prompts, self._images, self._device = prompts, images, device
@@ -68,7 +66,7 @@ class VllmSampler:
         self._llm = build_engine(
             model,
             device=device,
-            external_launcher=external_launcher,
+            join_world=join_world,
             max_model_len=config.max_sequence_tokens,
             max_num_seqs=rollout.max_sequences,
             gpu_memory_utilization=rollout.gpu_memory_utilization,
@@ -210,7 +208,7 @@ def build_engine(
     model: Path,
     *,
     device: str,
-    external_launcher: bool,
+    join_world: bool,
     max_model_len: int,
     max_num_seqs: int,
     gpu_memory_utilization: float,
@@ -223,14 +221,19 @@ def build_engine(
     trust_remote_code: bool,
     dtype: str,
 ) -> LLM:
-    """A vLLM engine in this process, with what every engine of ours shares."""
+    """A vLLM engine in this process, with what every engine of ours shares.
+
+    Args:
+        join_world: RANK, WORLD_SIZE and MASTER_* are set and the engine is one rank of that world; else it makes a
+            world of one.
+    """
     set_engine_environment(device)
     from vllm import LLM
 
     _register_model_class(model)
+    if not join_world:
+        _world_of_one()
     options: dict[str, Any] = {}
-    if external_launcher:
-        options["distributed_executor_backend"] = "external_launcher"
     if images_per_prompt:
         options["limit_mm_per_prompt"] = {"image": images_per_prompt, "video": 0}
         options["mm_processor_kwargs"] = {"min_pixels": min_pixels, "max_pixels": max_pixels}
@@ -258,6 +261,7 @@ def build_engine(
         seed=seed,
         trust_remote_code=trust_remote_code,
         disable_log_stats=True,
+        distributed_executor_backend="external_launcher",  # this process is the worker; nothing is started
         **options,
     )
 
@@ -274,6 +278,13 @@ def set_engine_environment(device: str) -> None:
         defaults |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCH_COMPILE_DISABLE": "1"}
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
+
+
+def _world_of_one() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
 
 
 def engine_prompt(token_ids: Sequence[int], images: Sequence[ImageRef], store: ImageStore) -> dict[str, Any]:
@@ -295,7 +306,7 @@ def vllm_sequence_logprobs(
     llm = build_engine(
         model,
         device=device,
-        external_launcher=False,
+        join_world=False,
         max_model_len=max(len(s.token_ids) for s in sequences) + 8,
         max_num_seqs=16,
         gpu_memory_utilization=0.5,

@@ -1,7 +1,7 @@
 """Draw the learning curves of several runs of the demo.
 
-``python -m tests.bench.demo_curves OUT.png RUN_DIR [RUN_DIR ...]``: training accuracy per step (running mean), and held-out
-accuracy before and after with its 95 % interval, as each run's report has it.
+``python -m tests.bench.demo_curves OUT.png RUN_DIR [RUN_DIR ...]``: training accuracy per step (running mean), and
+held-out accuracy before and after with its 95 % interval, as each run's report has it.
 """
 
 from __future__ import annotations

@@ -44,7 +44,13 @@ def test_a_stopped_trainer_commits_and_the_next_one_goes_on(tiny_model: Path, da
 
     def spec(first: int, parent: CheckpointRef | None) -> SegmentSpec:
         return SegmentSpec(
-            run_id="run", run_dir=tmp_path, experiment=config, dataset=data, model=model, first_segment=first, parent=parent
+            run_id="run",
+            run_dir=tmp_path,
+            experiment=config,
+            dataset=data,
+            model=model,
+            first_segment=first,
+            parent=parent,
         )
 
     control = Control(tmp_path / "control.json")

@@ -47,20 +47,29 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )  # fmt: skip
     resized = resize(
         ResizeSpec(
-            result=folder / "b", dataset=prepared, data=config.data, model=config.model, datasets_dir=folder, processes=1
+            result=folder / "b",
+            dataset=prepared,
+            data=config.data,
+            model=config.model,
+            datasets_dir=folder,
+            processes=1,
         )
     )
     return Path(resized.path)
 
 
-def run(out: Path, model: Path, dataset: Path, config: ExperimentConfig, *, until: int, resume: Path | None = None) -> dict[str, Any]:
+def run(
+    out: Path, model: Path, dataset: Path, config: ExperimentConfig, *, until: int, resume: Path | None = None
+) -> dict[str, Any]:
     out.mkdir()
     settings = {
         "experiment": config.model_dump(mode="json"), "model": str(model), "dataset": str(dataset), "out": str(out),
         "until": until, "resume": str(resume) if resume else None,
     }  # fmt: skip
     (out / "settings.json").write_text(json.dumps(settings))
-    subprocess.run([sys.executable, "-m", "tests.integration.train_tiny", str(out / "settings.json")], check=True, cwd=ROOT)
+    subprocess.run(
+        [sys.executable, "-m", "tests.integration.train_tiny", str(out / "settings.json")], check=True, cwd=ROOT
+    )
     return json.loads((out / "result.json").read_text())
 
 

@@ -57,7 +57,9 @@ def main(settings: dict[str, object]) -> None:
             state = TrainState(**json.loads((Path(str(resume)) / "state.json").read_text()))
             workers.load(Path(str(resume)))
         workers.sync_weights(state.step)
-        run = TrainingRun(config, load_problems(dataset), workers, LetterGrader(), MetricJournal(out / "journal.jsonl"), keep)
+        run = TrainingRun(
+            config, load_problems(dataset), workers, LetterGrader(), MetricJournal(out / "journal.jsonl"), keep
+        )
         state = train(run, state, until_step=int(str(settings["until"])), should_stop=lambda: False)
         checkpoint = out / "checkpoint"
         checkpoint.mkdir()

@@ -129,3 +129,25 @@ def test_the_sampler_gets_every_tensor_of_the_state_dict(tiny_model: Path) -> No
         found = dict(policy.full_weights(bucket_bytes=bucket_bytes))
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def test_leaving_out_samples_without_gradient_changes_nothing(tiny_model: Path) -> None:
+    """The group drops them before the update and keeps them in the denominators; the step taken is the same."""
+    from rlcore.distributed.group import LocalRanks, WorkerGroup, has_gradient
+
+    settings = toy.config(kl={"coefficient": 0.0})
+    samples = [replace(s, advantage=0.0) if i in (1, 4, 5) else s for i, s in enumerate(toy.samples(8))]
+    assert [has_gradient(s) for s in samples] == [i not in (1, 4, 5) for i in range(8)]
+    assert has_gradient(replace(samples[1], ref_logprobs=samples[1].sampler_logprobs))  # its KL term still pulls
+
+    plain = toy.policy(tiny_model, settings)
+    everything = plain.update([samples], StepTotals(sum(s.num_trained for s in samples), len(samples)), 1e-3)
+    grouped = toy.policy(tiny_model, settings)
+    result = WorkerGroup(LocalRanks(grouped), settings).update(samples, 1e-3)
+    assert result.grad_norm == pytest.approx(everything.grad_norm, rel=1e-6)
+    assert float(result.sums.policy_loss) == pytest.approx(float(everything.sums.policy_loss), rel=1e-5)
+    for (name, a), (_, b) in zip(plain.full_weights(), grouped.full_weights(), strict=True):
+        assert torch.allclose(a, b, atol=2e-5), name
+
+    flat = [replace(s, advantage=0.0) for s in samples]
+    assert WorkerGroup(LocalRanks(grouped), settings).update(flat, 1e-3).grad_norm == 0.0  # AdamW's step is still taken

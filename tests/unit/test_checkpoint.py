@@ -185,6 +185,4 @@ def test_written_by_one_read_by_two_and_the_reverse(tmp_path):
         load_train_state(model, optimizer, tmp_path / f"by-two-{steps}")
         expected = torch.load(tmp_path / f"by-two-{steps}.pt")
         _assert_equal(_snapshot(model, optimizer), expected)
-        _assert_equal(
-            load_full_weights(tmp_path / f"by-two-{steps}"), {name: expected[name] for name in NAMES}
-        )
+        _assert_equal(load_full_weights(tmp_path / f"by-two-{steps}"), {name: expected[name] for name in NAMES})

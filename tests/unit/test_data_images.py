@@ -98,9 +98,7 @@ def test_resizing_is_bicubic_and_an_image_on_the_grid_is_kept_byte_for_byte(tmp_
 def test_the_processor_leaves_a_resized_image_unchanged(tmp_path):
     from rlcore.data.prompts import load_processor
 
-    raw = prepared(
-        tmp_path, [[encode(noise(width, height))] for width, height in ((300, 200), (31, 500), (70, 70))]
-    )
+    raw = prepared(tmp_path, [[encode(noise(width, height))] for width, height in ((300, 200), (31, 500), (70, 70))])
     folder = Path(resize(spec_for(raw)).path)
     processor = load_processor(ModelConfig()).image_processor
     data = DataConfig()
@@ -131,9 +129,7 @@ def test_an_image_that_does_not_decode_takes_its_problems_along(tmp_path):
     ref = resize(spec_for(raw))
     assert (ref.num_problems, ref.num_rejected, ref.num_images) == (1, 3, 1)
     rejects = read_rejects(Path(ref.path) / "rejects.jsonl")
-    assert [(r.problem_id, r.row, r.reason) for r in rejects] == [
-        (f"p{i}", i, "image_damaged") for i in (1, 2, 3)
-    ]
+    assert [(r.problem_id, r.row, r.reason) for r in rejects] == [(f"p{i}", i, "image_damaged") for i in (1, 2, 3)]
     assert len(list((Path(ref.path) / "images").iterdir())) == 1
     assert ref.max_prompt_tokens < raw.max_prompt_tokens
     with pytest.raises(DataError, match="image_damaged 1.*fetch the source again"):

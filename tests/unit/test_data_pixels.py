@@ -156,9 +156,7 @@ def test_only_an_upright_rgb_png_counts_as_ready():
     assert not read_header(encode(picture.convert("L"))).ready
 
 
-@pytest.mark.parametrize(
-    "side", [8400, 9700, 60_000]
-)  # below, at and above the sizes Pillow itself warns about
+@pytest.mark.parametrize("side", [8400, 9700, 60_000])  # below, at and above the sizes Pillow itself warns about
 def test_a_decompression_bomb_is_refused_by_its_header_and_without_a_warning(side):
     with warnings.catch_warnings():
         warnings.simplefilter("error")

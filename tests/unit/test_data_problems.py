@@ -32,9 +32,7 @@ def png(width: int = 60, height: int = 60, color: str = "white") -> bytes:
     return file.getvalue()
 
 
-def row(
-    problem: object = "<image>Find x.", answer: object = "1", images: object = None, **extra: object
-) -> dict:
+def row(problem: object = "<image>Find x.", answer: object = "1", images: object = None, **extra: object) -> dict:
     return {"problem": problem, "answer": answer, "images": [png()] if images is None else images, **extra}
 
 
@@ -198,9 +196,7 @@ def test_what_a_killed_run_left_is_removed_after_a_day(tmp_path):
 def test_the_key_changes_with_content_and_settings_that_matter_and_with_nothing_else(tmp_path):
     path = write(tmp_path / "rows.parquet", [row()])
     key = dataset_key(spec_for(path))
-    assert key == dataset_key(
-        spec_for(path).model_copy(update={"result": Path("x"), "datasets_dir": Path("y")})
-    )
+    assert key == dataset_key(spec_for(path).model_copy(update={"result": Path("x"), "datasets_dir": Path("y")}))
     assert key == dataset_key(spec_for(path, shuffle_seed=1))
     changes = [
         {"problem_column": "question"},

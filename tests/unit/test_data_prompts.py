@@ -51,10 +51,7 @@ def test_chat_text_puts_a_placeholder_where_each_marker_stood(plain):
     text = builder(plain).chat_text("<image>Find x.<image><image> {{ x }} \\boxed{1}", 3)
     user = f"{image}Find x.{image}{image} {{{{ x }}}} \\boxed{{1}}"
     assert text == f"<|im_start|>user\n{user}<|im_end|>\n<|im_start|>assistant\n"
-    assert (
-        text_builder(plain).chat_text("Find x.", 0)
-        == "<|im_start|>user\nFind x.<|im_end|>\n<|im_start|>assistant\n"
-    )
+    assert text_builder(plain).chat_text("Find x.", 0) == "<|im_start|>user\nFind x.<|im_end|>\n<|im_start|>assistant\n"
 
 
 @pytest.mark.parametrize("name", ["math", "r1v", "gsm8k"])

@@ -140,9 +140,7 @@ def _problems(count: int) -> list[Problem]:
 
 def test_one_row_per_completion_problem_by_problem():
     rows = evaluate(FakeSampler(), FakeGrader(), _problems(4), EvaluationConfig(problems=3, samples=2))
-    assert [(row.problem_id, row.sample) for row in rows] == [
-        (f"p{i}", s) for i in range(3) for s in range(2)
-    ]
+    assert [(row.problem_id, row.sample) for row in rows] == [(f"p{i}", s) for i in range(3) for s in range(2)]
     assert rows[0] == EvalRow(
         problem_id="p0",
         sample=0,

@@ -207,9 +207,7 @@ def test_many_threads_may_submit_at_once(pool):
     results: dict[int, list[Score]] = {}
 
     def one(size: int) -> None:
-        results[size] = pool.submit([problem()] * size, [completion("ok", n) for n in range(size)]).result(
-            WAIT
-        )
+        results[size] = pool.submit([problem()] * size, [completion("ok", n) for n in range(size)]).result(WAIT)
 
     threads = [threading.Thread(target=one, args=(size,)) for size in range(1, 9)]
     for thread in threads:

@@ -181,9 +181,7 @@ def test_a_merged_vision_model_is_the_policy_with_images_and_without(tmp_path, s
             .log_softmax(-1)
         )
     logprobs = [float(rows[t - 1, tokens[0, t]]) for t in range(6, 9)]
-    with_image = CanarySequence(
-        token_ids=tokens[0].tolist(), completion_start=6, images=(image,), logprobs=logprobs
-    )
+    with_image = CanarySequence(token_ids=tokens[0].tolist(), completion_start=6, images=(image,), logprobs=logprobs)
     text = read_canary(_text_canary(policy, checkpoint))
     canary = _write_canary(checkpoint, [with_image, *text])
     verify = partial(verify_merged, out, canary, log_prob_with_vllm=None, **PIXELS)
@@ -287,9 +285,7 @@ def test_a_model_is_merged_once_and_only_a_verified_one_counts(tmp_path):
 def test_a_model_folder_is_loaded_whole_or_not_at_all(tmp_path):
     base = _base(tmp_path / "base", _text_model(tied=False))
     assert load_hf_model(base, torch.bfloat16).dtype == torch.bfloat16
-    assert (
-        load_hf_model(base, torch.float32, attn_implementation="eager").config._attn_implementation == "eager"
-    )
+    assert load_hf_model(base, torch.float32, attn_implementation="eager").config._attn_implementation == "eager"
     with pytest.raises(ModelError, match="no config.json"):
         load_hf_model(tmp_path, torch.float32)
     config = json.loads((base / "config.json").read_text())
