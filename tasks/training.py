@@ -237,7 +237,7 @@ def _stopped_on_interrupt(run: Run, trainer: Trainer, index: int, settings: Sett
 def _ask_to_stop(run: Run, trainer: Trainer, index: int, grace_seconds: float) -> None:
     """Wait for the commit of steps that no manifest holds yet. Without such steps there is nothing to wait for.
 
-    By the control file alone: Ray puts a handler of its own on SIGTERM, which ends the trainer on the spot.
+    By the control file alone: while Ray starts, its own SIGTERM handler would end the trainer on the spot.
     """
     _beat(run, index, stop=True)
     deadline = time.monotonic() + grace_seconds
