@@ -34,8 +34,7 @@ def huggingface_logprobs(folder: Path, sample: TrainingSample, temperature: floa
         }
     with torch.no_grad():
         logits = model(input_ids=ids, **inputs).logits[0] / temperature
-    banned = toy.PROCESSOR.tokenizer.convert_tokens_to_ids(["<|image_pad|>", "<|video_pad|>"])
-    logits[:, banned] = float("-inf")
+    logits[:, toy.BANNED] = float("-inf")
     logprobs = logits.log_softmax(-1)[:-1].gather(-1, ids[0, 1:, None])[:, 0]
     return np.where(sample.loss_mask, np.concatenate([[0.0], logprobs.numpy()]), 0.0)
 

@@ -19,6 +19,8 @@ from rlcore.models.torch_policy import TorchPolicy
 from rlcore.types import ImageRef, TrainingSample
 
 PROCESSOR = build_processor()
+VISION_TOKENS = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
+BANNED: list[int] = PROCESSOR.tokenizer.convert_tokens_to_ids(VISION_TOKENS)
 PICTURES: dict[str, Image.Image] = {}
 
 
@@ -83,5 +85,4 @@ def policy(folder: Path, settings: ExperimentConfig, mesh: object | None = None)
     from transformers import AutoModelForImageTextToText
 
     hf = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
-    banned = PROCESSOR.tokenizer.convert_tokens_to_ids(["<|image_pad|>", "<|video_pad|>"])
-    return TorchPolicy(hf, settings, mesh=mesh or one_rank_mesh(), banned_token_ids=banned, features=features)
+    return TorchPolicy(hf, settings, mesh=mesh or one_rank_mesh(), banned_token_ids=BANNED, features=features)
