@@ -13,14 +13,14 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from rlcore.batch import ImageFeatures
 from rlcore.config import ExperimentConfig, build_experiment
+from rlcore.data.prompts import PromptBuilder
 from rlcore.data.synthetic import draw_problem
 from rlcore.models.tiny import build_processor
 from rlcore.models.torch_policy import TorchPolicy
 from rlcore.types import ImageRef, TrainingSample
 
 PROCESSOR = build_processor()
-VISION_TOKENS = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
-BANNED: list[int] = PROCESSOR.tokenizer.convert_tokens_to_ids(VISION_TOKENS)
+BANNED = list(PromptBuilder(PROCESSOR, "tiny", 56 * 56, 1024 * 1024).banned_token_ids)
 PICTURES: dict[str, Image.Image] = {}
 
 
