@@ -115,7 +115,7 @@ def _train_segments(spec: SegmentSpec, stop: StopRequest) -> int:
         state = TrainState(**store.read_state(spec.parent))
     journal = MetricJournal(spec.run_dir / "journal.jsonl")
     journal.cut(state.step)
-    sink = CheckpointTimeSink(journal)
+    sink = TrainerSink(journal)
     starts = _count_start(spec.run_dir)
     with training_run(
         config,
@@ -172,14 +172,22 @@ def _train_segments(spec: SegmentSpec, stop: StopRequest) -> int:
     return EXIT_DONE
 
 
-class CheckpointTimeSink:
-    """Adds the seconds of the checkpoint written before a step to that step's metrics; 0 where none was."""
+class TrainerSink:
+    """Journals a step with the seconds of the checkpoint written before it (0 where none was), and raises the alarm
+    of promise 4 in the log."""
 
     def __init__(self, journal: MetricJournal) -> None:
         self._journal = journal
         self.checkpoint_seconds = 0.0
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        if metrics["rollout/mismatch_alarm"]:
+            logger.warning(
+                "step %d: sampler and trainer differ by %.4f nats per token on average. Compare the versions, dtype "
+                "and attention of both; ratios and clipping are not to be trusted.",
+                step,
+                metrics["rollout/abs_delta_logprob_mean"],
+            )
         self._journal.step(step, {**metrics, "time/checkpoint": self.checkpoint_seconds})
         self.checkpoint_seconds = 0.0
 

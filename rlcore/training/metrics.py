@@ -16,6 +16,8 @@ from rlcore.config import AlgorithmConfig
 from rlcore.models.torch_policy import UpdateResult
 from rlcore.types import RolloutGroup
 
+MISMATCH_ALARM = 0.01  # nats per token: beyond it the sampler's numbers are not the trainer's, and ratios lie
+
 
 def update_metrics(result: UpdateResult, algorithm: AlgorithmConfig) -> dict[str, float]:
     """loss/ and optim/ of one optimizer step, and how far sampler and trainer are apart."""
@@ -39,6 +41,7 @@ def update_metrics(result: UpdateResult, algorithm: AlgorithmConfig) -> dict[str
         "optim/grad_norm": result.grad_norm,
         "optim/skipped": float(result.skipped),
         "rollout/abs_delta_logprob_mean": per_token(sums.mismatch.abs_delta),
+        "rollout/mismatch_alarm": float(per_token(sums.mismatch.abs_delta) > MISMATCH_ALARM),
         "rollout/abs_delta_logprob_max": float(sums.mismatch.abs_delta_max),
         "rollout/effective_sample_size": per_token(sums.mismatch.effective_sample_size()),
         "rollout/kl_sampler_trainer": per_token(sums.mismatch.k3),

@@ -1,0 +1,53 @@
+"""Step metrics from sums: denominators and the alarm of promise 4."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlcore.config import AlgorithmConfig, KlConfig
+from rlcore.models.torch_policy import UpdateResult
+from rlcore.segment.journal import MetricJournal, read_journal
+from rlcore.segment.run import TrainerSink
+from rlcore.training.metrics import update_metrics
+from rlcore.training.step import StepSums
+
+
+def result(abs_delta: float) -> UpdateResult:
+    """Ten trained tokens whose sampler and trainer log-probs differ by ``abs_delta`` nats in all."""
+    sums = StepSums.zero(torch.device("cpu"))
+    sums = dataclasses.replace(
+        sums,
+        tokens=torch.tensor(10.0),
+        policy_loss=torch.tensor(0.5),
+        kl_loss=torch.tensor(2.0),
+        entropy=torch.tensor(30.0),
+        loss=dataclasses.replace(sums.loss, clipped_low=torch.tensor(1.0), clipped_high=torch.tensor(2.0)),
+        mismatch=dataclasses.replace(sums.mismatch, abs_delta=torch.tensor(abs_delta)),
+    )
+    return UpdateResult(sums=sums, grad_norm=1.5, skipped=False)
+
+
+def test_token_means_divide_by_the_steps_tokens() -> None:
+    metrics = update_metrics(result(0.05), AlgorithmConfig(kl=KlConfig(coefficient=0.1)))
+    assert metrics["loss/total"] == pytest.approx(0.5 + 0.1 * 2.0)
+    assert metrics["loss/entropy"] == pytest.approx(3.0)
+    assert metrics["loss/clip_fraction"] == pytest.approx(0.3)
+    assert metrics["rollout/abs_delta_logprob_mean"] == pytest.approx(0.005)
+
+
+def test_a_mismatch_raises_the_alarm(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    sink = TrainerSink(MetricJournal(tmp_path / "journal.jsonl"))
+    sink.checkpoint_seconds = 0.25
+    with caplog.at_level(logging.WARNING):
+        sink.step(1, update_metrics(result(0.05), AlgorithmConfig()))
+        assert not caplog.records
+        sink.step(2, update_metrics(result(0.2), AlgorithmConfig()))
+    assert "step 2: sampler and trainer differ by 0.0200 nats" in caplog.text
+    first, second = read_journal(tmp_path / "journal.jsonl")
+    assert (first.metrics["rollout/mismatch_alarm"], second.metrics["rollout/mismatch_alarm"]) == (0.0, 1.0)
+    assert (first.metrics["time/checkpoint"], second.metrics["time/checkpoint"]) == (0.25, 0.0)
