@@ -83,10 +83,11 @@ def stop(mark: str, grace_seconds: float) -> None:
 
 
 def kill(mark: str) -> None:
-    """SIGKILL to every process that carries ``mark``, again until none is left that could have forked."""
+    """SIGKILL to every process that carries ``mark`` and to all below it, again until none is left that could have
+    forked. Below it, because Ray's agents write their title over the environment that holds the mark."""
     deadline = time.monotonic() + _KILL_SECONDS
     while (processes := marked(mark)) and time.monotonic() < deadline:
-        _signal(processes, signal.SIGKILL)
+        _signal([*processes, *_below(processes)], signal.SIGKILL)
         _wait_gone(mark, 1.0)
 
 
@@ -95,6 +96,16 @@ def _wait_gone(mark: str, seconds: float) -> None:
     deadline = time.monotonic() + seconds
     while marked(mark) and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)
+
+
+def _below(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
+    found: list[psutil.Process] = []
+    for process in processes:
+        try:
+            found += process.children(recursive=True)
+        except psutil.NoSuchProcess:
+            continue
+    return found
 
 
 def _signal(processes: Iterable[psutil.Process], number: int) -> None:

@@ -41,6 +41,7 @@ from tasks.runs import Run, tracker_of
 
 _TICK_SECONDS = 1.0
 _LAST_EXIT_SECONDS = 60.0  # for taking engines and Ray down after the last segment
+_CLEAN_EXIT_SECONDS = 8.0  # for the same after a commit on request
 _TRACEBACK_LINES = 12
 
 
@@ -241,7 +242,12 @@ def _ask_to_stop(run: Run, trainer: Trainer, index: int, grace_seconds: float) -
     """
     _beat(run, index, stop=True)
     deadline = time.monotonic() + grace_seconds
+    if not _uncommitted(run):
+        return
     while _uncommitted(run) and trainer.exit_code() is None and time.monotonic() < deadline:
+        time.sleep(_TICK_SECONDS / 4)
+    deadline = min(deadline, time.monotonic() + _CLEAN_EXIT_SECONDS)
+    while trainer.exit_code() is None and time.monotonic() < deadline:  # it takes Ray down better than a kill does
         time.sleep(_TICK_SECONDS / 4)
 
 

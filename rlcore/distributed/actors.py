@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import ray
 from ray.exceptions import RayTaskError
 
@@ -105,7 +106,12 @@ def start_ray(address: str | None, num_cpus: int) -> None:
 
 
 def stop_ray() -> None:
+    """Leave the cluster; of a local one no process stays. Ray's agents would outlive it by some seconds."""
+    children = psutil.Process().children(recursive=True)
     ray.shutdown()
+    _, alive = psutil.wait_procs(children, timeout=1.0)
+    for process in alive:
+        process.kill()
 
 
 def _get(references: list[Any]) -> list[Any]:
