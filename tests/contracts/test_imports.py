@@ -27,7 +27,7 @@ HOMES = {
     "fsspec": ("infra/storage.py",),
     "s3fs": ("infra/storage.py",),
     "vllm": ("rlcore/rollout/",),
-    "ray": ("rlcore/distributed/", "infra/cluster.py"),
+    "ray": ("rlcore/distributed/",),
     "mathruler": ("rlcore/rewards/grading.py",),
     "math_verify": ("rlcore/rewards/grading.py",),
     "datasets": ("rlcore/data/",),
