@@ -50,7 +50,8 @@ def graded_ranks(
     ray_address: str | None = None,
 ) -> Iterator[tuple[RayRanks, GradingPool]]:
     """Ray, its workers and the grading processes; all gone on exit."""
-    grader = GradingPool(make_reward(config.reward), config.reward.processes, config.reward.deadline_seconds)
+    reward = make_reward(config.reward, max_completion_tokens=config.rollout.max_completion_tokens)
+    grader = GradingPool(reward, config.reward.processes, config.reward.deadline_seconds)
     start_ray(ray_address, num_cpus=config.resources.workers)
     try:
         yield RayRanks(make, model=model, dataset=dataset, config=config, device=pick_device(config)), grader

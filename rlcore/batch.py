@@ -37,8 +37,9 @@ class Microbatch:
     position_ids: Tensor  # [T], or [3, T] (time, height, width) for M-RoPE models
     loss_mask: Tensor  # [T] bool
     sampler_logprobs: Tensor  # [T]
-    advantages: Tensor  # [B]
+    advantages: Tensor  # [T]
     old_logprobs: Tensor | None  # [T]
+    log_kept: Tensor | None  # [T]
     ref_logprobs: Tensor | None  # [T]
     pixel_values: Tensor | None  # [patches of I images, ...]
     image_grid_thw: Tensor | None  # [I, 3]
@@ -142,13 +143,18 @@ def pack(
         position_ids=joined(positions, torch.int64),
         loss_mask=joined([s.loss_mask for s in samples], torch.bool),
         sampler_logprobs=joined([s.sampler_logprobs for s in samples], torch.float32),
-        advantages=torch.tensor([s.advantage for s in samples], dtype=torch.float32, device=device),
+        advantages=joined([_or_zeros(s.advantages, s.num_tokens) for s in samples], torch.float32),
         old_logprobs=optional([s.old_logprobs for s in samples]),
+        log_kept=optional([s.log_kept for s in samples]),
         ref_logprobs=optional([s.ref_logprobs for s in samples]),
         pixel_values=torch.cat([f.pixel_values for f in images.values()]).to(device) if images else None,
         image_grid_thw=torch.tensor(grid_rows, dtype=torch.int64, device=device) if images else None,
         image_rows=joined(image_rows, torch.int64) if image_rows else torch.empty(0, dtype=torch.int64, device=device),
     )
+
+
+def _or_zeros(values: Floats | None, length: int) -> Floats:
+    return np.zeros(length, np.float32) if values is None else values
 
 
 def _merged(grid_thw: tuple[int, int, int], layout: VisionLayout) -> int:

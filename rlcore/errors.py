@@ -10,6 +10,7 @@ RlflowError
   ServerError         MLflow or Prefect cannot be reached
   SamplerError        the sampler is not what the trainer says (weights, tokens, versions)
   DivergedError       non-finite gradients several steps in a row
+  StarvedError        dynamic sampling found too few groups with signal
   LeaseLostError      another trainer holds the run
   TrainerFailedError  the trainer's process ended without a committed segment
 
@@ -57,6 +58,10 @@ class SamplerError(RlflowError):
 
 class DivergedError(RlflowError):
     """Non-finite gradients several steps in a row."""
+
+
+class StarvedError(RlflowError):
+    """Dynamic sampling found too few groups with signal."""
 
 
 class LeaseLostError(RlflowError):

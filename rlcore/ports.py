@@ -18,6 +18,7 @@ class SampleRequest:
     problem: Problem
     count: int
     seed: int
+    greedy: bool = False  # take the likeliest token each time; count is then 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -26,6 +27,14 @@ class SampledGroup:
 
     prompt_token_ids: Ints  # [P], image tokens expanded
     completions: tuple[Completion, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ScoredTokens:
+    """What a policy says about one sequence; 0 outside the loss mask."""
+
+    logprobs: Floats  # [L], at the sampling temperature, of the whole distribution
+    log_kept: Floats  # [L], log of the share of it that top-p and top-k left; 0 without them
 
 
 class Sampler(Protocol):
@@ -53,13 +62,15 @@ class MetricSink(Protocol):
 class Policy(Protocol):
     """The policy under training, whole: sharding and ranks are behind it."""
 
-    def logprobs(self, samples: Sequence[TrainingSample]) -> list[Floats]:
-        """[L] per sample: log-probs of the policy as it is now, at the sampling temperature; 0 outside the mask."""
+    def logprobs(self, samples: Sequence[TrainingSample]) -> list[ScoredTokens]:
+        """One per sample: under the policy as it is now."""
 
-    def reference_logprobs(self, samples: Sequence[TrainingSample]) -> list[Floats]:
+    def reference_logprobs(self, samples: Sequence[TrainingSample]) -> list[ScoredTokens]:
         """The same under the frozen reference policy."""
 
-    def update(self, samples: Sequence[TrainingSample], learning_rate: float) -> dict[str, float]:
+    def update(
+        self, samples: Sequence[TrainingSample], learning_rate: float, kl_coefficient: float
+    ) -> dict[str, float]:
         """One optimizer step over all samples; returns loss/ and optim/ metrics of the whole step."""
 
     def sync_weights(self, version: int) -> None:

@@ -82,10 +82,11 @@ class TrainingSample:
     token_ids: Ints  # [L]
     loss_mask: Bools  # [L], True on completion tokens
     sampler_logprobs: Floats  # [L], what the sampler reported; 0 outside the mask
-    advantage: float
     images: tuple[ImageRef, ...]
     policy_version: int
+    advantages: Floats | None = None  # [L], 0 outside the mask; None: not known yet
     old_logprobs: Floats | None = None  # [L]; None: exactly the policy being trained (ratio 1)
+    log_kept: Floats | None = None  # [L], under the old policy, see algorithms.logprobs; None: as old_logprobs
     ref_logprobs: Floats | None = None  # [L]; None: no KL term
 
     @property

@@ -22,7 +22,7 @@ from tasks.caching import cache_key, present
 from tasks.jobs import new_result_path, run_job, worth_retrying
 
 Split = Literal["train", "validation"]
-_CODE = ("rlcore/data", "rlcore/config.py", "rlcore/job.py")
+_CODE = ("rlcore/data", "rlcore/config", "rlcore/job.py")
 _TIMEOUT_SECONDS = 6 * 3600
 
 

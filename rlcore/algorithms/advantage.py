@@ -1,46 +1,209 @@
-"""Group-relative advantages: how much better a completion is than its G - 1 siblings."""
+"""How much better a completion is than could be expected: rewards in, advantages out, in float64.
+
+B problems of a rollout batch, G completions of each, C the most tokens of any completion. Ungraded completions (no
+verdict in time) take part in no mean and no deviation and get exactly 0. Rewards that lie within ``MIN_SPREAD`` of
+each other are equal: what is left is rounding, and dividing by it would amplify it. So nothing is ever divided by a
+deviation plus epsilon.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import comb
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-MIN_SPREAD = 1e-6  # rewards closer than this are equal: what is left is rounding, and dividing by it would amplify it
+MIN_SPREAD = 1e-6
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class GroupAdvantages:
-    """The advantages of one group."""
+class Advantages:
+    """What each completion of a batch is worth."""
 
-    values: Tensor  # [G] float64, exactly 0 for ungraded members and for a group without signal
-    signal: bool  # False: the group teaches nothing
-    mean: Tensor  # [] float64, reward over graded members; 0 where there is none
-    std: Tensor  # [] float64, the divisor under normalize_by_std; 0 without signal
+    values: Tensor  # [B, G] float64, or [B, G, C] where it differs from token to token
+    signal: Tensor  # [B] bool; False: the group teaches nothing, and all its values are exactly 0
 
 
-def group_advantages(rewards: Tensor, graded: Tensor, *, normalize_by_std: bool) -> GroupAdvantages:
-    """Centre the rewards of a group on its mean and, if asked, divide by their standard deviation.
-
-    Mean and deviation are over graded members alone, in float64. The deviation is the sample one (divisor
-    n - 1), as in EasyR1, verl and TRL, so that their learning rates carry over; no epsilon is added, because
-    a spread that would need one is no signal. Fewer than two graded members, or rewards within ``MIN_SPREAD``
-    of each other, give exactly 0 for all.
+def grpo(rewards: Tensor, graded: Tensor, *, std: Literal["sample", "population"]) -> Advantages:
+    """(reward - mean) / deviation over the graded completions of the group.
 
     Args:
-        rewards: [G] float. Entries of ungraded members may hold anything.
-        graded: [G] bool.
-        normalize_by_std: True is GRPO; False is Dr.GRPO, where a problem's difficulty does not weight it.
+        rewards: [B, G] float. Entries of ungraded completions may hold anything.
+        graded: [B, G] bool.
+        std: divisor G - 1 (as EasyR1, verl and TRL) or G under the root.
 
-    Source: GRPO, arXiv:2402.03300, section 4.1.2; Dr.GRPO, arXiv:2503.20783, section 3.
+    Source: GRPO, arXiv:2402.03300, section 4.1.2.
     """
-    rewards = rewards.to(torch.float64)
-    counted = rewards[graded]
-    zero = rewards.new_zeros(())
-    mean = counted.mean() if counted.numel() else zero
-    if counted.numel() < 2 or not bool(counted.max() - counted.min() > MIN_SPREAD):
-        return GroupAdvantages(torch.zeros_like(rewards), signal=False, mean=mean, std=zero)
-    std = counted.std(unbiased=True)
-    values = (rewards - mean) / std if normalize_by_std else rewards - mean
-    return GroupAdvantages(torch.where(graded, values, 0.0), signal=True, mean=mean, std=std)
+    centred, signal = _centred(rewards, graded)
+    counts = graded.sum(-1, keepdim=True)
+    divisor = counts - 1 if std == "sample" else counts
+    deviation = (centred.square().sum(-1, keepdim=True) / divisor.clamp_min(1)).sqrt()
+    return _where(signal, centred / deviation)
+
+
+def dr_grpo(rewards: Tensor, graded: Tensor) -> Advantages:
+    """reward - mean of the group. Arguments as ``grpo``. Source: Dr.GRPO, arXiv:2503.20783, section 3."""
+    centred, signal = _centred(rewards, graded)
+    return _where(signal, centred)
+
+
+def batch_std(rewards: Tensor, graded: Tensor) -> Advantages:
+    """(reward - mean of the group) / sample deviation of all graded rewards of the batch. Arguments as ``grpo``.
+
+    Source: "Part I: Tricks or Traps?", arXiv:2508.08221, section 4.1.
+    """
+    centred, signal = _centred(rewards, graded)
+    if not bool(signal.any()):
+        return _where(signal, centred)
+    return _where(signal, centred / rewards[graded].double().std(unbiased=True))
+
+
+def rloo(rewards: Tensor, graded: Tensor) -> Advantages:
+    """reward - mean of the other graded completions of the group. Arguments as ``grpo``.
+
+    Source: RLOO, arXiv:2402.14740, section 3.3.
+    """
+    centred, signal = _centred(rewards, graded)
+    counts = graded.sum(-1, keepdim=True).double()
+    return _where(signal, centred * counts / (counts - 1).clamp_min(1))  # n / (n - 1) * (r - mean) is the same number
+
+
+def bnpo(rewards: Tensor, graded: Tensor) -> Advantages:
+    """(reward - mean p of the group) / density of Beta(1 + a/3, 1 + b/3) at p, with Beta(a, b) fitted to the p of all
+    groups by their mean and variance. Arguments as ``grpo``; rewards in [0, 1].
+
+    Groups with signal have 0 < p < 1 where rewards are 0 or 1. Where the p of the batch do not vary, or vary more than
+    any Beta does, there is nothing to fit and a = b = 0 leaves a density of 1: the plain centred reward.
+
+    Source: BNPO, arXiv:2506.02864, section 3.
+    """
+    centred, signal = _centred(rewards, graded)
+    counted = graded.sum(-1) >= 1
+    p = _mean(rewards, graded)[counted, 0]
+    mean, variance = p.mean(), p.var(unbiased=False)
+    total = mean * (1 - mean) / variance - 1 if p.numel() > 1 and variance > MIN_SPREAD**2 else torch.zeros(())
+    a, b = (mean * total.clamp_min(0), (1 - mean) * total.clamp_min(0)) if p.numel() else (total, total)
+    density = torch.distributions.Beta(1 + a / 3, 1 + b / 3, validate_args=False)
+    inside = _mean(rewards, graded).clamp(MIN_SPREAD, 1 - MIN_SPREAD)
+    return _where(signal, centred / density.log_prob(inside).exp())
+
+
+def pass_at_k(rewards: Tensor, graded: Tensor, *, k: int) -> Advantages:
+    """What a completion adds to the best of k: (E[best of k | it is among them] - E[best of k]) / deviation of the
+    best of k, over all subsets of k graded completions of the group.
+
+    With rewards 0 and 1 these are the paper's closed forms; this holds for any rewards. A group with fewer than k
+    graded completions takes all of them. Arguments as ``grpo``.
+
+    Source: Pass@k training, arXiv:2508.10751, section 3.3.
+    """
+    values = torch.zeros(rewards.shape, dtype=torch.float64)
+    signal = torch.zeros(len(rewards), dtype=torch.bool)
+    for row, (group, counted) in enumerate(zip(rewards.double(), graded, strict=True)):
+        found = _pass_at_k_of_group(group[counted], min(k, int(counted.sum())))
+        if found is not None:
+            values[row, counted] = found
+            signal[row] = True
+    return Advantages(values, signal)
+
+
+def _pass_at_k_of_group(rewards: Tensor, k: int) -> Tensor | None:
+    """[n], or None where every subset of k has the same best."""
+    n = len(rewards)
+    if n < 2 or k < 1:
+        return None
+    ranked, order = rewards.sort()
+    # in rank order, ranked[j] is the best of comb(j, k - 1) subsets of k, ...
+    share = torch.tensor([comb(j, k - 1) for j in range(n)], dtype=torch.float64) / comb(n, k)
+    mean = (share * ranked).sum()
+    deviation = (share * (ranked - mean).square()).sum().sqrt()
+    if not bool(deviation > MIN_SPREAD):
+        return None
+    # ... and, of those that i is in, of comb(j - 1, k - 2) if j is above i; i itself of comb(i, k - 1)
+    above = torch.tensor([comb(j - 1, k - 2) if j and k > 1 else 0 for j in range(n)], dtype=torch.float64)
+    own = torch.tensor([comb(j, k - 1) for j in range(n)], dtype=torch.float64)
+    tail = (above * ranked).flip(0).cumsum(0).flip(0) - above * ranked
+    best_with = (own * ranked + tail) / comb(n - 1, k - 1)
+    values = torch.empty(n, dtype=torch.float64)
+    values[order] = (best_with - mean) / deviation
+    return values
+
+
+def remax(rewards: Tensor, graded: Tensor, baselines: Tensor, baseline_graded: Tensor) -> Advantages:
+    """reward - reward of the greedy completion of the same problem.
+
+    Args:
+        rewards, graded: as ``grpo``.
+        baselines: [B] float, and baseline_graded [B] bool: without a graded baseline a group is all 0.
+
+    Source: ReMax, arXiv:2310.10505, section 4.
+    """
+    values = torch.where(graded & baseline_graded[:, None], rewards.double() - baselines.double()[:, None], 0.0)
+    values = torch.where(values.abs() > MIN_SPREAD, values, 0.0)
+    return Advantages(values, values.ne(0).any(-1))
+
+
+def reinforce_plus_plus(returns: Tensor, tokens: Tensor, graded: Tensor) -> Advantages:
+    """(return - mean) / deviation, both over all trained tokens of the batch.
+
+    Args:
+        returns: [B, G, C] float, reward to go: the score less the KL penalties from the token on.
+        tokens: [B, G, C] bool, True on trained tokens.
+        graded: [B, G] bool.
+
+    Source: REINFORCE++, arXiv:2501.03262, section 3 (discount 1).
+    """
+    values = _whitened(returns.double(), tokens & graded[..., None], recentre=True)
+    return Advantages(values, values.ne(0).flatten(1).any(-1))
+
+
+def reinforce_plus_plus_baseline(rewards: Tensor, graded: Tensor, lengths: Tensor) -> Advantages:
+    """reward - mean of the group, then normalised as ``reinforce_plus_plus``.
+
+    Groups without spread keep exactly 0: the mean that would shift them is 0 up to the lengths of completions.
+
+    Args:
+        rewards, graded: as ``grpo``.
+        lengths: [B, G] int, trained tokens of each completion; what it counts in mean and deviation.
+
+    Source: REINFORCE++, arXiv:2501.03262, section 3 (REINFORCE++-baseline).
+    """
+    centred, signal = _centred(rewards, graded)
+    weights = torch.where(graded, lengths, 0).double()
+    total = weights.sum()
+    if not bool(signal.any()) or not bool(total > 0):
+        return _where(torch.zeros_like(signal), centred)
+    mean = (weights * centred).sum() / total
+    deviation = ((weights * (centred - mean).square()).sum() / total).sqrt()
+    if not bool(deviation > MIN_SPREAD):
+        return _where(torch.zeros_like(signal), centred)
+    return _where(signal, torch.where(graded, (centred - mean) / deviation, 0.0))
+
+
+def _whitened(values: Tensor, counted: Tensor, *, recentre: bool) -> Tensor:
+    found = values[counted]
+    if found.numel() < 2 or not bool(found.max() - found.min() > MIN_SPREAD):
+        return torch.zeros_like(values)
+    mean = found.mean() if recentre else 0.0
+    return torch.where(counted, (values - mean) / found.std(unbiased=False), 0.0)
+
+
+def _mean(rewards: Tensor, graded: Tensor) -> Tensor:
+    """[B, 1], over graded completions; 0 where there is none."""
+    counts = graded.sum(-1, keepdim=True).clamp_min(1)
+    return torch.where(graded, rewards.double(), 0.0).sum(-1, keepdim=True) / counts
+
+
+def _centred(rewards: Tensor, graded: Tensor) -> tuple[Tensor, Tensor]:
+    """[B, G] rewards less the group's mean, 0 where ungraded, and [B] whether the group has spread."""
+    rewards = rewards.double()
+    highest = torch.where(graded, rewards, -torch.inf).amax(-1)
+    lowest = torch.where(graded, rewards, torch.inf).amin(-1)
+    signal = (graded.sum(-1) >= 2) & (highest - lowest > MIN_SPREAD)
+    return torch.where(graded, rewards - _mean(rewards, graded), 0.0), signal
+
+
+def _where(signal: Tensor, values: Tensor) -> Advantages:
+    return Advantages(torch.where(signal[:, None], values, 0.0), signal)

@@ -35,3 +35,26 @@ def k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     log_ratio = clamped_log_ratio(ref_logprobs, logprobs)
     # expm1 keeps the digits that exp(x) - 1 loses near 0; rounding may still leave a last bit below 0
     return (torch.expm1(log_ratio) - log_ratio).clamp_min(0.0)
+
+
+def straight_through(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """[N] the value of k3 with the gradient of k2, whose mean on policy is the gradient of the KL.
+
+    Source: "Rethinking KL regularization in RLHF", arXiv:2510.01555, section 4.
+    """
+    value, path = k3(logprobs, ref_logprobs), k2(logprobs, ref_logprobs)
+    return path + (value - path).detach()
+
+
+def next_coefficient(coefficient: float, kl: float, *, target: float, horizon: int, completions: int) -> float:
+    """The adaptive coefficient after a step: moved in proportion to how far ``kl`` is off ``target``, by an error of
+    20% at most.
+
+    Args:
+        kl: nats, mean per token of the step.
+        completions: trained in the step; ``horizon`` counts in the same unit.
+
+    Source: Ziegler et al., arXiv:1909.08593, section 2.2.
+    """
+    error = min(max(kl / target - 1, -0.2), 0.2)
+    return coefficient * (1 + error * completions / horizon)

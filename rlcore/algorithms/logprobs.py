@@ -71,6 +71,27 @@ def logprobs_and_entropy(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tenso
     return logprobs, entropy
 
 
+@torch.no_grad()
+def log_kept(logits: Tensor, targets: Tensor, *, top_p: float, top_k: int) -> Tensor:
+    """[N] log of the probability that top-k, then top-p leave: what a sampler's log-prob is too high by.
+
+    The target counts as kept even where the sampler's arithmetic put it inside and this one just outside.
+
+    Args:
+        logits: [N, V] float, after temperature; targets [N] int64.
+        top_p: 1 keeps all; top_k: 0 keeps all.
+    """
+    probs = _at_least_float32(logits).softmax(-1)
+    target = probs.gather(-1, targets[:, None])
+    count = min(top_k, probs.shape[-1]) if top_k else probs.shape[-1]
+    ranked = probs.topk(count, dim=-1).values
+    share = ranked / ranked.sum(-1, keepdim=True)
+    kept = torch.where(share.cumsum(-1) - share < top_p, ranked, 0.0)
+    lowest = torch.where(kept > 0, kept, torch.inf).amin(-1, keepdim=True)
+    mass = kept.sum(-1, keepdim=True) + torch.where(target < lowest, target, 0.0)
+    return mass.clamp_max(1.0).log()[:, 0]
+
+
 def chunked_logprobs(
     hidden: Tensor,
     project: Callable[[Tensor], Tensor],
@@ -78,7 +99,9 @@ def chunked_logprobs(
     *,
     temperature: float,
     chunk_size: int,
-) -> tuple[Tensor, Tensor]:
+    top_p: float = 1.0,
+    top_k: int = 0,
+) -> tuple[Tensor, Tensor, Tensor]:
     """``logprobs_and_entropy`` of project(hidden) / temperature without ever holding [N, V] logits.
 
     Forward keeps the hidden states alone; backward computes each chunk's logits again. So ``project`` runs
@@ -90,20 +113,25 @@ def chunked_logprobs(
         targets: [N] int64.
         temperature: the sampling temperature, so that the distribution is the one sampled from.
         chunk_size: rows of logits alive at a time.
+        top_p, top_k: what the sampler cut; the log-probs are of the whole distribution all the same.
 
     Returns:
-        logprobs [N], differentiable, and entropy [N], detached; as ``logprobs_and_entropy``.
+        logprobs [N], differentiable; entropy [N] and ``log_kept`` [N], detached. The last is 0 where nothing is cut.
     """
 
-    def of_chunk(states: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
-        return logprobs_and_entropy(_at_least_float32(project(states)) / temperature, wanted)
+    def of_chunk(states: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        logits = _at_least_float32(project(states)) / temperature
+        logprobs, entropy = logprobs_and_entropy(logits, wanted)
+        if top_p >= 1 and top_k == 0:
+            return logprobs, entropy, torch.zeros_like(entropy)
+        return logprobs, entropy, log_kept(logits, wanted, top_p=top_p, top_k=top_k)
 
     parts = [
         checkpoint(of_chunk, states, wanted, use_reentrant=False, preserve_rng_state=False)
         for states, wanted in zip(torch.split(hidden, chunk_size), torch.split(targets, chunk_size), strict=True)
     ]
-    logprobs, entropy = zip(*parts, strict=True)
-    return torch.cat(logprobs), torch.cat(entropy)
+    logprobs, entropy, kept = zip(*parts, strict=True)
+    return torch.cat(logprobs), torch.cat(entropy), torch.cat(kept)
 
 
 def _at_least_float32(values: Tensor) -> Tensor:

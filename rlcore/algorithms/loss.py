@@ -1,4 +1,11 @@
-"""The policy loss over N trained tokens."""
+"""Policy losses over N trained tokens: log-probs in, a loss per token out.
+
+The aggregation is elsewhere (``aggregation.token_weights``): a step's loss is the weighted sum of these values. Common
+arguments, all [N]: ``logprobs`` in nats under the policy being trained, the only input with a gradient;
+``old_logprobs`` under the policy that the ratio is taken against (where that is the policy being trained, pass
+``logprobs.detach()``: the ratio is then exactly 1); ``advantages``. Log-ratios are clamped to +-20 before exp; a
+token beyond that has no gradient.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +14,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rlcore.algorithms.kl import clamped_log_ratio, k1, k3
+from rlcore.algorithms.kl import MAX_LOG_RATIO, clamped_log_ratio, k1, k3
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenLosses:
+    """The loss of each token, and what the loss did to it; all but ``values`` detached."""
+
+    values: Tensor  # [N] differentiable
+    ratios: Tensor  # [N] new / old as the loss took it: of the token, or of its sequence
+    clipped_low: Tensor  # [N] bool: the gradient is cut, or changed, because the ratio was too low
+    clipped_high: Tensor  # [N] bool: because it was too high
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -17,12 +34,12 @@ class LossSums:
     Divide by the step's trained tokens after merging all microbatches and ranks.
     """
 
-    clipped_low: Tensor  # tokens with advantage < 0 and ratio < 1 - clip_low: clipped away, no gradient
-    clipped_high: Tensor  # tokens with advantage > 0 and ratio > 1 + clip_high: clipped away, no gradient
-    ratio: Tensor  # new / old
+    clipped_low: Tensor
+    clipped_high: Tensor
+    ratio: Tensor
     ratio_max: Tensor  # a maximum, not a sum; 0 over no tokens
-    kl_k1: Tensor  # of KL(old || new), nats
-    kl_k3: Tensor  # of KL(old || new), nats
+    kl_k1: Tensor  # of KL(old || new), nats, from token log-probs whatever the loss
+    kl_k3: Tensor
 
     def merge(self, other: LossSums) -> LossSums:
         """The sums of both parts together."""
@@ -36,50 +53,162 @@ class LossSums:
         )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class LossOutput:
-    loss: Tensor  # [] differentiable; the losses of a step's microbatches add up to the step's
-    sums: LossSums
+def loss_sums(losses: TokenLosses, logprobs: Tensor, old_logprobs: Tensor) -> LossSums:
+    """Sums over the N tokens of ``losses``."""
+    logprobs, old_logprobs = logprobs.detach(), old_logprobs.detach()
+    return LossSums(
+        clipped_low=losses.clipped_low.sum(dtype=logprobs.dtype),
+        clipped_high=losses.clipped_high.sum(dtype=logprobs.dtype),
+        ratio=losses.ratios.sum(),
+        ratio_max=torch.cat([losses.ratios, losses.ratios.new_zeros(1)]).max(),
+        kl_k1=k1(old_logprobs, logprobs).sum(),
+        kl_k3=k3(old_logprobs, logprobs).sum(),
+    )
 
 
-def clipped_policy_loss(
+def ppo_clip(
     logprobs: Tensor,
     old_logprobs: Tensor,
     advantages: Tensor,
-    weights: Tensor,
     *,
     clip_low: float,
     clip_high: float,
-) -> LossOutput:
-    """PPO's clipped surrogate: minus the weighted sum of min(ratio * A, clip(ratio) * A).
+    dual_clip: float | None = None,
+) -> TokenLosses:
+    """-min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A); with ``dual_clip`` c, for A < 0, at most -c * A.
 
     Clipping is active, and counted, only where it stops a move that would pay: a ratio above the band with
-    A > 0, or below it with A < 0. The log-ratio is clamped to +-20 before exp; a token beyond that has no
-    gradient.
+    A > 0, or below it with A < 0. The dual clip counts as high.
+
+    Source: PPO, arXiv:1707.06347, eq. 7; separate bounds: DAPO, arXiv:2503.14476, section 3.1; dual clip:
+    arXiv:1912.09729, eq. 5.
+    """
+    advantages = advantages.to(logprobs.dtype)
+    ratios = clamped_log_ratio(logprobs, old_logprobs.detach()).exp()
+    return _clipped(ratios, advantages, clip_low, clip_high, dual_clip)
+
+
+def gspo(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    sequence_index: Tensor,
+    lengths: Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
+) -> TokenLosses:
+    """The clipped surrogate on the ratio of the whole sequence, s = (p_new / p_old)^(1 / length).
+
+    Every token of a sequence has the sequence's ratio, so with advantages that are the same along a sequence the mean
+    over its tokens is the paper's loss of the sequence.
 
     Args:
-        logprobs: [N] float, nats, under the policy being trained; the only input with a gradient.
-        old_logprobs: [N] float, nats, under the policy that the ratio is taken against. Where that is the
-            policy being trained, pass ``logprobs.detach()``: the ratio is then exactly 1.
-        advantages: [N] float, of each token's sequence.
-        weights: [N] float, from ``token_weights``.
-        clip_low, clip_high: the ratio counts only within [1 - clip_low, 1 + clip_high].
+        sequence_index: [N] int64 in 0..B-1; lengths [B] int64, trained tokens of each sequence.
 
-    Source: PPO, arXiv:1707.06347, eq. 7; separate bounds: DAPO, arXiv:2503.14476, section 3.1.
+    Source: GSPO, arXiv:2507.18071, eq. 5 and 7.
     """
-    old_logprobs = old_logprobs.detach()
-    advantages, weights = advantages.to(logprobs.dtype), weights.to(logprobs.dtype)
-    ratio = clamped_log_ratio(logprobs, old_logprobs).exp()
-    clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
-    surrogate = torch.minimum(ratio * advantages, clipped * advantages)
-    loss = -(weights * surrogate).sum()
-    with torch.no_grad():
-        sums = LossSums(
-            clipped_low=((ratio < 1 - clip_low) & (advantages < 0)).sum(dtype=ratio.dtype),
-            clipped_high=((ratio > 1 + clip_high) & (advantages > 0)).sum(dtype=ratio.dtype),
-            ratio=ratio.sum(),
-            ratio_max=torch.cat([ratio, ratio.new_zeros(1)]).max(),
-            kl_k1=k1(old_logprobs, logprobs).sum(),
-            kl_k3=k3(old_logprobs, logprobs).sum(),
-        )
-    return LossOutput(loss, sums)
+    mean_log_ratio = _sequence_log_ratio(logprobs, old_logprobs.detach(), sequence_index, lengths)
+    ratios = mean_log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()[sequence_index]
+    return _clipped(ratios, advantages.to(logprobs.dtype), clip_low, clip_high)
+
+
+def gspo_token(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    sequence_index: Tensor,
+    lengths: Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
+) -> TokenLosses:
+    """GSPO with the gradient of each token its own: the ratio is sg[s] * p / sg[p]. Arguments as ``gspo``.
+
+    Equal to ``gspo`` in value; equal in gradient under sequence_mean_token_mean and advantages that are the same
+    along a sequence.
+
+    Source: GSPO, arXiv:2507.18071, eq. 13 and 14.
+    """
+    mean_log_ratio = _sequence_log_ratio(logprobs.detach(), old_logprobs.detach(), sequence_index, lengths)
+    sequence_ratios = mean_log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()[sequence_index]
+    ratios = sequence_ratios * (logprobs - logprobs.detach()).exp()
+    return _clipped(ratios, advantages.to(logprobs.dtype), clip_low, clip_high)
+
+
+def cispo(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, *, max_ratio: float) -> TokenLosses:
+    """-sg[min(ratio, max_ratio)] * A * log p: no token loses its gradient, and no ratio is raised.
+
+    Source: MiniMax-M1, arXiv:2506.13585, eq. 4 and 5; the one bound: ScaleRL, arXiv:2510.13786, section 3.
+    """
+    ratios = clamped_log_ratio(logprobs.detach(), old_logprobs.detach()).exp()
+    values = -ratios.clamp_max(max_ratio) * advantages.to(logprobs.dtype) * logprobs
+    return TokenLosses(values, ratios, clipped_low=torch.zeros_like(ratios).bool(), clipped_high=ratios > max_ratio)
+
+
+def sapo(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, *, tau_positive: float, tau_negative: float
+) -> TokenLosses:
+    """-(4 / tau) * sigmoid(tau * (ratio - 1)) * A, tau by the sign of A: the gradient fades with the distance from
+    ratio 1, where it is the plain policy gradient. Nothing is clipped.
+
+    Source: SAPO, arXiv:2511.20347, eq. 5 and 6.
+    """
+    advantages = advantages.to(logprobs.dtype)
+    ratios = clamped_log_ratio(logprobs, old_logprobs.detach()).exp()
+    tau = torch.where(advantages > 0, tau_positive, tau_negative).to(logprobs.dtype)
+    values = -4 / tau * torch.sigmoid(tau * (ratios - 1)) * advantages
+    nothing = torch.zeros_like(values).bool()
+    return TokenLosses(values, ratios.detach(), clipped_low=nothing, clipped_high=nothing)
+
+
+def vespo(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    sequence_index: Tensor,
+    lengths: Tensor,
+    *,
+    k_positive: float,
+    lambda_positive: float,
+    k_negative: float,
+    lambda_negative: float,
+) -> TokenLosses:
+    """-sg[W^k * exp(lambda * (1 - W))] * A * log p, with W = p_new / p_old of the whole sequence, not normalised by
+    its length; k and lambda by the sign of A. The kernel is 1 at W = 1.
+
+    Args:
+        sequence_index, lengths: as ``gspo``.
+
+    Source: VESPO, arXiv:2602.10693, section 3.
+    """
+    advantages = advantages.to(logprobs.dtype)
+    log_ratios = clamped_log_ratio(logprobs.detach(), old_logprobs.detach())
+    totals = log_ratios.new_zeros(len(lengths)).index_add(0, sequence_index, log_ratios)
+    log_w = totals.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)[sequence_index]
+    k = torch.where(advantages >= 0, k_positive, k_negative).to(logprobs.dtype)
+    rate = torch.where(advantages >= 0, lambda_positive, lambda_negative).to(logprobs.dtype)
+    kernel = (k * log_w + rate * (1 - log_w.exp())).exp()
+    nothing = torch.zeros_like(kernel).bool()
+    return TokenLosses(-kernel * advantages * logprobs, log_w.exp(), clipped_low=nothing, clipped_high=nothing)
+
+
+def _clipped(
+    ratios: Tensor, advantages: Tensor, clip_low: float, clip_high: float, dual_clip: float | None = None
+) -> TokenLosses:
+    values = -torch.minimum(ratios * advantages, ratios.clamp(1 - clip_low, 1 + clip_high) * advantages)
+    detached = ratios.detach()
+    low = (detached < 1 - clip_low) & (advantages < 0)
+    high = (detached > 1 + clip_high) & (advantages > 0)
+    if dual_clip is not None:
+        runaway = (detached > dual_clip) & (advantages < 0)
+        values = torch.where(runaway, -dual_clip * advantages, values)
+        high = high | runaway
+    return TokenLosses(values, detached, clipped_low=low, clipped_high=high)
+
+
+def _sequence_log_ratio(new: Tensor, old: Tensor, sequence_index: Tensor, lengths: Tensor) -> Tensor:
+    """[B] mean over the trained tokens of each sequence; 0 for a sequence without."""
+    log_ratios = new - old
+    sums = log_ratios.new_zeros(len(lengths)).index_add(0, sequence_index, log_ratios)
+    return sums / lengths.clamp_min(1)

@@ -1,4 +1,9 @@
-"""Do sampler and trainer agree? Over N tokens that the sampler drew and the trainer scored again."""
+"""Do sampler and trainer agree? Over N tokens that the sampler drew and the trainer scored again.
+
+The sampler's log-probs are of the distribution that it drew from. Under top-p or top-k that is the policy cut to the
+tokens that were kept and scaled up; add ``log_kept`` (``logprobs.log_kept``) to bring them to the whole
+distribution first, or the cut itself would look like a mismatch.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rlcore.algorithms.kl import clamped_log_ratio, k3
+from rlcore.algorithms.kl import MAX_LOG_RATIO, clamped_log_ratio, k3
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,3 +63,43 @@ def mismatch(logprobs: Tensor, sampler_logprobs: Tensor) -> MismatchSums:
         weight_squared=weights.square().sum(),
         k3=k3(sampler_logprobs, logprobs).sum(),
     )
+
+
+def truncated_importance(
+    logprobs: Tensor, sampler_logprobs: Tensor, sequence_index: Tensor | None, *, max_weight: float
+) -> Tensor:
+    """[N] min(p_trainer / p_sampler, max_weight), detached. TIS.
+
+    Args:
+        sequence_index: [N] int64; the ratio is then of the whole sequence (the product over its tokens). None: of the
+            token alone.
+
+    Source: "Your efficient RL framework secretly brings you off-policy RL training" (Yao et al. 2025); the cut:
+    Ionides, "Truncated importance sampling" (2008).
+    """
+    return _importance(logprobs, sampler_logprobs, sequence_index).clamp_max(max_weight)
+
+
+def masked_importance(
+    logprobs: Tensor,
+    sampler_logprobs: Tensor,
+    sequence_index: Tensor | None,
+    *,
+    min_weight: float,
+    max_weight: float,
+) -> Tensor:
+    """[N] p_trainer / p_sampler where that is within [min_weight, max_weight], else 0; detached. MIS.
+
+    Arguments as ``truncated_importance``. Source: "When speed kills stability" (Liu et al. 2025); IcePop,
+    arXiv:2510.18855, section 3.
+    """
+    weights = _importance(logprobs, sampler_logprobs, sequence_index)
+    return torch.where((weights >= min_weight) & (weights <= max_weight), weights, 0.0)
+
+
+def _importance(logprobs: Tensor, sampler_logprobs: Tensor, sequence_index: Tensor | None) -> Tensor:
+    log_ratios = (logprobs - sampler_logprobs).detach()
+    if sequence_index is not None and len(log_ratios):
+        count = int(sequence_index.max()) + 1
+        log_ratios = log_ratios.new_zeros(count).index_add(0, sequence_index, log_ratios)[sequence_index]
+    return log_ratios.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()

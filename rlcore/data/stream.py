@@ -65,8 +65,22 @@ class ProblemStream:
         return {"num_problems": self._num_problems, "seed": self._seed, "position": self._trained}
 
     @property
+    def taken(self) -> int:
+        """Problems handed out so far, over all epochs."""
+        return self._taken
+
+    @property
+    def num_problems(self) -> int:
+        return self._num_problems
+
+    @property
+    def taken(self) -> int:
+        """Problems handed out so far, over all epochs: trained, waiting to be, or left out."""
+        return self._taken
+
+    @property
     def position(self) -> int:
-        """Problems trained so far, over all epochs."""
+        """Problems trained (or left out) so far, over all epochs."""
         return self._trained
 
     @property

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,7 +11,7 @@ from rlcore.batch import plan_microbatches
 from rlcore.config import ExperimentConfig
 from rlcore.errors import SamplerError
 from rlcore.models.torch_policy import UpdateResult
-from rlcore.ports import SampledGroup, SampleRequest
+from rlcore.ports import SampledGroup, SampleRequest, ScoredTokens
 from rlcore.types import Floats, TrainingSample
 
 
@@ -69,32 +68,33 @@ class WorkerGroup:
         self._everywhere("release_sampler")
         return groups
 
-    def logprobs(self, samples: Sequence[TrainingSample]) -> list[Floats]:
+    def logprobs(self, samples: Sequence[TrainingSample]) -> list[ScoredTokens]:
         return self._logprobs(samples, reference=False)
 
-    def reference_logprobs(self, samples: Sequence[TrainingSample]) -> list[Floats]:
+    def reference_logprobs(self, samples: Sequence[TrainingSample]) -> list[ScoredTokens]:
         return self._logprobs(samples, reference=True)
 
-    def _logprobs(self, samples: Sequence[TrainingSample], *, reference: bool) -> list[Floats]:
+    def _logprobs(self, samples: Sequence[TrainingSample], *, reference: bool) -> list[ScoredTokens]:
         plan = self._plan(samples)
         results = self._ranks.call("logprobs", [(_pick(samples, rank), reference) for rank in plan])
-        values: list[Floats | None] = [None] * len(samples)
+        values: list[ScoredTokens | None] = [None] * len(samples)
         for rank, result in zip(plan, results, strict=True):
             for indices, found in zip(rank, result, strict=True):
                 for index, value in zip(indices, found, strict=True):
                     values[index] = value
         return [value for value in values if value is not None]
 
-    def update(self, samples: Sequence[TrainingSample], learning_rate: float) -> UpdateResult:
+    def update(self, samples: Sequence[TrainingSample], learning_rate: float, kl_coefficient: float) -> UpdateResult:
         """One optimizer step; the same plan as ``logprobs`` makes for the same samples, so old and new log-probs
         come out of identical kernels.
 
         Samples that cannot move the policy (``has_gradient``) count in the denominators and are not computed.
         """
-        totals = StepTotals(tokens=sum(s.num_trained for s in samples), sequences=len(samples))
+        trained = sum(s.num_trained for s in samples)
+        totals = StepTotals(tokens=max(1, trained), sequences=len(samples))  # 0 where every completion is masked
         samples = [s for s in samples if has_gradient(s)] or samples[:1]  # AdamW's own step goes on without gradient
         plan = self._plan(samples)
-        arguments = [(_pick(samples, rank), totals, learning_rate) for rank in plan]
+        arguments = [(_pick(samples, rank), totals, learning_rate, kl_coefficient) for rank in plan]
         result: UpdateResult = self._ranks.call("update", arguments)[0]
         return result
 
@@ -132,19 +132,9 @@ class WorkerGroup:
 
 def has_gradient(sample: TrainingSample) -> bool:
     """False where the loss is 0 whatever the policy does: no advantage, no KL term, and a ratio of exactly 1."""
-    return sample.advantage != 0 or sample.old_logprobs is not None or sample.ref_logprobs is not None
+    moved = sample.advantages is not None and bool(sample.advantages.any())
+    return moved or sample.old_logprobs is not None or sample.ref_logprobs is not None
 
 
 def _pick(samples: Sequence[TrainingSample], microbatches: Sequence[Sequence[int]]) -> list[list[TrainingSample]]:
     return [[samples[i] for i in indices] for indices in microbatches]
-
-
-def with_logprobs(
-    samples: Sequence[TrainingSample], old: Sequence[Floats] | None, reference: Sequence[Floats] | None
-) -> list[TrainingSample]:
-    """Samples with the log-probs that were computed for them."""
-    if old is not None:
-        samples = [replace(s, old_logprobs=v) for s, v in zip(samples, old, strict=True)]
-    if reference is not None:
-        samples = [replace(s, ref_logprobs=v) for s, v in zip(samples, reference, strict=True)]
-    return list(samples)

@@ -8,33 +8,37 @@ from collections.abc import Sequence
 import numpy as np
 
 from rlcore.ports import SampledGroup, SampleRequest
-from rlcore.types import Problem, Rollout, RolloutGroup, Score, TrainingSample
+from rlcore.types import Completion, Ints, Problem, Rollout, RolloutGroup, Score, TrainingSample
 
 
-def sample_requests(problems: Sequence[Problem], group_size: int, *, seed: int, batch: int) -> list[SampleRequest]:
+def sample_requests(problems: Sequence[Problem], group_size: int, *, seed: int, batch: str) -> list[SampleRequest]:
     """One request per problem; its seed depends on (run seed, rollout batch, problem) and nothing else."""
     return [SampleRequest(p, group_size, sampling_seed(seed, batch, p.problem_id)) for p in problems]
 
 
-def sampling_seed(seed: int, batch: int, problem_id: str) -> int:
+def sampling_seed(seed: int, batch: str, problem_id: str) -> int:
     """31 bits. vLLM gives completion i of a request this seed + i, so completions of a group differ."""
     digest = hashlib.sha256(f"{seed}/{batch}/{problem_id}".encode()).digest()
     return int.from_bytes(digest[:4], "big") >> 1
 
 
-def to_sample(problem: Problem, sampled: SampledGroup, index: int) -> TrainingSample:
-    """Prompt and completion ``index`` of a group as one sequence; its advantage is not known yet and stands at 0."""
-    completion = sampled.completions[index]
-    prompt, answer = sampled.prompt_token_ids, completion.token_ids
-    mask = np.zeros(len(prompt) + len(answer), np.bool_)
-    mask[len(prompt) :] = True
-    sampler_logprobs = np.zeros(len(mask), np.float32)
-    sampler_logprobs[len(prompt) :] = completion.logprobs
+def to_sample(
+    problem: Problem, prompt: Ints, completion: Completion, *, mask_truncated: bool = False
+) -> TrainingSample:
+    """Prompt and completion as one sequence; its advantages are not known yet.
+
+    Args:
+        mask_truncated: train no token of a completion that was cut at its budget.
+    """
+    answer = completion.token_ids
+    is_answer = np.arange(len(prompt) + len(answer)) >= len(prompt)
+    sampler_logprobs = np.zeros(len(is_answer), np.float32)
+    sampler_logprobs[is_answer] = completion.logprobs
+    truncated = mask_truncated and completion.finish_reason == "length"
     return TrainingSample(
         token_ids=np.concatenate([prompt, answer]),
-        loss_mask=mask,
+        loss_mask=is_answer & np.bool_(not truncated),
         sampler_logprobs=sampler_logprobs,
-        advantage=0.0,
         images=problem.images,
         policy_version=completion.policy_version,
     )

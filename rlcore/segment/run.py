@@ -14,10 +14,9 @@ import time
 import traceback
 import uuid
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 
-from rlcore.errors import ConfigError, DataError, DivergedError, LeaseLostError
+from rlcore.errors import ConfigError, DataError, DivergedError, LeaseLostError, StarvedError
 from rlcore.job import JobError, write_json_atomically
 from rlcore.segment.journal import MetricJournal
 from rlcore.segment.lease import Control, Lease
@@ -91,7 +90,7 @@ def main(spec_path: Path) -> int:
         return _train_segments(spec, stop)
     except DivergedError as error:
         return _failed(spec, error, EXIT_DIVERGED)
-    except (ConfigError, DataError) as error:
+    except (ConfigError, DataError, StarvedError) as error:
         return _failed(spec, error, EXIT_BAD_CONFIG)
     except Exception as error:  # noqa: BLE001 - the process boundary: the driver gets the whole story
         return _failed(spec, error, EXIT_OUT_OF_MEMORY if _is_out_of_memory(error) else 1)
@@ -103,18 +102,17 @@ def _train_segments(spec: SegmentSpec, stop: StopRequest) -> int:
     gc.disable()  # imports allocate much and free little; a third of their time would go to looking
     from rlcore.assemble import training_run
     from rlcore.models.canary import Canary
-    from rlcore.training.loop import TrainState, train
+    from rlcore.training.loop import train
     from rlcore.training.samples import SampleLog
+    from rlcore.training.state import TrainState
 
     gc.enable()
     config = spec.experiment
     store = LocalCheckpointStore(spec.run_dir, spec.run_id)
-    state = TrainState()
     if spec.parent is not None:
         store.verify(spec.parent)
-        state = TrainState(**store.read_state(spec.parent))
     journal = MetricJournal(spec.run_dir / "journal.jsonl")
-    journal.cut(state.step)
+    journal.cut(0 if spec.parent is None else spec.parent.step)
     sink = TrainerSink(journal)
     starts = _count_start(spec.run_dir)
     with training_run(
@@ -125,8 +123,12 @@ def _train_segments(spec: SegmentSpec, stop: StopRequest) -> int:
         on_batch=SampleLog(spec.run_dir / "samples"),
     ) as run:
         stop.listen()
+        state = TrainState()
         if spec.parent is not None:
-            run.workers.load(Path(spec.parent.path))
+            folder = Path(spec.parent.path)
+            mask_truncated = config.algorithm.mask_truncated
+            state = TrainState.load(folder, store.read_state(spec.parent), run.problems, mask_truncated=mask_truncated)
+            run.workers.load(folder)
         run.workers.sync_weights(state.step)
         canary = Canary.fixed(run.problems, Path(spec.model.path), config)
         segment = spec.first_segment
@@ -141,6 +143,7 @@ def _train_segments(spec: SegmentSpec, stop: StopRequest) -> int:
             started = time.perf_counter()
             staging = store.stage(state.step)
             run.workers.save(staging)
+            state.save(staging)
             canary.write(staging, run.workers)
             checkpoint = store.commit(
                 staging,
@@ -149,7 +152,7 @@ def _train_segments(spec: SegmentSpec, stop: StopRequest) -> int:
                 segment=segment,
                 experiment_digest=config.digest(),
                 dataset_digest=spec.dataset.digest,
-                trainer_state=asdict(state),
+                trainer_state=state.scalars(),
             )
             complete = state.step == until_step or not stop.preempted()
             manifest = SegmentManifest(

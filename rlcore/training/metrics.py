@@ -12,24 +12,27 @@ import numpy as np
 
 from rlcore.algorithms.advantage import MIN_SPREAD
 from rlcore.algorithms.filtering import OutcomeCounts, count_outcomes, group_outcome
-from rlcore.config import AlgorithmConfig
 from rlcore.models.torch_policy import UpdateResult
+from rlcore.training.advantages import StepAdvantages
+from rlcore.training.collection import Collected
+from rlcore.training.state import TrainState
 from rlcore.types import RolloutGroup
 
 MISMATCH_ALARM = 0.01  # nats per token: beyond it the sampler's numbers are not the trainer's, and ratios lie
 
 
-def update_metrics(result: UpdateResult, algorithm: AlgorithmConfig) -> dict[str, float]:
+def update_metrics(result: UpdateResult, kl_coefficient: float) -> dict[str, float]:
     """loss/ and optim/ of one optimizer step, and how far sampler and trainer are apart."""
     sums = result.sums
-    tokens = float(sums.tokens)
+    tokens = max(1.0, float(sums.tokens))  # none where every completion was masked
 
     def per_token(value: object) -> float:
         return float(value) / tokens  # type: ignore[arg-type]
 
     return {
-        "loss/total": float(sums.policy_loss) + algorithm.kl.coefficient * float(sums.kl_loss),
+        "loss/total": float(sums.policy_loss) + kl_coefficient * float(sums.kl_loss),
         "loss/policy": float(sums.policy_loss),
+        "loss/kl_coefficient": kl_coefficient,
         "loss/kl_ref": per_token(sums.kl_ref),
         "loss/kl_old": per_token(sums.loss.kl_k3),
         "loss/entropy": per_token(sums.entropy),
@@ -45,7 +48,31 @@ def update_metrics(result: UpdateResult, algorithm: AlgorithmConfig) -> dict[str
         "rollout/abs_delta_logprob_max": float(sums.mismatch.abs_delta_max),
         "rollout/effective_sample_size": per_token(sums.mismatch.effective_sample_size()),
         "rollout/kl_sampler_trainer": per_token(sums.mismatch.k3),
+        "rollout/importance_weight_mean": per_token(sums.importance),
+        "rollout/importance_masked": per_token(sums.importance_zero),
     }
+
+
+def collection_metrics(collected: Collected, advantages: StepAdvantages, state: TrainState) -> dict[str, float]:
+    """What was kept of what was generated, and what the trained groups were worth."""
+    kept = [group.group for group in collected.groups]
+    rewards = [rollout.score.reward for group in kept for rollout in group.rollouts]
+    found = {
+        "reward/trained_mean": float(np.mean(rewards)),
+        "rollout/trained_zero_signal": 1 - sum(advantages.signal) / len(advantages.signal),
+        "rollout/groups_generated": float(len(collected.generated)),
+        "rollout/groups_trained": float(len(kept)),
+        "rollout/groups_filled": float(collected.filled),
+        "rollout/groups_from_buffer": float(collected.from_buffer),
+        "rollout/groups_buffered": float(len(state.buffer)),
+        "rollout/groups_dropped_stale": float(collected.dropped_stale),
+        "rollout/rounds": float(collected.rounds),
+        "rollout/policy_age_max": float(collected.age_max),
+        "rollout/problems_seen": float(state.problems_seen),
+    }
+    if advantages.kl_penalty is not None:
+        found["reward/kl_penalty"] = advantages.kl_penalty
+    return found
 
 
 def rollout_metrics(

@@ -1,24 +1,52 @@
-"""What one microbatch adds to the loss and to the sums of its optimizer step, and advantages for a batch of groups."""
+"""What one microbatch adds to the loss and to the sums of its optimizer step: the algorithm's choices, dispatched."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Self
+from dataclasses import dataclass
+from typing import NamedTuple, Self, assert_never
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlcore.algorithms.advantage import group_advantages
+from rlcore.algorithms import kl
 from rlcore.algorithms.aggregation import StepTotals, token_weights
-from rlcore.algorithms.kl import k3
 from rlcore.algorithms.logprobs import trained_sequences
-from rlcore.algorithms.loss import LossSums, clipped_policy_loss
-from rlcore.algorithms.mismatch import MismatchSums, mismatch
+from rlcore.algorithms.loss import (
+    LossSums,
+    TokenLosses,
+    cispo,
+    gspo,
+    gspo_token,
+    loss_sums,
+    ppo_clip,
+    sapo,
+    vespo,
+)
+from rlcore.algorithms.mismatch import MismatchSums, masked_importance, mismatch, truncated_importance
 from rlcore.batch import Microbatch
 from rlcore.config import AlgorithmConfig
-from rlcore.types import RolloutGroup, TrainingSample
+from rlcore.config.algorithm import (
+    CispoLoss,
+    GspoLoss,
+    GspoTokenLoss,
+    ImportanceCorrection,
+    KlEstimator,
+    MaskedImportance,
+    PolicyLoss,
+    PpoClipLoss,
+    SapoLoss,
+    TruncatedImportance,
+    VespoLoss,
+)
+
+
+class PolicyTokens(NamedTuple):
+    """A policy's forward pass over the N trained tokens of a microbatch, in packing order."""
+
+    logprobs: Tensor  # [N], differentiable
+    entropy: Tensor  # [N]
+    log_kept: Tensor  # [N]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -28,8 +56,10 @@ class StepSums:
     tokens: Tensor  # trained
     policy_loss: Tensor  # weighted: already the step's mean once everything is merged
     kl_loss: Tensor  # weighted, before the coefficient
-    kl_ref: Tensor  # k3 of KL(policy || reference), nats
+    kl_ref: Tensor  # KL(policy || reference) in the configured estimator, nats
     entropy: Tensor  # nats
+    importance: Tensor  # weights against the mismatch of sampler and trainer
+    importance_zero: Tensor  # tokens that they leave out
     loss: LossSums
     mismatch: MismatchSums
 
@@ -44,6 +74,8 @@ class StepSums:
             kl_loss=none(),
             kl_ref=none(),
             entropy=none(),
+            importance=none(),
+            importance_zero=none(),
             loss=LossSums(*(none() for _ in range(6))),
             mismatch=MismatchSums(*(none() for _ in range(5))),
         )
@@ -55,6 +87,8 @@ class StepSums:
             kl_loss=self.kl_loss + other.kl_loss,
             kl_ref=self.kl_ref + other.kl_ref,
             entropy=self.entropy + other.entropy,
+            importance=self.importance + other.importance,
+            importance_zero=self.importance_zero + other.importance_zero,
             loss=self.loss.merge(other.loss),
             mismatch=self.mismatch.merge(other.mismatch),
         )
@@ -63,7 +97,7 @@ class StepSums:
         """The merge over all ranks, on CPU: one collective for everything."""
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return self
-        mine = [self.tokens, self.policy_loss, self.kl_loss, self.kl_ref, self.entropy]
+        mine = [getattr(self, name) for name in _OWN]
         mine += [getattr(self.loss, name) for name in LossSums.__slots__]
         mine += [getattr(self.mismatch, name) for name in MismatchSums.__slots__]
         row = torch.stack([value.double() for value in mine])
@@ -76,26 +110,32 @@ class StepSums:
         return total
 
 
+_OWN = ("tokens", "policy_loss", "kl_loss", "kl_ref", "entropy", "importance", "importance_zero")
+
+
 def _from_row(values: Tensor) -> StepSums:
     scalars = list(values.unbind())
-    return StepSums(*scalars[:5], loss=LossSums(*scalars[5:11]), mismatch=MismatchSums(*scalars[11:]))
+    own, rest = scalars[: len(_OWN)], scalars[len(_OWN) :]
+    return StepSums(*own, loss=LossSums(*rest[:6]), mismatch=MismatchSums(*rest[6:]))
 
 
 def microbatch_loss(
     batch: Microbatch,
-    logprobs: Tensor,
-    entropy: Tensor,
+    tokens: PolicyTokens,
     algorithm: AlgorithmConfig,
     totals: StepTotals,
+    *,
+    kl_coefficient: float,
     max_completion_tokens: int,
 ) -> tuple[Tensor, StepSums]:
     """The microbatch's share of the step's loss; the shares of all microbatches and ranks add up to the loss.
 
     Args:
-        logprobs: [N] of the trained tokens in packing order, differentiable; entropy [N].
         totals: of the whole optimizer step.
+        kl_coefficient: of the KL term, which is there where the batch carries reference log-probs.
     """
     mask = batch.loss_mask
+    logprobs = tokens.logprobs
     sequence_index, lengths = trained_sequences(mask, batch.cu_seqlens)
     weights = token_weights(
         sequence_index,
@@ -103,42 +143,99 @@ def microbatch_loss(
         mode=algorithm.aggregation,
         totals=totals,
         max_completion_tokens=max_completion_tokens,
-    )
+    ).to(logprobs.dtype)
     old = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs[mask]
-    policy = clipped_policy_loss(
-        logprobs,
-        old,
-        batch.advantages[sequence_index],
-        weights,
-        clip_low=algorithm.clip_low,
-        clip_high=algorithm.clip_high,
-    )
-    loss = policy.loss
-    kl_loss = kl_ref = torch.zeros((), device=logprobs.device)
+    # under top-p and top-k the sampler tells log-probs of what they left; the trainer's are of the whole distribution
+    sampler = batch.sampler_logprobs[mask] + (tokens.log_kept if batch.log_kept is None else batch.log_kept[mask])
+
+    losses = policy_loss(algorithm.loss, logprobs, old, batch.advantages[mask], sequence_index, lengths)
+    importance = importance_weights(algorithm.correction, old, sampler, sequence_index)
+    loss = policy = (weights * importance * losses.values).sum()
+    kl_loss = kl_ref = logprobs.new_zeros(())
     if batch.ref_logprobs is not None:
-        per_token = k3(logprobs, batch.ref_logprobs[mask])
-        weighted = (weights.to(per_token.dtype) * per_token).sum()
-        loss = loss + algorithm.kl.coefficient * weighted
+        per_token = kl_estimate(algorithm.kl.estimator, logprobs, batch.ref_logprobs[mask])
+        weighted = (weights * per_token).sum()
+        loss = policy + kl_coefficient * weighted
         kl_loss, kl_ref = weighted.detach(), per_token.detach().sum()
     sums = StepSums(
         tokens=mask.sum(),
-        policy_loss=policy.loss.detach(),
+        policy_loss=policy.detach(),
         kl_loss=kl_loss,
         kl_ref=kl_ref,
-        entropy=entropy.sum(),
-        loss=policy.sums,
-        mismatch=mismatch(old, batch.sampler_logprobs[mask]),
+        entropy=tokens.entropy.sum(),
+        importance=importance.sum(),
+        importance_zero=importance.eq(0).sum(),
+        loss=loss_sums(losses, logprobs, old),
+        mismatch=mismatch(old, sampler),
     )
     return loss, sums
 
 
-def attach_advantages(
-    samples: Sequence[TrainingSample], groups: Sequence[RolloutGroup], *, normalize_by_std: bool
-) -> list[TrainingSample]:
-    """Give each sample the advantage of its rollout; samples stand in the order of the groups' rollouts."""
-    advantages: list[float] = []
-    for group in groups:
-        rewards = torch.tensor([r.score.reward for r in group.rollouts], dtype=torch.float64)
-        graded = torch.tensor([r.score.graded for r in group.rollouts])
-        advantages += group_advantages(rewards, graded, normalize_by_std=normalize_by_std).values.tolist()
-    return [replace(s, advantage=a) for s, a in zip(samples, advantages, strict=True)]
+def policy_loss(
+    loss: PolicyLoss, logprobs: Tensor, old: Tensor, advantages: Tensor, sequence_index: Tensor, lengths: Tensor
+) -> TokenLosses:
+    """The configured loss; arguments as in ``rlcore.algorithms.loss``."""
+    match loss:
+        case PpoClipLoss():
+            return ppo_clip(
+                logprobs,
+                old,
+                advantages,
+                clip_low=loss.clip_low,
+                clip_high=loss.clip_high,
+                dual_clip=loss.dual_clip,
+            )
+        case GspoLoss() | GspoTokenLoss():
+            of_sequence = gspo if isinstance(loss, GspoLoss) else gspo_token
+            return of_sequence(
+                logprobs, old, advantages, sequence_index, lengths, clip_low=loss.clip_low, clip_high=loss.clip_high
+            )
+        case CispoLoss():
+            return cispo(logprobs, old, advantages, max_ratio=loss.max_ratio)
+        case SapoLoss():
+            return sapo(logprobs, old, advantages, tau_positive=loss.tau_positive, tau_negative=loss.tau_negative)
+        case VespoLoss():
+            return vespo(
+                logprobs,
+                old,
+                advantages,
+                sequence_index,
+                lengths,
+                k_positive=loss.k_positive,
+                lambda_positive=loss.lambda_positive,
+                k_negative=loss.k_negative,
+                lambda_negative=loss.lambda_negative,
+            )
+    assert_never(loss)
+
+
+def importance_weights(
+    correction: ImportanceCorrection | None, old: Tensor, sampler: Tensor, sequence_index: Tensor
+) -> Tensor:
+    """[N] the configured weights of p_trainer / p_sampler; all 1 without correction."""
+    match correction:
+        case None:
+            return torch.ones_like(old)
+        case TruncatedImportance():
+            level = sequence_index if correction.level == "sequence" else None
+            return truncated_importance(old, sampler, level, max_weight=correction.max_weight)
+        case MaskedImportance():
+            level = sequence_index if correction.level == "sequence" else None
+            return masked_importance(
+                old, sampler, level, min_weight=correction.min_weight, max_weight=correction.max_weight
+            )
+    assert_never(correction)
+
+
+def kl_estimate(estimator: KlEstimator, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
+    """[N] the configured estimate of KL(policy || reference) per token, nats."""
+    match estimator:
+        case "k1":
+            return kl.k1(logprobs, ref_logprobs)
+        case "k2":
+            return kl.k2(logprobs, ref_logprobs)
+        case "k3":
+            return kl.k3(logprobs, ref_logprobs)
+        case "straight_through":
+            return kl.straight_through(logprobs, ref_logprobs)
+    assert_never(estimator)

@@ -35,7 +35,7 @@ HOMES = {
     "transformers": ("rlcore/",),
 }
 NO_TORCH = tuple(
-    f"rlcore/{name}" for name in ("config.py", "types.py", "artifacts.py", "errors.py", "ports.py", "rewards/")
+    f"rlcore/{name}" for name in ("config/", "types.py", "artifacts.py", "errors.py", "ports.py", "rewards/")
 )
 HEAVY = ("torch", "vllm", "ray", "transformers", "datasets")
 

@@ -11,7 +11,6 @@ import json
 import sys
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import asdict
 from pathlib import Path
 
 from rlcore.config import ExperimentConfig
@@ -21,7 +20,8 @@ from rlcore.distributed.group import WorkerGroup
 from rlcore.distributed.worker import Worker
 from rlcore.models.checkpoint import load_full_weights
 from rlcore.segment.journal import MetricJournal
-from rlcore.training.loop import TrainingRun, TrainState, train
+from rlcore.training.loop import TrainingRun, train
+from rlcore.training.state import TrainState
 from rlcore.types import Completion, Problem, RolloutGroup, Score
 
 
@@ -54,8 +54,12 @@ def main(settings: dict[str, object]) -> None:
         workers = WorkerGroup(ranks, config)
         state = TrainState()
         if resume:
-            state = TrainState(**json.loads((Path(str(resume)) / "state.json").read_text()))
-            workers.load(Path(str(resume)))
+            folder = Path(str(resume))
+            scalars = json.loads((folder / "state.json").read_text())
+            state = TrainState.load(
+                folder, scalars, load_problems(dataset), mask_truncated=config.algorithm.mask_truncated
+            )
+            workers.load(folder)
         workers.sync_weights(state.step)
         run = TrainingRun(
             config, load_problems(dataset), workers, LetterGrader(), MetricJournal(out / "journal.jsonl"), keep
@@ -64,7 +68,8 @@ def main(settings: dict[str, object]) -> None:
         checkpoint = out / "checkpoint"
         checkpoint.mkdir()
         workers.save(checkpoint)
-        (checkpoint / "state.json").write_text(json.dumps(asdict(state)))
+        state.save(checkpoint)
+        (checkpoint / "state.json").write_text(json.dumps(state.scalars()))
     finally:
         stop_ray()
     digest = hashlib.sha256()

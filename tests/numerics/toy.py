@@ -66,7 +66,7 @@ def samples(count: int = 8, *, group: int = 4, seed: int = 0, text_only: bool = 
                 token_ids=np.concatenate([prompt, answer]),
                 loss_mask=mask,
                 sampler_logprobs=np.where(mask, random.normal(-5, 0.1, len(mask)), 0).astype(np.float32),
-                advantage=float(random.normal()),
+                advantages=np.where(mask, random.normal(), 0).astype(np.float32),
                 images=() if text_only else (ImageRef(sha, image.width, image.height),),
                 policy_version=0,
             )

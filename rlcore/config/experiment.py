@@ -8,25 +8,35 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
-from rlcore.errors import ConfigError
-
-
-class Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+from rlcore.config.algorithm import AlgorithmConfig, PassAtKAdvantage
+from rlcore.config.base import Frozen
+from rlcore.config.build import flatten
+from rlcore.config.reward import MathReward, RewardConfig
 
 
 class TinyModelConfig(Frozen):
-    """The embedded default policy: a Qwen2.5-VL of a few million parameters, warm-started on synthetic problems."""
+    """The embedded default policy: a few million parameters, warm-started on synthetic problems."""
 
     seed: int = 0
+    task: Literal["geometry", "sums", "countdown"] = "geometry"
+    """What the warm start teaches. geometry: a Qwen2.5-VL that begins to read drawn pictures; sums, countdown: a Qwen2
+    text model that begins to add numbers ("#### 42") or to find expressions."""
     warm_start_steps: int = Field(600, ge=0)
     """Supervised steps at most; the warm start ends by itself once the format is certain and the reading begins. 0
     leaves the weights random."""
+
+
+class LoraConfig(Frozen):
+    """Adapters on every linear layer of the language model: W x + (alpha / rank) B A x. LoRA, arXiv:2106.09685."""
+
+    rank: int = Field(64, ge=1)
+    alpha: float = Field(64.0, gt=0)
+    vision_tower: bool = False
+    """Adapters in the vision tower as well."""
 
 
 class ModelConfig(Frozen):
@@ -36,18 +46,66 @@ class ModelConfig(Frozen):
     trust_remote_code: bool = False
     tiny: TinyModelConfig = TinyModelConfig()
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Dtype of forward and backward. auto: bfloat16 on CUDA, float32 on CPU. Master weights are always float32."""
+    """Dtype of forward and backward. auto: bfloat16 on CUDA, float32 on CPU. Master weights are float32 unless
+    training.optimizer is adamw_bf16."""
     gradient_checkpointing: bool = True
+    freeze_vision_tower: bool = False
+    """The vision tower is not trained."""
+    lora: LoraConfig | None = None
+    """Train low-rank adapters and leave the weights as they are; the reference policy is then the same model with its
+    adapters off. null trains all weights."""
+
+    @model_validator(mode="after")
+    def _frozen_and_adapted_exclude_each_other(self) -> Self:
+        if self.freeze_vision_tower and self.lora is not None and self.lora.vision_tower:
+            raise ValueError(
+                "model.freeze_vision_tower is true and model.lora.vision_tower puts adapters into it. Set one to false."
+            )
+        return self
+
+
+class CountdownConfig(Frozen):
+    """The game that ``countdown@SPLIT`` draws: reach the target with the numbers, each used once, by + - * /."""
+
+    numbers: tuple[int, int] = (3, 4)
+    """Fewest and most numbers of a problem."""
+    max_number: int = Field(99, ge=1)
+    max_target: int = Field(99, ge=1)
+
+
+class CurriculumConfig(Frozen):
+    """Problems whose measured pass rate says that there is nothing to learn rest for some epochs."""
+
+    hardest: float = Field(0.0, ge=0, lt=1)
+    """A pass rate at or below it rests."""
+    easiest: float = Field(1.0, gt=0, le=1)
+    """A pass rate at or above it rests."""
+    rest_epochs: int = Field(2, ge=1)
+    """Epochs that such a problem is left out of before it is measured again."""
+
+    @model_validator(mode="after")
+    def _bounds_in_order(self) -> Self:
+        if self.hardest >= self.easiest:
+            raise ValueError(
+                f"data.curriculum.hardest ({self.hardest}) is not below data.curriculum.easiest ({self.easiest}): "
+                "every problem would rest. Lower the first or raise the second."
+            )
+        return self
 
 
 class DataConfig(Frozen):
     train: str = "synthetic-geometry@train"
     """A Hugging Face id with split (``hiyouga/geometry3k@train``), a local file or folder (parquet, jsonl), an
-    fsspec URI, or ``synthetic-geometry@{train,validation,test}``."""
+    fsspec URI, or ``NAME@{train,validation,test}`` with NAME one of synthetic-geometry, countdown, sums, drawn from
+    ``synthetic_seed``."""
     validation: str = "synthetic-geometry@validation"
     problem_column: str = "problem"
     answer_column: str = "answer"
     images_column: str = "images"
+    videos_column: str = "videos"
+    """Lists of frames; a ``<video>`` marker stands for one image per frame."""
+    max_images: int = Field(8, ge=1)
+    """Problems with more images (frames included) are rejected."""
     template: str = "math"
     """Prompt template: a name under rlcore/data/templates, or the path of a Jinja file that uses ``content``."""
     min_pixels: int = Field(56 * 56, ge=1)
@@ -56,8 +114,10 @@ class DataConfig(Frozen):
     """Problems with a longer prompt (image tokens included) are rejected with that reason, never cut."""
     synthetic_seed: int = 0
     synthetic_problems: int = Field(2048, ge=1)
-    """Training problems that ``synthetic-geometry`` draws; validation and test draw an eighth of it each."""
+    """Training problems that a drawn source has; validation and test have an eighth of it each."""
+    countdown: CountdownConfig = CountdownConfig()
     shuffle_seed: int = 0
+    curriculum: CurriculumConfig | None = None
 
     @model_validator(mode="after")
     def _pixels_in_order(self) -> Self:
@@ -86,45 +146,22 @@ class RolloutConfig(Frozen):
     enforce_eager: bool = False
 
 
-class RewardConfig(Frozen):
-    name: str = "math"
-    """A name in ``rlcore.rewards.REWARDS``."""
-    format_weight: float = Field(0.1, ge=0, le=1)
-    """The reward is (1 - format_weight) * accuracy + format_weight * format."""
-    deadline_seconds: float = Field(10.0, gt=0)
-    """A grading that takes longer is killed and counted as ungraded: reward 0 and left out of the advantage."""
-    processes: int = Field(1, ge=1)
-
-
-class KlConfig(Frozen):
-    coefficient: float = Field(0.01, ge=0)
-    """Weight of the k3 estimate of KL(policy || reference) in the loss. 0: no KL term, no reference model."""
-
-
-class AlgorithmConfig(Frozen):
-    normalize_by_std: bool = True
-    """Divide a group's centred rewards by their standard deviation (GRPO). False is Dr.GRPO's choice."""
-    clip_low: float = Field(0.2, ge=0, lt=1)
-    clip_high: float = Field(0.28, ge=0)
-    kl: KlConfig = KlConfig()
-    recompute_old_logprobs: bool = False
-    """With one update per rollout batch the policy that sampled is the policy that trains, so the old log-probs are
-    the new ones and the extra forward pass is skipped. True runs it all the same. Several updates always run it."""
-    aggregation: Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant"] = "token_mean"
-    """How per-token losses become one number. ``constant`` is Dr.GRPO: sum over tokens, divided by
-    sequences * rollout.max_completion_tokens."""
-
-
 class TrainingConfig(Frozen):
     steps: int = Field(60, ge=1)
     """Optimizer steps of the whole run."""
     problems_per_step: int = Field(32, ge=1)
     """Problems sampled per rollout batch."""
     updates_per_batch: int = Field(1, ge=1)
-    """Optimizer steps per rollout batch; each takes problems_per_step / updates_per_batch whole groups."""
+    """Optimizer steps per pass over a rollout batch; each takes problems_per_step / updates_per_batch whole groups."""
+    passes_per_batch: int = Field(1, ge=1)
+    """Times that a rollout batch is gone through. From the second optimizer step on a batch, the policy that trains is
+    no longer the one that sampled, and ratios and clipping do their work."""
     tokens_per_microbatch: int = Field(16384, ge=1)
     """Packed tokens per forward pass and worker. Changes memory and speed, never the gradient."""
-    learning_rate: float = Field(1e-6, gt=0)
+    learning_rate: float = Field(1e-6, ge=0)
+    optimizer: Literal["adamw", "adamw_bf16"] = "adamw"
+    """adamw: float32 master weights and state. adamw_bf16: all of it in bfloat16, with Kahan-compensated updates; half
+    the memory."""
     warmup_steps: int = Field(0, ge=0)
     """Linear warm-up. The first step already learns: step k runs at k / warmup_steps of the rate, counted from 1."""
     beta1: float = Field(0.9, ge=0, lt=1)
@@ -133,6 +170,11 @@ class TrainingConfig(Frozen):
     max_grad_norm: float = Field(1.0, gt=0)
     max_nonfinite_steps: int = Field(3, ge=1)
     """Steps in a row with a non-finite gradient (each is skipped and counted) before the run ends as diverged."""
+
+    @property
+    def steps_per_batch(self) -> int:
+        """Optimizer steps per rollout batch."""
+        return self.updates_per_batch * self.passes_per_batch
 
 
 class SegmentConfig(Frozen):
@@ -179,7 +221,7 @@ class ExperimentConfig(Frozen):
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     rollout: RolloutConfig = RolloutConfig()
-    reward: RewardConfig = RewardConfig()
+    reward: RewardConfig = MathReward()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     training: TrainingConfig = TrainingConfig()
     segment: SegmentConfig = SegmentConfig()
@@ -193,17 +235,31 @@ class ExperimentConfig(Frozen):
             self.training.problems_per_step,
             self.training.updates_per_batch,
         )
-        if group < 2:
+        advantage, steps_per_batch = self.algorithm.advantage, self.training.steps_per_batch
+        if group < advantage.min_group_size:
             raise ValueError(
-                f"rollout.group_size is {group}: GRPO compares completions of one problem, so a group of one has "
-                "no advantage and nothing is learned. Set it to 2 or more."
+                f"rollout.group_size is {group}: {advantage.name} compares completions of one problem, so a group of "
+                "one has no advantage and nothing is learned. Set it to 2 or more, or algorithm.advantage.name to "
+                "remax or reinforce_plus_plus."
+            )
+        if isinstance(advantage, PassAtKAdvantage) and advantage.k > group:
+            raise ValueError(
+                f"algorithm.advantage.k is {advantage.k}, and a group has {group} completions. "
+                "Lower it, or raise rollout.group_size."
             )
         for name, steps in (("training.steps", self.training.steps), ("segment.steps", self.segment.steps)):
-            if steps % updates:
+            if steps % steps_per_batch:
                 raise ValueError(
-                    f"{name} ({steps}) is no multiple of training.updates_per_batch ({updates}): a segment has to end "
-                    f"where a rollout batch is used up. Set it to a multiple of {updates}."
+                    f"{name} ({steps}) is no multiple of training.updates_per_batch * training.passes_per_batch "
+                    f"({steps_per_batch}): a segment has to end where a rollout batch is used up. "
+                    f"Set it to a multiple of {steps_per_batch}."
                 )
+        overlong, budget = self.reward.overlong, self.rollout.max_completion_tokens
+        if overlong is not None and overlong.buffer_tokens > budget:
+            raise ValueError(
+                f"reward.overlong.buffer_tokens ({overlong.buffer_tokens}) is above rollout.max_completion_tokens "
+                f"({budget}): every completion would be punished. Set it to at most {budget}."
+            )
         if per_step % updates:
             raise ValueError(
                 f"training.updates_per_batch ({updates}) does not divide training.problems_per_step ({per_step}). "
@@ -239,68 +295,4 @@ class ExperimentConfig(Frozen):
 
     def flat(self) -> dict[str, str | int | float | bool | None]:
         """Dotted keys to scalar values, as logged to MLflow and as accepted by overrides."""
-        return dict(_flatten("", self.model_dump(mode="json")))
-
-
-def _flatten(prefix: str, tree: dict[str, Any]) -> list[tuple[str, Any]]:
-    rows: list[tuple[str, Any]] = []
-    for key, value in tree.items():
-        name = f"{prefix}.{key}" if prefix else key
-        rows += _flatten(name, value) if isinstance(value, dict) else [(name, value)]
-    return rows
-
-
-def build_experiment(values: dict[str, Any], overrides: Sequence[str] = ()) -> ExperimentConfig:
-    """Merge dotted ``key=value`` overrides (values in JSON, else text) into ``values`` and validate the whole.
-
-    Raises:
-        ConfigError: an override without ``=``, an unknown key, or a value that breaks a rule; lists every finding.
-    """
-    tree = json.loads(json.dumps(values))
-    for override in overrides:
-        key, equals, text = override.partition("=")
-        if not equals or not key.strip():
-            raise ConfigError(f"override {override!r} is not key=value. Write for example training.steps=40.")
-        *parents, leaf = key.strip().split(".")
-        node = tree
-        for parent in parents:
-            node = node.setdefault(parent, {})
-            if not isinstance(node, dict):
-                raise ConfigError(f"override {override!r}: {parent} holds a value, not a group of settings.")
-        node[leaf] = _parse_value(text.strip())
-    try:
-        return ExperimentConfig.model_validate(tree)
-    except ValidationError as error:
-        raise ConfigError(_explain(error)) from None
-
-
-def _parse_value(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError:
-        return text
-
-
-def _explain(error: ValidationError) -> str:
-    lines = [f"the experiment has {error.error_count()} error(s):"]
-    for item in error.errors(include_url=False):
-        where = ".".join(str(part) for part in item["loc"])
-        if item["type"] == "extra_forbidden":
-            lines.append(f"- {where}: unknown key. {_known_keys(item['loc'])}")
-        elif where:
-            lines.append(f"- {where}: found {item['input']!r}; {item['msg']}.")
-        else:
-            lines.append(f"- {item['msg'].removeprefix('Value error, ')}")
-    return "\n".join(lines)
-
-
-def _known_keys(loc: tuple[int | str, ...]) -> str:
-    import difflib
-
-    model: Any = ExperimentConfig
-    for part in loc[:-1]:
-        model = model.model_fields[str(part)].annotation
-    known = sorted(model.model_fields)
-    close = difflib.get_close_matches(str(loc[-1]), known, n=1)
-    hint = f"Did you mean {close[0]!r}? " if close else ""
-    return f"{hint}Allowed here: {', '.join(known)}."
+        return dict(flatten(self.model_dump(mode="json")))

@@ -1,0 +1,40 @@
+"""Everything that defines an experiment: one frozen tree, typos refused. Start at ``experiment.py``."""
+
+from rlcore.config.algorithm import AlgorithmConfig, KlConfig
+from rlcore.config.base import Frozen
+from rlcore.config.build import build_experiment
+from rlcore.config.experiment import (
+    CountdownConfig,
+    CurriculumConfig,
+    DataConfig,
+    EvaluationConfig,
+    ExperimentConfig,
+    LoraConfig,
+    ModelConfig,
+    ResourceConfig,
+    RolloutConfig,
+    SegmentConfig,
+    TinyModelConfig,
+    TrainingConfig,
+)
+from rlcore.config.reward import RewardConfig
+
+__all__ = [
+    "AlgorithmConfig",
+    "CountdownConfig",
+    "CurriculumConfig",
+    "DataConfig",
+    "EvaluationConfig",
+    "ExperimentConfig",
+    "Frozen",
+    "KlConfig",
+    "LoraConfig",
+    "ModelConfig",
+    "ResourceConfig",
+    "RewardConfig",
+    "RolloutConfig",
+    "SegmentConfig",
+    "TinyModelConfig",
+    "TrainingConfig",
+    "build_experiment",
+]

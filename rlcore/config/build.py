@@ -1,0 +1,114 @@
+"""An ExperimentConfig from plain values and ``key=value`` overrides, with errors that say what to change."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, get_args
+
+from pydantic import BaseModel, ValidationError
+
+from rlcore.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rlcore.config.experiment import ExperimentConfig
+
+
+def flatten(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted keys and their values."""
+    for key, value in tree.items():
+        name = f"{prefix}.{key}" if prefix else key
+        if isinstance(value, dict) and value:
+            yield from flatten(value, name)
+        else:
+            yield name, json.dumps(value) if isinstance(value, dict | list) else value
+
+
+def build_experiment(values: dict[str, Any], overrides: Sequence[str] = ()) -> ExperimentConfig:
+    """Merge dotted ``key=value`` overrides (values in JSON, else text) into ``values`` and validate the whole.
+
+    An override of a choice's ``name`` drops the other settings of the choice that was there before.
+
+    Raises:
+        ConfigError: an override without ``=``, an unknown key, or a value that breaks a rule; lists every finding.
+    """
+    from rlcore.config.experiment import ExperimentConfig
+
+    tree = json.loads(json.dumps(values))
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        if not equals or not key.strip():
+            raise ConfigError(f"override {override!r} is not key=value. Write for example training.steps=40.")
+        *parents, leaf = key.strip().split(".")
+        value = _parse_value(text.strip())
+        node = tree
+        for parent in parents:
+            if node.get(parent) is None:
+                node[parent] = {}
+            node = node[parent]
+            if not isinstance(node, dict):
+                raise ConfigError(f"override {override!r}: {parent} holds a value, not a group of settings.")
+        if leaf == "name" and parents and node.get("name", value) != value:
+            node.clear()
+        node[leaf] = value
+    try:
+        return ExperimentConfig.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError(_explain(error, ExperimentConfig)) from None
+
+
+def _parse_value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text
+
+
+def _explain(error: ValidationError, root: type[BaseModel]) -> str:
+    lines = [f"the experiment has {error.error_count()} error(s):"]
+    for item in error.errors(include_url=False):
+        models, where = _along(root, item["loc"])
+        if item["type"] == "extra_forbidden":
+            lines.append(f"- {where}: unknown key. {_known_keys(models, str(item['loc'][-1]))}")
+        elif item["type"] == "value_error":  # ours: says where and what by itself
+            lines.append(f"- {item['msg'].removeprefix('Value error, ')}")
+        else:
+            lines.append(f"- {where}: found {item['input']!r}; {item['msg']}.")
+    return "\n".join(lines)
+
+
+def _along(root: type[BaseModel], loc: tuple[int | str, ...]) -> tuple[list[type[BaseModel]], str]:
+    """The models that the last part of ``loc`` may be a key of, and ``loc`` as people write it: pydantic puts the
+    name of a tagged union's choice between the keys."""
+    models, keys = [root], []
+    for part in loc:
+        fields = [model.model_fields[str(part)] for model in models if part in model.model_fields]
+        if fields:
+            keys.append(str(part))
+            found = [model for field in fields for model in _models_in(field.annotation)]
+        else:
+            found = [model for model in models if _tag(model) == part]
+            if not found:
+                keys.append(str(part))
+        models = found or models
+    return models, ".".join(keys)
+
+
+def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for argument in get_args(annotation):
+        yield from _models_in(argument)
+
+
+def _tag(model: type[BaseModel]) -> object:
+    field = model.model_fields.get("name")
+    return field.default if field else None
+
+
+def _known_keys(models: list[type[BaseModel]], key: str) -> str:
+    known = sorted({name for model in models for name in model.model_fields})
+    close = difflib.get_close_matches(key, known, n=1)
+    hint = f"Did you mean {close[0]!r}? " if close else ""
+    return f"{hint}Allowed here: {', '.join(known)}."

@@ -1,0 +1,155 @@
+"""From the scores of a step's groups to the advantage of every trained token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import assert_never
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlcore.algorithms import advantage as estimators
+from rlcore.config import AlgorithmConfig
+from rlcore.config.algorithm import (
+    BatchStdAdvantage,
+    BnpoAdvantage,
+    DrGrpoAdvantage,
+    GrpoAdvantage,
+    PassAtKAdvantage,
+    ReinforcePlusPlusAdvantage,
+    ReinforcePlusPlusBaselineAdvantage,
+    RemaxAdvantage,
+    RlooAdvantage,
+)
+from rlcore.training.step import kl_estimate
+from rlcore.types import Floats, RolloutGroup, Score, TrainingSample
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ScoredGroup:
+    """A rollout group and its G sequences, with the log-probs that its update needs."""
+
+    group: RolloutGroup
+    samples: tuple[TrainingSample, ...]
+    baseline: Score | None  # of the greedy completion, where the estimator wants one
+
+    @property
+    def has_signal(self) -> bool:
+        """Rewards of graded completions differ, or one differs from the greedy baseline."""
+        rewards = [r.score.reward for r in self.group.rollouts if r.score.graded]
+        if self.baseline is not None and self.baseline.graded:
+            return any(abs(reward - self.baseline.reward) > estimators.MIN_SPREAD for reward in rewards)
+        return len(rewards) >= 2 and max(rewards) - min(rewards) > estimators.MIN_SPREAD
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepAdvantages:
+    samples: list[TrainingSample]  # in the order of the groups, advantages attached
+    signal: list[bool]  # of each group
+    kl_penalty: float | None  # mean per trained token of the KL in the reward, nats, before the coefficient
+
+
+def attach_advantages(
+    groups: Sequence[ScoredGroup], algorithm: AlgorithmConfig, *, kl_coefficient: float
+) -> StepAdvantages:
+    """Advantages of a step's groups by the configured estimator.
+
+    A KL in the reward is taken off here, per token from the token on, and its reference log-probs are dropped: the
+    loss has no KL term then.
+    """
+    samples = [sample for group in groups for sample in group.samples]
+    in_reward = algorithm.kl.place == "reward" and samples[0].ref_logprobs is not None
+    penalties = [
+        _penalties(sample, algorithm) if in_reward else np.zeros(sample.num_tokens, np.float32) for sample in samples
+    ]
+    scores = [[r.score for r in g.group.rollouts] for g in groups]
+    graded = torch.tensor([[score.graded for score in row] for row in scores])
+    totals = torch.tensor([float(p.sum(dtype=np.float64)) for p in penalties], dtype=torch.float64)
+    rewards = torch.tensor([[score.reward for score in row] for row in scores], dtype=torch.float64)
+    rewards = rewards - kl_coefficient * totals.view(rewards.shape)
+
+    found = _estimate(groups, samples, penalties, rewards, graded, algorithm, kl_coefficient)
+    rows = found.values.flatten(0, 1)
+    with_advantages = [replace(s, advantages=_of_tokens(s, row)) for s, row in zip(samples, rows, strict=True)]
+    mean_penalty = None
+    if in_reward:
+        with_advantages = [replace(s, ref_logprobs=None) for s in with_advantages]
+        mean_penalty = float(totals.sum()) / max(1, sum(s.num_trained for s in samples))
+    return StepAdvantages(with_advantages, found.signal.tolist(), mean_penalty)
+
+
+def _estimate(
+    groups: Sequence[ScoredGroup],
+    samples: Sequence[TrainingSample],
+    penalties: Sequence[Floats],
+    rewards: Tensor,
+    graded: Tensor,
+    algorithm: AlgorithmConfig,
+    kl_coefficient: float,
+) -> estimators.Advantages:
+    choice = algorithm.advantage
+    match choice:
+        case GrpoAdvantage():
+            return estimators.grpo(rewards, graded, std=choice.std)
+        case DrGrpoAdvantage():
+            return estimators.dr_grpo(rewards, graded)
+        case BatchStdAdvantage():
+            return estimators.batch_std(rewards, graded)
+        case RlooAdvantage():
+            return estimators.rloo(rewards, graded)
+        case BnpoAdvantage():
+            return estimators.bnpo(rewards, graded)
+        case PassAtKAdvantage():
+            return estimators.pass_at_k(rewards, graded, k=choice.k)
+        case RemaxAdvantage():
+            baselines = [g.baseline or Score(0.0, {}, graded=False) for g in groups]
+            return estimators.remax(
+                rewards,
+                graded,
+                torch.tensor([score.reward for score in baselines], dtype=torch.float64),
+                torch.tensor([score.graded for score in baselines]),
+            )
+        case ReinforcePlusPlusBaselineAdvantage():
+            lengths = torch.tensor([s.num_trained for s in samples]).view(rewards.shape)
+            return estimators.reinforce_plus_plus_baseline(rewards, graded, lengths)
+        case ReinforcePlusPlusAdvantage():
+            returns, tokens = _returns(groups, samples, penalties, kl_coefficient)
+            shape = (*rewards.shape, returns.shape[-1])
+            return estimators.reinforce_plus_plus(returns.view(shape), tokens.view(shape), graded)
+    assert_never(choice)
+
+
+def _returns(
+    groups: Sequence[ScoredGroup], samples: Sequence[TrainingSample], penalties: Sequence[Floats], coefficient: float
+) -> tuple[Tensor, Tensor]:
+    """Reward to go [S, C] over the trained tokens of S sequences, and which of the [S, C] there are."""
+    scores = [r.score.reward for g in groups for r in g.group.rollouts]
+    longest = max(1, *(s.num_trained for s in samples))
+    returns = torch.zeros(len(samples), longest, dtype=torch.float64)
+    tokens = torch.zeros(len(samples), longest, dtype=torch.bool)
+    for row, (sample, penalty, score) in enumerate(zip(samples, penalties, scores, strict=True)):
+        own = penalty[sample.loss_mask].astype(np.float64)
+        to_go = own[::-1].cumsum()[::-1]
+        returns[row, : len(own)] = torch.from_numpy(score - coefficient * to_go)
+        tokens[row, : len(own)] = True
+    return returns, tokens
+
+
+def _penalties(sample: TrainingSample, algorithm: AlgorithmConfig) -> Floats:
+    """[L] KL(policy || reference) of each trained token, under the policy that sampled it; 0 without log-probs."""
+    if sample.old_logprobs is None or sample.ref_logprobs is None:
+        return np.zeros(sample.num_tokens, np.float32)
+    values = kl_estimate(
+        algorithm.kl.estimator, torch.from_numpy(sample.old_logprobs), torch.from_numpy(sample.ref_logprobs)
+    )
+    return np.where(sample.loss_mask, values.numpy(), np.float32(0))
+
+
+def _of_tokens(sample: TrainingSample, values: Tensor) -> Floats:
+    """[L] from one value of the sequence, or from the values [C] of its trained tokens."""
+    out = np.zeros(sample.num_tokens, np.float32)
+    found = values.numpy().astype(np.float32)
+    out[sample.loss_mask] = found if found.ndim == 0 else found[: sample.num_trained]
+    return out
