@@ -1,0 +1,312 @@
+"""Does every algorithm learn? One small run of the demo task for each of them and three seeds, the same budget for all.
+
+``python -m tests.bench.algorithms [--only NAME ...] [--seeds N] [--out FOLDER]`` (make demo-algorithms). Each run is a
+process on one core with the real policy (FSDP2, one rank) and the real sampler (vLLM); no Ray and no servers, whose
+start would take longer than the training. Prints a table of held-out accuracy before and after, writes it with all
+numbers to FOLDER (results.json, table.md, curves.png), and ends with 1 if an algorithm did not learn. Runs that
+results.json already holds are not run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+BATCHES = 60  # rollout batches of 16 problems x 8 completions: the budget
+BASE = (
+    "model.path=tiny",
+    "data.synthetic_problems=1024",
+    "training.problems_per_step=16",
+    "training.tokens_per_microbatch=8192",
+    "training.learning_rate=5e-4",
+    "rollout.max_sequences=128",
+    "evaluation.samples=2",
+    "resources.workers=1",
+)
+_TWO = ("training.updates_per_batch=2",)  # losses differ from each other only where the ratio is not 1
+_SEQUENCES = ("algorithm.aggregation=sequence_mean_token_mean",)
+
+ALGORITHMS: Mapping[str, Sequence[str]] = {
+    "grpo": (),
+    "grpo, population std": ("algorithm.advantage.std=population",),
+    "dr_grpo": ("algorithm.advantage.name=dr_grpo", "algorithm.aggregation=constant"),
+    "batch_std": ("algorithm.advantage.name=batch_std",),
+    "rloo": ("algorithm.advantage.name=rloo",),
+    "bnpo": ("algorithm.advantage.name=bnpo",),
+    "pass_at_k, k = 2": ("algorithm.advantage.name=pass_at_k", "algorithm.advantage.k=2"),
+    "reinforce++": ("algorithm.advantage.name=reinforce_plus_plus",),
+    "reinforce++ baseline": ("algorithm.advantage.name=reinforce_plus_plus_baseline",),
+    "remax": ("algorithm.advantage.name=remax",),
+    "ppo, dual clip": (*_TWO, "algorithm.loss.dual_clip=3"),
+    "gspo": (
+        *_TWO,
+        *_SEQUENCES,
+        "algorithm.loss.name=gspo",
+        "algorithm.loss.clip_low=0.1",
+        "algorithm.loss.clip_high=0.1",
+    ),
+    "gspo_token": (
+        *_TWO,
+        *_SEQUENCES,
+        "algorithm.loss.name=gspo_token",
+        "algorithm.loss.clip_low=0.1",
+        "algorithm.loss.clip_high=0.1",
+    ),
+    "luspo": (
+        *_TWO,
+        "algorithm.aggregation=sequence_mean_token_sum",
+        "algorithm.loss.name=gspo",
+        "algorithm.loss.clip_low=0.1",
+        "algorithm.loss.clip_high=0.1",
+    ),
+    "cispo": (*_TWO, "algorithm.loss.name=cispo"),
+    "sapo": (*_TWO, "algorithm.loss.name=sapo"),
+    "vespo": (*_TWO, "algorithm.loss.name=vespo"),
+    "dapo": (
+        *_TWO,
+        "algorithm.dynamic_sampling.max_rounds=4",
+        "reward.overlong.buffer_tokens=8",
+        "reward.overlong.penalty=0.5",
+    ),
+    "kl in the loss, adaptive": (
+        "algorithm.kl.coefficient=0.01",
+        "algorithm.kl.estimator=straight_through",
+        "algorithm.kl.adaptive.target=0.05",
+    ),
+    "kl in the reward": (
+        "algorithm.kl.coefficient=0.002",
+        "algorithm.kl.estimator=k1",
+        "algorithm.kl.place=reward",
+    ),
+    "off-policy, 2 updates x 2 passes": (*_TWO, "training.passes_per_batch=2", "training.learning_rate=3e-4"),
+    "top-p 0.95 with TIS": ("rollout.top_p=0.95", "algorithm.correction.name=truncate"),
+    "lora": ("model.lora.rank=16", "model.lora.alpha=32", "training.learning_rate=2e-3"),
+    "frozen vision tower": ("model.freeze_vision_tower=true",),
+    "bf16 weights and optimizer": ("training.optimizer=adamw_bf16", "model.compute_dtype=bfloat16"),
+    "curriculum": ("data.curriculum.hardest=0.0",),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """One algorithm and seed, or (``algorithm`` None) the policy that the runs of the seed start from."""
+
+    algorithm: str | None
+    seed: int
+    model: str
+    dataset: str  # training problems; holds the pictures of both sets
+    held_out: str
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    algorithm: str | None
+    seed: int
+    accuracy: float
+    interval: tuple[float, float]
+    rewards: tuple[float, ...]  # of each rollout batch
+    completions: int
+    seconds: float
+
+
+def run(trial: Trial) -> Outcome:
+    """Train (unless the trial is the starting policy) and evaluate, in this process."""
+    started = time.perf_counter()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    from rlcore.data.problems import load_problems
+    from rlcore.distributed.group import LocalRanks, WorkerGroup
+    from rlcore.distributed.worker import Worker, WorkerSpec
+    from rlcore.evaluation.evaluate import evaluate, summarise
+    from rlcore.rewards import make_reward
+    from rlcore.rewards.pool import GradingPool
+    from rlcore.training.loop import TrainingRun, train
+    from rlcore.training.state import TrainState
+
+    config = experiment(trial.algorithm or "grpo", trial.seed)
+    spec = WorkerSpec(
+        rank=0,
+        world_size=1,
+        local_rank=0,
+        device="cpu",
+        threads=1,
+        master_address="127.0.0.1",
+        master_port=_free_port(),
+        model=Path(trial.model),
+        dataset=Path(trial.dataset),
+        config=config,
+    )
+    sink = Rewards()
+    reward = make_reward(config.reward, max_completion_tokens=config.rollout.max_completion_tokens)
+    with GradingPool(reward, 1, config.reward.deadline_seconds) as grader:
+        workers = WorkerGroup(LocalRanks(Worker(spec)), config)
+        workers.sync_weights(0)
+        if trial.algorithm is not None:
+            problems = load_problems(Path(trial.dataset))
+            wired = TrainingRun(config, problems, workers, grader, sink, on_batch=lambda step, groups: None)
+            state = train(wired, TrainState(), until_step=config.training.steps, should_stop=lambda: False)
+            workers.sync_weights(state.step)
+        rows = evaluate(workers, grader, load_problems(Path(trial.held_out)), config.evaluation)
+    seconds = time.perf_counter() - started
+    report = summarise(rows, policy="", step=0, dataset_digest="", table="", seconds=seconds)
+    return Outcome(
+        trial.algorithm,
+        trial.seed,
+        report.accuracy,
+        (report.accuracy_low, report.accuracy_high),
+        tuple(sink.rewards),
+        sink.completions,
+        seconds,
+    )
+
+
+class Rewards:
+    """A metric sink that keeps the mean reward of each rollout batch."""
+
+    def __init__(self) -> None:
+        self.rewards: list[float] = []
+        self.completions = 0
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        if "reward/mean" in metrics:
+            self.rewards.append(metrics["reward/mean"])
+            self.completions += int(metrics["rollout/groups_generated"]) * 8
+
+
+def experiment(algorithm: str, seed: int) -> Any:
+    from rlcore.config import build_experiment
+    from tasks.experiments import experiment_values
+
+    values = experiment_values()["grpo-geo3k-tiny"]
+    seeds = [f"seed={seed}", f"model.tiny.seed={seed}", f"data.synthetic_seed={seed}", f"data.shuffle_seed={seed}"]
+    overrides = [*BASE, *seeds, *ALGORITHMS[algorithm]]
+    per_batch = build_experiment(values, [*overrides, "training.steps=240", "segment.steps=240"])
+    steps = BATCHES * per_batch.training.steps_per_batch
+    return build_experiment(values, [*overrides, f"training.steps={steps}", f"segment.steps={steps}"])
+
+
+def prepare(seed: int, folder: Path) -> Trial:
+    """The seed's policy and pictures; the trial that measures where its runs start from."""
+    from rlcore.data.images import IMAGES, resize
+    from rlcore.data.problems import prepare as prepare_source
+    from rlcore.job import BootstrapSpec, PrepareSpec, ResizeSpec
+    from rlcore.models.bootstrap import bootstrap
+
+    config = experiment("grpo", seed)
+    model = bootstrap(BootstrapSpec(result=folder / "model.json", model=config.model, models_dir=folder / "models"))
+    found = []
+    for split, source in (("train", config.data.train), ("validation", config.data.validation)):
+        raw = prepare_source(
+            PrepareSpec(
+                result=folder / "raw.json",
+                source=source,
+                source_path=None,
+                split=split,
+                data=config.data,
+                model=config.model,
+                datasets_dir=folder / "datasets",
+            )
+        )
+        resized = resize(
+            ResizeSpec(
+                result=folder / "resized.json",
+                dataset=raw,
+                data=config.data,
+                model=config.model,
+                datasets_dir=folder / "datasets",
+                processes=2,
+            )
+        )
+        found.append(Path(resized.path))
+    train, held_out = found
+    for picture in (held_out / IMAGES).iterdir():  # one store for the one worker
+        link = train / IMAGES / picture.name
+        if not link.exists():
+            link.hardlink_to(picture)
+    return Trial(None, seed, model.path, str(train), str(held_out))
+
+
+def table(outcomes: Sequence[Outcome]) -> tuple[str, list[str]]:
+    """The table as Markdown, and the algorithms that did not learn."""
+    import numpy as np
+
+    before = {o.seed: o.accuracy for o in outcomes if o.algorithm is None}
+    lines = [
+        "| algorithm | before | after | gain | lowest gain of a seed | completions | seconds a run |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    failed = []
+    for name in ALGORITHMS:
+        runs = [o for o in outcomes if o.algorithm == name]
+        if not runs:
+            continue
+        gains = [o.accuracy - before[o.seed] for o in runs]
+        after = [o.accuracy for o in runs]
+        if min(gains) <= 0:
+            failed.append(name)
+        lines.append(
+            f"| {name} | {np.mean([before[o.seed] for o in runs]):.3f} | {np.mean(after):.3f} "
+            f"({', '.join(f'{value:.3f}' for value in after)}) | {np.mean(gains):+.3f} | {min(gains):+.3f} "
+            f"| {np.mean([o.completions for o in runs]):.0f} | {np.mean([o.seconds for o in runs]):.0f} |"
+        )
+    return "\n".join(lines), failed
+
+
+def main() -> int:
+    from rich.progress import Progress
+
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", nargs="*", default=list(ALGORITHMS), choices=list(ALGORITHMS), metavar="NAME")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--out", type=Path, default=Path("data/algorithms"))
+    arguments = parser.parse_args()
+    out: Path = arguments.out
+    out.mkdir(parents=True, exist_ok=True)
+    results = out / "results.json"
+    outcomes = [Outcome(**row) for row in json.loads(results.read_text())] if results.exists() else []
+    started = time.perf_counter()
+    starts = [prepare(seed, out) for seed in range(arguments.seeds)]
+    done = {(o.algorithm, o.seed) for o in outcomes}
+    trials = [
+        Trial(name, start.seed, start.model, start.dataset, start.held_out)
+        for name in (None, *arguments.only)
+        for start in starts
+        if (name, start.seed) not in done
+    ]
+    context = get_context("spawn")
+    with (
+        Progress(*Progress.get_default_columns()[:-1]) as bar,
+        ProcessPoolExecutor(len(os.sched_getaffinity(0)), mp_context=context, max_tasks_per_child=1) as pool,
+    ):
+        shown = bar.add_task("training", total=len(trials))
+        for future in as_completed([pool.submit(run, trial) for trial in trials]):
+            outcomes.append(future.result())
+            results.write_text(json.dumps([asdict(outcome) for outcome in outcomes]))
+            last = outcomes[-1]
+            bar.update(shown, advance=1, description=f"{last.algorithm or 'start'}/{last.seed}: {last.accuracy:.3f}")
+    text, failed = table(outcomes)
+    (out / "table.md").write_text(text + "\n")
+    sys.stdout.write(f"{text}\n\n{time.perf_counter() - started:.0f} s, {out}\n")
+    if failed:
+        sys.stdout.write(f"did not learn with every seed: {', '.join(failed)}\n")
+    return bool(failed)
+
+
+def _free_port() -> int:
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,264 @@
+"""Dynamic sampling, its buffer, curriculum and greedy baselines, with a sampler whose rewards are written down."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rlcore.config import ExperimentConfig, build_experiment
+from rlcore.errors import CheckpointError, StarvedError
+from rlcore.ports import SampledGroup, SampleRequest, ScoredTokens
+from rlcore.training.clock import Clock
+from rlcore.training.collection import collect, needs_old_logprobs
+from rlcore.training.loop import TrainingRun
+from rlcore.training.state import TrainState
+from rlcore.types import Completion, Problem, RolloutGroup, Score, TrainingSample
+
+PROBLEMS = [Problem(f"p{i}", "?", (), str(i), "test") for i in range(24)]
+MIXED, RIGHT, WRONG = [1.0, 0.0], [1.0, 1.0], [0.0, 0.0]
+
+
+class Workers:
+    """Completion j of a problem says which one it is; log-probs tell the pass they came from."""
+
+    def __init__(self) -> None:
+        self.version = 0
+        self.requests: list[SampleRequest] = []
+        self.scored: list[int] = []  # sequences per log-prob pass
+
+    def generate(self, requests: Sequence[SampleRequest]) -> list[SampledGroup]:
+        self.requests += requests
+        return [
+            SampledGroup(
+                np.array([1, 2], np.int32),
+                tuple(
+                    Completion(
+                        np.array([3, 4 + j], np.int32),
+                        np.array([-0.5, -0.25], np.float32),
+                        f"{r.problem.problem_id}/{'greedy' if r.greedy else j}",
+                        "length" if r.problem.problem_id == "p7" else "stop",
+                        self.version,
+                    )
+                    for j in range(r.count)
+                ),
+            )
+            for r in requests
+        ]
+
+    def logprobs(self, samples: Sequence[TrainingSample]) -> list[ScoredTokens]:
+        self.scored.append(len(samples))
+        return [
+            ScoredTokens(np.where(s.loss_mask, -0.5 - self.version, 0).astype(np.float32), _zeros(s)) for s in samples
+        ]
+
+    def reference_logprobs(self, samples: Sequence[TrainingSample]) -> list[ScoredTokens]:
+        return [ScoredTokens(np.where(s.loss_mask, -0.75, 0).astype(np.float32), _zeros(s)) for s in samples]
+
+
+def _zeros(sample: TrainingSample) -> np.ndarray:
+    return np.zeros(sample.num_tokens, np.float32)
+
+
+class Grader:
+    """``rewards[problem id]`` in order; the greedy completion gets 0.5."""
+
+    def __init__(self, rewards: dict[str, list[float]]) -> None:
+        self.rewards = rewards
+
+    def submit(self, problems: Sequence[Problem], completions: Sequence[Completion]) -> Future[list[Score]]:
+        future: Future[list[Score]] = Future()
+        found = []
+        for problem, completion in zip(problems, completions, strict=True):
+            which = completion.text.partition("/")[2]
+            value = 0.5 if which == "greedy" else self.rewards.get(problem.problem_id, MIXED)[int(which)]
+            found.append(Score(value, {"accuracy": value}, graded=True))
+        future.set_result(found)
+        return future
+
+    def close(self) -> None:
+        return
+
+
+def config(**parts: object) -> ExperimentConfig:
+    base = {
+        "name": "toy",
+        "rollout": {"group_size": 2, "max_completion_tokens": 8},
+        "training": {"problems_per_step": 4, "steps": 8},
+        "algorithm": {"kl": {"coefficient": 0.0}},
+    }
+    return build_experiment({**base, **{key: {**base.get(key, {}), **value} for key, value in parts.items()}})
+
+
+def wired(settings: ExperimentConfig, rewards: dict[str, list[float]] | None = None) -> TrainingRun:
+    return TrainingRun(settings, PROBLEMS, Workers(), Grader(rewards or {}), sink=None, on_batch=_ignore)
+
+
+def _ignore(step: int, groups: Sequence[RolloutGroup]) -> None:
+    return
+
+
+def order(count: int) -> list[str]:
+    """Ids in the order of the stream."""
+    found, _ = collect(wired(config(training={"problems_per_step": count, "steps": 1})), TrainState(), Clock())
+    return [g.group.problem.problem_id for g in found.groups]
+
+
+def ids(groups: Sequence[object]) -> list[str]:
+    return [group.group.problem.problem_id for group in groups]
+
+
+DYNAMIC = {"kl": {"coefficient": 0.0}, "dynamic_sampling": {"max_rounds": 3, "max_staleness": 2}}
+
+
+def test_without_dynamic_sampling_every_group_is_trained_and_no_log_prob_pass_is_run():
+    run = wired(config(), {order(24)[0]: WRONG})
+    found, state = collect(run, TrainState(), Clock())
+    assert ids(found.groups) == order(4)
+    assert [g.has_signal for g in found.groups] == [False, True, True, True]
+    assert (state.problems_seen, found.rounds, state.buffer) == (4, 1, ())
+    assert run.workers.scored == []
+    assert all(s.old_logprobs is None for g in found.groups for s in g.samples)
+
+
+def test_groups_without_signal_are_replaced_and_surplus_waits_for_the_next_step():
+    stream = order(24)
+    run = wired(config(algorithm=DYNAMIC), {stream[0]: WRONG, stream[2]: RIGHT})
+    found, state = collect(run, TrainState(), Clock())
+    assert ids(found.groups) == [stream[1], stream[3], stream[4], stream[5]]
+    assert (found.rounds, found.filled, found.from_buffer, len(found.generated)) == (2, 0, 0, 8)
+    assert ids(state.buffer) == [stream[6], stream[7]]
+    assert state.problems_seen == 8
+
+    run.workers.version = 1
+    found, state = collect(run, replace(state, step=1), Clock())
+    assert ids(found.groups) == [stream[6], stream[7], stream[8], stream[9]]
+    assert (found.from_buffer, found.age_max, found.dropped_stale) == (2, 1, 0)
+    assert ids(state.buffer) == [stream[10], stream[11]]
+    # old log-probs stay those of the policy that sampled
+    assert [float(g.samples[0].old_logprobs[-1]) for g in found.groups] == [-0.5, -0.5, -1.5, -1.5]
+
+
+def test_groups_that_waited_too_long_are_dropped_and_counted():
+    stream = order(24)
+    run = wired(config(algorithm=DYNAMIC), {stream[0]: WRONG})
+    _, state = collect(run, TrainState(), Clock())
+    assert len(state.buffer) == 3
+    found, _ = collect(run, replace(state, step=3), Clock())
+    assert (found.dropped_stale, found.from_buffer, found.age_max) == (3, 0, 0)
+
+
+def test_no_staleness_allowed_keeps_no_buffer_and_needs_no_old_log_probs():
+    algorithm = {**DYNAMIC, "dynamic_sampling": {"max_staleness": 0}}
+    run = wired(config(algorithm=algorithm), {order(24)[0]: WRONG})
+    found, state = collect(run, TrainState(), Clock())
+    assert (len(found.groups), state.buffer, run.workers.scored) == (4, (), [])
+
+
+def test_at_the_cap_the_step_is_filled_with_groups_that_add_nothing():
+    wrong = {problem.problem_id: WRONG for problem in PROBLEMS} | {order(24)[5]: MIXED}
+    run = wired(config(algorithm=DYNAMIC), wrong)
+    found, state = collect(run, TrainState(), Clock())
+    assert [g.has_signal for g in found.groups] == [True, False, False, False]
+    assert (found.rounds, found.filled, len(found.generated)) == (3, 3, 12)
+    assert state.problems_seen == 12
+
+
+def test_at_the_cap_the_run_ends_if_the_config_says_so():
+    algorithm = {**DYNAMIC, "dynamic_sampling": {"max_rounds": 2, "if_short": "fail"}}
+    wrong = {problem.problem_id: WRONG for problem in PROBLEMS}
+    with pytest.raises(StarvedError, match=r"step 1: 8 groups in 2 rounds gave 0 with signal, and 4 were needed"):
+        collect(wired(config(algorithm=algorithm), wrong), TrainState(), Clock())
+
+
+def test_rounds_of_one_step_sample_with_seeds_of_their_own():
+    few = PROBLEMS[:6]  # the second round comes back to problems of the first
+    wrong = {problem.problem_id: WRONG for problem in few}
+    run = replace(wired(config(algorithm=DYNAMIC), wrong), problems=few)
+    collect(run, TrainState(), Clock())
+    seeds = [request.seed for request in run.workers.requests]
+    assert len(set(seeds)) == len(seeds) == 12
+
+
+def test_remax_asks_for_one_greedy_completion_per_problem():
+    run = wired(config(algorithm={"kl": {"coefficient": 0.0}, "advantage": {"name": "remax"}}))
+    found, _ = collect(run, TrainState(), Clock())
+    assert [r.greedy for r in run.workers.requests] == [False] * 4 + [True] * 4
+    assert [g.baseline.reward for g in found.groups] == [0.5] * 4
+    assert all(len(g.samples) == 2 for g in found.groups)
+
+
+def test_masked_truncated_completions_train_no_token_and_stay_in_their_group():
+    run = wired(
+        config(
+            algorithm={"kl": {"coefficient": 0.0}, "mask_truncated": True},
+            training={"problems_per_step": 24, "steps": 1},
+        )
+    )
+    found, _ = collect(run, TrainState(), Clock())
+    trained = {g.group.problem.problem_id: [s.num_trained for s in g.samples] for g in found.groups}
+    assert trained.pop("p7") == [0, 0]
+    assert set(map(tuple, trained.values())) == {(2, 2)}
+
+
+def test_curriculum_leaves_out_what_is_always_right_and_comes_back_to_it():
+    stream = order(24)
+    settings = config(data={"curriculum": {"rest_epochs": 1}}, training={"problems_per_step": 12, "steps": 8})
+    run = wired(settings, {stream[0]: RIGHT, stream[13]: WRONG})
+    state = TrainState()
+    epochs: list[list[str]] = []
+    for _ in range(6):
+        found, state = collect(run, state, Clock())
+        epochs.append(ids(found.groups))
+    first, second = sum(epochs[:2], []), sum(epochs[2:4], [])
+    assert sorted(first) == sorted(stream)
+    assert stream[0] not in second[:22]
+    assert stream[13] not in second[:22]
+    assert stream[0] in sum(epochs[4:], [])
+
+
+def test_old_log_probs_are_needed_exactly_where_the_policy_may_have_moved():
+    assert not needs_old_logprobs(config())
+    assert needs_old_logprobs(config(training={"updates_per_batch": 2}))
+    assert needs_old_logprobs(config(training={"passes_per_batch": 2}))
+    assert needs_old_logprobs(config(algorithm=DYNAMIC))
+    assert needs_old_logprobs(config(algorithm={"kl": {"place": "reward", "estimator": "k1"}}))
+    assert not needs_old_logprobs(config(algorithm={"kl": {"place": "loss"}}))
+
+
+def test_a_saved_state_gives_the_same_next_step_to_the_last_bit(tmp_path: Path):
+    stream = order(24)
+    settings = config(algorithm=DYNAMIC, data={"curriculum": {}})
+    rewards = {stream[0]: WRONG, stream[2]: RIGHT}
+    _, state = collect(wired(settings, rewards), TrainState(), Clock())
+    state = replace(state, step=1, kl_coefficient=0.1 + 0.2)
+    state.save(tmp_path)
+    loaded = TrainState.load(tmp_path, state.scalars(), PROBLEMS, mask_truncated=False)
+    assert loaded.scalars() == state.scalars()
+    assert loaded.pass_rates == state.pass_rates
+    going_on, _ = collect(wired(settings, rewards), state, Clock())
+    resumed, _ = collect(wired(settings, rewards), loaded, Clock())
+    assert ids(going_on.groups) == ids(resumed.groups)
+    for left, right in zip(going_on.groups, resumed.groups, strict=True):
+        assert left.baseline == right.baseline
+        for one, other in zip(left.samples, right.samples, strict=True):
+            for name in ("token_ids", "loss_mask", "sampler_logprobs", "old_logprobs", "log_kept"):
+                assert np.array_equal(getattr(one, name), getattr(other, name))
+                assert getattr(one, name).dtype == getattr(other, name).dtype
+        for one, other in zip(left.group.rollouts, right.group.rollouts, strict=True):
+            assert one.score == other.score
+            assert (one.completion.text, one.completion.finish_reason) == (
+                other.completion.text,
+                other.completion.finish_reason,
+            )
+
+
+def test_a_buffer_from_another_dataset_is_refused(tmp_path: Path):
+    _, state = collect(wired(config(algorithm=DYNAMIC), {order(24)[0]: WRONG}), TrainState(), Clock())
+    state.save(tmp_path)
+    with pytest.raises(CheckpointError, match=r"3 problems that the dataset lacks"):
+        TrainState.load(tmp_path, state.scalars(), [Problem("other", "?", (), "1", "x")], mask_truncated=False)
