@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from rlcore.config import ExperimentConfig, build_experiment
+from rlcore.data.synthetic import draw_problem
 from rlcore.segment.journal import StepRecord, read_journal
 
 ROOT = Path(__file__).parents[2]
@@ -33,38 +34,62 @@ def experiment(**overrides: Any) -> ExperimentConfig:
 
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return prepared(tmp_path_factory.mktemp("datasets"), experiment(), None)
+
+
+@pytest.fixture(scope="module")
+def mixed_dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Problems with no picture, one, and two."""
+    folder = tmp_path_factory.mktemp("mixed")
+    rows = []
+    for index in range(12):
+        pictures = [draw_problem("train", 2 * index + n, 0).picture for n in range(index % 3)]
+        paths = [folder / f"{index}-{n}.png" for n in range(len(pictures))]
+        for path, picture in zip(paths, pictures, strict=True):
+            picture.save(path)
+        rows.append(
+            {"problem": "<image>" * len(paths) + f"How many? {index}", "answer": "3", "images": [*map(str, paths)]}
+        )
+    (folder / "mixed.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return prepared(folder, experiment(), folder / "mixed.jsonl")
+
+
+def prepared(folder: Path, config: ExperimentConfig, source: Path | None) -> Path:
     from rlcore.data.images import resize
     from rlcore.data.problems import prepare
     from rlcore.job import PrepareSpec, ResizeSpec
 
-    config, folder = experiment(), tmp_path_factory.mktemp("datasets")
-    source = config.data.train
-    prepared = prepare(
+    raw = prepare(
         PrepareSpec(
-            result=folder / "a", source=source, source_path=None, split="train", data=config.data,
-            model=config.model, datasets_dir=folder,
-        )
-    )  # fmt: skip
-    resized = resize(
-        ResizeSpec(
-            result=folder / "b",
-            dataset=prepared,
+            result=folder / "a",
+            source=config.data.train if source is None else str(source),
+            source_path=source,
+            split="train",
             data=config.data,
             model=config.model,
             datasets_dir=folder,
-            processes=1,
         )
     )
-    return Path(resized.path)
+    spec = ResizeSpec(
+        result=folder / "b", dataset=raw, data=config.data, model=config.model, datasets_dir=folder, processes=1
+    )
+    return Path(resize(spec).path)
 
 
 def run(
-    out: Path, model: Path, dataset: Path, config: ExperimentConfig, *, until: int, resume: Path | None = None
+    out: Path,
+    model: Path,
+    dataset: Path,
+    config: ExperimentConfig,
+    *,
+    until: int,
+    resume: Path | None = None,
+    coarse: bool = False,
 ) -> dict[str, Any]:
     out.mkdir()
     settings = {
         "experiment": config.model_dump(mode="json"), "model": str(model), "dataset": str(dataset), "out": str(out),
-        "until": until, "resume": str(resume) if resume else None,
+        "until": until, "resume": str(resume) if resume else None, "coarse": coarse,
     }  # fmt: skip
     (out / "settings.json").write_text(json.dumps(settings))
     subprocess.run(
@@ -109,3 +134,40 @@ def test_several_updates_per_batch_leave_the_sampling_policy(tiny_model: Path, d
     assert first.metrics["loss/ratio_max"] == 1.0
     assert second.metrics["loss/ratio_max"] > 1.0  # its old log-probs are of the weights before the first update
     assert second.metrics["rollout/abs_delta_logprob_mean"] < 1e-4  # those, too, are what the sampler drew from
+
+
+@pytest.mark.slow
+def test_everything_with_a_memory_resumes_bit_for_bit_on_mixed_problems(
+    tiny_model: Path, mixed_dataset: Path, tmp_path: Path
+) -> None:
+    """Two updates per batch, a buffer of surplus groups, an adaptive KL in the reward, pass rates, and top-p; steps of
+    problems with no picture, one and two, so that a rank may have none."""
+    config = experiment(
+        **{
+            "training.updates_per_batch": 2,
+            "training.steps": 8,
+            "rollout.top_p": 0.9,
+            "algorithm.correction.name": "truncate",
+            "algorithm.dynamic_sampling.max_staleness": 4,
+            "algorithm.kl.place": "reward",
+            "algorithm.kl.estimator": "k1",
+            "algorithm.kl.adaptive.horizon": 100,
+            "data.curriculum.rest_epochs": 1,
+        }
+    )
+    options: dict[str, Any] = {"model": tiny_model, "dataset": mixed_dataset, "config": config, "coarse": True}
+    whole = run(tmp_path / "whole", until=8, **options)
+    first = run(tmp_path / "first", until=6, **options)
+    second = run(tmp_path / "second", until=8, resume=tmp_path / "first" / "checkpoint", **options)
+    assert first["tokens"] + second["tokens"] == whole["tokens"]
+    assert second["weights"] == whole["weights"]
+
+    batches = [record.metrics for record in journal(tmp_path / "whole") if "rollout/rounds" in record.metrics]
+    assert len(batches) == 4
+    assert batches[3]["rollout/groups_from_buffer"] > 0  # the memory was needed where the run was cut
+    assert len({metrics["loss/kl_coefficient"] for metrics in batches}) == 4
+    assert all(metrics["rollout/groups_trained"] == 4 for metrics in batches)
+    assert all("reward/kl_penalty" in metrics for metrics in batches)
+    # log-probs of a distribution that top-p has cut agree with the trainer's once what was kept is known
+    assert max(metrics["rollout/abs_delta_logprob_mean"] for metrics in batches) < 1e-4
+    assert min(metrics["rollout/effective_sample_size"] for metrics in batches) > 0.999

@@ -1,7 +1,8 @@
 """Run in a process of its own: the real loop with real Ray, FSDP2 and vLLM on the tiny policy with random weights.
 
 ``python -m tests.integration.train_tiny SETTINGS.json``. Only the grader is a stand-in, because random weights never
-give a right answer: it rewards the share of letters, which varies within a group.
+give a right answer: it rewards the share of letters, which varies within a group, or (``coarse``) a number of letters
+that three divides, which leaves every fifth group of four without signal.
 """
 
 from __future__ import annotations
@@ -26,9 +27,15 @@ from rlcore.types import Completion, Problem, RolloutGroup, Score
 
 
 class LetterGrader:
+    def __init__(self, coarse: bool) -> None:
+        self._coarse = coarse
+
     def submit(self, problems: Sequence[Problem], completions: Sequence[Completion]) -> Future[list[Score]]:
         future: Future[list[Score]] = Future()
-        rewards = [sum(c.isalpha() for c in x.text) / max(1, len(x.text)) for x in completions]
+        letters = [sum(c.isalpha() for c in x.text) for x in completions]
+        rewards = [n / max(1, len(x.text)) for n, x in zip(letters, completions, strict=True)]
+        if self._coarse:
+            rewards = [float(n % 3 == 0) for n in letters]
         future.set_result([Score(r, {"accuracy": r}, graded=True) for r in rewards])
         return future
 
@@ -61,9 +68,8 @@ def main(settings: dict[str, object]) -> None:
             )
             workers.load(folder)
         workers.sync_weights(state.step)
-        run = TrainingRun(
-            config, load_problems(dataset), workers, LetterGrader(), MetricJournal(out / "journal.jsonl"), keep
-        )
+        grader = LetterGrader(coarse=bool(settings.get("coarse")))
+        run = TrainingRun(config, load_problems(dataset), workers, grader, MetricJournal(out / "journal.jsonl"), keep)
         state = train(run, state, until_step=int(str(settings["until"])), should_stop=lambda: False)
         checkpoint = out / "checkpoint"
         checkpoint.mkdir()

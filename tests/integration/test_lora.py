@@ -1,0 +1,141 @@
+"""The real loop with adapters, a frozen vision tower, or bfloat16 master weights: Ray, FSDP2 and vLLM, and a resume."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlcore.config import ExperimentConfig
+from tests.integration.test_train_tiny import ROOT, dataset, experiment, journal
+from tests.integration.test_weight_sync import measured
+
+__all__ = ["dataset"]  # a fixture
+
+# train_tiny with the base's folder for the adapters to be merged into
+TRAIN = """
+import functools, json, sys
+from pathlib import Path
+from tests.integration import train_tiny
+settings = json.loads(Path(sys.argv[1]).read_text())
+whole = functools.partial(train_tiny.load_full_weights, base=Path(settings["model"]))
+train_tiny.load_full_weights = lambda checkpoint: {name: value.float() for name, value in whole(checkpoint).items()}
+train_tiny.main(settings)
+"""
+
+
+def configured(**model: Any) -> ExperimentConfig:
+    values = experiment().model_dump(mode="json")
+    values["training"]["optimizer"] = model.pop("optimizer", "adamw")
+    values["model"] |= model
+    return ExperimentConfig.model_validate(values)
+
+
+def run(
+    out: Path, model: Path, dataset: Path, config: ExperimentConfig, *, until: int, resume: Path | None = None
+) -> dict[str, Any]:
+    out.mkdir()
+    settings = {
+        "experiment": config.model_dump(mode="json"), "model": str(model), "dataset": str(dataset), "out": str(out),
+        "until": until, "resume": str(resume) if resume else None,
+    }  # fmt: skip
+    (out / "settings.json").write_text(json.dumps(settings))
+    subprocess.run([sys.executable, "-c", TRAIN, str(out / "settings.json")], check=True, cwd=ROOT)
+    return json.loads((out / "result.json").read_text())
+
+
+def _evaluated(config: ExperimentConfig, dataset: Path, checkpoint: Path, model: Path) -> dict[str, Any]:
+    """What an evaluation's engine samples from the checkpoint, against the policy that the checkpoint was taken of."""
+    from rlcore.distributed.worker import SamplingWorker, WorkerSpec
+
+    spec = WorkerSpec(
+        rank=0,
+        world_size=1,
+        local_rank=0,
+        device="cpu",
+        threads=1,
+        master_address="127.0.0.1",
+        master_port=0,
+        model=model,
+        dataset=dataset,
+        config=config,
+    )
+    worker = SamplingWorker(spec, checkpoint=checkpoint, version=7, temperature=0.8, top_p=1.0)
+
+    import numpy as np
+    import torch
+
+    from rlcore.data.images import ImageStore
+    from rlcore.data.problems import load_problems
+    from rlcore.models.loading import load_hf_model
+    from rlcore.models.torch_policy import TorchPolicy
+    from rlcore.rollout.collect import sample_requests, to_sample
+    from tests.numerics import toy
+
+    store = ImageStore(dataset)
+    problems = load_problems(dataset)[:4]
+    for problem in problems:
+        toy.PICTURES.update({image.sha256: store.read(image) for image in problem.images})
+    policy = TorchPolicy(
+        load_hf_model(model, torch.float32),
+        config,
+        mesh=toy.one_rank_mesh(),
+        banned_token_ids=toy.BANNED,
+        features=toy.features,
+    )
+    groups = worker.generate(sample_requests(problems, 2, seed=0, batch="0"))
+    samples = [
+        to_sample(p, g.prompt_token_ids, c) for p, g in zip(problems, groups, strict=True) for c in g.completions
+    ]
+
+    def delta() -> float:
+        found = policy.logprobs([samples])[0]
+        return max(float(np.abs(f.logprobs - s.sampler_logprobs).max()) for f, s in zip(found, samples, strict=True))
+
+    to_base = delta()
+    policy.load(checkpoint)
+    return {"to_base": to_base, "delta": delta(), "version": samples[0].policy_version}
+
+
+@pytest.mark.slow
+def test_the_loop_trains_adapters_and_a_resumed_run_equals_an_unbroken_one(
+    tiny_model: Path, dataset: Path, tmp_path: Path
+) -> None:
+    config = configured(lora={"rank": 8, "alpha": 32.0, "vision_tower": True})
+    whole = run(tmp_path / "whole", tiny_model, dataset, config, until=2)
+    first = run(tmp_path / "first", tiny_model, dataset, config, until=1)
+    second = run(tmp_path / "second", tiny_model, dataset, config, until=2, resume=tmp_path / "first" / "checkpoint")
+    assert first["tokens"] + second["tokens"] == whole["tokens"]
+    assert first["weights"] != whole["weights"]
+    assert second["weights"] == whole["weights"]
+    steps = journal(tmp_path / "whole")
+    for record in steps:
+        assert record.metrics["loss/ratio_max"] == 1.0
+        assert record.metrics["rollout/abs_delta_logprob_max"] < 1e-4
+        assert record.metrics["optim/grad_norm"] > 0
+    assert steps[0].metrics["loss/kl_ref"] == 0.0  # adapters off, and adapters at 0, are the same to the last bit
+    assert steps[1].metrics["loss/kl_ref"] > 1e-6
+    result = measured(partial(_evaluated, config, dataset, tmp_path / "whole" / "checkpoint"), tiny_model)
+    assert result["delta"] < 1e-4
+    assert result["to_base"] > 1e-3
+    assert result["version"] == 7
+
+
+@pytest.mark.slow
+def test_the_loop_trains_in_bfloat16_with_a_frozen_vision_tower(
+    tiny_model: Path, dataset: Path, tmp_path: Path
+) -> None:
+    config = configured(freeze_vision_tower=True, optimizer="adamw_bf16")
+    whole = run(tmp_path / "whole", tiny_model, dataset, config, until=2)
+    first = run(tmp_path / "first", tiny_model, dataset, config, until=1)
+    second = run(tmp_path / "second", tiny_model, dataset, config, until=2, resume=tmp_path / "first" / "checkpoint")
+    assert first["tokens"] + second["tokens"] == whole["tokens"]
+    assert first["weights"] != whole["weights"]
+    assert second["weights"] == whole["weights"]
+    for record in journal(tmp_path / "whole"):
+        assert record.metrics["rollout/abs_delta_logprob_mean"] < 0.05  # the engine computes in float32 on CPU
