@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from infra.settings import Settings
 from infra.tracking import Tracker
 from rlcore.artifacts import CheckpointRef, DatasetRef, EvalReport, ModelRef
 from rlcore.config import ExperimentConfig
+from rlcore.config.reward import UserReward
 from rlcore.job import EvaluateSpec
 from tasks.caching import cache_key, present
 from tasks.jobs import new_result_path, run_job, worth_retrying
@@ -27,7 +29,9 @@ def _content(
 ) -> str:
     which = policy.manifest_sha256 if isinstance(policy, CheckpointRef) else policy.digest
     config = experiment.model_dump(mode="json", include=_CONFIG)
-    return json.dumps([which, base.digest, dataset.digest, config], sort_keys=True)
+    reward = experiment.reward
+    own = hashlib.sha256(reward.file.read_bytes()).hexdigest() if isinstance(reward, UserReward) else None
+    return json.dumps([which, base.digest, dataset.digest, config, own], sort_keys=True)
 
 
 def _key(_: TaskRunContext, parameters: dict[str, Any]) -> str:

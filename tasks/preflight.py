@@ -21,9 +21,11 @@ from infra.settings import Settings
 from infra.tracking import check_reachable
 from rlcore.config import ExperimentConfig, ModelConfig
 from rlcore.data.digest import template_text
-from rlcore.data.sources import SYNTHETIC, open_source
+from rlcore.data.drawn import DRAWN, check_drawn
+from rlcore.data.sources import open_source, parse_source
 from rlcore.errors import ConfigError, DataError, ModelError, RlflowError
-from rlcore.rewards import make_reward
+from rlcore.rewards.dry_run import dry_run
+from rlcore.types import Problem
 from tasks.data import Split, prepare_spec
 
 TINY_PARAMETERS = 4_000_000  # upper bound
@@ -70,7 +72,7 @@ def check(experiment: ExperimentConfig, settings: Settings) -> PreflightReport:
         "prompt template": lambda: (
             f"{experiment.data.template}, {len(template_text(experiment.data.template))} characters"
         ),
-        "reward": lambda: _reward(experiment),
+        "reward": lambda: _reward(experiment, settings),
         "disk": lambda: _disk(experiment, settings),
         "MLflow": lambda: _mlflow(settings),
         "Prefect": lambda: _prefect(settings),
@@ -182,8 +184,12 @@ def _data(experiment: ExperimentConfig, split: Split, settings: Settings) -> str
     if "://" in source:
         return f"{source}, fetched by the prepare task"
     spec = prepare_spec(experiment, split, settings)
+    name, part = parse_source(source, split)
+    if spec.source_path is None and name in DRAWN:
+        check_drawn(name, part, experiment.data)
+        return f"{source}, drawn here"
     if spec.source_path is None:
-        return f"{source}, {'drawn here' if source.startswith(SYNTHETIC) else 'from Hugging Face'}"
+        return f"{source}, from Hugging Face"
     opened = open_source(spec, settings.jobs_dir)  # columns are checked on opening; no row is kept
     if opened.num_rows == 0 or (opened.num_rows is None and next(opened.rows, None) is None):
         raise DataError(
@@ -193,9 +199,29 @@ def _data(experiment: ExperimentConfig, split: Split, settings: Settings) -> str
     return f"{source}{rows}"
 
 
-def _reward(experiment: ExperimentConfig) -> str:
-    make_reward(experiment.reward)
-    return experiment.reward.name
+def _reward(experiment: ExperimentConfig, settings: Settings) -> str:
+    """Grade made-up completions of the first training problem, in the process that training would use."""
+    problem = _first_problem(experiment, settings)
+    scores = dry_run(experiment.reward, max_completion_tokens=experiment.rollout.max_completion_tokens, problem=problem)
+    if scores:
+        return f"{experiment.reward.name}, {len(scores)} made-up completions graded"
+    return f"{experiment.reward.name}, loaded; it is not tried before the data is here"
+
+
+def _first_problem(experiment: ExperimentConfig, settings: Settings) -> Problem | None:
+    """Of the training data, where that is a file here; the reward may read any of its columns."""
+    if "://" in experiment.data.train:
+        return None
+    spec = prepare_spec(experiment, "train", settings)
+    if spec.source_path is None:
+        return None
+    try:
+        row = next(open_source(spec, settings.jobs_dir).rows, None)
+    except (RlflowError, InfraError):
+        return None  # the training data check reports it
+    if row is None:
+        return None
+    return Problem("row-0", str(row.problem), (), str(row.answer).strip(), spec.source, row.extra)
 
 
 def _disk(experiment: ExperimentConfig, settings: Settings) -> str:

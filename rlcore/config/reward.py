@@ -6,14 +6,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from rlcore.config.base import Frozen, named_by_default
 
 
 class OverlongPenalty(Frozen):
-    """DAPO's soft punishment: 0 up to the last ``buffer_tokens`` of the completion budget, then falling in a
-    straight line to -``penalty`` at its end."""
+    """DAPO's soft punishment (arXiv:2503.14476, equation 13): 0 up to the last ``buffer_tokens`` of the completion
+    budget (rollout.max_completion_tokens), then falling in a straight line to -``penalty`` at its end."""
 
     buffer_tokens: int = Field(ge=1)
     penalty: float = Field(1.0, gt=0)
@@ -24,7 +24,7 @@ class _Reward(Frozen):
     """A grading that takes longer is killed and counted as ungraded: left out of the advantage."""
     processes: int = Field(1, ge=1)
     overlong: OverlongPenalty | None = None
-    """Added to the reward, whichever it is; its part is named ``overlong``."""
+    """Added to the reward, whichever it is; its part, unweighted in [-1, 0], is named ``overlong``."""
 
 
 class MathReward(_Reward):
@@ -50,7 +50,7 @@ class R1vReward(_Reward):
 
 
 class DapoReward(_Reward):
-    """The last "Answer:" line, +1 or -1; set ``overlong`` for DAPO's length penalty."""
+    """The last "Answer:" line of the last 300 characters, +1 or -1; set ``overlong`` for DAPO's length penalty."""
 
     name: Literal["dapo"] = "dapo"
 
@@ -67,7 +67,7 @@ class CountdownReward(_Reward):
 
     name: Literal["countdown"] = "countdown"
     format_score: float = Field(0.1, ge=0, le=1)
-    """Reward of an expression that is there and wrong."""
+    """Reward of an answer tag that holds something wrong."""
 
 
 class ClevrCountReward(_Reward):
@@ -85,7 +85,7 @@ class GeoqaReward(_Reward):
 
 
 class MultipleChoiceReward(_Reward):
-    """The letter of the choice."""
+    """The letter of the choice, A to J, in a box, answer tags or an "Answer:" line; format as ``math`` or ``r1v``."""
 
     name: Literal["multiple_choice"] = "multiple_choice"
     format_weight: float = Field(0.1, ge=0, le=1)
@@ -96,11 +96,17 @@ class UserReward(_Reward):
 
     name: Literal["user"] = "user"
     file: Path
+    """Made absolute where the experiment is read, so that every process means the same file."""
     function: str = "reward"
     """Called as function(text, problem, num_tokens, finish_reason, **arguments), or, with ``batch``, with lists of
     the first four; returns a float, a Score, or a mapping with "reward" and named parts (a list of them)."""
     batch: bool = False
     arguments: dict[str, Any] = {}
+
+    @field_validator("file")
+    @classmethod
+    def _absolute(cls, file: Path) -> Path:
+        return file.expanduser().absolute()
 
 
 RewardConfig = Annotated[

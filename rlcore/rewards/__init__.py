@@ -2,28 +2,80 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from functools import partial
+from typing import assert_never
 
-from rlcore.config import RewardConfig
+from rlcore.config.reward import (
+    ClevrCountReward,
+    CountdownReward,
+    DapoReward,
+    GeoqaReward,
+    Gsm8kReward,
+    MathReward,
+    MathVerifyReward,
+    MultipleChoiceReward,
+    R1vReward,
+    RewardConfig,
+    UserReward,
+)
 from rlcore.errors import RewardError
-from rlcore.ports import RewardFn
-from rlcore.rewards.format import FormatParts, format_parts, last_boxed
-from rlcore.rewards.math import make_math_reward
+from rlcore.rewards.clevr_count import clevr_count_reward
+from rlcore.rewards.countdown import countdown_reward
+from rlcore.rewards.dapo import dapo_reward
+from rlcore.rewards.geoqa import geoqa_reward
+from rlcore.rewards.gsm8k import gsm8k_reward
+from rlcore.rewards.math import math_reward
+from rlcore.rewards.math_verify import math_verify_reward
+from rlcore.rewards.multiple_choice import multiple_choice_reward
+from rlcore.rewards.overlong import LengthRule, OverlongBatchReward, OverlongReward
+from rlcore.rewards.protocol import BatchRewardFn, Reward
+from rlcore.rewards.r1v import r1v_reward
+from rlcore.rewards.user import user_reward
 
-__all__ = ["REWARDS", "FormatParts", "format_parts", "last_boxed", "make_reward"]
-
-REWARDS: Mapping[str, Callable[[RewardConfig], RewardFn]] = {"math": make_math_reward}
+__all__ = ["BatchRewardFn", "Reward", "make_reward"]
 
 
-def make_reward(config: RewardConfig) -> RewardFn:
-    """The reward that the experiment names.
+def make_reward(config: RewardConfig, *, max_completion_tokens: int) -> Reward:
+    """The reward that the experiment describes; picklable, so that a grading process can be sent it.
+
+    Args:
+        max_completion_tokens: what a completion may have; the overlong penalty ends there.
 
     Raises:
-        RewardError: no reward has that name.
+        RewardError: a user's file is not there, or the overlong buffer is larger than a completion.
     """
-    if config.name not in REWARDS:
+    reward, overlong = _reward(config), config.overlong
+    if overlong is None:
+        return reward
+    if overlong.buffer_tokens > max_completion_tokens:
         raise RewardError(
-            f"reward.name is {config.name!r}. Known rewards: {', '.join(sorted(REWARDS))}. "
-            "Use one of them, or add yours to rlcore.rewards.REWARDS."
+            f"reward.overlong.buffer_tokens is {overlong.buffer_tokens}, and a completion has at most "
+            f"{max_completion_tokens} tokens (rollout.max_completion_tokens). Lower the first, or raise the second."
         )
-    return REWARDS[config.name](config)
+    rule = LengthRule(max_completion_tokens, overlong.buffer_tokens, overlong.penalty)
+    return OverlongBatchReward(reward, rule) if isinstance(reward, BatchRewardFn) else OverlongReward(reward, rule)
+
+
+def _reward(config: RewardConfig) -> Reward:
+    match config:
+        case MathReward():
+            return partial(math_reward, format_weight=config.format_weight)
+        case MathVerifyReward():
+            return partial(math_verify_reward, format_weight=config.format_weight)
+        case R1vReward():
+            return partial(r1v_reward, format_weight=config.format_weight)
+        case DapoReward():
+            return dapo_reward
+        case Gsm8kReward():
+            return partial(gsm8k_reward, method=config.method)
+        case CountdownReward():
+            return partial(countdown_reward, format_score=config.format_score)
+        case ClevrCountReward():
+            return partial(clevr_count_reward, format_weight=config.format_weight)
+        case GeoqaReward():
+            return partial(geoqa_reward, format_weight=config.format_weight)
+        case MultipleChoiceReward():
+            return partial(multiple_choice_reward, format_weight=config.format_weight)
+        case UserReward():
+            return user_reward(config)
+    assert_never(config)

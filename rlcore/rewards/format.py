@@ -1,4 +1,8 @@
-"""What a completion looks like: a think block, then a boxed answer. Linear in the length of the text."""
+"""What a completion looks like: think block, box, answer tags. Linear in the length of the text.
+
+Of several boxes or answer tags the last one counts, wherever it is. One that is never closed is no answer, and an
+earlier one does not stand in for it: the completion had not finished.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,8 @@ from dataclasses import dataclass
 # each run of blanks follows a literal, so no run is scanned twice however long it is
 _OPEN = re.compile(r"<\s*think\s*>")
 _CLOSE = re.compile(r"<\s*/\s*think\s*>")
+_OPEN_ANSWER = re.compile(r"<\s*answer\s*>")
+_CLOSE_ANSWER = re.compile(r"<\s*/\s*answer\s*>")
 _BOX = re.compile(r"\\boxed\s*\{")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # an escaped brace is text
 
@@ -17,11 +23,11 @@ class FormatParts:
     """What was found in a completion."""
 
     well_formed: bool  # one think block at the start, and the answer after it
-    answer: str | None  # inside of the last \\boxed{...}; None: there is none, or it is never closed
+    answer: str | None  # blanks stripped; None: there is none, or it is never closed
 
 
 def format_parts(text: str) -> FormatParts:
-    """Take a completion apart.
+    """Take apart a completion that should be a think block, then text with a box.
 
     Well formed is ``<think> ... </think> ... \\boxed{ ... } ...``: the think block opens the completion,
     there is exactly one, and the last box comes after it, is closed and not blank. Blanks inside a tag are
@@ -38,13 +44,55 @@ def format_parts(text: str) -> FormatParts:
     )
 
 
-def last_boxed(text: str) -> str | None:
-    """The inside of the last ``\\boxed{...}``, blanks stripped; None if there is none or it is never closed.
+def answer_parts(text: str) -> FormatParts:
+    """Take apart a completion that should be a think block, then an answer block.
 
-    An earlier box does not stand in for a last one that is cut off: the completion had not finished.
+    Well formed is ``<think> ... </think> <answer> ... </answer>`` with nothing but blanks before, between and
+    after: one think block, one answer tag after it, closed and not blank.
     """
+    answer = last_answer(text)
+    think_end = _think_end(text)
+    if not answer or think_end is None:
+        return FormatParts(well_formed=False, answer=answer)
+    opened = list(_OPEN_ANSWER.finditer(text, think_end))
+    closed = list(_CLOSE_ANSWER.finditer(text, think_end))
+    return FormatParts(
+        well_formed=len(opened) == len(closed) == 1
+        and opened[0].end() <= closed[0].start()
+        and not text[think_end : opened[0].start()].strip()
+        and not text[closed[0].end() :].strip(),
+        answer=answer,
+    )
+
+
+def last_boxed(text: str) -> str | None:
+    """The inside of the last ``\\boxed{...}``, blanks stripped; None if there is none or it is never closed."""
     box = _last_box(text)
     return text[box[0] : box[1]].strip() if box else None
+
+
+def last_answer(text: str) -> str | None:
+    """The inside of the last ``<answer> ... </answer>``, blanks stripped; None if there is none or it is not closed."""
+    opened = None
+    for opened in _OPEN_ANSWER.finditer(text):  # noqa: B007 - the last one is wanted
+        pass
+    if opened is None or (closed := _CLOSE_ANSWER.search(text, opened.end())) is None:
+        return None
+    return text[opened.end() : closed.start()].strip()
+
+
+def stated_truth(truth: str) -> str:
+    """The reference answer; some datasets keep it inside answer tags."""
+    inside = last_answer(truth)
+    return truth.strip() if inside is None else inside
+
+
+def after_think(text: str) -> str:
+    """What follows the last closing think tag; the whole text if there is none."""
+    end = 0
+    for closed in _CLOSE.finditer(text):
+        end = closed.end()
+    return text[end:]
 
 
 def _think_end(text: str) -> int | None:

@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-from functools import partial
-
-from rlcore.config import RewardConfig
-from rlcore.ports import RewardFn
 from rlcore.rewards.format import format_parts
 from rlcore.rewards.grading import math_equal
+from rlcore.rewards.weighted import weighted_score
 from rlcore.types import FinishReason, Problem, Score
-
-
-def make_math_reward(config: RewardConfig) -> RewardFn:
-    """The reward with its weight bound; picklable, so that a grading process can be sent it."""
-    return partial(math_reward, format_weight=config.format_weight)
 
 
 def math_reward(
@@ -25,10 +17,5 @@ def math_reward(
     it is.
     """
     parts = format_parts(text)
-    accuracy = float(parts.answer is not None and math_equal(parts.answer, problem.answer))
-    well_formed = float(parts.well_formed)
-    return Score(
-        reward=(1 - format_weight) * accuracy + format_weight * well_formed,
-        parts={"accuracy": accuracy, "format": well_formed},
-        graded=True,
-    )
+    right = parts.answer is not None and math_equal(parts.answer, problem.answer)
+    return weighted_score(right, parts.well_formed, format_weight)

@@ -23,8 +23,8 @@ from multiprocessing.connection import Connection
 from typing import Literal, Self
 
 from rlcore.errors import RewardError
-from rlcore.ports import RewardFn
-from rlcore.types import Completion, FinishReason, Problem, Score
+from rlcore.rewards.protocol import BatchRewardFn, Job, Reward
+from rlcore.types import Completion, Problem, Score
 
 logger = logging.getLogger(__name__)
 
@@ -32,36 +32,43 @@ MAX_CHUNK = 32  # completions sent to a process at once
 START_SECONDS = 120.0  # a cold file system can take long to import sympy
 UNGRADED = Score(reward=0.0, parts={}, graded=False)
 
-Job = tuple[str, Problem, int, FinishReason]  # the arguments of a RewardFn
-
 
 class GradingPool:
     """``Grader`` over processes of its own. Use it from any thread; close it, or use ``with``.
 
     A grading that takes longer than the deadline, raises, or whose process dies, gives an ungraded Score and
     is counted under that reason. The other completions are graded as if nothing had happened.
+
+    A ``BatchRewardFn`` is called with all that a process is sent at once, n completions, and may take n deadlines.
+    If that fails in any way (n deadlines are over, it raises, its process dies), the n are given to it one by one,
+    so that only the culprits are lost; ``batch_failures`` counts this.
     """
 
-    def __init__(self, reward: RewardFn, processes: int, deadline_seconds: float) -> None:
+    def __init__(
+        self, reward: Reward, processes: int, deadline_seconds: float, *, start_seconds: float = START_SECONDS
+    ) -> None:
         """Start the processes and wait until all can grade.
 
         Args:
             reward: picklable, from a module that can be imported (so not from ``__main__``).
             processes: gradings that run at the same time.
             deadline_seconds: wall-clock time that one completion may take.
+            start_seconds: wall-clock time that loading the reward may take.
 
         Raises:
             RewardError: the reward cannot be pickled, or a process cannot load it.
         """
         payload = _pickled(reward)
+        self.first_failure: str | None = None  # in words, of the first grading lost; a traceback if it raised
         self.first_traceback: str | None = None  # of the first reward that raised
+        self._chunks_per_process = 1 if isinstance(reward, BatchRewardFn) else 4
         self._deadline = deadline_seconds
         self._lost: Counter[Reason] = Counter()
         self._lock = threading.Lock()  # guards the counters, the batches and _closed
         self._closed = False
         self._unfinished: set[_Batch] = set()
         self._chunks: queue.SimpleQueue[_Chunk | None] = queue.SimpleQueue()
-        self._workers = [_Worker(payload) for _ in range(processes)]
+        self._workers = [_Worker(payload, isinstance(reward, BatchRewardFn), start_seconds) for _ in range(processes)]
         ready: list[Future[None]] = [Future() for _ in range(processes)]
         self._threads = [
             threading.Thread(target=self._serve, args=pair, name="grading", daemon=True)
@@ -91,6 +98,16 @@ class GradingPool:
         """Gradings whose process died, or could not be started again."""
         return self._lost["death"]
 
+    @property
+    def batch_failures(self) -> int:
+        """Calls of a ``BatchRewardFn`` that failed, and were made again one completion at a time."""
+        return sum(worker.batch_failures for worker in self._workers)
+
+    @property
+    def first_batch_failure(self) -> str | None:
+        """What the first of them was, in words; a traceback if it raised."""
+        return next((worker.first_batch_failure for worker in self._workers if worker.first_batch_failure), None)
+
     def submit(self, problems: Sequence[Problem], completions: Sequence[Completion]) -> Future[list[Score]]:
         """Start grading completion i against problem i; the future holds the scores in the same order.
 
@@ -115,7 +132,7 @@ class GradingPool:
             else:
                 batch.future.set_result([])
         # several chunks per process, so that a slow answer holds up little of what is behind it
-        size = max(1, min(MAX_CHUNK, -(-count // (4 * len(self._workers)))))
+        size = max(1, min(MAX_CHUNK, -(-count // (self._chunks_per_process * len(self._workers)))))
         for start in range(0, count, size):
             self._chunks.put(_Chunk(batch, range(start, min(start + size, count))))
         return batch.future
@@ -173,6 +190,8 @@ class GradingPool:
 
     def _count(self, failure: _Failure, problem: Problem) -> None:
         self._lost[failure.reason] += 1
+        if self.first_failure is None:
+            self.first_failure = failure.detail
         if failure.reason == "error" and self.first_traceback is None:
             self.first_traceback = failure.detail
         if self._lost[failure.reason] == 1:
@@ -212,8 +231,12 @@ class _Chunk:
 class _Worker:
     """One grading process at a time. ``retire`` may come from any thread, the rest from the worker's own."""
 
-    def __init__(self, payload: bytes) -> None:
+    def __init__(self, payload: bytes, batch: bool, start_seconds: float) -> None:
+        self.batch_failures = 0
+        self.first_batch_failure: str | None = None
         self._payload = payload  # the pickled reward
+        self._batch = batch  # it is a BatchRewardFn
+        self._start_seconds = start_seconds
         self._lock = threading.Lock()  # a process is not started while the worker is retired
         self._retired = False
         self._process: subprocess.Popen[bytes] | None = None
@@ -240,7 +263,11 @@ class _Worker:
             )
         try:
             connection.send_bytes(self._payload)
-            failure = connection.recv() if connection.poll(START_SECONDS) else "It gave no sign of life."
+            failure = (
+                connection.recv()
+                if connection.poll(self._start_seconds)
+                else f"It gave no sign of life for {self._start_seconds:g} s."
+            )
         except (EOFError, OSError) as error:
             failure = f"It died ({error!r}); its own words are on stderr."
         if failure is not None:
@@ -250,6 +277,23 @@ class _Worker:
 
     def grade(self, jobs: Sequence[Job], deadline_seconds: float) -> Iterator[Score | _Failure]:
         """Verdicts in order. They end early after a failure that cost the process its life."""
+        if not self._batch or len(jobs) == 1:
+            yield from self._ask(jobs, deadline_seconds, deadline_seconds)
+            return
+        verdicts = list(self._ask(jobs, len(jobs) * deadline_seconds, deadline_seconds))
+        if len(verdicts) == len(jobs) and all(isinstance(verdict, Score) for verdict in verdicts):
+            yield from verdicts
+            return
+        self.batch_failures += 1
+        if self.batch_failures == 1:
+            detail = next((verdict.detail for verdict in verdicts if isinstance(verdict, _Failure)), "")
+            self.first_batch_failure = detail
+            logger.warning("a batch of %d could not be graded at once, so one by one. %s", len(jobs), detail)
+        for job in jobs:
+            yield from self._ask([job], deadline_seconds, deadline_seconds)
+
+    def _ask(self, jobs: Sequence[Job], first_seconds: float, deadline_seconds: float) -> Iterator[Score | _Failure]:
+        """Send the jobs together. The first answer may take ``first_seconds``, each further one the deadline."""
         try:
             payload = pickle.dumps(jobs)
         except Exception:  # noqa: BLE001 - a problem can hold anything; only its own gradings are lost
@@ -257,7 +301,7 @@ class _Worker:
                 yield _Failure("error", traceback.format_exc())
             else:
                 for job in jobs:
-                    yield from self.grade([job], deadline_seconds)
+                    yield from self._ask([job], deadline_seconds, deadline_seconds)
             return
         try:
             connection = self._alive()
@@ -266,11 +310,13 @@ class _Worker:
             return
         try:
             connection.send_bytes(payload)
+            seconds = first_seconds
             for _ in jobs:
-                if not connection.poll(deadline_seconds):
+                if not connection.poll(seconds):
                     self.stop()
-                    yield _Failure("timeout", f"It took longer than {deadline_seconds:g} s and was killed.")
+                    yield _Failure("timeout", f"It took longer than {seconds:g} s and was killed.")
                     return
+                seconds = deadline_seconds
                 answer = connection.recv()
                 yield answer if isinstance(answer, Score) else _Failure("error", answer)
         except (EOFError, OSError):
@@ -303,7 +349,7 @@ class _Worker:
         return self.start()
 
 
-def _pickled(reward: RewardFn) -> bytes:
+def _pickled(reward: Reward) -> bytes:
     try:
         return pickle.dumps(reward)
     except (pickle.PicklingError, TypeError, AttributeError) as error:

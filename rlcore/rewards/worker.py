@@ -1,7 +1,8 @@
 """One grading process: ``python -m rlcore.rewards.worker FD``, started and killed by ``GradingPool``.
 
-Over the socket FD it takes a pickled reward function, answers None when it can grade (else a traceback), and
-then, for each list of jobs, answers each in turn with a Score, or with a traceback where the reward raised.
+Over the socket FD it takes a pickled reward, answers None when it can grade (else a traceback), and then, for
+each list of jobs, answers each in turn with a Score, or with a traceback where the reward raised. A reward of
+many completions at once gets the whole list, so its first answer comes when it has them all.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ import resource
 import signal
 import sys
 import traceback
+from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from rlcore.ports import RewardFn
-from rlcore.rewards.pool import Job
+from rlcore.rewards.protocol import BatchRewardFn, Job, Reward
 from rlcore.types import Score
 
 MEMORY_BYTES = 4 << 30  # what a grading may take; more could get the trainer killed in its place
@@ -33,16 +34,16 @@ def main() -> None:
         reward = _receive_reward(connection)
         _limit_memory()
         while reward is not None:
-            for job in connection.recv():
-                connection.send(_grade(reward, job))
+            for answer in _answers(reward, connection.recv()):
+                connection.send(answer)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return  # the pool is gone
 
 
-def _receive_reward(connection: Connection) -> RewardFn | None:
+def _receive_reward(connection: Connection) -> Reward | None:
     payload = connection.recv_bytes()
     try:
-        reward: RewardFn = pickle.loads(payload)
+        reward: Reward = pickle.loads(payload)
     except Exception:  # noqa: BLE001 - whatever an import can raise is the pool's to report
         connection.send(traceback.format_exc())
         return None
@@ -50,14 +51,34 @@ def _receive_reward(connection: Connection) -> RewardFn | None:
     return reward
 
 
-def _grade(reward: RewardFn, job: Job) -> Score | str:
+def _answers(reward: Reward, jobs: Sequence[Job]) -> Iterator[Score | str]:
+    """One for each job, in order: its Score, or the traceback of what went wrong."""
+    if isinstance(reward, BatchRewardFn):
+        yield from _batch_answers(reward, jobs)
+        return
+    for job in jobs:
+        try:
+            answer: Score | str = _checked(reward(*job))
+        except BaseException:  # noqa: BLE001 - even SystemExit is one completion's affair
+            answer = traceback.format_exc()
+        yield answer
+
+
+def _batch_answers(reward: BatchRewardFn, jobs: Sequence[Job]) -> Sequence[Score | str]:
+    texts, problems, num_tokens, finish_reasons = zip(*jobs, strict=True)
     try:
-        score = reward(*job)
-        if not isinstance(score, Score) or not math.isfinite(score.reward):
-            raise TypeError(f"the reward returned {score!r}, not a Score with a finite reward")
-        return Score(float(score.reward), {str(k): float(v) for k, v in score.parts.items()}, bool(score.graded))
-    except BaseException:  # noqa: BLE001 - even SystemExit is one completion's affair
-        return traceback.format_exc()
+        scores = [_checked(score) for score in reward.score_batch(texts, problems, num_tokens, finish_reasons)]
+        if len(scores) != len(jobs):
+            raise TypeError(f"the reward returned {len(scores)} scores for {len(jobs)} completions")
+    except BaseException:  # noqa: BLE001
+        return [traceback.format_exc()] * len(jobs)
+    return scores
+
+
+def _checked(score: object) -> Score:
+    if not isinstance(score, Score) or not all(map(math.isfinite, (score.reward, *score.parts.values()))):
+        raise TypeError(f"the reward returned {score!r}, not a Score of finite numbers")
+    return Score(float(score.reward), {str(k): float(v) for k, v in score.parts.items()}, bool(score.graded))
 
 
 def _limit_memory() -> None:

@@ -90,7 +90,7 @@ def rollout_metrics(
     return {
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std()),
-        **{f"reward/{name}": float(np.mean([score.parts[name] for score in graded])) for name in parts},
+        **{f"reward/{name}": float(np.mean([s.parts[name] for s in graded if name in s.parts])) for name in parts},
         "reward/ungraded": 1 - len(graded) / len(rollouts),
         "rollout/all_right": outcomes.all_right / outcomes.groups,
         "rollout/all_wrong": outcomes.all_wrong / outcomes.groups,

@@ -11,13 +11,13 @@ import numpy as np
 import psutil
 import pytest
 
-from rlcore.config import RewardConfig
+from rlcore.config.reward import MathReward
 from rlcore.errors import RewardError
 from rlcore.rewards import make_reward
 from rlcore.rewards.pool import UNGRADED, GradingPool
 from rlcore.types import Completion, Problem, Score
 
-MATH = make_reward(RewardConfig())
+MATH = make_reward(MathReward(), max_completion_tokens=64)
 WAIT = 60  # seconds for what should take one: a test must fail, not hang
 
 

@@ -45,7 +45,7 @@ def parquet(path: Path, **columns: list[str]) -> Path:
 
 
 def test_the_default_experiment_passes(settings: Settings) -> None:
-    assert check(experiment(), settings).facts["reward"] == "math"
+    assert check(experiment(), settings).facts["reward"] == "math, 3 made-up completions graded"
 
 
 def test_a_good_folder_is_measured(settings: Settings, tmp_path: Path) -> None:
@@ -89,9 +89,32 @@ def test_dataset_that_is_not_there(settings: Settings) -> None:
         check(experiment("data.train=./nowhere.parquet"), settings)
 
 
-def test_unknown_reward(settings: Settings) -> None:
-    with pytest.raises(RewardError, match=r"reward\.name is 'maths'\. Known rewards: .*math"):
-        check(experiment("reward.name=maths"), settings)
+def test_unknown_reward() -> None:
+    with pytest.raises(ConfigError, match=r"reward: found .*'maths'.*expected tags: 'math', .*'user'"):
+        experiment("reward.name=maths")
+
+
+def test_reward_that_does_not_fit_the_data(settings: Settings, tmp_path: Path) -> None:
+    source = parquet(tmp_path / "rows.parquet", problem=["x?"], answer=["x+1"])
+    with pytest.raises(RewardError, match=r"(?s)'gsm8k' .*failed on its dry run.*'x\+1'.*needs a number"):
+        check(experiment("reward.name=gsm8k", f"data.train={source}"), settings)
+
+
+def test_reward_of_the_users_is_tried_on_the_first_row(settings: Settings, tmp_path: Path) -> None:
+    source = parquet(tmp_path / "rows.parquet", problem=["1+1"], answer=["2"], hint=["add"])
+    mine = tmp_path / "mine.py"
+    body = "def reward(text, problem, num_tokens, finish_reason):\n    return len(problem.extra[{!r}]) / 3"
+    chosen = ("reward.name=user", f"reward.file={mine}", f"data.train={source}")
+    mine.write_text(body.format("hint"))
+    assert check(experiment(*chosen), settings).facts["reward"] == "user, 3 made-up completions graded"
+    mine.write_text(body.format("hunt"))
+    with pytest.raises(RewardError, match=r"(?s)columns \['hint'\].*KeyError: 'hunt'"):
+        check(experiment(*chosen), settings)
+
+
+def test_reward_of_the_users_that_is_not_there(settings: Settings) -> None:
+    with pytest.raises(RewardError, match=r"there is no file .*mine\.py"):
+        check(experiment("reward.name=user", "reward.file=mine.py"), settings)
 
 
 def test_unknown_template(settings: Settings) -> None:
@@ -120,8 +143,8 @@ def test_more_workers_than_gpus(settings: Settings) -> None:
 
 
 def test_all_findings_come_at_once(settings: Settings) -> None:
-    with pytest.raises(ConfigError, match=r"(?s)2 findings:\n- model\.path.*\n- reward\.name"):
-        check(experiment("model.path=./nowhere", "reward.name=maths"), settings)
+    with pytest.raises(ConfigError, match=r"(?s)2 findings:\n- model\.path.*\n- reward\.file"):
+        check(experiment("model.path=./nowhere", "reward.name=user", "reward.file=mine.py"), settings)
 
 
 def test_impossible_batch_arithmetic() -> None:

@@ -1,13 +1,12 @@
-import pickle
 import subprocess
 import sys
 import time
 
 import pytest
 
-from rlcore.config import RewardConfig
-from rlcore.errors import RewardError
-from rlcore.rewards import REWARDS, format_parts, last_boxed, make_reward
+from rlcore.config.reward import MathReward
+from rlcore.rewards import make_reward
+from rlcore.rewards.format import format_parts, last_boxed
 from rlcore.rewards.grading import MAX_ANSWER_CHARS, math_equal
 from rlcore.types import Problem, Score
 
@@ -17,7 +16,8 @@ def problem(answer: str, question: str = "What is it?") -> Problem:
 
 
 def score(text: str, answer: str, format_weight: float = 0.1) -> Score:
-    return make_reward(RewardConfig(format_weight=format_weight))(text, problem(answer), 5, "stop")
+    reward = make_reward(MathReward(format_weight=format_weight), max_completion_tokens=8)
+    return reward(text, problem(answer), 5, "stop")
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ def test_a_missing_answer_is_not_the_truth_none():
 
 
 def test_an_answer_in_the_question_does_not_count():
-    reward = make_reward(RewardConfig())
+    reward = make_reward(MathReward(), max_completion_tokens=8)
     asked = problem("5", question=r"Put the answer in a box, like \boxed{5}.")
     assert reward("I will.", asked, 2, "stop").reward == 0
 
@@ -194,17 +194,6 @@ def test_a_megabyte_is_scored_in_linear_time(pattern, around):
     start = time.perf_counter()
     score(text, "5")
     assert time.perf_counter() - start < 5  # about 0.1 s on one core; quadratic would be minutes
-
-
-def test_an_unknown_reward_names_the_known_ones():
-    with pytest.raises(RewardError, match=r"'maths'. Known rewards: math\."):
-        make_reward(RewardConfig(name="maths"))
-
-
-def test_every_registered_reward_travels_to_another_process():
-    for name in REWARDS:
-        reward = pickle.loads(pickle.dumps(make_reward(RewardConfig(name=name))))
-        assert isinstance(reward("", problem("5"), 0, "abort"), Score)
 
 
 def test_grading_loads_no_torch():

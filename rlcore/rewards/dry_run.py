@@ -1,0 +1,87 @@
+"""Try a reward before training, in the same kind of process that will run it."""
+
+from __future__ import annotations
+
+from concurrent.futures import TimeoutError as FutureTimeoutError
+
+import numpy as np
+
+from rlcore.config.reward import RewardConfig, UserReward
+from rlcore.errors import RewardError
+from rlcore.rewards import make_reward
+from rlcore.rewards.pool import GradingPool
+from rlcore.rewards.protocol import BatchRewardFn
+from rlcore.types import Completion, Problem, Score
+
+START_SECONDS = 60.0  # for a file that never ends; loading a built-in reward takes about a second
+
+SAMPLE = Problem(
+    problem_id="dry-run",
+    question="What is 2 + 3?",
+    images=(),
+    answer="5",
+    source="dry run",
+    extra={"nums": [2, 3], "target": 5},  # what countdown reads
+)
+LETTER_SAMPLE = Problem("dry-run", "Which is 2 + 3? (A) 4 (B) 5", (), "B", "dry run", {"choices": ["4", "5"]})
+
+
+def dry_run(config: RewardConfig, *, max_completion_tokens: int, problem: Problem | None = None) -> tuple[Score, ...]:
+    """Grade three made-up completions: one in the right format, an empty one, and one of 10,000 characters.
+
+    Takes about two seconds. It ends at the first completion that cannot be graded, so it takes at most the start
+    plus ``deadline_seconds`` (for a reward of many at once: six times that).
+
+    Args:
+        problem: a real one, with the columns that training will have. Without it a made-up one is used; a user's
+            reward, which may read any column, is then only loaded, and no Score is returned.
+
+    Raises:
+        RewardError: it cannot be loaded, or a completion could not be graded; with the traceback, where there is one.
+    """
+    reward = make_reward(config, max_completion_tokens=max_completion_tokens)
+    with GradingPool(reward, 1, config.deadline_seconds, start_seconds=START_SECONDS) as pool:
+        if problem is None:
+            if isinstance(config, UserReward):
+                return ()
+            problem = LETTER_SAMPLE if config.name == "multiple_choice" else SAMPLE
+        completions = [_completion(text, max_completion_tokens) for text in _texts(problem)]
+        together = isinstance(reward, BatchRewardFn)
+        scores: list[Score] = []
+        for few in [completions] if together else [[completion] for completion in completions]:
+            try:
+                future = pool.submit([problem] * len(few), few)
+                scores += future.result(timeout=2 * len(few) * config.deadline_seconds + START_SECONDS)
+            except FutureTimeoutError:
+                raise _refused(config, problem, "It came to no end.") from None
+            if pool.first_failure is not None or pool.batch_failures:
+                detail = pool.first_batch_failure or pool.first_failure or ""
+                raise _refused(config, problem, detail)
+        return tuple(scores)
+
+
+def _texts(problem: Problem) -> tuple[str, str, str]:
+    answer = problem.answer
+    right = f"<think>It has to be this.</think>\n<answer>\\boxed{{{answer}}}</answer>\n#### {answer}\nAnswer: {answer}"
+    return right, "", ("so it goes on and on, (2 + 3) = 5, " * 300)[:10_000]
+
+
+def _completion(text: str, max_tokens: int) -> Completion:
+    tokens = min(max_tokens, -(-len(text) // 4))
+    return Completion(
+        token_ids=np.zeros(tokens, np.int32),
+        logprobs=np.zeros(tokens, np.float32),
+        text=text,
+        finish_reason="length" if tokens == max_tokens else "stop",
+        policy_version=0,
+    )
+
+
+def _refused(config: RewardConfig, problem: Problem, detail: str) -> RewardError:
+    where = f"{config.file}, function {config.function}" if isinstance(config, UserReward) else "built in"
+    return RewardError(
+        f"the reward {config.name!r} ({where}) failed on its dry run, on problem {problem.problem_id} with answer "
+        f"{problem.answer[:100]!r} and columns {sorted(problem.extra)}. It must give a Score for any text within "
+        f"reward.deadline_seconds ({config.deadline_seconds:g}). Mend it, or choose another reward.name. "
+        f"What happened:\n{detail}"
+    )

@@ -1,0 +1,101 @@
+"""The truth of every real row, stated in the right format, earns full marks; a fixed wrong answer earns nothing."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from rlcore.config.reward import DapoReward, GeoqaReward, Gsm8kReward, MathReward, MathVerifyReward, R1vReward
+from rlcore.rewards import make_reward
+from rlcore.types import Problem
+
+CHECKOUT = Path(__file__).parents[2]
+FOLDER = Path(os.environ.get("RLFLOW_DATA", CHECKOUT.parent / "shared" / "data"))
+WRONG = "123456789.25"  # no row has it
+
+FILES = {
+    "geometry3k/train": 2101,
+    "geometry3k/validation": 300,
+    "gsm8k/train": 7473,
+    "gsm8k/test": 1119,
+    "math12k/train": 11998,
+    "math500/test": 500,
+}
+BOX = r"<think>a</think> It is \boxed{@}."
+TAGS = "<think>a</think>\n<answer>@</answer>"
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not all((FOLDER / f"{name}.parquet").is_file() for name in FILES),
+        reason="The real datasets are not here: put geometry3k, gsm8k, math12k and math500 into RLFLOW_DATA.",
+    ),
+]
+
+
+def marks(config, template: str, name: str) -> tuple[list[str], list[str]]:
+    """Truths that fall short of full marks, and truths for which the wrong answer is right."""
+    reward = make_reward(config, max_completion_tokens=100)
+    rows = pq.read_table(FOLDER / f"{name}.parquet", columns=["problem", "answer"]).to_pylist()
+    assert len(rows) == FILES[name]
+    wrong = template.replace("@", WRONG)
+    short, gifts = [], []
+    for row in rows:
+        problem = Problem("p", row["problem"], (), row["answer"], name)
+        if reward(template.replace("@", row["answer"]), problem, 5, "stop").reward < 1:
+            short.append(row["answer"])
+        if reward(wrong, problem, 5, "stop").parts["accuracy"] > 0:
+            gifts.append(row["answer"])
+    return short, gifts
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("config", [MathReward(), MathVerifyReward()], ids=["math", "math_verify"])
+def test_the_truth_of_every_row_earns_full_marks(config, name):
+    assert marks(config, BOX, name) == ([], [])
+
+
+# they share the equality of math, so the largest set is left out
+@pytest.mark.parametrize("name", ["geometry3k/train", "geometry3k/validation", "gsm8k/test", "math500/test"])
+@pytest.mark.parametrize(
+    ("config", "template"),
+    [
+        (R1vReward(), TAGS),
+        (GeoqaReward(), TAGS),
+        (DapoReward(), "So.\nAnswer: @"),
+    ],
+    ids=["r1v", "geoqa", "dapo"],
+)
+def test_the_truth_earns_full_marks_in_other_formats(config, template, name):
+    assert marks(config, template, name) == ([], [])
+
+
+@pytest.mark.parametrize("name", ["gsm8k/train", "gsm8k/test"])
+@pytest.mark.parametrize(("method", "template"), [("strict", "a\n#### @"), ("flexible", "So it is $@.")])
+def test_gsm8k_truths(name, method, template):
+    assert marks(Gsm8kReward(method=method), template, name) == ([], [])
+
+
+@pytest.mark.parametrize("name", ["geometry3k/validation", "math500/test"])
+@pytest.mark.parametrize("config", [MathReward(), MathVerifyReward()], ids=["math", "math_verify"])
+def test_the_truth_written_another_way_earns_full_marks(config, name):
+    """Not the same text, so the graders have to recognise it: \\dfrac for \\frac, and no blanks around symbols."""
+    reward = make_reward(config, max_completion_tokens=100)
+    answers = pq.read_table(FOLDER / f"{name}.parquet", columns=["answer"])["answer"].to_pylist()
+    rewritten = [(answer, rewrite(answer)) for answer in answers if rewrite(answer) != answer]
+    assert len(rewritten) > 30
+    short = [
+        answer
+        for answer, other in rewritten
+        if reward(BOX.replace("@", other), Problem("p", "?", (), answer, name), 5, "stop").reward < 1
+    ]
+    assert short == []
+
+
+def rewrite(answer: str) -> str:
+    answer = answer.replace(r"\frac", r"\dfrac")
+    return answer if r"\text" in answer else re.sub(r"(?<![a-zA-Z])\s+|\s+(?![a-zA-Z])", "", answer)
