@@ -8,14 +8,15 @@ FIND_PYTHON := for p in python3.11 python3.12 python3; do \
   && $$p -c 'import sys; print(sys.executable)' && break; done
 PYTHON := $(shell $(FIND_PYTHON))
 UV := $(or $(shell command -v uv),.uv/bin/uv)
-LOCK := $(UV) pip compile pyproject.toml --python-version 3.11 --no-emit-index-url --no-header --extra dev
+LOCK := $(UV) pip compile pyproject.toml --python-version 3.11 --no-emit-index-url --no-header --extra dev --extra oracle
 export UV_PYTHON_DOWNLOADS := never
 # Compiled at install, or every start of a worker imports for 15 s instead of 6.
 export UV_COMPILE_BYTECODE := 1
 
-.PHONY: help install demo demo-geo3k ui test check lock clean
+.PHONY: help install demo demo-gsm8k demo-countdown demo-geo3k ui test check lock clean
 help:
 	@echo 'make demo                      from raw data to a registered model, on the CPU'
+	@echo 'make demo-gsm8k, -countdown    the same with a tiny text policy: sums, the countdown game'
 	@echo 'make demo-geo3k DATA=FOLDER    the same on real Geometry3K files, two steps'
 	@echo 'make ui                        the Prefect and MLflow pages over the data folder'
 	@echo 'make test, make check          the tests; lint, format and types'
@@ -37,6 +38,12 @@ $(STAMP): pyproject.toml infra/requirements/$(EXTRA).txt | $(UV)
 
 demo: $(STAMP)
 	@$(RUN) -m flows.train_grpo grpo-geo3k-tiny
+
+demo-gsm8k: $(STAMP)
+	@$(RUN) -m flows.train_grpo grpo-gsm8k-tiny
+
+demo-countdown: $(STAMP)
+	@$(RUN) -m flows.train_grpo grpo-countdown-tiny
 
 demo-geo3k: $(STAMP)
 	@test -n '$(DATA)' || { echo 'make: name the folder with the train and validation files: make demo-geo3k DATA=FOLDER'; exit 1; }

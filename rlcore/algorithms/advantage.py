@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 MIN_SPREAD = 1e-6
+MIN_DENSITY = 1e-6  # of BNPO's Beta
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,37 +73,44 @@ def rloo(rewards: Tensor, graded: Tensor) -> Advantages:
 
 def bnpo(rewards: Tensor, graded: Tensor) -> Advantages:
     """(reward - mean p of the group) / density of Beta(1 + a/3, 1 + b/3) at p, with Beta(a, b) fitted to the p of all
-    groups by their mean and variance. Arguments as ``grpo``; rewards in [0, 1].
+    groups by their mean and sample variance. Arguments as ``grpo``; rewards in [0, 1].
 
     Groups with signal have 0 < p < 1 where rewards are 0 or 1. Where the p of the batch do not vary, or vary more than
-    any Beta does, there is nothing to fit and a = b = 0 leaves a density of 1: the plain centred reward.
+    any Beta does, there is nothing to fit and a = b = 0 leaves a density of 1: the plain centred reward. A density
+    below ``MIN_DENSITY`` counts as that: a group far off the others must not outweigh the whole batch.
 
-    Source: BNPO, arXiv:2506.02864, section 3.
+    Source: BNPO, arXiv:2506.02864, section 3; the sample variance and the bound are its authors' code's.
     """
     centred, signal = _centred(rewards, graded)
-    counted = graded.sum(-1) >= 1
-    p = _mean(rewards, graded)[counted, 0]
-    mean, variance = p.mean(), p.var(unbiased=False)
-    total = mean * (1 - mean) / variance - 1 if p.numel() > 1 and variance > MIN_SPREAD**2 else torch.zeros(())
-    a, b = (mean * total.clamp_min(0), (1 - mean) * total.clamp_min(0)) if p.numel() else (total, total)
-    density = torch.distributions.Beta(1 + a / 3, 1 + b / 3, validate_args=False)
-    inside = _mean(rewards, graded).clamp(MIN_SPREAD, 1 - MIN_SPREAD)
-    return _where(signal, centred / density.log_prob(inside).exp())
+    means = _mean(rewards, graded)
+    p = means[graded.any(-1), 0]
+    total = centred.new_zeros(())
+    if p.numel() > 1 and bool(p.max() - p.min() > MIN_SPREAD):
+        total = (p.mean() * (1 - p.mean()) / p.var(unbiased=True) - 1).clamp_min(0)
+    a, b = (p.mean() * total, (1 - p.mean()) * total) if p.numel() else (total, total)
+    density = _beta_density(means.clamp(MIN_SPREAD, 1 - MIN_SPREAD), 1 + a / 3, 1 + b / 3)
+    return _where(signal, centred / density.clamp_min(MIN_DENSITY))
+
+
+def _beta_density(x: Tensor, alpha: Tensor, beta: Tensor) -> Tensor:
+    scale = torch.lgamma(alpha + beta) - torch.lgamma(alpha) - torch.lgamma(beta)
+    return (scale + (alpha - 1) * x.log() + (beta - 1) * (-x).log1p()).exp()
 
 
 def pass_at_k(rewards: Tensor, graded: Tensor, *, k: int) -> Advantages:
     """What a completion adds to the best of k: (E[best of k | it is among them] - E[best of k]) / deviation of the
     best of k, over all subsets of k graded completions of the group.
 
-    With rewards 0 and 1 these are the paper's closed forms; this holds for any rewards. A group with fewer than k
-    graded completions takes all of them. Arguments as ``grpo``.
+    With rewards 0 and 1 these are the paper's closed forms; this holds for any rewards. A group with k graded
+    completions or fewer has no two subsets to compare and no signal; nor has one where every subset has the same best.
+    Arguments as ``grpo``.
 
-    Source: Pass@k training, arXiv:2508.10751, section 3.3.
+    Source: Pass@k training, arXiv:2508.10751, "Analytical Derivation".
     """
     values = torch.zeros(rewards.shape, dtype=torch.float64)
     signal = torch.zeros(len(rewards), dtype=torch.bool)
     for row, (group, counted) in enumerate(zip(rewards.double(), graded, strict=True)):
-        found = _pass_at_k_of_group(group[counted], min(k, int(counted.sum())))
+        found = _pass_at_k_of_group(group[counted], k)
         if found is not None:
             values[row, counted] = found
             signal[row] = True
@@ -112,20 +120,21 @@ def pass_at_k(rewards: Tensor, graded: Tensor, *, k: int) -> Advantages:
 def _pass_at_k_of_group(rewards: Tensor, k: int) -> Tensor | None:
     """[n], or None where every subset of k has the same best."""
     n = len(rewards)
-    if n < 2 or k < 1:
+    if n <= k:
         return None
     ranked, order = rewards.sort()
     # in rank order, ranked[j] is the best of comb(j, k - 1) subsets of k, ...
-    share = torch.tensor([comb(j, k - 1) for j in range(n)], dtype=torch.float64) / comb(n, k)
+    share = torch.tensor([comb(j, k - 1) / comb(n, k) for j in range(n)], dtype=torch.float64)
     mean = (share * ranked).sum()
     deviation = (share * (ranked - mean).square()).sum().sqrt()
     if not bool(deviation > MIN_SPREAD):
         return None
-    # ... and, of those that i is in, of comb(j - 1, k - 2) if j is above i; i itself of comb(i, k - 1)
-    above = torch.tensor([comb(j - 1, k - 2) if j and k > 1 else 0 for j in range(n)], dtype=torch.float64)
-    own = torch.tensor([comb(j, k - 1) for j in range(n)], dtype=torch.float64)
+    # ... and, of the comb(n - 1, k - 1) that i is in, of comb(j - 1, k - 2) if j is above i; i of comb(i, k - 1)
+    with_i = comb(n - 1, k - 1)
+    above = torch.tensor([comb(j - 1, k - 2) / with_i if j and k > 1 else 0.0 for j in range(n)], dtype=torch.float64)
+    own = torch.tensor([comb(j, k - 1) / with_i for j in range(n)], dtype=torch.float64)
     tail = (above * ranked).flip(0).cumsum(0).flip(0) - above * ranked
-    best_with = (own * ranked + tail) / comb(n - 1, k - 1)
+    best_with = own * ranked + tail
     values = torch.empty(n, dtype=torch.float64)
     values[order] = (best_with - mean) / deviation
     return values
@@ -153,9 +162,14 @@ def reinforce_plus_plus(returns: Tensor, tokens: Tensor, graded: Tensor) -> Adva
         tokens: [B, G, C] bool, True on trained tokens.
         graded: [B, G] bool.
 
-    Source: REINFORCE++, arXiv:2501.03262, section 3 (discount 1).
+    Source: REINFORCE++, arXiv:2501.03262, section 3.1 (discount 1).
     """
-    values = _whitened(returns.double(), tokens & graded[..., None], recentre=True)
+    returns = returns.double()
+    counted = tokens & graded[..., None]
+    found = returns[counted]
+    if found.numel() < 2 or not bool(found.max() - found.min() > MIN_SPREAD):
+        return Advantages(torch.zeros_like(returns), torch.zeros(len(returns), dtype=torch.bool))
+    values = torch.where(counted, (returns - found.mean()) / found.std(unbiased=False), 0.0)
     return Advantages(values, values.ne(0).flatten(1).any(-1))
 
 
@@ -168,7 +182,7 @@ def reinforce_plus_plus_baseline(rewards: Tensor, graded: Tensor, lengths: Tenso
         rewards, graded: as ``grpo``.
         lengths: [B, G] int, trained tokens of each completion; what it counts in mean and deviation.
 
-    Source: REINFORCE++, arXiv:2501.03262, section 3 (REINFORCE++-baseline).
+    Source: REINFORCE++ with baseline, arXiv:2501.03262, section 3.2, eq. 6 and 7.
     """
     centred, signal = _centred(rewards, graded)
     weights = torch.where(graded, lengths, 0).double()
@@ -180,14 +194,6 @@ def reinforce_plus_plus_baseline(rewards: Tensor, graded: Tensor, lengths: Tenso
     if not bool(deviation > MIN_SPREAD):
         return _where(torch.zeros_like(signal), centred)
     return _where(signal, torch.where(graded, (centred - mean) / deviation, 0.0))
-
-
-def _whitened(values: Tensor, counted: Tensor, *, recentre: bool) -> Tensor:
-    found = values[counted]
-    if found.numel() < 2 or not bool(found.max() - found.min() > MIN_SPREAD):
-        return torch.zeros_like(values)
-    mean = found.mean() if recentre else 0.0
-    return torch.where(counted, (values - mean) / found.std(unbiased=False), 0.0)
 
 
 def _mean(rewards: Tensor, graded: Tensor) -> Tensor:

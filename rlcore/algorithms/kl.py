@@ -52,7 +52,8 @@ def next_coefficient(coefficient: float, kl: float, *, target: float, horizon: i
 
     Args:
         kl: nats, mean per token of the step.
-        completions: trained in the step; ``horizon`` counts in the same unit.
+        completions: trained in the step; ``horizon`` counts in the same unit. At 5 horizons or more the factor would
+            no longer be positive.
 
     Source: Ziegler et al., arXiv:1909.08593, section 2.2.
     """

@@ -75,7 +75,9 @@ def logprobs_and_entropy(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tenso
 def log_kept(logits: Tensor, targets: Tensor, *, top_p: float, top_k: int) -> Tensor:
     """[N] log of the probability that top-k, then top-p leave: what a sampler's log-prob is too high by.
 
-    The target counts as kept even where the sampler's arithmetic put it inside and this one just outside.
+    As vLLM cuts: top-k keeps every token that ties with the k-th; of what it leaves, scaled up, top-p keeps a token if
+    those before it hold less than ``top_p``, however ties are ordered. The target counts as kept even where the
+    sampler's arithmetic put it inside and this one just outside.
 
     Args:
         logits: [N, V] float, after temperature; targets [N] int64.
@@ -84,11 +86,18 @@ def log_kept(logits: Tensor, targets: Tensor, *, top_p: float, top_k: int) -> Te
     probs = _at_least_float32(logits).softmax(-1)
     target = probs.gather(-1, targets[:, None])
     count = min(top_k, probs.shape[-1]) if top_k else probs.shape[-1]
-    ranked = probs.topk(count, dim=-1).values
-    share = ranked / ranked.sum(-1, keepdim=True)
-    kept = torch.where(share.cumsum(-1) - share < top_p, ranked, 0.0)
-    lowest = torch.where(kept > 0, kept, torch.inf).amin(-1, keepdim=True)
-    mass = kept.sum(-1, keepdim=True) + torch.where(target < lowest, target, 0.0)
+    ranked = probs.topk(count, dim=-1).values  # [N, count], falling
+    last = ranked[:, -1:]
+    tied = (probs >= last).sum(-1, keepdim=True) - count  # [N, 1], as probable as the k-th and not in ``ranked``
+    ranked_mass = ranked.sum(-1, keepdim=True)
+    mass, lowest = ranked_mass + tied * last, last
+    if top_p < 1:
+        before = ranked.cumsum(-1) - ranked
+        kept = before < top_p * mass
+        room = torch.where(last > 0, (top_p * mass - ranked_mass) / last, 0.0).ceil().clamp_min(0.0)
+        lowest = torch.where(kept, ranked, torch.inf).amin(-1, keepdim=True)
+        mass = torch.where(kept, ranked, 0.0).sum(-1, keepdim=True) + torch.minimum(room, tied) * last
+    mass = mass + torch.where(target < lowest, target, 0.0)
     return mass.clamp_max(1.0).log()[:, 0]
 
 

@@ -125,8 +125,7 @@ def gspo_token(
 ) -> TokenLosses:
     """GSPO with the gradient of each token its own: the ratio is sg[s] * p / sg[p]. Arguments as ``gspo``.
 
-    Equal to ``gspo`` in value; equal in gradient under sequence_mean_token_mean and advantages that are the same
-    along a sequence.
+    Equal to ``gspo`` in value; equal in gradient too where advantages and token weights are the same along a sequence.
 
     Source: GSPO, arXiv:2507.18071, eq. 13 and 14.
     """
@@ -156,7 +155,7 @@ def sapo(
     """
     advantages = advantages.to(logprobs.dtype)
     ratios = clamped_log_ratio(logprobs, old_logprobs.detach()).exp()
-    tau = torch.where(advantages > 0, tau_positive, tau_negative).to(logprobs.dtype)
+    tau = _by_sign(advantages > 0, tau_positive, tau_negative, logprobs)
     values = -4 / tau * torch.sigmoid(tau * (ratios - 1)) * advantages
     nothing = torch.zeros_like(values).bool()
     return TokenLosses(values, ratios.detach(), clipped_low=nothing, clipped_high=nothing)
@@ -180,14 +179,14 @@ def vespo(
     Args:
         sequence_index, lengths: as ``gspo``.
 
-    Source: VESPO, arXiv:2602.10693, section 3.
+    Source: VESPO, arXiv:2602.10693, section 3.3 (the shifted form of eq. 17) and eq. 20.
     """
     advantages = advantages.to(logprobs.dtype)
     log_ratios = clamped_log_ratio(logprobs.detach(), old_logprobs.detach())
     totals = log_ratios.new_zeros(len(lengths)).index_add(0, sequence_index, log_ratios)
     log_w = totals.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)[sequence_index]
-    k = torch.where(advantages >= 0, k_positive, k_negative).to(logprobs.dtype)
-    rate = torch.where(advantages >= 0, lambda_positive, lambda_negative).to(logprobs.dtype)
+    k = _by_sign(advantages >= 0, k_positive, k_negative, logprobs)
+    rate = _by_sign(advantages >= 0, lambda_positive, lambda_negative, logprobs)
     kernel = (k * log_w + rate * (1 - log_w.exp())).exp()
     nothing = torch.zeros_like(kernel).bool()
     return TokenLosses(-kernel * advantages * logprobs, log_w.exp(), clipped_low=nothing, clipped_high=nothing)
@@ -205,6 +204,10 @@ def _clipped(
         values = torch.where(runaway, -dual_clip * advantages, values)
         high = high | runaway
     return TokenLosses(values, detached, clipped_low=low, clipped_high=high)
+
+
+def _by_sign(positive: Tensor, if_positive: float, if_negative: float, like: Tensor) -> Tensor:
+    return torch.where(positive, like.new_tensor(if_positive), like.new_tensor(if_negative))  # two floats give float32
 
 
 def _sequence_log_ratio(new: Tensor, old: Tensor, sequence_index: Tensor, lengths: Tensor) -> Tensor:

@@ -33,7 +33,8 @@ class TinyModelConfig(Frozen):
 class LoraConfig(Frozen):
     """Adapters on every linear layer of the language model: W x + (alpha / rank) B A x. LoRA, arXiv:2106.09685."""
 
-    rank: int = Field(64, ge=1)
+    rank: int = Field(64, ge=1, le=512)
+    """At most what vLLM serves."""
     alpha: float = Field(64.0, gt=0)
     vision_tower: bool = False
     """Adapters in the vision tower as well."""
@@ -160,8 +161,8 @@ class TrainingConfig(Frozen):
     """Packed tokens per forward pass and worker. Changes memory and speed, never the gradient."""
     learning_rate: float = Field(1e-6, ge=0)
     optimizer: Literal["adamw", "adamw_bf16"] = "adamw"
-    """adamw: float32 master weights and state. adamw_bf16: all of it in bfloat16, with Kahan-compensated updates; half
-    the memory."""
+    """adamw: float32 master weights and state. adamw_bf16: all of it in bfloat16, with Kahan-compensated updates: 10
+    bytes per parameter, gradient included, instead of 16."""
     warmup_steps: int = Field(0, ge=0)
     """Linear warm-up. The first step already learns: step k runs at k / warmup_steps of the rate, counted from 1."""
     beta1: float = Field(0.9, ge=0, lt=1)
@@ -242,10 +243,17 @@ class ExperimentConfig(Frozen):
                 "one has no advantage and nothing is learned. Set it to 2 or more, or algorithm.advantage.name to "
                 "remax or reinforce_plus_plus."
             )
-        if isinstance(advantage, PassAtKAdvantage) and advantage.k > group:
+        if isinstance(advantage, PassAtKAdvantage) and advantage.k >= group:
             raise ValueError(
-                f"algorithm.advantage.k is {advantage.k}, and a group has {group} completions. "
-                "Lower it, or raise rollout.group_size."
+                f"algorithm.advantage.k is {advantage.k}, and a group has {group} completions: all of them are the only "
+                "subset, and nothing is learned. Lower it, or raise rollout.group_size."
+            )
+        adaptive, completions = self.algorithm.kl.adaptive, group * per_step
+        if adaptive is not None and completions >= 5 * adaptive.horizon:
+            raise ValueError(
+                f"algorithm.kl.adaptive.horizon is {adaptive.horizon}, and a rollout batch has {completions} completions: "
+                "one batch could take the coefficient to 0 and below. Raise it above a fifth of that, ten times that is "
+                "usual."
             )
         for name, steps in (("training.steps", self.training.steps), ("segment.steps", self.segment.steps)):
             if steps % steps_per_batch:

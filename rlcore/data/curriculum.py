@@ -77,9 +77,9 @@ def rests(rates: PassRates, index: int, epoch: int, config: CurriculumConfig) ->
 def next_problems(stream: ProblemStream, n: int, rates: PassRates, config: CurriculumConfig | None) -> list[int]:
     """The next ``n`` problems of the stream that do not rest, distinct where the stream has that many.
 
-    Without a config they are the stream's next ``n``, as they come. With one, all that is looked at counts as taken, so ``stream.taken`` may grow by more than ``n``. Where a whole epoch in a
-    row has nothing for this batch (all rest, or are in it already), the rest of the batch is the plain order: it
-    never looks at more than n + 1 epochs.
+    Without a config they are the stream's next ``n``, as they come. With one, all that is looked at counts as taken,
+    so ``stream.taken`` may grow by more than ``n``. Where a whole epoch in a row has nothing for this batch (all rest,
+    or are in it already), the rest of the batch is the plain order: it never looks at more than n + 2 epochs.
     """
     if config is None:
         return stream.take(n)

@@ -11,13 +11,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rlcore.config import ModelConfig
+from rlcore.data.drawn import COUNTDOWN, DRAWN
 from rlcore.data.files import image_files, source_files
-from rlcore.data.sources import SYNTHETIC, parse_source
+from rlcore.data.sources import parse_source
 from rlcore.errors import ConfigError
 from rlcore.job import PrepareSpec, ResizeSpec
 
 # Raise these when the same inputs give another folder: the rules of prepare, and those of resize.
-PREPARE_VERSION = 1
+PREPARE_VERSION = 2
 RESIZE_VERSION = 1
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -40,7 +41,8 @@ def dataset_key(spec: PrepareSpec) -> str:
         "version": PREPARE_VERSION,
         "source": spec.source,
         "content": _source_content(spec),
-        "columns": [data.problem_column, data.answer_column, data.images_column],
+        "columns": [data.problem_column, data.answer_column, data.images_column, data.videos_column],
+        "max_images": data.max_images,
         "template": template_text(data.template),
         "pixels": [data.min_pixels, data.max_pixels],
         "max_prompt_tokens": data.max_prompt_tokens,
@@ -78,17 +80,20 @@ def _source_content(spec: PrepareSpec) -> object:
     name, split = parse_source(spec.source, spec.split)
     if spec.source_path is not None:
         files = source_files(spec.source_path, split)
-        outside = (image for file in files for image in image_files(file, spec.data.images_column))
+        columns = (spec.data.images_column, spec.data.videos_column)
+        outside = (image for file in files for column in columns for image in image_files(file, column))
         return [[file.name, _file_hash(file)] for file in files] + [list(_stamp(image)) for image in outside]
-    if name == SYNTHETIC:
-        code = _file_hash(Path(__file__).with_name("synthetic.py"))
-        return [code, split, spec.data.synthetic_problems, spec.data.synthetic_seed]
+    if name in DRAWN:
+        data = spec.data
+        code = [_file_hash(Path(__file__).with_name(file)) for file in ("drawn.py", DRAWN[name])]
+        game = data.countdown.model_dump(mode="json") if name == COUNTDOWN else None
+        return [*code, name, split, data.synthetic_problems, data.synthetic_seed, game]
     return [name, split]
 
 
 def _model_content(model: ModelConfig) -> object:
     if model.path == "tiny":  # its tokenizer is code
-        return [[path.name, _file_hash(path)] for path in sorted(_MODELS.glob("tiny*.py"))]
+        return [model.tiny.task, *([path.name, _file_hash(path)] for path in sorted(_MODELS.glob("tiny*.py")))]
     folder = Path(model.path).expanduser()
     if folder.is_dir():
         return [[name, _file_hash(folder / name)] for name in _PROMPT_FILES if (folder / name).is_file()]

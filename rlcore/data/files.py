@@ -79,14 +79,32 @@ def open_file(path: Path) -> Table:
     return Table(str(path), columns, None, chain(first, rows), path.parent)
 
 
-def image_files(path: Path, images_column: str) -> list[Path]:
-    """Image files that the rows of a data file name by path instead of holding them, in order, each once."""
+def image_files(path: Path, column: str) -> list[Path]:
+    """Image files that a column of images or videos names by path instead of holding them, in order, each once."""
     if path.suffix == ".parquet":
-        values = _parquet_images_by_path(path, images_column)
+        values = _parquet_images_by_path(path, column)
     else:
-        values = (row.get(images_column) for row in open_file(path).rows)
+        values = (cell(row, column) for row in open_file(path).rows)
     images = chain.from_iterable(images_of(value, path.parent) for value in values)
     return list(dict.fromkeys(image for image in images if isinstance(image, Path)))
+
+
+def cell(row: Row, column: str) -> object:
+    """The value of a column; a dotted name that is no column itself is a path into nested objects. None: not there."""
+    if column in row:
+        return row[column]
+    value: object = row
+    for part in column.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
+
+
+def videos_of(value: object, base: Path) -> Iterator[tuple[bytes | Path | None, ...] | None]:
+    """The videos of one cell, a list of videos that are lists of frames; None for one that is anything else."""
+    if value is None:
+        return
+    for video in value if isinstance(value, list) else [value]:
+        yield tuple(images_of(video, base)) if isinstance(video, list) else None
 
 
 def images_of(value: object, base: Path) -> Iterator[bytes | Path | None]:
@@ -137,7 +155,7 @@ def _parquet_rows(path: Path, file: Any) -> Iterator[Row]:
         raise DataError(f"{path} is damaged: {error}. Fetch or write it again.") from error
 
 
-def _parquet_images_by_path(path: Path, images_column: str) -> Iterator[object]:
+def _parquet_images_by_path(path: Path, column: str) -> Iterator[object]:
     import pyarrow.parquet as pq
 
     _open_parquet(path)  # for its error
@@ -145,10 +163,10 @@ def _parquet_images_by_path(path: Path, images_column: str) -> Iterator[object]:
     # Only text leaves are read: a cell's bytes are in the file, and hashed with it.
     leaves = [file.schema.column(i) for i in range(len(file.schema))]
     texts = [leaf.path for leaf in leaves if leaf.logical_type.type == "STRING"]
-    names = [name for name in texts if name.split(".")[0] == images_column]
+    names = [name for name in texts if name == column or name.startswith(f"{column}.")]
     if names:
         for batch in file.iter_batches(BATCH_ROWS, columns=names):
-            yield from batch.column(0).to_pylist()
+            yield from (cell(row, column) for row in batch.to_pylist())
 
 
 def _json_lines(path: Path) -> Iterator[Row]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import tempfile
 from dataclasses import dataclass, field
-from decimal import Decimal
 from pathlib import Path
 
 from rlcore.artifacts import DatasetRef
@@ -22,7 +21,8 @@ from rlcore.data.folder import (
     progress,
 )
 from rlcore.data.pixels import read_header
-from rlcore.data.prompts import IMAGE_MARKER, PromptBuilder, load_processor
+from rlcore.data.prompts import PromptBuilder, load_processor
+from rlcore.data.questions import ImageCell, place_images, plain_text, question_text
 from rlcore.data.rejects import Reason, Reject, Unusable, nothing_usable
 from rlcore.data.sources import SourceRow, open_source
 from rlcore.data.table import PreparedRow, load_rows
@@ -52,7 +52,7 @@ def prepare(spec: PrepareSpec) -> DatasetRef:
     prompts = PromptBuilder(load_processor(spec.model), data.template, data.min_pixels, data.max_pixels)
     with tempfile.TemporaryDirectory() as scratch, building(final) as aside:
         source = open_source(spec, Path(scratch))
-        intake = _Intake(prompts, spec.source, data.max_prompt_tokens, aside / ORIGINALS)
+        intake = _Intake(prompts, spec.source, data.max_prompt_tokens, data.max_images, aside / ORIGINALS)
         for row in progress(source.rows, f"preparing {spec.source}", source.num_rows):
             intake.add(row)
         if not intake.rows:
@@ -85,6 +85,7 @@ class _Intake:
     prompts: PromptBuilder
     source: str
     max_prompt_tokens: int
+    max_images: int
     originals: Path
     rows: list[PreparedRow] = field(default_factory=list)
     rejects: list[Reject] = field(default_factory=list)
@@ -109,16 +110,16 @@ class _Intake:
                 self.stored.add(sha256)
 
     def _examine(self, row: SourceRow, problem_id: str) -> tuple[PreparedRow, dict[str, bytes]]:
-        question = _text(row.problem, "problem", Reason.EMPTY_PROBLEM)
-        answer = _text(row.answer, "answer", Reason.EMPTY_ANSWER).strip()
+        if (given := row.num_images) > self.max_images:
+            raise Unusable(Reason.TOO_MANY_IMAGES, f"{given} images above {self.max_images}")
+        question = question_text(row.problem)
+        answer = plain_text(row.answer, "answer", Reason.EMPTY_ANSWER).strip()
         if special := self.prompts.special_tokens_in(question):
             raise Unusable(Reason.SPECIAL_TOKEN, f"the problem spells out {', '.join(special)}")
-        markers = question.count(IMAGE_MARKER)
-        if markers != len(row.images):
-            raise Unusable(Reason.MARKER_COUNT, f"{markers} {IMAGE_MARKER} marker(s) for {len(row.images)} image(s)")
-        if row.images and self.prompts.image_token_id is None:
-            raise Unusable(Reason.MODEL_WITHOUT_IMAGES, f"{len(row.images)} image(s), and the model takes none")
-        contents = [_read(image) for image in row.images]
+        question, images = place_images(question, row.images, [_frames(video) for video in row.videos])
+        if images and self.prompts.image_token_id is None:
+            raise Unusable(Reason.MODEL_WITHOUT_IMAGES, f"{len(images)} image(s), and the model takes none")
+        contents = [_read(image) for image in images]
         refs = tuple(self._image_ref(content) for content in contents)
         problem = Problem(problem_id, question, refs, answer, self.source, row.extra)
         prompt_tokens = len(self.prompts.tokens(problem))
@@ -153,21 +154,14 @@ class _Intake:
         return problem_id
 
 
-def _text(value: object, what: str, empty: Reason) -> str:
-    if isinstance(value, int | float | Decimal) and not isinstance(value, bool):
-        return str(value)
-    if value is None or (isinstance(value, str) and not value.strip()):
-        raise Unusable(empty, f"the {what} is {value!r}")
-    if not isinstance(value, str):
-        raise Unusable(Reason.NOT_TEXT, f"the {what} is {type(value).__name__}: {str(value)[:80]}")
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        raise Unusable(Reason.NOT_TEXT, f"the {what} holds half a character: {error.reason}") from None
-    return value
+def _frames(video: tuple[ImageCell, ...] | None) -> tuple[ImageCell, ...]:
+    if not video:
+        found = "holds no frame" if video is not None else "is no list of frames"
+        raise Unusable(Reason.VIDEO_FORMAT, f"a video {found}")
+    return video
 
 
-def _read(image: bytes | Path | None) -> bytes:
+def _read(image: ImageCell) -> bytes:
     if image is None:
         raise Unusable(Reason.IMAGE_MISSING, "an image has neither bytes nor a path")
     if isinstance(image, bytes):

@@ -16,13 +16,13 @@ import jinja2.sandbox
 import numpy as np
 import numpy.typing as npt
 
-from rlcore.config import ModelConfig
+from rlcore.config import ModelConfig, TinyModelConfig
 from rlcore.data.digest import template_text
 from rlcore.data.pixels import stable_target_size
+from rlcore.data.questions import IMAGE_MARKER
 from rlcore.errors import ConfigError, DataError, ModelError
 from rlcore.types import ImageRef, Ints, Problem
 
-IMAGE_MARKER = "<image>"
 _VISION_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>")
 _PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 
@@ -47,9 +47,7 @@ def load_processor(model: ModelConfig) -> Any:
         ModelError: no such folder or hub id, files that do not load, or no chat template.
     """
     if model.path == "tiny":
-        from rlcore.models.tiny import build_processor
-
-        return build_processor()
+        return _tiny_processor(model.tiny)
     from transformers import AutoProcessor, AutoTokenizer, PreTrainedTokenizerBase
 
     folder = Path(model.path).expanduser()
@@ -79,6 +77,16 @@ def load_processor(model: ModelConfig) -> Any:
             "Add a chat_template.jinja, or set model.path to an instruction-tuned model."
         )
     return processor
+
+
+def _tiny_processor(config: TinyModelConfig) -> Any:
+    if config.task == "geometry":
+        from rlcore.models.tiny import build_processor
+
+        return build_processor()
+    from rlcore.models.tiny_text import build_text_tokenizer
+
+    return TextProcessor(build_text_tokenizer())
 
 
 class PromptBuilder:

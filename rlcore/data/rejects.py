@@ -13,11 +13,14 @@ from rlcore.errors import DataError
 
 
 class Reason(StrEnum):
+    TOO_MANY_IMAGES = "too_many_images"
     EMPTY_PROBLEM = "empty_problem"
     EMPTY_ANSWER = "empty_answer"
     NOT_TEXT = "not_text"
     SPECIAL_TOKEN = "special_token_in_text"
     MARKER_COUNT = "image_marker_count"
+    VIDEO_MARKER_COUNT = "video_marker_count"
+    VIDEO_FORMAT = "video_format"
     MODEL_WITHOUT_IMAGES = "model_without_images"
     IMAGE_MISSING = "image_missing"
     IMAGE_FORMAT = "image_format"
@@ -29,11 +32,14 @@ class Reason(StrEnum):
 
 
 _REMEDIES = {
+    Reason.TOO_MANY_IMAGES: "raise data.max_images, or keep fewer frames of each video",
     Reason.EMPTY_PROBLEM: "set data.problem_column to the column that holds the question",
     Reason.EMPTY_ANSWER: "set data.answer_column to the column that holds the answer",
     Reason.NOT_TEXT: "set data.problem_column and data.answer_column to columns of text or numbers",
     Reason.SPECIAL_TOKEN: "take the model's special tokens out of the problem text",
     Reason.MARKER_COUNT: "set data.images_column, and write one <image> marker per image into the problem",
+    Reason.VIDEO_MARKER_COUNT: "set data.videos_column, and write one <video> marker per video into the problem",
+    Reason.VIDEO_FORMAT: "write each video as a list of its frames, each an image",
     Reason.MODEL_WITHOUT_IMAGES: "set model.path to a vision-language model",
     Reason.IMAGE_MISSING: "keep image files beside the source file, or embed their bytes",
     Reason.IMAGE_FORMAT: "convert the images to PNG or JPEG",

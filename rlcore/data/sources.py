@@ -7,14 +7,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from rlcore.config import DataConfig
-from rlcore.data.files import BATCH_ROWS, Row, Table, images_of, open_file, source_files
+from rlcore.data.drawn import DRAWN, write_drawn
+from rlcore.data.files import BATCH_ROWS, Row, Table, cell, images_of, open_file, source_files, videos_of
+from rlcore.data.questions import ImageCell
 from rlcore.errors import DataError, ServerError
 from rlcore.job import PrepareSpec
 
-SYNTHETIC = "synthetic-geometry"
 _ID_COLUMNS = ("problem_id", "id")
 
 
@@ -26,8 +27,14 @@ class SourceRow:
     row_id: str | None  # None: the source has no id column, or no id in this row
     problem: object
     answer: object
-    images: tuple[bytes | Path | None, ...]  # encoded bytes or a file; None: neither was found
+    images: tuple[ImageCell, ...]
+    videos: tuple[tuple[ImageCell, ...] | None, ...]  # frames; None: no list of frames
     extra: Mapping[str, object]  # every other column, JSON values
+
+    @property
+    def num_images(self) -> int:
+        """Images, frames included."""
+        return len(self.images) + sum(len(video) for video in self.videos if video)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +57,8 @@ def open_source(spec: PrepareSpec, scratch: Path) -> Source:
     name, split = parse_source(spec.source, spec.split)
     if spec.source_path is not None:
         tables = [open_file(path) for path in source_files(spec.source_path, split)]
-    elif name == SYNTHETIC:
-        tables = [open_file(_draw(scratch, split, spec.data))]
+    elif name in DRAWN:
+        tables = [open_file(write_drawn(scratch, name, split, spec.data))]
     else:
         tables = [_open_hub(name, split)]
     for table in tables:
@@ -71,18 +78,12 @@ def parse_source(source: str, split: str) -> tuple[str, str]:
     return (name, words) if name and "/" not in words and "." not in words else (source, split)
 
 
-def _draw(scratch: Path, split: str, data: DataConfig) -> Path:
-    from rlcore.data.synthetic import PublicSplit, write_synthetic
-
-    count = data.synthetic_problems if split == "train" else max(1, data.synthetic_problems // 8)
-    return write_synthetic(scratch, cast(PublicSplit, split), count, data.synthetic_seed)
-
-
 def _open_hub(name: str, split: str) -> Table:
     import datasets
 
+    repository, _, subset = name.partition(":")
     try:
-        dataset = datasets.load_dataset(name, split=split)
+        dataset = datasets.load_dataset(repository, subset or None, split=split)
     except ConnectionError as error:
         raise ServerError(
             f"the Hugging Face hub cannot be reached for {name}@{split}: {error}. "
@@ -91,7 +92,8 @@ def _open_hub(name: str, split: str) -> Table:
     except (OSError, ValueError) as error:
         raise DataError(
             f"{name}@{split} cannot be loaded: {error}. data.train and data.validation take a hub id "
-            f"with its split (owner/name@train), {SYNTHETIC}@train, or a local file or folder."
+            f"with its split (owner/name@train, or owner/name:subset@train), "
+            f"a drawn source ({', '.join(DRAWN)}), or a local file or folder."
         ) from error
     return Table(f"{name}@{split}", tuple(dataset.column_names), len(dataset), _arrow_rows(dataset), Path())
 
@@ -104,7 +106,7 @@ def _arrow_rows(dataset: Any) -> Iterator[Row]:
 
 def _check_columns(table: Table, data: DataConfig) -> None:
     wanted = {"data.problem_column": data.problem_column, "data.answer_column": data.answer_column}
-    missing = {key: column for key, column in wanted.items() if column not in table.columns}
+    missing = {key: name for key, name in wanted.items() if not {name, name.partition(".")[0]} & set(table.columns)}
     if missing and table.columns:  # an empty file has no columns, and says so as a dataset without rows
         raise DataError(
             f"{table.name} lacks the column(s) {', '.join(map(repr, missing.values()))}. "
@@ -115,13 +117,14 @@ def _check_columns(table: Table, data: DataConfig) -> None:
 
 def _source_row(index: int, row: Row, base: Path, data: DataConfig) -> SourceRow:
     id_column = next((name for name in _ID_COLUMNS if row.get(name) not in (None, "")), None)
-    used = {data.problem_column, data.answer_column, data.images_column, id_column}
+    used = {data.problem_column, data.answer_column, data.images_column, data.videos_column, id_column}
     return SourceRow(
         index=index,
         row_id=str(row[id_column]) if id_column else None,
-        problem=row.get(data.problem_column),
-        answer=row.get(data.answer_column),
-        images=tuple(images_of(row.get(data.images_column), base)),
+        problem=cell(row, data.problem_column),
+        answer=cell(row, data.answer_column),
+        images=tuple(images_of(cell(row, data.images_column), base)),
+        videos=tuple(videos_of(cell(row, data.videos_column), base)),
         extra={name: _json_value(value) for name, value in row.items() if name not in used},
     )
 

@@ -65,11 +65,6 @@ class ProblemStream:
         return {"num_problems": self._num_problems, "seed": self._seed, "position": self._trained}
 
     @property
-    def taken(self) -> int:
-        """Problems handed out so far, over all epochs."""
-        return self._taken
-
-    @property
     def num_problems(self) -> int:
         return self._num_problems
 

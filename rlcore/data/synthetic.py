@@ -9,41 +9,22 @@ minute: labels sit in cells of 14 pixels (the patch of Qwen2.5-VL), and figures 
 
 from __future__ import annotations
 
-import hashlib
 import io
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from random import Random
-from typing import Literal
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 from PIL import Image, ImageDraw, ImageFont
 
-from rlcore.errors import DataError
-
-SPLITS = ("train", "validation", "test", "warmup")
-PublicSplit = Literal["train", "validation", "test"]
-Split = Literal["train", "validation", "test", "warmup"]
-"""``warmup`` holds the pictures of the tiny policy's warm start; no experiment trains or measures on them."""
+from rlcore.data import drawn
+from rlcore.data.drawn import Split
 
 CELL = 14  # pixels of a patch; picture sides are multiples of two cells
 _SUPERSAMPLE = 4  # lines are drawn four times larger and averaged, which smooths their edges
 _PEN = 7  # width of lines, in supersampled pixels
 _FONT_SIZE = 13  # two digits fill one cell
-
-SCHEMA = pa.schema(
-    [
-        ("id", pa.string()),
-        ("kind", pa.string()),
-        ("problem", pa.string()),
-        ("answer", pa.string()),
-        ("images", pa.list_(pa.struct([("bytes", pa.binary()), ("path", pa.string())]))),
-    ]
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,39 +78,13 @@ def draw_problem(split: Split, index: int, seed: int) -> SyntheticProblem:
 
 def split_of(picture: Image.Image) -> Split:
     """The only split that this picture may appear in: a hash of size and pixels, a quarter to each split."""
-    pixels = f"{picture.width}x{picture.height}:".encode() + picture.tobytes()
-    return SPLITS[hashlib.blake2b(pixels, digest_size=1).digest()[0] % len(SPLITS)]
+    return drawn.split_of(f"{picture.width}x{picture.height}:".encode() + picture.tobytes())
 
 
-def write_synthetic(folder: Path, split: PublicSplit, problems: int, seed: int) -> Path:
-    """Draw ``problems`` problems into ``folder/SPLIT.parquet`` and return that path.
-
-    Columns: id, kind, problem (begins with ``<image>``), answer, images (PNG bytes and a name).
-
-    Raises:
-        DataError: an unknown split, or no problems asked for.
-    """
-    if split not in ("train", "validation", "test"):
-        raise DataError(f"synthetic-geometry has no split {split!r}. Allowed: train, validation, test.")
-    if problems < 1:
-        raise DataError(f"{problems} synthetic problems were asked for. Ask for at least 1.")
-    rows = [_row(draw_problem(split, index, seed)) for index in range(problems)]
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{split}.parquet"
-    pq.write_table(pa.Table.from_pylist(rows, schema=SCHEMA), path)
-    return path
-
-
-def _row(problem: SyntheticProblem) -> dict[str, object]:
+def png_bytes(picture: Image.Image) -> bytes:
     file = io.BytesIO()
-    problem.picture.save(file, format="PNG")
-    return {
-        "id": problem.problem_id,
-        "kind": problem.kind,
-        "problem": f"<image>{problem.question}",
-        "answer": problem.answer,
-        "images": [{"bytes": file.getvalue(), "path": f"{problem.problem_id}.png"}],
-    }
+    picture.save(file, format="PNG")
+    return file.getvalue()
 
 
 def _polygon(random: Random) -> _Sketch:

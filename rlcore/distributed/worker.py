@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlcore.config import ExperimentConfig
-from rlcore.ports import SampledGroup, SampleRequest
+from rlcore.ports import SampledGroup, SampleRequest, ScoredTokens
 from rlcore.types import Floats, ImageRef, TrainingSample
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class Worker:
 
         from rlcore.data.images import ImageStore
         from rlcore.models.loading import load_hf_model
-        from rlcore.models.torch_policy import TorchPolicy
+        from rlcore.models.torch_policy import TorchPolicy, weights_dtype
         from rlcore.rollout.vllm_sampler import VllmSampler
 
         config = spec.config
@@ -56,11 +56,16 @@ class Worker:
         self._image_processor = prompts.image_processor
         self._images = ImageStore(spec.dataset)
         # the engine first: on a GPU it measures free memory, which the policy's shard must not have taken yet
-        self.sampler = VllmSampler(spec.model, config, prompts=prompts, images=self._images, device=spec.device)
+        self.sampler = VllmSampler(
+            spec.model, config, prompts=prompts, images=self._images, device=spec.device, lora=config.model.lora
+        )
+        self._base_checked = False
         self.sampler.sleep()
         torch.set_num_threads(spec.threads)  # vLLM changes it
         self.policy = TorchPolicy(
-            load_hf_model(spec.model, torch.float32, trust_remote_code=config.model.trust_remote_code),
+            load_hf_model(
+                spec.model, weights_dtype(config, spec.device), trust_remote_code=config.model.trust_remote_code
+            ),
             config,
             mesh=init_device_mesh(spec.device, (spec.world_size,)),
             banned_token_ids=prompts.banned_token_ids,
@@ -86,23 +91,34 @@ class Worker:
         """Hand the sampler's memory to training."""
         self.sampler.sleep()
 
-    def logprobs(self, microbatches: Sequence[Sequence[TrainingSample]], reference: bool) -> list[list[Floats]]:
+    def logprobs(self, microbatches: Sequence[Sequence[TrainingSample]], reference: bool) -> list[list[ScoredTokens]]:
         return self.policy.logprobs(microbatches, reference=reference)
 
     def canary(self, samples: Sequence[TrainingSample]) -> list[Floats]:
         return self.policy.raw_logprobs(samples)
 
     def update(
-        self, microbatches: Sequence[Sequence[TrainingSample]], totals: StepTotals, learning_rate: float
+        self,
+        microbatches: Sequence[Sequence[TrainingSample]],
+        totals: StepTotals,
+        learning_rate: float,
+        kl_coefficient: float,
     ) -> UpdateResult:
-        return self.policy.update(microbatches, totals, learning_rate)
+        return self.policy.update(microbatches, totals, learning_rate, kl_coefficient)
 
     def sync_weights(self, version: int) -> tuple[float, float]:
-        """Policy -> sampler, in place. Returns the checksum of what was sent."""
+        """Policy -> sampler, in place: all weights, or the adapters if these are what trains. Returns the checksum of
+        what was sent."""
         stops = self.sampler.wake()
         next(stops)
         dtype = None if self._spec.device == "cpu" else self.policy.sync_dtype
-        checksum = self.sampler.load_weights(self.policy.full_weights(dtype), version)
+        if self._spec.config.model.lora is None:
+            checksum = self.sampler.load_weights(self.policy.full_weights(dtype), version)
+        else:
+            if not self._base_checked:
+                self.sampler.check_base(self.policy.full_weights(dtype))
+                self._base_checked = True
+            checksum = self.sampler.load_adapter(self.policy.adapter_weights(dtype), version)
         next(stops)
         return checksum
 
@@ -134,7 +150,8 @@ class SamplingWorker:
             checkpoint: committed checkpoint whose weights are sampled from; None: those of ``spec.model``.
             version: policy version to stamp completions with.
         """
-        from rlcore.rollout.vllm_sampler import VllmSampler, set_engine_environment
+        from rlcore.rollout.engine import set_engine_environment
+        from rlcore.rollout.vllm_sampler import VllmSampler
 
         set_engine_environment(spec.device)
         import torch
@@ -156,7 +173,9 @@ class SamplingWorker:
         if checkpoint is None:
             self.sampler.keep_loaded_weights(version)
         else:
-            self.sampler.load_weights(load_full_weights(checkpoint).items(), version)
+            # adapters merged: nothing is to be synced later, and the engine needs no second kernel
+            weights = load_full_weights(checkpoint, spec.model, trust_remote_code=spec.config.model.trust_remote_code)
+            self.sampler.load_weights(weights.items(), version)
 
     def generate(self, requests: Sequence[SampleRequest]) -> list[SampledGroup]:
         return self.sampler.generate(requests)
@@ -174,7 +193,7 @@ def _prompts(spec: WorkerSpec) -> PromptBuilder:
 
 def _enter_world(spec: WorkerSpec) -> None:
     """Join torch.distributed, the way vLLM's external launcher expects to find it."""
-    from rlcore.rollout.vllm_sampler import set_engine_environment
+    from rlcore.rollout.engine import set_engine_environment
 
     set_engine_environment(spec.device)
     os.environ.update(

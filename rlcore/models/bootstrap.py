@@ -15,7 +15,11 @@ from rlcore.models.folder import count_parameters, folder_digest
 
 # what a model needs to load; never *.bin or *.pt, which are pickles and can run code
 DOWNLOADED = ("*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model", "*.tiktoken")
-_TINY_SOURCES = ("models/tiny.py", "data/synthetic.py")
+_TINY_SOURCES = {
+    "geometry": ("models/tiny.py", "models/tiny_parts.py", "data/synthetic.py", "data/drawn.py"),
+    "sums": ("models/tiny_text.py", "models/tiny_parts.py", "data/arithmetic.py", "data/drawn.py"),
+    "countdown": ("models/tiny_text.py", "models/tiny_parts.py", "data/arithmetic.py", "data/drawn.py"),
+}
 
 
 def bootstrap(spec: BootstrapSpec) -> ModelRef:
@@ -44,7 +48,7 @@ def bootstrap(spec: BootstrapSpec) -> ModelRef:
 def tiny_folder(models_dir: Path, config: TinyModelConfig) -> Path:
     """Where the tiny policy of this configuration, made by this code, lives."""
     digest = hashlib.sha256(config.model_dump_json().encode())
-    for name in _TINY_SOURCES:
+    for name in _TINY_SOURCES[config.task]:
         digest.update((Path(__file__).parents[1] / name).read_bytes())
     return models_dir / f"tiny-{digest.hexdigest()[:16]}"
 

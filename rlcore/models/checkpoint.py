@@ -1,7 +1,9 @@
 """The sharded train state on disk: written by any number of ranks, read by any other number, bit for bit.
 
 ``folder/train_state`` is a torch.distributed.checkpoint. Its keys are ``model.<name>`` with Hugging Face's
-parameter names (a tied parameter once, under its first name), ``optimizer.<name>.<state>`` and ``groups``.
+parameter names (a tied parameter once, under its first name), ``optimizer.<name>.<state>`` and ``groups``. Of a model
+with adapters it holds the adapters alone (``rlcore.models.lora`` names them) and ``lora.alpha``; the weights that they
+change are those of the folder that the run was started from.
 """
 
 from __future__ import annotations
@@ -17,19 +19,24 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.optim import Optimizer
 
 from rlcore.errors import CheckpointError
+from rlcore.models.loading import load_hf_model
+from rlcore.models.lora import is_adapter, lora_alpha, merged
 
 TRAIN_STATE = "train_state"
+_ALPHA = "lora.alpha"
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})  # torch.compile, activation checkpointing
 
 OptimizerState = dict[str, dict[str, Tensor]]  # parameter name -> state name -> value
 
 
 def save_train_state(model: nn.Module, optimizer: Optimizer, folder: Path) -> None:
-    """Write weights and optimizer state to ``folder/train_state``. Collective over all ranks.
+    """Write what trains and its optimizer state to ``folder/train_state``. Collective over all ranks.
+
+    Frozen weights are written as well, unless the model has adapters: then only these are.
 
     Raises:
         CheckpointError: the ranks hold optimizer states of different parameters.
@@ -42,7 +49,7 @@ def save_train_state(model: nn.Module, optimizer: Optimizer, folder: Path) -> No
     groups = tuple(  # a tuple is stored as one value, a list would be taken apart
         {**group, "params": [names[parameter] for parameter in group["params"]]} for group in optimizer.param_groups
     )
-    tree = {"model": untied_tensors(model)[0], "optimizer": state, "groups": groups}
+    tree = {"model": _own_tensors(model)[0], "optimizer": state, "groups": groups, "lora": _lora(model)}
     with _quiet():
         dcp.save(tree, checkpoint_id=folder / TRAIN_STATE, no_dist=not dist.is_initialized())
 
@@ -51,31 +58,72 @@ def load_train_state(model: nn.Module, optimizer: Optimizer, folder: Path) -> No
     """Read what ``save_train_state`` wrote, on any number of ranks. Collective; replaces all state.
 
     Raises:
-        CheckpointError: parameters, shapes, dtypes or optimizer groups differ from the checkpoint's.
+        CheckpointError: parameters, shapes, dtypes, alpha or optimizer groups differ from the checkpoint's.
     """
     stored = _stored_tensors(folder)
-    weights, aliases = untied_tensors(model)
+    weights, aliases = _own_tensors(model)
     _require_same_tensors(folder, stored, weights)
     parameters = {name: parameter for parameter, name in _parameter_names(model).items()}
     state = _empty_optimizer_state(stored, parameters)
-    tree: dict[str, Any] = {"model": weights, "optimizer": state, "groups": ()}
+    lora = _lora(model)
+    tree: dict[str, Any] = {"model": weights, "optimizer": state, "groups": (), "lora": lora}
     with _quiet():
         dcp.load(tree, checkpoint_id=folder / TRAIN_STATE, no_dist=not dist.is_initialized())
-    set_model_state_dict(model, {**weights, **{alias: weights[name] for alias, name in aliases.items()}})
+    if lora and float(lora["alpha"]) != lora_alpha(model):
+        raise CheckpointError(
+            f"{folder} was trained with model.lora.alpha {float(lora['alpha']):g}, the model has "
+            f"{lora_alpha(model):g}: its adapters would mean another policy. Set model.lora.alpha back."
+        )
+    whole = {**weights, **{alias: weights[name] for alias, name in aliases.items()}}
+    set_model_state_dict(model, whole, options=StateDictOptions(strict=not lora))
     _set_optimizer_state(optimizer, parameters, state, tree["groups"], folder)
 
 
-def load_full_weights(folder: Path) -> dict[str, Tensor]:
-    """The whole weights of a checkpoint on CPU, by Hugging Face name; in one process, without a group."""
+def load_full_weights(folder: Path, base: Path | None = None, *, trust_remote_code: bool = False) -> dict[str, Tensor]:
+    """The whole weights of a checkpoint on CPU, by Hugging Face name; in one process, without a group.
+
+    Args:
+        base: the model folder that the run was started from. If the checkpoint holds adapters, its weights are read in
+            float32 and the adapters merged into them; else it is not looked at.
+
+    Raises:
+        CheckpointError: the checkpoint holds adapters, and ``base`` is missing or has other weights.
+    """
     stored = _stored_tensors(folder)
     weights = {
         key.removeprefix("model."): torch.empty(entry.size, dtype=entry.properties.dtype)
         for key, entry in stored.items()
         if key.startswith("model.")
     }
+    tree: dict[str, Any] = {"model": weights}
+    if _ALPHA in stored:
+        tree["lora"] = {"alpha": torch.empty((), dtype=torch.float64)}
     with _quiet():
-        dcp.load({"model": weights}, checkpoint_id=folder / TRAIN_STATE, no_dist=True)
-    return weights
+        dcp.load(tree, checkpoint_id=folder / TRAIN_STATE, no_dist=True)
+    if _ALPHA not in stored:
+        return weights
+    if base is None:
+        raise CheckpointError(f"{folder} holds adapters and not the weights they change. Give the base model's folder.")
+    whole = untied_tensors(load_hf_model(base, torch.float32, trust_remote_code))[0]
+    try:
+        return merged(whole, weights, float(tree["lora"]["alpha"]))
+    except (KeyError, RuntimeError) as error:
+        raise CheckpointError(
+            f"the adapters of {folder} do not fit the weights of {base}: {error}. Give the base model's folder."
+        ) from error
+
+
+def _own_tensors(model: nn.Module) -> tuple[dict[str, Any], dict[str, str]]:
+    """What a checkpoint of the model holds: its adapters if it has any, else all its tensors, each once."""
+    tensors, aliases = untied_tensors(model)
+    if lora_alpha(model) is None:
+        return tensors, aliases
+    return {name: value for name, value in tensors.items() if is_adapter(name)}, {}
+
+
+def _lora(model: nn.Module) -> dict[str, Tensor]:
+    alpha = lora_alpha(model)
+    return {} if alpha is None else {"alpha": torch.tensor(alpha, dtype=torch.float64)}
 
 
 def untied_tensors(model: nn.Module) -> tuple[dict[str, Any], dict[str, str]]:
@@ -127,7 +175,7 @@ def _require_same_tensors(
             f"{folder} is not a checkpoint of this model. In the model only: "
             f"{_some(wanted.keys() - found.keys())}; in the checkpoint only: "
             f"{_some(found.keys() - wanted.keys())}; different: {_some(different)}. "
-            "Load it with the model.path it was trained from."
+            "Load it with the model.path, model.lora and training.optimizer it was trained with."
         )
 
 

@@ -93,13 +93,15 @@ LogProbsOf = Callable[[Path, list[CanarySequence]], list[list[float]]]
 def merge_checkpoint(checkpoint: Path, base: Path, out: Path, *, trust_remote_code: bool = False) -> int:
     """Write the checkpoint's weights as a Hugging Face folder and return its number of parameters.
 
-    Architecture, tokenizer, processor and chat template are those of ``base``; every weight is the
-    checkpoint's, in float32. Built aside, read back and compared bit for bit, then renamed to ``out``.
+    Architecture, tokenizer, processor and chat template are those of ``base``; every weight is the checkpoint's, or, if
+    that holds adapters, ``base``'s with the adapters added; in float32. Built aside, read back and compared bit for
+    bit, then renamed to ``out``.
 
     Raises:
         ModelError: names or shapes differ from the architecture's, or what was written reads back changed.
     """
-    weights = load_full_weights(checkpoint)
+    weights = load_full_weights(checkpoint, base, trust_remote_code=trust_remote_code)
+    weights = {name: value.float() if value.is_floating_point() else value for name, value in weights.items()}
     config = load_hf_config(base, trust_remote_code)
     with torch.device("meta"):  # no values at all, so none of the base's can be left over
         model = auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
@@ -250,7 +252,7 @@ def _verify_for(spec: MergeSpec, out: Path) -> VerifyReport:
     from rlcore.assemble import pick_device
     from rlcore.data.images import ImageStore
     from rlcore.models.torch_policy import compute_dtype
-    from rlcore.rollout.vllm_sampler import set_engine_environment, vllm_sequence_logprobs
+    from rlcore.rollout.engine import set_engine_environment, vllm_sequence_logprobs
 
     config, dataset = spec.experiment, Path(spec.dataset.path)
     device = pick_device(config)

@@ -3,23 +3,17 @@
 It reads bytes, sees pictures through Qwen2.5-VL's own vision tower and image processor, and saves as an
 ordinary Hugging Face folder. Random weights are never right and so never rewarded; a short supervised run on
 synthetic problems teaches the format and a first blurred reading, and stops there: the rest is left to
-reinforcement learning.
+reinforcement learning. Its siblings without eyes are in ``tiny_text.py``.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from rich.console import Console
-from rich.progress import track
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import (
-    GenerationConfig,
-    PreTrainedTokenizerFast,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
     Qwen2_5_VLProcessor,
@@ -29,49 +23,16 @@ from transformers import (
 
 from rlcore.config import TinyModelConfig
 from rlcore.data.synthetic import SyntheticProblem, draw_problem
-
-# Qwen2.5-VL's special tokens, then Qwen3's thinking marks, which are ordinary text and stay when decoded.
-SPECIAL_TOKENS = (
-    "<|endoftext|>",
-    "<|im_start|>",
-    "<|im_end|>",
-    "<|object_ref_start|>",
-    "<|object_ref_end|>",
-    "<|box_start|>",
-    "<|box_end|>",
-    "<|quad_start|>",
-    "<|quad_end|>",
-    "<|vision_start|>",
-    "<|vision_end|>",
-    "<|vision_pad|>",
-    "<|image_pad|>",
-    "<|video_pad|>",
+from rlcore.models.tiny_parts import (
+    CHAT_TEMPLATE,
+    END_OF_TURN,
+    IGNORED,
+    PAD,
+    build_tokenizer,
+    draw_weights,
+    learn_until,
+    sampling_defaults,
 )
-TEXT_TOKENS = ("<think>", "</think>")
-_END_OF_TURN = "<|im_end|>"
-_PAD = "<|endoftext|>"
-
-# ChatML as Qwen2-VL writes it, without a default system message: at a token per byte that is half the prompt.
-CHAT_TEMPLATE = """\
-{%- for message in messages -%}
-{{- '<|im_start|>' + message['role'] + '\\n' -}}
-{%- if message['content'] is string -%}
-{{- message['content'] -}}
-{%- else -%}
-{%- for part in message['content'] -%}
-{%- if part['type'] in ('image', 'image_url') -%}
-{{- '<|vision_start|><|image_pad|><|vision_end|>' -}}
-{%- elif part['type'] == 'text' -%}
-{{- part['text'] -}}
-{%- endif -%}
-{%- endfor -%}
-{%- endif -%}
-{{- '<|im_end|>\\n' -}}
-{%- endfor -%}
-{%- if add_generation_prompt -%}
-{{- '<|im_start|>assistant\\n' -}}
-{%- endif -%}
-"""
 
 # Paper is 0 and ink is negative: an empty patch then adds nothing, and what is left is what has to be read.
 _IMAGE_MEAN = [1.0, 1.0, 1.0]
@@ -85,11 +46,7 @@ _EMBEDDING_STD = 1.0
 
 _BATCH = 16
 _LEARNING_RATE = 7e-4
-_WARM_UP_STEPS = 20
-_MAX_GRAD_NORM = 1.0
 _ENOUGH_LOSS = 0.11  # nats per token, running mean: the format is certain, the reading is not
-_LOSS_MEMORY = 0.97
-_IGNORED = -100
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +54,7 @@ class _Example:
     """One problem with its worked answer. N patches, L tokens."""
 
     token_ids: Tensor  # [L]
-    labels: Tensor  # [L], _IGNORED on the prompt
+    labels: Tensor  # [L], IGNORED on the prompt
     pixel_values: Tensor  # [N, 1176]
     image_grid_thw: Tensor  # [1, 3]
 
@@ -107,7 +64,7 @@ def build_processor() -> Qwen2_5_VLProcessor:
     look = {"image_mean": _IMAGE_MEAN, "image_std": _IMAGE_STD, **_PIXELS}
     return Qwen2_5_VLProcessor(
         image_processor=Qwen2VLImageProcessor(**look),
-        tokenizer=_build_tokenizer(),
+        tokenizer=build_tokenizer(),
         video_processor=Qwen2VLVideoProcessor(**look),
         chat_template=CHAT_TEMPLATE,
     )
@@ -118,6 +75,10 @@ def create_tiny_policy(folder: Path, config: TinyModelConfig) -> int:
 
     The same config gives the same weights on the same machine and library versions.
     """
+    if config.task != "geometry":
+        from rlcore.models.tiny_text import create_text_policy
+
+        return create_text_policy(folder, config)
     processor = build_processor()
     model = build_model(processor, config.seed)
     warm_start(model, processor, config)
@@ -140,9 +101,9 @@ def build_model(processor: Qwen2_5_VLProcessor, seed: int) -> Qwen2_5_VLForCondi
             "max_position_embeddings": 4096,
             # With the usual base of 10,000, neighbours in a picture are told apart by 0.003 radian only.
             "rope_parameters": {"rope_type": "default", "rope_theta": 4.0, "mrope_section": [4, 6, 6]},
-            "bos_token_id": token(_PAD),
-            "eos_token_id": token(_END_OF_TURN),
-            "pad_token_id": token(_PAD),
+            "bos_token_id": token(PAD),
+            "eos_token_id": token(END_OF_TURN),
+            "pad_token_id": token(PAD),
         },
         vision_config={
             "depth": 1,
@@ -159,22 +120,10 @@ def build_model(processor: Qwen2_5_VLProcessor, seed: int) -> Qwen2_5_VLForCondi
         tie_word_embeddings=False,
         dtype="float32",
     )
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed(seed)
-        model = Qwen2_5_VLForConditionalGeneration(config)
-        for parameter in model.parameters():
-            if parameter.ndim >= 2:  # Hugging Face has set norms to one and biases to zero
-                parameter.normal_(std=_WEIGHT_STD)
-        model.get_input_embeddings().weight.normal_(std=_EMBEDDING_STD)
-    model.generation_config = GenerationConfig(
-        bos_token_id=token(_PAD),
-        eos_token_id=[token(_END_OF_TURN), token(_PAD)],
-        pad_token_id=token(_PAD),
-        do_sample=True,
-        temperature=1.0,
-        top_k=0,
-        top_p=1.0,
+    model: Qwen2_5_VLForConditionalGeneration = draw_weights(
+        lambda: Qwen2_5_VLForConditionalGeneration(config), seed, _WEIGHT_STD, _EMBEDDING_STD
     )
+    model.generation_config = sampling_defaults(processor.tokenizer)
     return model
 
 
@@ -183,32 +132,22 @@ def warm_start(
 ) -> int:
     """Train in place on worked answers to ``warmup`` problems, each seen once; returns the steps taken.
 
-    The loss is the mean negative log-likelihood per completion token. The run ends when its running mean
-    falls to ``_ENOUGH_LOSS``, after ``config.warm_start_steps`` steps at the latest. Reading is learnt within
-    a hundred steps that come sooner or later depending on the seed: a fixed number would leave some seeds
-    blind and others with nothing to learn.
+    The loss is the mean negative log-likelihood per completion token; the run ends when its running mean falls to
+    ``_ENOUGH_LOSS``, after ``config.warm_start_steps`` steps at the latest.
     """
-    optimizer = torch.optim.AdamW(model.parameters(), lr=_LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.01)
-    warm_up = torch.optim.lr_scheduler.LinearLR(optimizer, 1 / _WARM_UP_STEPS, total_iters=_WARM_UP_STEPS)
-    steps = track(range(1, config.warm_start_steps + 1), "warm start", console=Console(stderr=True))
-    running_loss = math.inf
-    step = 0
-    model.train()
-    for step in steps:
+
+    def loss_of(step: int) -> Tensor:
         indices = range((step - 1) * _BATCH, step * _BATCH)
         batch = [_worked_example(processor, draw_problem("warmup", index, config.seed)) for index in indices]
-        loss = _supervised_loss(model, batch)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), _MAX_GRAD_NORM)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        warm_up.step()
-        latest = loss.item()
-        running_loss = latest if step == 1 else _LOSS_MEMORY * running_loss + (1 - _LOSS_MEMORY) * latest
-        if running_loss <= _ENOUGH_LOSS:
-            break
-    model.eval()
-    return step
+        return _supervised_loss(model, batch)
+
+    return learn_until(
+        model,
+        loss_of,
+        learning_rate=_LEARNING_RATE,
+        enough_loss=_ENOUGH_LOSS,
+        max_steps=config.warm_start_steps,
+    )
 
 
 def completion_text(problem: SyntheticProblem) -> str:
@@ -216,35 +155,15 @@ def completion_text(problem: SyntheticProblem) -> str:
     return f"<think>{problem.reasoning}</think>\\boxed{{{problem.answer}}}"
 
 
-def _build_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per byte, no merges, so that it reads any text and no vocabulary has to be shipped."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={symbol: rank for rank, symbol in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    specials = [AddedToken(text, special=True, normalized=False) for text in SPECIAL_TOKENS]
-    tokenizer.add_special_tokens(specials)
-    tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in TEXT_TOKENS])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        eos_token=_END_OF_TURN,
-        pad_token=_PAD,
-        additional_special_tokens=[text for text in SPECIAL_TOKENS if text not in (_END_OF_TURN, _PAD)],
-        clean_up_tokenization_spaces=False,
-        model_max_length=4096,
-        chat_template=CHAT_TEMPLATE,
-    )
-
-
 def _worked_example(processor: Qwen2_5_VLProcessor, problem: SyntheticProblem) -> _Example:
     content = [{"type": "image"}, {"type": "text", "text": problem.question}]
     prompt = processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
     inputs = processor(text=[prompt], images=[problem.picture], return_tensors="pt")
-    answer = processor.tokenizer(completion_text(problem) + _END_OF_TURN, return_tensors="pt")
+    answer = processor.tokenizer(completion_text(problem) + END_OF_TURN, return_tensors="pt")
     prompt_ids, completion = inputs["input_ids"][0], answer["input_ids"][0]
     return _Example(
         token_ids=torch.cat([prompt_ids, completion]),
-        labels=torch.cat([torch.full_like(prompt_ids, _IGNORED), completion]),
+        labels=torch.cat([torch.full_like(prompt_ids, IGNORED), completion]),
         pixel_values=inputs["pixel_values"],
         image_grid_thw=inputs["image_grid_thw"],
     )
@@ -254,7 +173,7 @@ def _supervised_loss(model: Qwen2_5_VLForConditionalGeneration, batch: list[_Exa
     pad = model.config.text_config.pad_token_id
     padded = torch.nn.utils.rnn.pad_sequence
     token_ids = padded([example.token_ids for example in batch], batch_first=True, padding_value=pad)
-    labels = padded([example.labels for example in batch], batch_first=True, padding_value=_IGNORED)
+    labels = padded([example.labels for example in batch], batch_first=True, padding_value=IGNORED)
     mask = padded([torch.ones_like(example.token_ids) for example in batch], batch_first=True)
     return model(
         input_ids=token_ids,

@@ -1,5 +1,7 @@
 """The policy under training on one rank: an FSDP2 shard, its optimizer, and the frozen reference.
 
+With adapters the reference is the same model with its adapters off.
+
 All ranks call the same methods in the same order; each gets the microbatches planned for it. Nothing here knows
 Ray or vLLM, so one process without either is a complete policy (W = 1).
 """
@@ -7,7 +9,7 @@ Ray or vLLM, so one process without either is a complete policy (W = 1).
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,8 +24,11 @@ from rlcore.algorithms.aggregation import StepTotals
 from rlcore.batch import ImageFeatures, Microbatch, pack
 from rlcore.config import ExperimentConfig
 from rlcore.models.checkpoint import load_train_state, save_train_state
+from rlcore.models.lora import B, adapters_off, choose_trainable, is_adapter, lora_alpha
+from rlcore.models.optimizer import make_optimizer
 from rlcore.models.packed import PackedModel, transformer_blocks
-from rlcore.training.step import StepSums, microbatch_loss
+from rlcore.ports import ScoredTokens
+from rlcore.training.step import PolicyTokens, StepSums, microbatch_loss
 from rlcore.types import Floats, ImageRef, TrainingSample
 
 
@@ -48,7 +53,7 @@ class TorchPolicy:
     ) -> None:
         """
         Args:
-            hf: float32 weights on CPU, the same on every rank.
+            hf: weights on CPU, the same on every rank, best in ``weights_dtype``: others are converted.
             features: reads one image of the prepared dataset.
         """
         self.config = config
@@ -56,8 +61,17 @@ class TorchPolicy:
             mesh.device_type, torch.cuda.current_device() if mesh.device_type == "cuda" else None
         )
         self._features = features
-        reference = copy.deepcopy(hf) if config.algorithm.kl.coefficient > 0 else None
-        options = {"temperature": config.rollout.temperature, "banned_token_ids": banned_token_ids}
+        _convert(hf.parameters(), weights_dtype(config, mesh.device_type))
+        with_reference = config.algorithm.kl.coefficient > 0 and config.model.lora is None
+        reference = copy.deepcopy(hf) if with_reference else None
+        choose_trainable(hf, config.model, config.seed)
+        _convert((p for p in hf.parameters() if p.requires_grad), master_dtype(config))
+        options = {
+            "temperature": config.rollout.temperature,
+            "banned_token_ids": banned_token_ids,
+            "top_p": config.rollout.top_p,
+            "top_k": config.rollout.top_k,
+        }
         if config.model.gradient_checkpointing:
             hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         self.model = self._shard(PackedModel(hf, **options), mesh)
@@ -65,21 +79,12 @@ class TorchPolicy:
         self.reference = None
         if reference is not None:
             self.reference = self._shard(PackedModel(reference.requires_grad_(False), **options), mesh).eval()
-        training = config.training
-        self.optimizer = torch.optim.AdamW(
-            self.model.parameters(),
-            lr=training.learning_rate,
-            betas=(training.beta1, training.beta2),
-            weight_decay=training.weight_decay,
-            fused=True,
-        )
+        self.optimizer = make_optimizer(self.model.parameters(), config.training)
 
     def _shard(self, model: PackedModel, mesh: DeviceMesh) -> PackedModel:
-        dtype = compute_dtype(self.config, mesh.device_type)
         precision = MixedPrecisionPolicy(
-            param_dtype=None if dtype is torch.float32 else dtype,
-            reduce_dtype=torch.float32,
-            output_dtype=torch.float32,
+            param_dtype=compute_dtype(self.config, mesh.device_type),
+            reduce_dtype=torch.float32,  # and no output_dtype: a block's output is the next layer's input
         )
         model.to(self.device)
         for block in transformer_blocks(model.hf):
@@ -97,8 +102,11 @@ class TorchPolicy:
     @torch.no_grad()
     def logprobs(
         self, microbatches: Sequence[Sequence[TrainingSample]], *, reference: bool = False
-    ) -> list[list[Floats]]:
-        """[L] per sample, 0 outside the mask; an empty microbatch still takes part in the collectives."""
+    ) -> list[list[ScoredTokens]]:
+        """By microbatch and sample; an empty microbatch still takes part in the collectives."""
+        if reference and self.config.model.lora is not None:
+            with adapters_off(self.model):
+                return self.logprobs(microbatches)
         model = self.reference if reference else self.model
         if model is None:
             raise ValueError("this policy holds no reference model: algorithm.kl.coefficient is 0")
@@ -107,33 +115,42 @@ class TorchPolicy:
     @torch.no_grad()
     def raw_logprobs(self, samples: Sequence[TrainingSample]) -> list[Floats]:
         """[L] per sample of the model's own distribution: temperature 1, no token banned. One microbatch."""
-        return self._logprobs_of(self.model, samples, raw=True)
+        return [scored.logprobs for scored in self._logprobs_of(self.model, samples, raw=True)]
 
-    def _logprobs_of(self, model: PackedModel, samples: Sequence[TrainingSample], raw: bool = False) -> list[Floats]:
+    def _logprobs_of(
+        self, model: PackedModel, samples: Sequence[TrainingSample], raw: bool = False
+    ) -> list[ScoredTokens]:
         batch = self._pack(samples or [FILLER])
-        values, _ = model(batch, raw)
-        out = (
-            torch.zeros(len(batch.token_ids), device=values.device)
-            .masked_scatter(batch.loss_mask, values)
-            .cpu()
-            .numpy()
-        )
-        return np.split(out, np.cumsum([s.num_tokens for s in samples])[:-1]) if samples else []
+        values, _, kept = model(batch, raw)
+        rows = torch.zeros(2, len(batch.token_ids), device=values.device)
+        rows = rows.masked_scatter(batch.loss_mask.expand(2, -1), torch.stack([values, kept]))
+        parts = np.split(rows.cpu().numpy(), np.cumsum([s.num_tokens for s in samples])[:-1], axis=1)
+        return [ScoredTokens(logprobs=part[0], log_kept=part[1]) for part in parts] if samples else []
 
     def update(
-        self, microbatches: Sequence[Sequence[TrainingSample]], totals: StepTotals, learning_rate: float
+        self,
+        microbatches: Sequence[Sequence[TrainingSample]],
+        totals: StepTotals,
+        learning_rate: float,
+        kl_coefficient: float,
     ) -> UpdateResult:
         """Accumulate the gradient over the microbatches, clip it by its global norm and take one AdamW step.
 
         Args:
             totals: counts over all microbatches and ranks of this step, the denominators of the loss.
+            kl_coefficient: of the KL term in the loss.
         """
         sums = StepSums.zero(self.device)
         for samples in microbatches:
             batch = self._pack(samples or [FILLER])
-            logprobs, entropy = self.model(batch)
+            tokens = PolicyTokens(*self.model(batch))
             loss, part = microbatch_loss(
-                batch, logprobs, entropy, self.config.algorithm, totals, self.config.rollout.max_completion_tokens
+                batch,
+                tokens,
+                self.config.algorithm,
+                totals,
+                kl_coefficient=kl_coefficient,
+                max_completion_tokens=self.config.rollout.max_completion_tokens,
             )
             loss.backward()
             sums = sums.merge(part)
@@ -150,19 +167,22 @@ class TorchPolicy:
     def full_weights(
         self, dtype: torch.dtype | None = None, bucket_bytes: int = 512 << 20
     ) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor of the state dict, whole, in the state dict's order. Collective: all ranks iterate in step.
+        """Every tensor of the state dict, whole, in the state dict's order; of a model with adapters, the base's.
 
-        Shards travel packed, one collective per bucket, because one per parameter costs its latency each time.
+        Collective: all ranks iterate in step.
         """
-        bucket: list[tuple[str, Tensor]] = []
-        size = 0
-        for name, value in self.model.hf.state_dict().items():
-            bucket.append((name, value))
-            size += value.numel() * (torch.finfo(dtype).bits // 8 if dtype else value.element_size())
-            if size >= bucket_bytes:
-                yield from gather_packed(bucket, dtype)
-                bucket, size = [], 0
-        yield from gather_packed(bucket, dtype)
+        tensors = self.model.hf.state_dict().items()
+        return gather_whole([(name, value) for name, value in tensors if not is_adapter(name)], dtype, bucket_bytes)
+
+    def adapter_weights(
+        self, dtype: torch.dtype | None = None, bucket_bytes: int = 512 << 20
+    ) -> Iterator[tuple[str, Tensor]]:
+        """A and (alpha / rank) B of every adapter, whole: B A is then what is added to the weight. Collective."""
+        tensors = {name: value for name, value in self.model.hf.state_dict().items() if is_adapter(name)}
+        alpha = lora_alpha(self.model) or 0.0
+        for name in (name for name in tensors if name.endswith(B)):  # before any rounding to ``dtype``
+            tensors[name] = tensors[name] * (alpha / tensors[name].shape[1])
+        return gather_whole(list(tensors.items()), dtype, bucket_bytes)
 
     @property
     def sync_dtype(self) -> torch.dtype:
@@ -177,9 +197,40 @@ class TorchPolicy:
 
 
 def compute_dtype(config: ExperimentConfig, device_type: str) -> torch.dtype:
+    """Dtype of forward and backward."""
     if config.model.compute_dtype == "auto":
-        return torch.bfloat16 if device_type == "cuda" else torch.float32
+        return torch.bfloat16 if device_type == "cuda" else master_dtype(config)
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.model.compute_dtype]
+
+
+def master_dtype(config: ExperimentConfig) -> torch.dtype:
+    """Dtype that trained parameters are kept in between steps."""
+    return torch.bfloat16 if config.training.optimizer == "adamw_bf16" else torch.float32
+
+
+def weights_dtype(config: ExperimentConfig, device_type: str) -> torch.dtype:
+    """Dtype to load the model in. Weights beside adapters never change, so no more of them is kept than is used."""
+    return master_dtype(config) if config.model.lora is None else compute_dtype(config, device_type)
+
+
+def _convert(parameters: Iterable[nn.Parameter], dtype: torch.dtype) -> None:
+    for parameter in parameters:  # buffers stay: rotary frequencies need their float32
+        parameter.data = parameter.data.to(dtype)
+
+
+def gather_whole(
+    tensors: Sequence[tuple[str, Tensor]], dtype: torch.dtype | None, bucket_bytes: int
+) -> Iterator[tuple[str, Tensor]]:
+    """Shards travel packed, one collective per bucket, because one per parameter costs its latency each time."""
+    bucket: list[tuple[str, Tensor]] = []
+    size = 0
+    for name, value in tensors:
+        bucket.append((name, value))
+        size += value.numel() * (torch.finfo(dtype).bits // 8 if dtype else value.element_size())
+        if size >= bucket_bytes:
+            yield from gather_packed(bucket, dtype)
+            bucket, size = [], 0
+    yield from gather_packed(bucket, dtype)
 
 
 def gather_packed(
@@ -216,7 +267,6 @@ FILLER = TrainingSample(
     token_ids=np.zeros(2, np.int32),
     loss_mask=np.zeros(2, np.bool_),
     sampler_logprobs=np.zeros(2, np.float32),
-    advantage=0.0,
     images=(),
     policy_version=0,
 )

@@ -1,35 +1,40 @@
-"""The only file that knows vLLM (0.26 to 0.32): an in-process engine that samples, and takes new weights in place."""
+"""An engine that samples, takes new weights or a new adapter in place, and proves that they arrived."""
 
 from __future__ import annotations
 
-import json
-import os
-import socket
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, Self, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from rlcore.config import ExperimentConfig
+from rlcore.config import ExperimentConfig, LoraConfig
 from rlcore.data.images import ImageStore
 from rlcore.data.prompts import PromptBuilder
 from rlcore.errors import SamplerError
 from rlcore.ports import SampledGroup, SampleRequest
-from rlcore.types import Completion, FinishReason, ImageRef
-
-if TYPE_CHECKING:
-    from vllm import LLM
-
-    from rlcore.models.merge import CanarySequence
+from rlcore.rollout.engine import (
+    adapter_request,
+    build_engine,
+    engine_dtype,
+    engine_prompt,
+    held_adapter,
+    held_weights,
+    install_adapter,
+    reload_weights,
+    reset_caches,
+    sampling_params,
+)
+from rlcore.types import Completion, FinishReason
 
 
 class VllmSampler:
     """One engine on one device. Implements ``ports.Sampler``.
 
-    ``load_weights`` has to be called before the first ``generate``, so that the weights have a version.
+    ``load_weights`` or ``load_adapter`` has to be called before the first ``generate``, so that the weights have a
+    version.
     """
 
     def __init__(
@@ -43,9 +48,11 @@ class VllmSampler:
         temperature: float | None = None,
         top_p: float | None = None,
         join_world: bool = True,
+        lora: LoraConfig | None = None,
     ) -> None:
         """
         Args:
+            lora: sample with an adapter, which ``load_adapter`` brings, on the weights of ``model``.
             temperature, top_p: of this sampler, where they differ from ``config.rollout`` (evaluation).
             join_world: the calling process is one rank of a torch.distributed world, which the engine joins.
         """
@@ -53,6 +60,7 @@ class VllmSampler:
         self._prompts, self._images, self._device = prompts, images, device
         self._version: int | None = None
         self._asleep = False
+        self._lora, self._adapter = lora, None  # the second is what requests carry
         self._params = {
             "temperature": rollout.temperature if temperature is None else temperature,
             "top_p": rollout.top_p if top_p is None else top_p,
@@ -73,11 +81,12 @@ class VllmSampler:
             kv_cache_mib=rollout.kv_cache_mib,
             enforce_eager=rollout.enforce_eager or device == "cpu",
             seed=config.seed,
-            images_per_prompt=MAX_IMAGES if prompts.image_token_id is not None else 0,
+            images_per_prompt=config.data.max_images if prompts.image_token_id is not None else 0,
             min_pixels=config.data.min_pixels,
             max_pixels=config.data.max_pixels,
             trust_remote_code=config.model.trust_remote_code,
-            dtype="float32" if device == "cpu" else "bfloat16",
+            dtype=engine_dtype(device),
+            lora=lora,
         )
 
     def generate(self, requests: Sequence[SampleRequest]) -> list[SampledGroup]:
@@ -86,14 +95,13 @@ class VllmSampler:
         Raises:
             SamplerError: no weights yet, asleep, or the engine expanded a prompt to other tokens than the trainer will.
         """
-        from vllm import SamplingParams
-
         if self._version is None or self._asleep:
             raise SamplerError("the sampler holds no current weights: call load_weights (and wake) before generate")
         outputs = self._llm.generate(
             [self._prompt(request) for request in requests],
-            [SamplingParams(n=r.count, seed=r.seed & 0x7FFFFFFF, **self._params) for r in requests],
+            [sampling_params(n=r.count, **self._params | _draw(r)) for r in requests],
             use_tqdm=False,
+            lora_request=self._adapter,
         )
         return [self._group(r, output) for r, output in zip(requests, outputs, strict=True)]
 
@@ -136,20 +144,15 @@ class VllmSampler:
             SamplerError: the engine's parameters do not have the checksum of what was sent.
         """
         sent = Checksum()
-        dtype = torch.float32 if self._device == "cpu" else torch.bfloat16
 
         def counted() -> Iterator[tuple[str, Tensor]]:
             for name, value in weights:  # lm_head.weight included, tied or not: vLLM on CPU holds a second copy
-                sent.add(value.to(dtype))
+                sent.add(value.to(self._dtype))
                 yield name, value
 
-        self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": counted(), "is_checkpoint_format": True})
-        self._llm.reset_prefix_cache()
-        self._llm.reset_mm_cache()
-        self._llm.llm_engine.reset_encoder_cache()
-        held = Checksum()
-        for value in held_weights(_engine_model(self._llm)):
-            held.add(value)
+        reload_weights(self._llm, counted())
+        reset_caches(self._llm)
+        held = Checksum.of(held_weights(self._llm))
         if not sent.matches(held):
             raise SamplerError(
                 f"after the weight sync to version {version} the sampler's parameters sum to {held}, the trainer's to "
@@ -159,6 +162,53 @@ class VllmSampler:
         self._version = version
         return sent.total, sent.squares
 
+    def check_base(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Prove once that the engine read the same weights from the model folder as the trainer.
+
+        Raises:
+            SamplerError: their checksums differ.
+        """
+        theirs = Checksum.of(value.to(self._dtype) for _, value in weights)
+        held = Checksum.of(held_weights(self._llm))
+        if not theirs.matches(held):
+            raise SamplerError(
+                f"the sampler's weights sum to {held}, those that the trainer's adapters change to {theirs}: with one "
+                "adapter these are two policies. Check that the model folder did not change since the run started."
+            )
+
+    def load_adapter(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> tuple[float, float]:
+        """Take an adapter in place of the last one, drop every cache that depends on weights, and prove the result.
+
+        Args:
+            tensors: ``lora_A.weight`` and ``lora_B.weight`` of Hugging Face's modules, B times alpha / rank.
+
+        Returns:
+            The checksum (sum, sum of squares; float64) of the tensors that came in.
+
+        Raises:
+            SamplerError: the engine's adapter does not have the checksum of what was sent.
+        """
+        if self._lora is None:
+            raise SamplerError("this sampler was built without room for an adapter: give lora to VllmSampler")
+        # copies, because vLLM keeps them, and what came in may be the trainer's own memory
+        adapter = {name: value.detach().to(self._dtype, copy=True) for name, value in tensors}
+        sent = Checksum.of(adapter.values())
+        install_adapter(self._llm, adapter, self._lora.rank)
+        reset_caches(self._llm)
+        held = Checksum.of(held_adapter(self._llm))
+        if not sent.matches(held):
+            raise SamplerError(
+                f"after the sync to version {version} the sampler's adapter sums to {held}, the trainer's to {sent}: "
+                "not every tensor arrived. Check that vLLM has adapters for each linear layer of this architecture; "
+                "model.lora.vision_tower needs it for the vision tower as well."
+            )
+        self._version, self._adapter = version, adapter_request(version)
+        return sent.total, sent.squares
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return cast(torch.dtype, getattr(torch, engine_dtype(self._device)))
+
     def keep_loaded_weights(self, version: int) -> None:
         """Sample from the weights of the model folder itself."""
         self._version = version
@@ -166,7 +216,8 @@ class VllmSampler:
     def sleep(self) -> None:
         """Give the engine's GPU memory back until ``wake``. On CPU nothing is held that training needs."""
         if self._device != "cpu":
-            self._llm.sleep(level=2)  # the weights would be overwritten by the next sync anyway
+            # a sync of all weights would overwrite them anyway; one of an adapter leaves them, so they go to the host
+            self._llm.sleep(level=2 if self._lora is None else 1)
             self._asleep = True
 
     def wake(self) -> Iterator[None]:
@@ -180,12 +231,23 @@ class VllmSampler:
         yield
 
 
+def _draw(request: SampleRequest) -> dict[str, object]:
+    return {"temperature": 0.0} if request.greedy else {"seed": request.seed & 0x7FFFFFFF}
+
+
 class Checksum:
     """Sum and sum of squares over tensors in float64: equal for fused and unfused, padded and unpadded layouts."""
 
     def __init__(self) -> None:
         self.total = 0.0
         self.squares = 0.0
+
+    @classmethod
+    def of(cls, values: Iterable[Tensor]) -> Self:
+        checksum = cls()
+        for value in values:
+            checksum.add(value)
+        return checksum
 
     def add(self, value: Tensor) -> None:
         wide = value.detach().double()
@@ -201,188 +263,5 @@ class Checksum:
         return f"{self.total:.9g} (squares {self.squares:.9g})"
 
 
-MAX_IMAGES = 8  # per prompt
-
-
-def build_engine(
-    model: Path,
-    *,
-    device: str,
-    join_world: bool,
-    max_model_len: int,
-    max_num_seqs: int,
-    gpu_memory_utilization: float,
-    kv_cache_mib: int,
-    enforce_eager: bool,
-    seed: int,
-    images_per_prompt: int,
-    min_pixels: int,
-    max_pixels: int,
-    trust_remote_code: bool,
-    dtype: str,
-) -> LLM:
-    """A vLLM engine in this process, with what every engine of ours shares.
-
-    Args:
-        join_world: RANK, WORLD_SIZE and MASTER_* are set and the engine is one rank of that world; else it makes a
-            world of one.
-    """
-    set_engine_environment(device)
-    from vllm import LLM
-
-    _register_model_class(model)
-    if not join_world:
-        _world_of_one()
-    options: dict[str, Any] = {}
-    if images_per_prompt:
-        options["limit_mm_per_prompt"] = {"image": images_per_prompt, "video": 0}
-        options["mm_processor_kwargs"] = {"min_pixels": min_pixels, "max_pixels": max_pixels}
-        options["skip_mm_profiling"] = True
-    if device == "cpu":
-        options["kv_cache_memory_bytes"] = kv_cache_mib << 20
-        # a prompt prefilled in parts draws a token that vLLM then takes back by rewinding the request's generator,
-        # which CPU generators cannot do
-        options["enable_chunked_prefill"] = False
-    else:
-        options["enable_sleep_mode"] = True
-        options["gpu_memory_utilization"] = gpu_memory_utilization
-    return LLM(
-        model=str(model),
-        # not "dummy": that fills the buffers too, such as the means and deviations that images are normalised by,
-        # and no later weight sync would put them right
-        load_format="auto",
-        dtype=cast(Any, dtype),
-        max_model_len=max_model_len,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max(8192, max_model_len),
-        enforce_eager=enforce_eager,
-        enable_prefix_caching=True,
-        logprobs_mode="processed_logprobs",
-        seed=seed,
-        trust_remote_code=trust_remote_code,
-        disable_log_stats=True,
-        distributed_executor_backend="external_launcher",  # this process is the worker; nothing is started
-        **options,
-    )
-
-
-def set_engine_environment(device: str) -> None:
-    """What vLLM and torch read from the environment; before either is imported."""
-    defaults = {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_LOGGING_LEVEL": "ERROR",
-        "VLLM_USE_FLASHINFER_SAMPLER": "0",
-    }
-    if device == "cpu":
-        defaults |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCH_COMPILE_DISABLE": "1"}
-    for name, value in defaults.items():
-        os.environ.setdefault(name, value)
-
-
-def _world_of_one() -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-
-
-def engine_prompt(token_ids: Sequence[int], images: Sequence[ImageRef], store: ImageStore) -> dict[str, Any]:
-    """vLLM's input for one prompt: one placeholder token per image, images named by their hash."""
-    prompt: dict[str, Any] = {"prompt_token_ids": list(token_ids)}
-    if images:
-        prompt["multi_modal_data"] = {"image": [store.read(image) for image in images]}
-        prompt["multi_modal_uuids"] = {"image": [image.sha256 for image in images]}
-    return prompt
-
-
-def vllm_sequence_logprobs(
-    model: Path, sequences: Sequence[CanarySequence], dataset: Path, config: ExperimentConfig, device: str
-) -> list[list[float]]:
-    """Log-probs (nats, temperature 1) of each sequence's completion tokens under a model folder, as vLLM loads it."""
-    from vllm import SamplingParams
-
-    layout = json.loads((model / "config.json").read_text())
-    llm = build_engine(
-        model,
-        device=device,
-        join_world=False,
-        max_model_len=max(len(s.token_ids) for s in sequences) + 8,
-        max_num_seqs=16,
-        gpu_memory_utilization=0.5,
-        kv_cache_mib=64,
-        enforce_eager=True,
-        seed=0,
-        images_per_prompt=MAX_IMAGES if "vision_config" in layout else 0,
-        min_pixels=config.data.min_pixels,
-        max_pixels=config.data.max_pixels,
-        trust_remote_code=config.model.trust_remote_code,
-        dtype="float32" if device == "cpu" else "bfloat16",
-    )
-    store = ImageStore(dataset)
-    prompts = [
-        engine_prompt(collapse_images(s.token_ids, layout.get("image_token_id")), s.images, store) for s in sequences
-    ]
-    outputs = llm.generate(
-        cast(Any, prompts),
-        SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0, detokenize=False),
-        use_tqdm=False,
-    )
-    return [
-        [output.prompt_logprobs[t][s.token_ids[t]].logprob for t in range(s.completion_start, len(s.token_ids))]
-        for s, output in zip(sequences, outputs, strict=True)
-    ]
-
-
-def collapse_images(token_ids: Sequence[int], image_token_id: int | None) -> list[int]:
-    """One placeholder per run of image tokens, as vLLM takes prompts."""
-    return [t for i, t in enumerate(token_ids) if t != image_token_id or i == 0 or token_ids[i - 1] != image_token_id]
-
-
 def _finish_reason(reason: str | None) -> FinishReason:
     return cast(FinishReason, reason) if reason in ("stop", "length") else "abort"
-
-
-def _engine_model(llm: LLM) -> torch.nn.Module:
-    """The engine's own module, in this process."""
-    found = llm.apply_model(lambda model: model)
-    return found[0]
-
-
-def held_weights(model: torch.nn.Module) -> Iterator[Tensor]:
-    """Every weight that the engine computes with, a tied one once per use, as a Hugging Face state dict counts it.
-
-    On CPU vLLM packs linear weights into its kernels' own format and keeps, or drops, the parameter beside it. What
-    the kernel holds is read through the kernel: the identity matrix times the weight.
-    """
-    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
-
-    modules = list(model.modules())
-    tied = not any(isinstance(module, ParallelLMHead) for module in modules)
-    for module in modules:
-        for name, value in module.named_parameters(recurse=False):
-            packed = getattr(module, "cpu_linear", None) if name == "weight" else None
-            if isinstance(module, ParallelLMHead) or value.numel() == 0:
-                yield _through_kernel(module, packed, value)
-                continue
-            yield value
-            if tied and isinstance(module, VocabParallelEmbedding):
-                yield _through_kernel(module, packed, value)
-
-
-def _through_kernel(module: Any, kernel: Any, weight: Tensor) -> Tensor:
-    if kernel is None:
-        return weight
-    inputs = module.embedding_dim if hasattr(module, "embedding_dim") else module.input_size_per_partition
-    held: Tensor = kernel(torch.eye(inputs, dtype=weight.dtype), weight, None)
-    return held
-
-
-def _register_model_class(model: Path) -> None:
-    """Tell vLLM the class itself: by name it would start a process that imports vLLM again, to look at it."""
-    from vllm import ModelRegistry
-
-    for name in json.loads((model / "config.json").read_text()).get("architectures", []):
-        entry = ModelRegistry.models.get(name)
-        if entry is not None and hasattr(entry, "load_model_cls"):
-            ModelRegistry.register_model(name, entry.load_model_cls())

@@ -40,6 +40,41 @@ def test_the_main_experiment_is_the_published_one() -> None:
     assert (experiment.rollout.group_size, experiment.training.learning_rate) == (5, 1e-6)
 
 
+def test_dapo_is_the_paper_s_except_for_the_model() -> None:
+    """arXiv:2503.14476, section 4.1: 512 problems x 16, sixteen updates, 16384 tokens and 4096 more of soft penalty."""
+    experiment = load_experiment("dapo-math17k")
+    loss, training = experiment.algorithm.loss, experiment.training
+    assert (loss.clip_low, loss.clip_high, experiment.algorithm.kl.coefficient) == (0.2, 0.28, 0)
+    assert (training.problems_per_step, experiment.rollout.group_size, training.updates_per_batch) == (512, 16, 16)
+    assert experiment.reward.overlong.buffer_tokens == 4096
+    assert experiment.rollout.max_completion_tokens == 16384 + 4096
+    assert experiment.algorithm.dynamic_sampling is not None
+
+
+@pytest.mark.parametrize("name", sorted(experiment_values()))
+def test_template_and_reward_ask_for_the_same_answer_format(name: str) -> None:
+    experiment = load_experiment(name)
+    formats = {
+        "math": {"math"},
+        "gsm8k": {"gsm8k"},
+        "r1v": {"clevr_count", "geoqa", "r1v"},
+        "countdown": {"countdown"},
+        "dapo": {"dapo"},
+        "tiny": {"math", "gsm8k", "countdown"},  # the warm start has taught it
+    }
+    assert experiment.reward.name in formats[experiment.data.template]
+
+
+@pytest.mark.parametrize("name", ["grpo-gsm8k-tiny", "grpo-countdown-tiny"])
+def test_the_tiny_text_policies_play_what_they_were_warmed_up_on(name: str) -> None:
+    from rlcore.models.tiny_text import GAME
+
+    experiment = load_experiment(name)
+    assert experiment.data.train.split("@")[0] == experiment.model.tiny.task
+    if experiment.model.tiny.task == "countdown":
+        assert experiment.data.countdown == GAME
+
+
 def test_overrides_reach_the_experiment() -> None:
     assert load_experiment("grpo-geo3k-tiny", ["training.steps=4", "segment.steps=2"]).num_segments == 2
 

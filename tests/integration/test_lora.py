@@ -10,8 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from rlcore.config import ExperimentConfig
+from rlcore.models.checkpoint import load_full_weights
+from rlcore.models.loading import load_hf_model
 from tests.integration.test_train_tiny import ROOT, dataset, experiment, journal
 from tests.integration.test_weight_sync import measured
 
@@ -68,11 +71,9 @@ def _evaluated(config: ExperimentConfig, dataset: Path, checkpoint: Path, model:
     worker = SamplingWorker(spec, checkpoint=checkpoint, version=7, temperature=0.8, top_p=1.0)
 
     import numpy as np
-    import torch
 
     from rlcore.data.images import ImageStore
     from rlcore.data.problems import load_problems
-    from rlcore.models.loading import load_hf_model
     from rlcore.models.torch_policy import TorchPolicy
     from rlcore.rollout.collect import sample_requests, to_sample
     from tests.numerics import toy
@@ -131,11 +132,9 @@ def test_the_loop_trains_in_bfloat16_with_a_frozen_vision_tower(
     tiny_model: Path, dataset: Path, tmp_path: Path
 ) -> None:
     config = configured(freeze_vision_tower=True, optimizer="adamw_bf16")
-    whole = run(tmp_path / "whole", tiny_model, dataset, config, until=2)
-    first = run(tmp_path / "first", tiny_model, dataset, config, until=1)
-    second = run(tmp_path / "second", tiny_model, dataset, config, until=2, resume=tmp_path / "first" / "checkpoint")
-    assert first["tokens"] + second["tokens"] == whole["tokens"]
-    assert first["weights"] != whole["weights"]
-    assert second["weights"] == whole["weights"]
-    for record in journal(tmp_path / "whole"):
+    run(tmp_path / "run", tiny_model, dataset, config, until=2)
+    weights = load_full_weights(tmp_path / "run" / "checkpoint")
+    start = load_hf_model(tiny_model, torch.bfloat16).state_dict()
+    assert all(torch.equal(value, start[name]) == ("visual" in name) for name, value in weights.items())
+    for record in journal(tmp_path / "run"):
         assert record.metrics["rollout/abs_delta_logprob_mean"] < 0.05  # the engine computes in float32 on CPU

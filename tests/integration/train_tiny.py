@@ -79,8 +79,8 @@ def main(settings: dict[str, object]) -> None:
     finally:
         stop_ray()
     digest = hashlib.sha256()
-    for name, value in sorted(load_full_weights(checkpoint).items()):
-        digest.update(name.encode() + value.numpy().tobytes())
+    for name, value in sorted(load_full_weights(checkpoint, Path(str(settings["model"]))).items()):
+        digest.update(name.encode() + value.float().numpy().tobytes())
     (out / "result.json").write_text(json.dumps({"weights": digest.hexdigest(), "tokens": tokens}))
 
 

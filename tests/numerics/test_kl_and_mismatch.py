@@ -1,13 +1,14 @@
 import math
 
 import hypothesis.strategies as st
+import pytest
 import torch
 from hypothesis import given, settings
 from torch import tensor
 from torch.testing import assert_close
 
-from rlcore.algorithms.kl import k1, k2, k3
-from rlcore.algorithms.mismatch import mismatch
+from rlcore.algorithms.kl import k1, k2, k3, next_coefficient, straight_through
+from rlcore.algorithms.mismatch import masked_importance, mismatch, truncated_importance
 
 LOGPROBS = st.floats(min_value=-1e4, max_value=0, width=32)
 
@@ -51,7 +52,7 @@ def test_k3_is_exactly_0_with_gradient_exactly_0_where_the_two_agree(p):
 def test_gradients_agree_with_finite_differences():
     a = tensor([-1.0, -0.3, -4.0], dtype=torch.float64, requires_grad=True)
     b = tensor([-1.5, -0.2, -1.0], dtype=torch.float64)
-    for estimate in (k1, k2, k3):
+    for estimate in (k1, k2, k3):  # straight_through's gradient is not its value's: below
         assert torch.autograd.gradcheck(lambda x, estimate=estimate: estimate(x, b), (a,))
 
 
@@ -62,6 +63,45 @@ def test_the_expected_gradient_of_k2_on_policy_is_that_of_the_divergence():
     (expected,) = torch.autograd.grad((logp.exp() * (logp - ref)).sum(), logits, retain_graph=True)
     (of_k2,) = torch.autograd.grad((logp.detach().exp() * k2(logp, ref)).sum(), logits)
     assert_close(of_k2, expected)
+    (of_straight,) = torch.autograd.grad(
+        (logp.detach().exp() * straight_through(logits.log_softmax(0), ref)).sum(), logits
+    )
+    assert_close(of_straight, expected)
+
+
+def test_the_expected_gradient_of_k3_on_policy_is_that_of_the_other_direction():
+    logits = tensor([0.3, -0.2, 0.9], dtype=torch.float64, requires_grad=True)
+    ref = tensor([0.2, 0.5, 0.3], dtype=torch.float64).log()
+    logp = logits.log_softmax(0)
+    (expected,) = torch.autograd.grad((ref.exp() * (ref - logp)).sum(), logits, retain_graph=True)
+    (of_k3,) = torch.autograd.grad((logp.detach().exp() * k3(logp, ref)).sum(), logits)
+    assert_close(of_k3, expected)
+
+
+def test_straight_through_has_the_value_of_k3_and_the_gradient_of_k2():
+    a = tensor([-1.0, -0.3, -4.0, -2.0], dtype=torch.float64, requires_grad=True)
+    b = tensor([-1.5, -0.2, -1.0, -2.0], dtype=torch.float64)
+    value = straight_through(a, b)
+    assert_close(value, k3(a, b))
+    assert_close(torch.autograd.grad(value.sum(), a)[0], (a - b).detach())
+
+
+def test_the_adaptive_coefficient_equals_the_values_worked_out_by_hand():
+    # target 0.1, horizon 1000, 100 completions: an error of +10% moves it by 1%, more than 20% by 2% at most
+    def moved(kl: float) -> float:
+        return next_coefficient(0.5, kl, target=0.1, horizon=1000, completions=100)
+
+    assert moved(0.11) == pytest.approx(0.5 * 1.01)
+    assert moved(0.1) == pytest.approx(0.5)
+    assert moved(0.4) == pytest.approx(0.5 * 1.02)
+    assert moved(0.0) == moved(-1.0) == pytest.approx(0.5 * 0.98)
+
+
+def test_the_adaptive_coefficient_settles_where_the_kl_is_on_target():
+    coefficient = 1.0
+    for _ in range(2000):  # a policy whose KL falls as the coefficient rises: 0.1 where it is 0.4
+        coefficient = next_coefficient(coefficient, 0.04 / coefficient, target=0.1, horizon=1000, completions=50)
+    assert coefficient == pytest.approx(0.4, rel=1e-3)
 
 
 def test_mismatch_equals_the_values_worked_out_by_hand():
@@ -95,3 +135,38 @@ def test_mismatch_merges_and_survives_extremes():
     assert whole.abs_delta_max == 500  # not clamped
     nothing = mismatch(torch.empty(0), torch.empty(0))
     assert nothing.effective_sample_size() == nothing.abs_delta_max == 0
+
+
+def test_importance_weights_equal_the_values_worked_out_by_hand():
+    # ratios 2, 1/2 | 4; of the sequences 1 and 4
+    trainer, sampler = tensor([0.4, 0.1, 0.8]).log(), tensor([0.2, 0.2, 0.2]).log()
+    index = tensor([0, 0, 1])
+    assert_close(truncated_importance(trainer, sampler, None, max_weight=3.0), tensor([2.0, 0.5, 3.0]))
+    assert_close(truncated_importance(trainer, sampler, index, max_weight=3.0), tensor([1.0, 1.0, 3.0]))
+    masked = masked_importance(trainer, sampler, None, min_weight=0.6, max_weight=3.0)
+    assert_close(masked, tensor([2.0, 0.0, 0.0]))
+    masked = masked_importance(trainer, sampler, index, min_weight=0.6, max_weight=3.0)
+    assert_close(masked, tensor([1.0, 1.0, 0.0]))
+
+
+def test_importance_weights_carry_no_gradient_and_survive_extremes_and_nothing():
+    trainer = tensor([0.0, -500.0]).requires_grad_()
+    sampler = tensor([-500.0, 0.0])
+    for index in (None, tensor([0, 1])):
+        for weights in (
+            truncated_importance(trainer, sampler, index, max_weight=2.0),
+            masked_importance(trainer, sampler, index, min_weight=0.0, max_weight=2.0),
+        ):
+            assert not weights.requires_grad
+            assert torch.isfinite(weights).all()
+    nothing = torch.empty(0)
+    assert truncated_importance(nothing, nothing, torch.empty(0, dtype=torch.int64), max_weight=2.0).shape == (0,)
+
+
+def test_sampler_and_trainer_that_agree_have_weights_of_exactly_1():
+    logprobs = torch.randn(50) - 2
+    index = torch.arange(50) // 7
+    for of_sequence in (None, index):
+        assert torch.equal(
+            masked_importance(logprobs, logprobs, of_sequence, min_weight=1.0, max_weight=1.0), torch.ones(50)
+        )

@@ -95,7 +95,8 @@ def test_chunked_equals_unchunked_in_value_and_gradient(chunk_size):
     chunked = chunked_logprobs(hidden, lambda h: h @ head.T, targets, temperature=0.7, chunk_size=chunk_size)
     got = torch.autograd.grad((chunked[0] * upstream).sum(), (hidden, head))
 
-    assert_close(chunked, whole, rtol=1e-12, atol=1e-12)
+    assert_close(chunked[:2], whole, rtol=1e-12, atol=1e-12)
+    assert torch.equal(chunked[2], torch.zeros(7, dtype=torch.float64))  # nothing is cut
     assert_close(got, expected, rtol=1e-12, atol=1e-12)
     assert not chunked[1].requires_grad
 
@@ -114,12 +115,13 @@ def test_chunked_runs_where_nothing_is_trained_and_without_gradients():
     head = torch.randn(5, 4, requires_grad=True)
     hidden = torch.empty(0, 4, requires_grad=True)
     none = torch.empty(0, dtype=torch.int64)
-    logprobs, entropy = chunked_logprobs(hidden, lambda h: h @ head.T, none, temperature=1.0, chunk_size=8)
+    found = chunked_logprobs(hidden, lambda h: h @ head.T, none, temperature=1.0, chunk_size=8, top_p=0.9, top_k=2)
+    logprobs, entropy, kept = found
     logprobs.sum().backward()
-    assert logprobs.shape == entropy.shape == (0,)
+    assert logprobs.shape == entropy.shape == kept.shape == (0,)
     assert torch.equal(head.grad, torch.zeros(5, 4))  # the head takes part: with sharded weights it has to
     with torch.no_grad():
-        logprobs, _ = chunked_logprobs(
+        logprobs, _, _ = chunked_logprobs(
             torch.randn(3, 4), lambda h: h @ head.T, tensor([0, 1, 2]), temperature=1.0, chunk_size=2
         )
     assert logprobs.shape == (3,)

@@ -1,3 +1,7 @@
+"""Policy losses: numbers worked out by hand, gradients, and what must hold at ratio 1. Loops: test_references.py."""
+
+import math
+from collections.abc import Callable
 from typing import get_args
 
 import pytest
@@ -6,11 +10,48 @@ from torch import Tensor, tensor
 from torch.testing import assert_close
 
 from rlcore.algorithms.aggregation import Aggregation, StepTotals, token_weights
-from rlcore.algorithms.loss import clipped_policy_loss
+from rlcore.algorithms.loss import (
+    LossSums,
+    TokenLosses,
+    cispo,
+    gspo,
+    gspo_token,
+    loss_sums,
+    ppo_clip,
+    sapo,
+    vespo,
+)
 from rlcore.config import AlgorithmConfig
 
 OLD, NEW = tensor([-1.0, -1.0, -1.0]), tensor([-0.5, -1.0, -2.0])
-ADVANTAGES, THIRDS = tensor([2.0, 2.0, -1.0]), torch.full((3,), 1 / 3)
+ADVANTAGES = tensor([2.0, 2.0, -1.0])
+KERNEL = {"k_positive": 2.0, "lambda_positive": 3.0, "k_negative": 3.0, "lambda_negative": 2.0}
+
+Loss = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], TokenLosses]  # new, old, advantages, sequence_index, lengths
+LOSSES: dict[str, Loss] = {
+    "ppo_clip": lambda n, o, a, i, c: ppo_clip(n, o, a, clip_low=0.2, clip_high=0.28),
+    "dual_clip": lambda n, o, a, i, c: ppo_clip(n, o, a, clip_low=0.2, clip_high=0.28, dual_clip=1.5),
+    "gspo": lambda n, o, a, i, c: gspo(n, o, a, i, c, clip_low=0.1, clip_high=0.2),
+    "gspo_token": lambda n, o, a, i, c: gspo_token(n, o, a, i, c, clip_low=0.1, clip_high=0.2),
+    "cispo": lambda n, o, a, i, c: cispo(n, o, a, max_ratio=1.2),
+    "sapo": lambda n, o, a, i, c: sapo(n, o, a, tau_positive=1.0, tau_negative=1.3),
+    "vespo": lambda n, o, a, i, c: vespo(n, o, a, i, c, **KERNEL),
+}
+each_loss = pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES.keys())
+
+
+def draw(distance: float = 0.4) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Four sequences of 1, 5, 2 and 4 tokens in float64; one advantage each, of either sign."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = tensor([1, 5, 2, 4])
+    index = torch.repeat_interleave(torch.arange(4), lengths)
+    new = torch.randn(12, generator=generator, dtype=torch.float64) * 0.4 - 2
+    old = new + torch.randn(12, generator=generator, dtype=torch.float64) * distance
+    return new.requires_grad_(), old, tensor([1.0, -0.7, 0.5, -1.2], dtype=torch.float64)[index], index, lengths
+
+
+def gradient_of(values: Tensor, logprobs: Tensor, weights: Tensor | float = 1.0) -> Tensor:
+    return torch.autograd.grad((values * weights).sum(), logprobs, retain_graph=True)[0]
 
 
 def weights_of(mode: Aggregation) -> Tensor:
@@ -47,94 +88,199 @@ def test_a_step_with_nothing_to_train_on_is_refused(tokens, sequences):
         StepTotals(tokens=tokens, sequences=sequences)
 
 
-def test_loss_equals_the_value_worked_out_by_hand():
+def test_ppo_clip_equals_the_values_worked_out_by_hand():
     # ratios e^0.5 = 1.649, 1, e^-1 = 0.368
-    # min(1.649 * 2, 1.2 * 2) = 2.4; min(2, 2) = 2; min(-0.368, -0.8) = -0.8; -(2.4 + 2 - 0.8) / 3 = -1.2
-    out = clipped_policy_loss(NEW, OLD, ADVANTAGES, THIRDS, clip_low=0.2, clip_high=0.2)
-    assert_close(out.loss, tensor(-1.2))
-    assert out.sums.clipped_low == 1
-    assert out.sums.clipped_high == 1
-    assert_close(out.sums.ratio, tensor(1.6487213 + 1 + 0.3678794))
-    assert_close(out.sums.ratio_max, tensor(1.6487213))
-    assert_close(out.sums.kl_k1, tensor(0.5))  # old - new: -0.5 + 0 + 1
+    # min(1.649 * 2, 1.2 * 2) = 2.4; min(2, 2) = 2; min(-0.368, -0.8) = -0.8
+    out = ppo_clip(NEW, OLD, ADVANTAGES, clip_low=0.2, clip_high=0.2)
+    assert_close(out.values, tensor([-2.4, -2.0, 0.8]))
+    assert out.clipped_low.tolist() == [False, False, True]
+    assert out.clipped_high.tolist() == [True, False, False]
+    sums = loss_sums(out, NEW, OLD)
+    assert sums.clipped_low == sums.clipped_high == 1
+    assert_close(sums.ratio, tensor(1.6487213 + 1 + 0.3678794))
+    assert_close(sums.ratio_max, tensor(1.6487213))
+    assert_close(sums.kl_k1, tensor(0.5))  # old - new: -0.5 + 0 + 1
     # ratio - 1 - log ratio: 1.6487 - 1 - 0.5 = 0.1487; 0; 0.3679 - 1 + 1 = 0.3679
-    assert_close(out.sums.kl_k3, tensor(0.1487213 + 0.3678794))
+    assert_close(sums.kl_k3, tensor(0.1487213 + 0.3678794))
 
 
 def test_clipping_counts_only_where_it_stops_a_move_that_would_pay():
     # the same ratios with the signs turned: min(-3.297, -2.4) and min(0.368, 0.8) are the unclipped ones
-    out = clipped_policy_loss(NEW, OLD, -ADVANTAGES, THIRDS, clip_low=0.2, clip_high=0.2)
-    assert_close(out.loss, tensor((1.6487213 * 2 + 2 - 0.3678794) / 3))
-    assert out.sums.clipped_low == 0
-    assert out.sums.clipped_high == 0
+    out = ppo_clip(NEW, OLD, -ADVANTAGES, clip_low=0.2, clip_high=0.2)
+    assert_close(out.values, tensor([1.6487213 * 2, 2.0, -0.3678794]))
+    assert not (out.clipped_low | out.clipped_high).any()
 
 
 def test_the_two_bounds_are_separate():
     # log 1.25 = 0.223: inside 1 + 0.28, outside 1 + 0.2
     new, old, one = tensor([0.0]), tensor([-0.2231]), tensor([1.0])
-    assert clipped_policy_loss(new, old, one, one, clip_low=0.2, clip_high=0.28).sums.clipped_high == 0
-    assert clipped_policy_loss(new, old, one, one, clip_low=0.28, clip_high=0.2).sums.clipped_high == 1
+    assert not ppo_clip(new, old, one, clip_low=0.2, clip_high=0.28).clipped_high
+    assert ppo_clip(new, old, one, clip_low=0.28, clip_high=0.2).clipped_high
 
 
-def test_on_policy_ratio_is_exactly_1():
-    logprobs = torch.randn(1000).sub(3).requires_grad_()
-    advantages, weights = torch.randn(1000), torch.full((1000,), 1e-3)
-    out = clipped_policy_loss(logprobs, logprobs.detach(), advantages, weights, clip_low=0.2, clip_high=0.28)
-    assert out.sums.clipped_low == out.sums.clipped_high == 0
-    assert out.sums.ratio == 1000
-    assert out.sums.ratio_max == 1
-    assert out.sums.kl_k1 == out.sums.kl_k3 == 0
-    (gradient,) = torch.autograd.grad(out.loss, logprobs)
-    assert torch.equal(gradient, -(weights * advantages))  # the plain policy gradient
+def test_dual_clip_equals_the_values_worked_out_by_hand():
+    # ratio e^2 = 7.389 with A = -1: 7.389 without, 3 with c = 3 and no gradient; A = 1 is PPO's 1.2; 2.5 is below c
+    new, old = tensor([0.0, 0.0, 0.0]).requires_grad_(), tensor([-2.0, -2.0, -math.log(2.5)])
+    out = ppo_clip(new, old, tensor([-1.0, 1.0, -1.0]), clip_low=0.2, clip_high=0.2, dual_clip=3.0)
+    assert_close(out.values, tensor([3.0, -1.2, 2.5]))
+    assert out.clipped_high.tolist() == [True, True, False]
+    assert_close(gradient_of(out.values, new), tensor([0.0, 0.0, 2.5]))
 
 
-def test_an_advantage_of_0_gives_a_gradient_of_exactly_0():
-    new = tensor([-0.5, -5.0, 0.0, -1.0]).requires_grad_()
-    out = clipped_policy_loss(new, torch.full((4,), -1.0), torch.zeros(4), torch.ones(4), clip_low=0.2, clip_high=0.2)
-    (gradient,) = torch.autograd.grad(out.loss, new)
-    assert out.loss == 0
-    assert torch.equal(gradient, torch.zeros(4))
+def test_gspo_equals_the_values_worked_out_by_hand():
+    # one sequence: log-ratios 0.5, 0, -1: mean -1/6, s = e^(-1/6) = 0.846. A = 1: as it is; A = -1: cut at 0.9
+    index, lengths = tensor([0, 0, 0]), tensor([3])
+    for loss in (gspo, gspo_token):
+        up = loss(NEW, OLD, torch.ones(3), index, lengths, clip_low=0.1, clip_high=0.1)
+        assert_close(up.values, torch.full((3,), -math.exp(-1 / 6)))
+        down = loss(NEW, OLD, -torch.ones(3), index, lengths, clip_low=0.1, clip_high=0.1)
+        assert_close(down.values, torch.full((3,), 0.9))
+        assert down.clipped_low.all()
 
 
-def test_a_wild_ratio_stays_finite():
-    new = tensor([0.0, -1000.0]).requires_grad_()
-    out = clipped_policy_loss(
-        new, tensor([-1000.0, 0.0]), tensor([-1.0, 1.0]), torch.ones(2), clip_low=0.2, clip_high=0.2
+def test_cispo_equals_the_values_worked_out_by_hand():
+    # weights min(1.649, 1.2), 1, 0.368 (not raised); times A times log p: 1.2 * 2 * 0.5, 2 * 1, -0.368 * 2
+    out = cispo(NEW, OLD, ADVANTAGES, max_ratio=1.2)
+    assert_close(out.values, tensor([1.2, 2.0, -0.7357589]))
+    assert out.clipped_high.tolist() == [True, False, False]
+
+
+def test_sapo_equals_the_values_worked_out_by_hand():
+    # A > 0, tau 1, ratio 2: -4 * sigmoid(1) = -2.924234; A < 0, tau 2, ratio 2: 2 * sigmoid(2) = 1.761594
+    new, old = tensor([0.0, 0.0]), tensor([-math.log(2), -math.log(2)])
+    out = sapo(new, old, tensor([1.0, -1.0]), tau_positive=1.0, tau_negative=2.0)
+    assert_close(out.values, tensor([-2.9242343, 1.7615942]))
+
+
+def test_vespo_equals_the_values_worked_out_by_hand():
+    # W = 2 * 1/4 = 1/2. A > 0: (1/2)^2 e^(3/2) = 1.120422; A < 0: (1/2)^3 e = 0.339785; times -A log p, log p = -1
+    new, old = tensor([-1.0, -1.0]), tensor([-1 - math.log(2), -1 + math.log(4)])
+    index, lengths = tensor([0, 0]), tensor([2])
+    up = vespo(new, old, torch.ones(2), index, lengths, **KERNEL)
+    assert_close(up.values, torch.full((2,), 1.1204223))
+    assert_close(up.ratios, torch.full((2,), 0.5))
+    down = vespo(new, old, -torch.ones(2), index, lengths, **KERNEL)
+    assert_close(down.values, torch.full((2,), -0.3397852))
+
+
+@each_loss
+def test_on_policy_the_ratio_is_exactly_1_and_the_gradient_the_plain_one(loss):
+    logprobs, _, advantages, index, lengths = draw()
+    logprobs = logprobs.detach().float().requires_grad_()
+    out = loss(logprobs, logprobs.detach(), advantages, index, lengths)
+    assert torch.equal(out.ratios, torch.ones(12))
+    assert not (out.clipped_low | out.clipped_high).any()
+    sums = loss_sums(out, logprobs, logprobs.detach())
+    assert sums.ratio == 12
+    assert sums.kl_k1 == sums.kl_k3 == 0
+    assert_close(gradient_of(out.values, logprobs), -advantages.float())
+
+
+@each_loss
+def test_an_advantage_of_0_gives_a_gradient_of_exactly_0(loss):
+    new, old, advantages, index, lengths = draw()
+    out = loss(new, old, torch.zeros_like(advantages), index, lengths)
+    assert torch.equal(gradient_of(out.values, new), torch.zeros_like(new))
+    assert not out.values.any()
+
+
+@each_loss
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_a_wild_ratio_stays_finite(loss, sign):
+    new = tensor([0.0, -1000.0, -1.0]).requires_grad_()
+    out = loss(new, tensor([-1000.0, 0.0, -1.0]), torch.full((3,), sign), tensor([0, 1, 1]), tensor([1, 2]))
+    assert torch.isfinite(out.values).all()
+    assert torch.isfinite(gradient_of(out.values, new)).all()
+    assert torch.isfinite(loss_sums(out, new, tensor([-1000.0, 0.0, -1.0])).kl_k3)
+
+
+@pytest.mark.parametrize("name", ["ppo_clip", "dual_clip", "gspo", "sapo"])
+def test_gradient_agrees_with_finite_differences(name):
+    new, old, advantages, index, lengths = draw()
+
+    def values(x: Tensor) -> Tensor:
+        return LOSSES[name](x, old, advantages, index, lengths).values
+
+    assert torch.autograd.gradcheck(values, (new,), eps=1e-7, atol=1e-6)
+    if name != "sapo":
+        gradient = gradient_of(values(new), new)
+        assert 0 < int((gradient == 0).sum()) < 12  # some are clipped, some are not: both sides were checked
+
+
+def test_gradients_through_detached_weights_are_the_intended_ones():
+    new, old, advantages, index, lengths = draw()
+    ratios = (new - old).detach().exp()
+
+    found = gradient_of(LOSSES["cispo"](new, old, advantages, index, lengths).values, new)
+    assert_close(found, -ratios.clamp_max(1.2) * advantages)
+
+    totals = torch.zeros(4, dtype=torch.float64).index_add(0, index, (new - old).detach())
+    w = totals.exp()[index]
+    kernel = torch.where(advantages > 0, w**2 * (3 * (1 - w)).exp(), w**3 * (2 * (1 - w)).exp())
+    found = gradient_of(LOSSES["vespo"](new, old, advantages, index, lengths).values, new)
+    assert_close(found, -kernel * advantages)
+
+    s = (totals / lengths).exp()[index]  # of gspo_token: s * A for each token on its own, 0 where it is clipped
+    stopped = ((s > 1.2) & (advantages > 0)) | ((s < 0.9) & (advantages < 0))
+    out = LOSSES["gspo_token"](new, old, advantages, index, lengths)
+    assert_close(gradient_of(out.values, new), torch.where(stopped, 0.0, -s * advantages))
+    assert torch.equal(out.clipped_low | out.clipped_high, stopped)
+
+
+def test_sapos_gate_is_the_papers_gradient_weight():
+    # d/d log p of the loss is -4 sigmoid (1 - sigmoid) * ratio * A: the weight fades on both sides of ratio 1
+    new, old, advantages, index, lengths = draw()
+    ratios = (new - old).detach().exp()
+    gate = torch.sigmoid(torch.where(advantages > 0, 1.0, 1.3) * (ratios - 1))
+    found = gradient_of(LOSSES["sapo"](new, old, advantages, index, lengths).values, new)
+    assert_close(found, -4 * gate * (1 - gate) * ratios * advantages)
+
+
+def test_gspo_token_equals_gspo_in_value_and_where_advantages_are_constant_in_gradient():
+    new, old, advantages, index, lengths = draw()
+    whole, by_token = (LOSSES[name](new, old, advantages, index, lengths) for name in ("gspo", "gspo_token"))
+    assert_close(whole.values, by_token.values)
+    totals = StepTotals(tokens=12, sequences=4)
+
+    def gradients(mode: Aggregation) -> list[Tensor]:
+        weights = token_weights(index, lengths, mode=mode, totals=totals, max_completion_tokens=5)
+        return [gradient_of(out.values, new, weights) for out in (whole, by_token)]
+
+    for mode in get_args(Aggregation):  # within a sequence the weights of all modes are equal, so under each of them
+        first, second = gradients(mode)
+        assert_close(first, second)
+    # advantages that differ along a sequence part the two
+    uneven = advantages * torch.linspace(0.5, 1.5, 12, dtype=torch.float64)
+    first, second = (
+        gradient_of(LOSSES[name](new, old, uneven, index, lengths).values, new) for name in ("gspo", "gspo_token")
     )
-    (gradient,) = torch.autograd.grad(out.loss, new)
-    assert torch.isfinite(out.loss)
-    assert torch.isfinite(gradient).all()
-    assert torch.isfinite(out.sums.kl_k3)
+    assert (first - second).abs().max() > 1e-2
 
 
-def test_gradient_agrees_with_finite_differences():
-    generator = torch.Generator().manual_seed(0)
-    new = torch.randn(12, generator=generator, dtype=torch.float64).mul(0.4).requires_grad_()
-    old = torch.randn(12, generator=generator, dtype=torch.float64) * 0.4
-    advantages = torch.randn(12, generator=generator, dtype=torch.float64)
-    weights = torch.rand(12, generator=generator, dtype=torch.float64)
-
-    def loss(x: Tensor) -> Tensor:
-        return clipped_policy_loss(x, old, advantages, weights, clip_low=0.2, clip_high=0.28).loss
-
-    assert torch.autograd.gradcheck(loss, (new,), eps=1e-7, atol=1e-6)
-    gradient = torch.autograd.grad(loss(new), new)[0]
-    assert 0 < int((gradient == 0).sum()) < 12  # some are clipped, some are not: both sides were checked
+def test_gspo_with_token_sums_is_luspo():
+    # LUSPO scales GSPO's loss of each sequence by its length: mean over sequences of length * surrogate
+    new, old, advantages, index, lengths = draw()
+    totals = StepTotals(tokens=12, sequences=4)
+    weights = token_weights(index, lengths, mode="sequence_mean_token_sum", totals=totals, max_completion_tokens=5)
+    out = LOSSES["gspo"](new, old, advantages, index, lengths)
+    first_of = tensor([0, 1, 6, 8])
+    assert_close((weights * out.values).sum(), (lengths * out.values[first_of]).mean())
 
 
-def test_no_tokens_give_a_loss_of_0_that_can_be_differentiated():
+@each_loss
+def test_no_tokens_give_a_loss_of_0_that_can_be_differentiated(loss):
     nothing = torch.empty(0, requires_grad=True)
-    out = clipped_policy_loss(nothing, nothing, nothing, nothing, clip_low=0.2, clip_high=0.2)
-    out.loss.backward()
-    assert out.loss == 0
-    assert out.sums.ratio_max == 0
+    out = loss(nothing, nothing.detach(), nothing.detach(), torch.empty(0, dtype=torch.int64), tensor([0]))
+    out.values.sum().backward()
+    assert out.values.sum() == 0
+    assert loss_sums(out, nothing, nothing).ratio_max == 0
 
 
 def test_sums_of_parts_merge_to_the_sums_of_the_whole():
-    def sums(part: slice):
-        out = clipped_policy_loss(NEW[part], OLD[part], ADVANTAGES[part], THIRDS[part], clip_low=0.2, clip_high=0.2)
-        return out.sums
+    def sums(part: slice) -> LossSums:
+        out = ppo_clip(NEW[part], OLD[part], ADVANTAGES[part], clip_low=0.2, clip_high=0.2)
+        return loss_sums(out, NEW[part], OLD[part])
 
     merged, whole = sums(slice(0, 2)).merge(sums(slice(2, 3))), sums(slice(None))
-    for name in ("clipped_low", "clipped_high", "ratio", "ratio_max", "kl_k1", "kl_k3"):
+    for name in LossSums.__slots__:
         assert_close(getattr(merged, name), getattr(whole, name))

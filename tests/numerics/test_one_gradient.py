@@ -1,6 +1,7 @@
 """Promise 1: the gradient is one number, however the step is split, packed or ordered."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -9,15 +10,50 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from rlcore.algorithms.advantage import group_advantages
+from rlcore.algorithms import advantage
 from rlcore.algorithms.aggregation import StepTotals, token_weights
 from rlcore.algorithms.kl import k3
 from rlcore.algorithms.logprobs import chunked_logprobs, trained_positions, trained_sequences
-from rlcore.algorithms.loss import clipped_policy_loss
+from rlcore.config import AlgorithmConfig
+from rlcore.training.step import importance_weights, policy_loss
+from tests.numerics import reference
 
 MODES = ["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant"]
 WIDTH, VOCABULARY, MAX_COMPLETION = 6, 9, 12
-CLIP_LOW, CLIP_HIGH, KL_COEFFICIENT, TEMPERATURE = 0.2, 0.28, 0.05, 0.8
+KL_COEFFICIENT, TEMPERATURE = 0.05, 0.8
+
+# by name: the loss as it is configured, and what one sequence's tokens are worth by the formula alone
+OfSequence = Callable[[list[float], list[float], float], list[float]]
+
+
+def each(of_token: Callable[[float, float, float], float]) -> OfSequence:
+    return lambda new, old, a: [of_token(n, o, a) for n, o in zip(new, old, strict=True)]
+
+
+BAND = {"clip_low": 0.2, "clip_high": 0.28}
+LOSSES: dict[str, tuple[dict[str, object], OfSequence]] = {
+    "ppo_clip": ({"name": "ppo_clip", **BAND}, each(lambda n, o, a: reference.ppo_clip(n, o, a, 0.2, 0.28))),
+    "dual_clip": (
+        {"name": "ppo_clip", "dual_clip": 1.5, **BAND},
+        each(lambda n, o, a: reference.ppo_clip(n, o, a, 0.2, 0.28, 1.5)),
+    ),
+    "gspo": ({"name": "gspo", **BAND}, lambda n, o, a: [reference.gspo(n, o, a, 0.2, 0.28)] * len(n)),
+    "gspo_token": ({"name": "gspo_token", **BAND}, lambda n, o, a: [reference.gspo(n, o, a, 0.2, 0.28)] * len(n)),
+    "cispo": (
+        {"name": "cispo", "max_ratio": 1.3},
+        each(lambda n, o, a: -reference.cispo_weight(n, o, 1.3) * a * n),
+    ),
+    "sapo": ({"name": "sapo"}, each(lambda n, o, a: reference.sapo(n, o, a, 1.0, 1.05))),
+    "vespo": (
+        {"name": "vespo"},
+        lambda new, old, a: [-reference.vespo_weight(new, old, a, (2.0, 3.0), (3.0, 2.0)) * a * n for n in new],
+    ),
+}
+CORRECTIONS = {
+    "none": None,
+    "token": {"name": "truncate", "level": "token", "max_weight": 1.5},
+    "sequence": {"name": "mask", "level": "sequence", "min_weight": 0.2, "max_weight": 3.0},
+}
 
 
 @dataclass(frozen=True)
@@ -26,30 +62,41 @@ class Sequence:
     tokens: Tensor  # [L]
     prompt: int
     old: Tensor  # [L]
+    sampler: Tensor  # [L]
     ref: Tensor  # [L]
     advantage: float
+
+
+def algorithm(loss: str, correction: str = "none") -> AlgorithmConfig:
+    return AlgorithmConfig.model_validate({"loss": LOSSES[loss][0], "correction": CORRECTIONS[correction]})
 
 
 def make_step(dtype: torch.dtype) -> list[Sequence]:
     """Four groups of three ragged sequences; group 2 is all right, one member of group 3 is not graded."""
     generator = torch.Generator().manual_seed(7)
+
+    def around(length: int) -> Tensor:
+        return (-2.2 + 0.5 * torch.randn(length, generator=generator, dtype=torch.float64)).to(dtype)
+
     rewards = torch.tensor([[1.0, 0.0, 0.1], [0.0, 0.1, 0.0], [1.0, 1.0, 1.0], [1.0, 0.0, 0.0]])
     graded = torch.ones_like(rewards, dtype=torch.bool)
     graded[3, 2] = False
+    values = advantage.grpo(rewards, graded, std="sample").values
     sequences = []
     for group in range(4):
-        values = group_advantages(rewards[group], graded[group], normalize_by_std=True).values
         for member in range(3):
             prompt = 1 + (group + member) % 3
             length = prompt + [1, 5, 2, 9][(2 * group + member) % 4]
+            old = around(length)
             sequences.append(
                 Sequence(
                     hidden=torch.randn(length, WIDTH, generator=generator, dtype=torch.float64).to(dtype),
                     tokens=torch.randint(0, VOCABULARY, (length,), generator=generator),
                     prompt=prompt,
-                    old=(-2.2 + 0.5 * torch.randn(length, generator=generator, dtype=torch.float64)).to(dtype),
-                    ref=(-2.2 + 0.5 * torch.randn(length, generator=generator, dtype=torch.float64)).to(dtype),
-                    advantage=float(values[member]),
+                    old=old,
+                    sampler=(old + 0.2 * (around(length) + 2.2)),
+                    ref=around(length),
+                    advantage=float(values[group, member]),
                 )
             )
     return sequences
@@ -60,8 +107,14 @@ def make_head(dtype: torch.dtype) -> Tensor:
     return torch.randn(VOCABULARY, WIDTH, generator=generator, dtype=torch.float64).mul(0.3).to(dtype).requires_grad_()
 
 
-def step_gradient(microbatches: list[list[Sequence]], mode: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def step_gradient(
+    microbatches: list[list[Sequence]],
+    mode: str,
+    dtype: torch.dtype,
+    config: AlgorithmConfig | None = None,
+) -> tuple[Tensor, Tensor]:
     """Loss and gradient of the LM head, accumulated as the trainer does it."""
+    config = config or algorithm("ppo_clip")
     head = make_head(dtype)
     everything = [s for batch in microbatches for s in batch]
     totals = StepTotals(tokens=sum(len(s.tokens) - s.prompt for s in everything), sequences=len(everything))
@@ -71,7 +124,7 @@ def step_gradient(microbatches: list[list[Sequence]], mode: str, dtype: torch.dt
         bounds = torch.tensor([0, *np.cumsum([len(s.tokens) for s in batch])])
         predict_from, token_index = trained_positions(mask, bounds)
         sequence_index, lengths = trained_sequences(mask, bounds)
-        logprobs, _ = chunked_logprobs(
+        logprobs, _, _ = chunked_logprobs(
             torch.cat([s.hidden for s in batch])[predict_from],
             lambda hidden: hidden @ head.T,
             torch.cat([s.tokens for s in batch])[token_index],
@@ -80,39 +133,38 @@ def step_gradient(microbatches: list[list[Sequence]], mode: str, dtype: torch.dt
         )
         weights = token_weights(sequence_index, lengths, mode=mode, totals=totals, max_completion_tokens=MAX_COMPLETION)
         advantages = torch.tensor([s.advantage for s in batch], dtype=dtype)[sequence_index]
-        old = torch.cat([s.old for s in batch])[token_index]
-        ref = torch.cat([s.ref for s in batch])[token_index]
-        policy = clipped_policy_loss(logprobs, old, advantages, weights, clip_low=CLIP_LOW, clip_high=CLIP_HIGH).loss
-        loss = policy + KL_COEFFICIENT * (weights.to(dtype) * k3(logprobs, ref)).sum()
+        old, ref, sampler = (torch.cat([getattr(s, n) for s in batch])[token_index] for n in ("old", "ref", "sampler"))
+        values = policy_loss(config.loss, logprobs, old, advantages, sequence_index, lengths).values
+        importance = importance_weights(config.correction, old, sampler, sequence_index)
+        loss = (weights.to(dtype) * (importance * values + KL_COEFFICIENT * k3(logprobs, ref))).sum()
         loss.backward()
         total += loss.detach().double()
     return total, head.grad
 
 
-def oracle_loss(sequences: list[Sequence], mode: str) -> float:
+def oracle_loss(sequences: list[Sequence], mode: str, name: str, correction: str) -> float:
     """The same number from the formulas alone: python loops over one token at a time."""
     head = make_head(torch.float64).detach().numpy()
     num_tokens = sum(len(s.tokens) - s.prompt for s in sequences)
     loss = 0.0
     for s in sequences:
-        trained = len(s.tokens) - s.prompt
+        new = []
         for t in range(s.prompt, len(s.tokens)):
             logits = [float(np.dot(row, s.hidden[t - 1].numpy())) / TEMPERATURE for row in head]
-            logprob = logits[int(s.tokens[t])] - math.log(sum(math.exp(x) for x in logits))
-            ratio = math.exp(logprob - float(s.old[t]))
-            bounded = min(max(ratio, 1 - CLIP_LOW), 1 + CLIP_HIGH)
-            log_r = float(s.ref[t]) - logprob
-            token = -min(ratio * s.advantage, bounded * s.advantage)
-            token += KL_COEFFICIENT * (math.exp(log_r) - log_r - 1)
-            loss += (
-                token
-                / {
-                    "token_mean": num_tokens,
-                    "sequence_mean_token_mean": len(sequences) * trained,
-                    "sequence_mean_token_sum": len(sequences),
-                    "constant": len(sequences) * MAX_COMPLETION,
-                }[mode]
-            )
+            new.append(logits[int(s.tokens[t])] - math.log(sum(math.exp(x) for x in logits)))
+        old, ref, sampler = (getattr(s, n)[s.prompt :].tolist() for n in ("old", "ref", "sampler"))
+        values = LOSSES[name][1](new, old, s.advantage)
+        weight = reference.token_weight(
+            mode, length=len(new), tokens=num_tokens, sequences=len(sequences), budget=MAX_COMPLETION
+        )
+        ratios = reference.importance(old, sampler, [0] * len(new) if correction == "sequence" else None)
+        for token, value in enumerate(values):
+            w = {
+                "none": 1.0,
+                "token": min(ratios[token], 1.5),
+                "sequence": ratios[token] if 0.2 <= ratios[token] <= 3.0 else 0.0,
+            }[correction]
+            loss += weight * (w * value + KL_COEFFICIENT * reference.k3(new[token], ref[token]))
     return loss
 
 
@@ -121,45 +173,57 @@ def chunks(sequences: list[Sequence], size: int) -> list[list[Sequence]]:
 
 
 def assert_same(got: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor], relative: float) -> None:
-    assert abs(got[0] - expected[0]) <= relative * abs(expected[0])
+    assert abs(got[0] - expected[0]) <= relative * max(1.0, abs(expected[0]))  # terms of either sign cancel
     assert (got[1] - expected[1]).norm() <= relative * expected[1].norm()
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_loss_equals_an_oracle_written_as_loops(mode):
+each_choice = pytest.mark.parametrize(
+    ("name", "correction"),
+    [*((name, "none") for name in LOSSES), ("ppo_clip", "token"), ("ppo_clip", "sequence"), ("gspo", "sequence")],
+)
+each_mode = pytest.mark.parametrize("mode", MODES)
+each_dtype = pytest.mark.parametrize(("dtype", "relative"), [(torch.float64, 1e-12), (torch.float32, 1e-6)])
+
+
+@each_mode
+@each_choice
+def test_loss_equals_an_oracle_written_as_loops(name, correction, mode):
     step = make_step(torch.float64)
-    loss, _ = step_gradient([step], mode, torch.float64)
-    assert_close(float(loss), oracle_loss(step, mode), rtol=1e-12, atol=0)
+    loss, _ = step_gradient([step], mode, torch.float64, algorithm(name, correction))
+    assert_close(float(loss), oracle_loss(step, mode, name, correction), rtol=1e-12, atol=0)
 
 
-@pytest.mark.parametrize(("dtype", "relative"), [(torch.float64, 1e-12), (torch.float32, 1e-6)])
-@pytest.mark.parametrize("mode", MODES)
-def test_any_split_into_microbatches_gives_the_same_gradient(mode, dtype, relative):
-    step = make_step(dtype)
-    whole = step_gradient([step], mode, dtype)
-    for split in (chunks(step, 1), chunks(step, 2), chunks(step, 5), [step[:1], step[1:11], step[11:]]):
-        assert_same(step_gradient(split, mode, dtype), whole, relative)
+@each_dtype
+@each_mode
+@each_choice
+def test_any_split_into_microbatches_gives_the_same_gradient(name, correction, mode, dtype, relative):
+    step, config = make_step(dtype), algorithm(name, correction)
+    whole = step_gradient([step], mode, dtype, config)
+    for split in (chunks(step, 1), chunks(step, 5), [step[:1], step[1:11], step[11:]]):
+        assert_same(step_gradient(split, mode, dtype, config), whole, relative)
 
 
-@pytest.mark.parametrize(("dtype", "relative"), [(torch.float64, 1e-12), (torch.float32, 1e-6)])
-@pytest.mark.parametrize("mode", MODES)
-def test_any_order_of_sequences_and_groups_gives_the_same_gradient(mode, dtype, relative):
-    step = make_step(dtype)
-    whole = step_gradient([step], mode, dtype)
+@each_dtype
+@each_mode
+@each_choice
+def test_any_order_of_sequences_and_groups_gives_the_same_gradient(name, correction, mode, dtype, relative):
+    step, config = make_step(dtype), algorithm(name, correction)
+    whole = step_gradient([step], mode, dtype, config)
     shuffled = [step[i] for i in torch.randperm(len(step), generator=torch.Generator().manual_seed(3))]
-    groups_turned = [s for group in reversed(chunks(step, 3)) for s in group]
-    for order in (shuffled, groups_turned, step[::-1]):
-        assert_same(step_gradient(chunks(order, 4), mode, dtype), whole, relative)
+    within_groups = [s for group in chunks(step, 3) for s in reversed(group)]
+    for order in (shuffled, within_groups, step[::-1]):
+        assert_same(step_gradient(chunks(order, 4), mode, dtype, config), whole, relative)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_ranks_that_each_sum_their_share_add_up_to_the_gradient(mode):
+@each_mode
+@each_choice
+def test_ranks_that_each_sum_their_share_add_up_to_the_gradient(name, correction, mode):
     """W ranks: a plain sum of gradients, because the weights hold the global denominators already."""
-    step = make_step(torch.float64)
-    whole = step_gradient([step], mode, torch.float64)
+    step, config = make_step(torch.float64), algorithm(name, correction)
+    whole = step_gradient([step], mode, torch.float64, config)
     for ranks in (2, 4):
         shares = [step[rank::ranks] for rank in range(ranks)]
-        assert_same(step_gradient(shares, mode, torch.float64), whole, 1e-12)
+        assert_same(step_gradient(shares, mode, torch.float64, config), whole, 1e-12)
 
 
 def test_the_aggregations_are_different_objectives():
@@ -168,16 +232,17 @@ def test_the_aggregations_are_different_objectives():
     assert len({round(loss, 6) for loss in losses}) == 4
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_a_group_without_signal_adds_exactly_nothing(mode, monkeypatch):
+@each_mode
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_group_without_signal_adds_exactly_nothing(name, mode, monkeypatch):
     monkeypatch.setattr(f"{__name__}.KL_COEFFICIENT", 0.0)
-    step = make_step(torch.float64)
+    step, config = make_step(torch.float64), algorithm(name)
     group = step[6:9]  # all right
     assert [s.advantage for s in group] == [0.0] * 3
-    _, gradient = step_gradient([group], mode, torch.float64)
+    _, gradient = step_gradient([group], mode, torch.float64, config)
     assert torch.equal(gradient, torch.zeros_like(gradient))
     # its tokens may be anything: the rest of the step does not move by one bit
     other = [replace(s, hidden=s.hidden * 3, old=s.old - 1) for s in group]
     rest = [step[:6], group, step[9:]], [step[:6], other, step[9:]]
-    first, second = (step_gradient(parts, mode, torch.float64) for parts in rest)
+    first, second = (step_gradient(parts, mode, torch.float64, config) for parts in rest)
     assert torch.equal(first[1], second[1])

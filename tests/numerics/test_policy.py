@@ -16,6 +16,14 @@ from rlcore.types import TrainingSample
 from tests.numerics import toy
 
 MODES = ("token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant")
+ALGORITHMS = (
+    ("gspo", "sequence_mean_token_mean"),
+    ("gspo", "sequence_mean_token_sum"),
+    ("gspo_token", "sequence_mean_token_mean"),
+    ("cispo", "token_mean"),
+    ("sapo", "sequence_mean_token_mean"),
+    ("vespo", "token_mean"),
+)
 
 
 def huggingface_logprobs(folder: Path, sample: TrainingSample, temperature: float) -> np.ndarray:
@@ -39,7 +47,9 @@ def huggingface_logprobs(folder: Path, sample: TrainingSample, temperature: floa
     return np.where(sample.loss_mask, np.concatenate([[0.0], logprobs.numpy()]), 0.0)
 
 
-def step_gradient(policy: TorchPolicy, microbatches: list[list[TrainingSample]]) -> tuple[Tensor, dict[str, float]]:
+def step_gradient(
+    policy: TorchPolicy, microbatches: list[list[TrainingSample]], kl_coefficient: float = 0.0
+) -> tuple[Tensor, dict[str, float]]:
     """The whole gradient of one optimizer step as one vector, taken before AdamW sees it."""
     taken: list[Tensor] = []
     policy.optimizer.step = lambda: taken.append(  # type: ignore[method-assign]
@@ -47,8 +57,12 @@ def step_gradient(policy: TorchPolicy, microbatches: list[list[TrainingSample]])
     )
     every = [s for m in microbatches for s in m]
     totals = StepTotals(tokens=sum(s.num_trained for s in every), sequences=len(every))
-    result = policy.update(microbatches, totals, 1e-3)
+    result = policy.update(microbatches, totals, 1e-3, kl_coefficient)
     return taken[0] * max(1.0, result.grad_norm / policy.config.training.max_grad_norm), {"norm": result.grad_norm}
+
+
+def flat(sample: TrainingSample) -> TrainingSample:
+    return replace(sample, advantages=np.zeros(sample.num_tokens, np.float32))
 
 
 def relative(a: Tensor, b: Tensor) -> float:
@@ -61,27 +75,33 @@ def test_packed_logprobs_equal_huggingfaces_one_by_one(tiny_model: Path, text_on
     samples = toy.samples(6, group=2, text_only=text_only)
     found = toy.policy(tiny_model, settings).logprobs([samples])[0]
     for sample, values in zip(samples, found, strict=True):
-        np.testing.assert_allclose(values, huggingface_logprobs(tiny_model, sample, 0.9), atol=2e-5)
+        np.testing.assert_allclose(values.logprobs, huggingface_logprobs(tiny_model, sample, 0.9), atol=2e-5)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_the_gradient_does_not_depend_on_microbatches_or_order(tiny_model: Path, mode: str) -> None:
-    settings = toy.config(aggregation=mode, kl={"coefficient": 0.1})
+@pytest.mark.parametrize(("loss", "mode"), [*(("ppo_clip", mode) for mode in MODES), *ALGORITHMS])
+def test_the_gradient_does_not_depend_on_microbatches_or_order(tiny_model: Path, loss: str, mode: str) -> None:
+    settings = toy.config(loss={"name": loss}, aggregation=mode, kl={"coefficient": 0.1})
     samples = toy.samples(8)
     policy = toy.policy(tiny_model, settings)
-    reference = policy.logprobs([samples], reference=True)[0]
+    scored = policy.logprobs([samples], reference=True)[0]
+    off = np.float32(0.1 if loss == "ppo_clip" else 0.01)  # the others look at the whole sequence
     samples = [
-        replace(s, old_logprobs=r + np.float32(0.1) * s.loss_mask, ref_logprobs=r - np.float32(0.2) * s.loss_mask)
-        for s, r in zip(samples, reference, strict=True)
+        replace(
+            s,
+            old_logprobs=r.logprobs + off * s.loss_mask,
+            ref_logprobs=r.logprobs - np.float32(0.2) * s.loss_mask,
+        )
+        for s, r in zip(samples, scored, strict=True)
     ]
-    whole, _ = step_gradient(policy, [samples])
+    whole, _ = step_gradient(policy, [samples], 0.1)
     assert whole.norm() > 0
-    by_two, _ = step_gradient(policy, [samples[i : i + 2] for i in range(0, 8, 2)])
-    one_by_one, _ = step_gradient(policy, [[s] for s in samples])
-    shuffled, _ = step_gradient(policy, [[samples[i] for i in (5, 2, 7, 0)], [], [samples[i] for i in (3, 6, 1, 4)]])
-    assert relative(by_two, whole) < 1e-6
-    assert relative(one_by_one, whole) < 1e-6
-    assert relative(shuffled, whole) < 1e-6
+    by_two, _ = step_gradient(policy, [samples[i : i + 2] for i in range(0, 8, 2)], 0.1)
+    one_by_one, _ = step_gradient(policy, [[s] for s in samples], 0.1)
+    parts = [[samples[i] for i in (5, 2, 7, 0)], [], [samples[i] for i in (3, 6, 1, 4)]]
+    shuffled, _ = step_gradient(policy, parts, 0.1)
+    assert relative(by_two, whole) < 2e-6
+    assert relative(one_by_one, whole) < 2e-6
+    assert relative(shuffled, whole) < 2e-6
 
 
 def test_gradient_checkpointing_does_not_change_the_gradient(tiny_model: Path) -> None:
@@ -93,27 +113,59 @@ def test_gradient_checkpointing_does_not_change_the_gradient(tiny_model: Path) -
     assert relative(b, a) < 1e-6
 
 
-def test_on_policy_the_ratio_is_exactly_one(tiny_model: Path) -> None:
-    """Old log-probs from their own pass over the same plan are bit for bit those of the update."""
-    policy = toy.policy(tiny_model, toy.config(kl={"coefficient": 0.01}))
-    plan = [toy.samples(8)[:5], toy.samples(8)[5:]]
-    old, reference = policy.logprobs(plan), policy.logprobs(plan, reference=True)
-    plan = [
-        [replace(s, old_logprobs=o, ref_logprobs=r) for s, o, r in zip(m, os, rs, strict=True)]
-        for m, os, rs in zip(plan, old, reference, strict=True)
-    ]
-    every = [s for m in plan for s in m]
-    sums = policy.update(plan, StepTotals(sum(s.num_trained for s in every), len(every)), 1e-30).sums
-    assert float(sums.loss.ratio_max) == 1.0
-    assert float(sums.loss.ratio) == float(sums.tokens)
-    assert float(sums.loss.clipped_low + sums.loss.clipped_high) == 0.0
-    assert float(sums.loss.kl_k3) == 0.0
-    assert float(sums.kl_ref) < 1e-9  # the reference is the same weights at step 0
+@pytest.mark.parametrize(("loss", "mode"), [("ppo_clip", "token_mean"), *ALGORITHMS])
+def test_on_policy_the_ratio_is_exactly_one(tiny_model: Path, loss: str, mode: str) -> None:
+    """With a learning rate of 0 nothing moves, for two updates per rollout batch and two passes over it: old log-probs
+    from their own pass over the same plans are bit for bit those of every update."""
+    policy = toy.policy(tiny_model, toy.config(loss={"name": loss}, aggregation=mode, kl={"coefficient": 0.01}))
+    before = {name: value.clone() for name, value in policy.full_weights()}
+    samples = toy.samples(8)
+    updates = []
+    for plan in ([samples[:3], samples[3:4]], [samples[4:5], samples[5:]]):
+        old, reference = policy.logprobs(plan), policy.logprobs(plan, reference=True)
+        updates.append(
+            [
+                [
+                    replace(s, old_logprobs=o.logprobs, ref_logprobs=r.logprobs)
+                    for s, o, r in zip(m, os, rs, strict=True)
+                ]
+                for m, os, rs in zip(plan, old, reference, strict=True)
+            ]
+        )
+    for plan in updates * 2:
+        every = [s for m in plan for s in m]
+        result = policy.update(plan, StepTotals(sum(s.num_trained for s in every), len(every)), 0.0, 0.01)
+        sums = result.sums
+        assert result.grad_norm > 0
+        assert float(sums.loss.ratio_max) == 1.0
+        assert float(sums.loss.ratio) == float(sums.tokens)
+        assert float(sums.loss.clipped_low + sums.loss.clipped_high) == 0.0
+        assert float(sums.loss.kl_k1) == float(sums.loss.kl_k3) == 0.0
+        assert float(sums.kl_ref) < 1e-9  # the reference is the same weights at step 0
+    assert all(torch.equal(value, before[name]) for name, value in policy.full_weights())
+
+
+def test_what_top_p_and_top_k_cut_is_no_mismatch(tiny_model: Path) -> None:
+    """A sampler that scales up what it kept, at the same weights: every weight is 1 and every token counts."""
+    settings = toy.config(kl={"coefficient": 0.0})
+    settings = settings.model_copy(update={"rollout": settings.rollout.model_copy(update={"top_p": 0.9, "top_k": 40})})
+    policy = toy.policy(tiny_model, settings)
+    samples = toy.samples(4)
+    scored = policy.logprobs([samples])[0]
+    assert all((r.log_kept[s.loss_mask] < -1e-3).any() for s, r in zip(samples, scored, strict=True))
+    samples = [replace(s, sampler_logprobs=r.logprobs - r.log_kept) for s, r in zip(samples, scored, strict=True)]
+    count = sum(s.num_trained for s in samples)
+    sums = policy.update([samples], StepTotals(count, 4), 0.0, 0.0).sums
+    assert float(sums.mismatch.abs_delta_max) < 2e-6
+    assert float(sums.mismatch.effective_sample_size()) == pytest.approx(count, rel=1e-6)
+    stale = [replace(s, old_logprobs=r.logprobs, log_kept=r.log_kept) for s, r in zip(samples, scored, strict=True)]
+    sums = policy.update([stale], StepTotals(count, 4), 0.0, 0.0).sums
+    assert float(sums.mismatch.abs_delta_max) < 2e-6
 
 
 def test_zero_advantage_gives_exactly_zero_gradient(tiny_model: Path) -> None:
     policy = toy.policy(tiny_model, toy.config(kl={"coefficient": 0.0}))
-    samples = [replace(s, advantage=0.0) for s in toy.samples(4)]
+    samples = [flat(s) for s in toy.samples(4)]
     gradient, values = step_gradient(policy, [samples])
     assert values["norm"] == 0.0
     assert not gradient.any()
@@ -135,18 +187,20 @@ def test_leaving_out_samples_without_gradient_changes_nothing(tiny_model: Path) 
     from rlcore.distributed.group import LocalRanks, WorkerGroup, has_gradient
 
     settings = toy.config(kl={"coefficient": 0.0})
-    samples = [replace(s, advantage=0.0) if i in (1, 4, 5) else s for i, s in enumerate(toy.samples(8))]
+    samples = [flat(s) if i in (1, 4, 5) else s for i, s in enumerate(toy.samples(8))]
     assert [has_gradient(s) for s in samples] == [i not in (1, 4, 5) for i in range(8)]
     assert has_gradient(replace(samples[1], ref_logprobs=samples[1].sampler_logprobs))  # its KL term still pulls
 
     plain = toy.policy(tiny_model, settings)
-    everything = plain.update([samples], StepTotals(sum(s.num_trained for s in samples), len(samples)), 1e-3)
+    everything = plain.update([samples], StepTotals(sum(s.num_trained for s in samples), len(samples)), 1e-3, 0.0)
     grouped = toy.policy(tiny_model, settings)
-    result = WorkerGroup(LocalRanks(grouped), settings).update(samples, 1e-3)
+    result = WorkerGroup(LocalRanks(grouped), settings).update(samples, 1e-3, 0.0)
     assert result.grad_norm == pytest.approx(everything.grad_norm, rel=1e-6)
     assert float(result.sums.policy_loss) == pytest.approx(float(everything.sums.policy_loss), rel=1e-5)
     for (name, a), (_, b) in zip(plain.full_weights(), grouped.full_weights(), strict=True):
         assert torch.allclose(a, b, atol=2e-5), name
 
-    flat = [replace(s, advantage=0.0) for s in samples]
-    assert WorkerGroup(LocalRanks(grouped), settings).update(flat, 1e-3).grad_norm == 0.0  # AdamW's step is still taken
+    still = [flat(s) for s in samples]
+    assert (
+        WorkerGroup(LocalRanks(grouped), settings).update(still, 1e-3, 0.0).grad_norm == 0.0
+    )  # AdamW's step is still taken

@@ -7,6 +7,7 @@ import os
 import socket
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -14,16 +15,27 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
 
-from rlcore.algorithms.aggregation import StepTotals
+from rlcore.algorithms.aggregation import Aggregation, StepTotals
 from rlcore.batch import plan_microbatches
+from rlcore.config import ExperimentConfig
+from rlcore.ports import ScoredTokens
 from rlcore.training.metrics import update_metrics
+from rlcore.types import TrainingSample
 from tests.numerics import toy
+
+KL_COEFFICIENT = 0.05
+LOSSES = ("ppo_clip", "gspo", "gspo_token", "cispo", "sapo", "vespo")
+CORRECTION = {"name": "mask", "level": "sequence", "min_weight": 0.5, "max_weight": 2.0}
+CHOICES = {
+    f"{loss} {mode}": {"loss": {"name": loss}, "aggregation": mode} for loss in LOSSES for mode in get_args(Aggregation)
+}
+CHOICES["gspo corrected"] = {"loss": {"name": "gspo"}, "correction": CORRECTION}
+LAST = "ppo_clip sequence_mean_token_mean"  # whose step is taken, with a learning rate above 0
 
 
 def _rank(rank: int, world: int, port: int, model: str, out: str) -> None:
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
-    settings = toy.config(kl={"coefficient": 0.05}, aggregation="sequence_mean_token_mean")
-    policy = toy.policy(Path(model), settings, init_device_mesh("cpu", (world,)))
+    policy = toy.policy(Path(model), _settings(LAST), init_device_mesh("cpu", (world,)))
     samples = toy.samples(12, group=4)
     samples += toy.samples(1, group=1, seed=5, text_only=True)  # one rank may meet a microbatch without a picture
     plan = plan_microbatches(
@@ -34,29 +46,46 @@ def _rank(rank: int, world: int, port: int, model: str, out: str) -> None:
     )
     mine = [[samples[i] for i in micro] for micro in plan[rank]]
     reference = policy.logprobs(mine, reference=True)
-    mine = [
-        [replace(s, ref_logprobs=r - 0.3 * s.loss_mask.astype("float32")) for s, r in zip(m, rs, strict=True)]
-        for m, rs in zip(mine, reference, strict=True)
-    ]
+    mine = [[_beside(s, r) for s, r in zip(m, rs, strict=True)] for m, rs in zip(mine, reference, strict=True)]
+    totals = StepTotals(sum(s.num_trained for s in samples), len(samples))
     gradients: dict[str, torch.Tensor] = {}
     step = policy.optimizer.step
 
     def keep_then_step() -> None:
-        gradients.update({n: p.grad.full_tensor() for n, p in policy.model.hf.named_parameters()})
+        gradients.update({n: p.grad.full_tensor().clone() for n, p in policy.model.hf.named_parameters()})
         step()
 
     policy.optimizer.step = keep_then_step  # type: ignore[method-assign]
-    result = policy.update(mine, StepTotals(sum(s.num_trained for s in samples), len(samples)), 1e-3)
-    weights = {name: value.clone() for name, value in policy.full_weights()}
+    found, metrics = {}, {}
+    for choice in [*CHOICES, LAST]:  # a learning rate of 0 leaves the weights as they are for the next one
+        policy.config = _settings(choice)
+        rate = 1e-3 if choice in found else 0.0
+        if rate:
+            policy.optimizer.state.clear()
+        result = policy.update(mine, totals, rate, KL_COEFFICIENT)
+        found[choice] = torch.cat([gradients[name].flatten() for name in sorted(gradients)])
+        metrics[choice] = update_metrics(result, KL_COEFFICIENT)
+    weights = torch.cat([value.flatten() for _, value in policy.full_weights()])
     if rank == 0:
-        metrics = update_metrics(result, settings.algorithm)
-        torch.save({"gradients": gradients, "weights": weights}, out)
+        torch.save({"gradients": found, "weights": weights}, out)
         Path(out + ".json").write_text(json.dumps(metrics))
     dist.barrier()
     os._exit(0)  # gloo's thread can abort an interpreter that is shutting down
 
 
-def _run(world: int, model: Path, folder: Path) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, float]]:
+def _settings(choice: str) -> ExperimentConfig:
+    return toy.config(kl={"coefficient": KL_COEFFICIENT}, **CHOICES[choice])
+
+
+def _beside(sample: TrainingSample, scored: ScoredTokens) -> TrainingSample:
+    """Old, reference and sampler log-probs a little off the policy's own."""
+    mask, own = sample.loss_mask.astype("float32"), scored.logprobs
+    return replace(
+        sample, ref_logprobs=own - 0.3 * mask, old_logprobs=own + 0.01 * mask, sampler_logprobs=own - 0.02 * mask
+    )
+
+
+def _run(world: int, model: Path, folder: Path) -> tuple[dict[str, Any], dict[str, dict[str, float]]]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -67,18 +96,16 @@ def _run(world: int, model: Path, folder: Path) -> tuple[dict[str, dict[str, tor
 
 @pytest.mark.slow
 def test_two_ranks_take_the_step_of_one(tiny_model: Path, tmp_path: Path) -> None:
+    """For every loss and aggregation."""
     one, metrics_one = _run(1, tiny_model, tmp_path)
     two, metrics_two = _run(2, tiny_model, tmp_path)
-
-    def flat(tensors: dict[str, torch.Tensor]) -> torch.Tensor:
-        return torch.cat([tensors[name].flatten() for name in sorted(tensors)])
-
-    a, b = flat(one["gradients"]), flat(two["gradients"])
-    assert a.norm() > 0
-    assert float((a - b).norm() / a.norm()) < 1e-6
-    for name, value in metrics_one.items():
-        assert metrics_two[name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
-    assert one["weights"].keys() == two["weights"].keys()
+    assert one["gradients"].keys() == two["gradients"].keys() == CHOICES.keys()
+    for choice, a in one["gradients"].items():
+        b = two["gradients"][choice]
+        assert a.norm() > 0
+        assert float((a - b).norm() / a.norm()) < 2e-6, choice
+        for name, value in metrics_one[choice].items():
+            assert metrics_two[choice][name] == pytest.approx(value, rel=1e-5, abs=1e-6), (choice, name)
     # AdamW's first step divides by |g|: where a gradient is float noise around 0 its sign decides, so most, not all
-    same = (flat(one["weights"]) - flat(two["weights"])).abs() < 1e-5
+    same = (one["weights"] - two["weights"]).abs() < 1e-5
     assert same.float().mean() > 0.999

@@ -13,7 +13,9 @@ from torch.distributed.tensor import DTensor
 
 from rlcore.errors import CheckpointError
 from rlcore.models.checkpoint import load_full_weights, load_train_state, save_train_state
+from rlcore.models.optimizer import KahanAdamW
 
+ELASTIC = [(0, False), (3, False), (0, True), (3, True)]  # steps trained, all in bfloat16
 NAMES = {"embed.weight", "block.weight", "block.bias", "unused.weight", "norm", "counter"}
 
 
@@ -34,13 +36,15 @@ class Tiny(nn.Module):
         return self.head(self.norm * torch.tanh(self.block(self.embed(tokens))))
 
 
-def _model(seed: int, *, shard: bool = False) -> tuple[Tiny, torch.optim.Optimizer]:
+def _model(seed: int, *, shard: bool = False, bf16: bool = False) -> tuple[Tiny, torch.optim.Optimizer]:
     torch.manual_seed(seed)
-    model = Tiny()
+    model = Tiny().to(torch.bfloat16 if bf16 else torch.float32)
     if shard:
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         fully_shard(model.block, mesh=mesh)
         fully_shard(model, mesh=mesh)
+    if bf16:
+        return model, KahanAdamW(model.parameters(), lr=0.01, betas=(0.9, 0.99))
     return model, torch.optim.AdamW(model.parameters(), lr=0.01, betas=(0.9, 0.99), fused=True)
 
 
@@ -72,15 +76,16 @@ def _assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None
         assert torch.equal(found[name], value), name
 
 
+@pytest.mark.parametrize("bf16", [False, True])
 @pytest.mark.parametrize("steps", [0, 3])
-def test_one_process_gets_back_every_bit_and_trains_on_the_same(tmp_path, steps):
-    model, optimizer = _model(0)
+def test_one_process_gets_back_every_bit_and_trains_on_the_same(tmp_path, steps, bf16):
+    model, optimizer = _model(0, bf16=bf16)
     _train(model, optimizer, steps)
     before = _snapshot(model, optimizer)
     save_train_state(model, optimizer, tmp_path)
     _assert_equal(_snapshot(model, optimizer), before)  # saving changes nothing, at step 0 neither
 
-    other, other_optimizer = _model(1)
+    other, other_optimizer = _model(1, bf16=bf16)
     _train(other, other_optimizer, 2)  # what was there before is replaced whole
     load_train_state(other, other_optimizer, tmp_path)
     _assert_equal(_snapshot(other, other_optimizer), before)
@@ -152,16 +157,16 @@ def test_another_optimizer_and_an_empty_folder_are_refused(tmp_path):
 def _rank(rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
-    for steps in (0, 3):
-        model, optimizer = _model(1, shard=True)
+    for steps, bf16 in ELASTIC:
+        model, optimizer = _model(1, shard=True, bf16=bf16)
         _train(model, optimizer, 2)
-        load_train_state(model, optimizer, folder / f"by-one-{steps}")
-        _assert_equal(_snapshot(model, optimizer), torch.load(folder / f"by-one-{steps}.pt"))
+        load_train_state(model, optimizer, folder / f"by-one-{steps}-{bf16}")
+        _assert_equal(_snapshot(model, optimizer), torch.load(folder / f"by-one-{steps}-{bf16}.pt"))
         _train(model, optimizer, 2 if steps else 0)
-        save_train_state(model, optimizer, folder / f"by-two-{steps}")
+        save_train_state(model, optimizer, folder / f"by-two-{steps}-{bf16}")
         expected = _snapshot(model, optimizer)
         if rank == 0:
-            torch.save(expected, folder / f"by-two-{steps}.pt")
+            torch.save(expected, folder / f"by-two-{steps}-{bf16}.pt")
     if rank == 1:
         optimizer.state.pop(model.norm)
     with pytest.raises(CheckpointError, match="rank 1 holds other optimizer states"):
@@ -174,15 +179,16 @@ def _rank(rank: int, folder: Path) -> None:
 
 @pytest.mark.slow
 def test_written_by_one_read_by_two_and_the_reverse(tmp_path):
-    for steps in (0, 3):
-        model, optimizer = _model(0)
+    for steps, bf16 in ELASTIC:
+        model, optimizer = _model(0, bf16=bf16)
         _train(model, optimizer, steps)
-        save_train_state(model, optimizer, tmp_path / f"by-one-{steps}")
-        torch.save(_snapshot(model, optimizer), tmp_path / f"by-one-{steps}.pt")
+        save_train_state(model, optimizer, tmp_path / f"by-one-{steps}-{bf16}")
+        torch.save(_snapshot(model, optimizer), tmp_path / f"by-one-{steps}-{bf16}.pt")
     mp.spawn(_rank, args=(tmp_path,), nprocs=2)
-    for steps in (0, 3):
-        model, optimizer = _model(2)
-        load_train_state(model, optimizer, tmp_path / f"by-two-{steps}")
-        expected = torch.load(tmp_path / f"by-two-{steps}.pt")
+    for steps, bf16 in ELASTIC:
+        model, optimizer = _model(2, bf16=bf16)
+        load_train_state(model, optimizer, tmp_path / f"by-two-{steps}-{bf16}")
+        expected = torch.load(tmp_path / f"by-two-{steps}-{bf16}.pt")
         _assert_equal(_snapshot(model, optimizer), expected)
-        _assert_equal(load_full_weights(tmp_path / f"by-two-{steps}"), {name: expected[name] for name in NAMES})
+        weights = load_full_weights(tmp_path / f"by-two-{steps}-{bf16}")
+        _assert_equal(weights, {name: expected[name] for name in NAMES})

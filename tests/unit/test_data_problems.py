@@ -73,7 +73,11 @@ def test_a_row_becomes_a_problem_and_its_image_is_stored_once(tmp_path):
 
 def test_every_reject_has_its_reason(tmp_path):
     rows = [
-        row(id="good"),
+        row(id="good", videos=[]),
+        row("no marker either", images=[png()] * 9, id="too_many_images"),
+        row(videos=[[png()] * 8], id="too_many_images-frames"),
+        row("<image><video>", id="video_marker_count"),
+        row("<video>", images=[], videos=[[]], id="video_format-empty"),
         row("  ", images=[], id="empty_problem"),
         row(answer=" ", id="empty_answer"),
         row(answer=None, id="empty_answer-none"),
@@ -93,6 +97,59 @@ def test_every_reject_has_its_reason(tmp_path):
     assert (ref.num_problems, ref.num_rejected, ref.num_images) == (1, len(rows) - 1, 1)
     too_long = rejects[-1].detail
     assert "(1296 of images) above 1000" in too_long  # (1000 / 28 = 35.7 -> 36) squared
+
+
+def test_a_video_is_its_frames_in_the_place_of_its_marker(tmp_path):
+    colors = ["red", "green", "blue", "white"]
+    still, *film = [png(color=color) for color in colors]
+    rows = [
+        row("See <video> and <image>.<video>", images=[still], videos=[film[:2], film[2:]], id="a"),
+        row("<video>", images=[], videos=["film.mp4"], id="b"),
+    ]
+    path = tmp_path / "rows.jsonl"
+    for index, content in enumerate([still, *film]):
+        (tmp_path / f"{index}.png").write_bytes(content)
+    rows[0] |= {"images": ["0.png"], "videos": [["1.png", "2.png"], ["3.png"]]}
+    path.write_text("\n".join(json.dumps(line) for line in rows))
+    ref = prepare(spec_for(path))
+    (problem,) = load_problems(Path(ref.path))
+    assert problem.question == "See <image><image> and <image>.<image>"
+    order = [film[0], film[1], still, film[2]]
+    assert [image.sha256 for image in problem.images] == [hashlib.sha256(content).hexdigest() for content in order]
+    (reject,) = read_rejects(Path(ref.path) / "rejects.jsonl")
+    assert (reject.reason, reject.detail) == ("video_format", "a video is no list of frames")
+
+
+def test_a_file_may_mix_problems_with_and_without_images(tmp_path):
+    rows = [row(id="a"), row("1+1?", images=[], id="b"), {**row("2+2?", id="c"), "images": None}]
+    ref = prepared(tmp_path, rows)
+    assert [len(problem.images) for problem in load_problems(Path(ref.path))] == [1, 0, 0]
+    assert ref.num_rejected == 0
+
+
+def test_the_user_s_message_of_a_chat_is_the_problem(tmp_path):
+    def chat(*turns: tuple[str, object]) -> list[dict]:
+        return [{"role": role, "content": content} for role, content in turns]
+
+    parts = [{"type": "image"}, {"type": "text", "text": "Find x."}]
+    lines = [
+        {"prompt": chat(("user", "1+1?")), "reward_model": {"ground_truth": "2"}},
+        {"prompt": chat(("system", "Be brief."), ("user", "1+2?")), "reward_model": {"ground_truth": 3}},
+        {"prompt": chat(("user", parts)), "reward_model": {"ground_truth": "4"}, "images": ["here.png"]},
+        {"prompt": chat(("user", "1?"), ("assistant", "2"), ("user", "3?")), "reward_model": {"ground_truth": "4"}},
+        {"prompt": chat(("user", "")), "reward_model": {"ground_truth": "4"}},
+        {"prompt": chat(("user", "1+1?")), "reward_model": {"style": "rule"}},
+        {"prompt": chat(("user", [{"type": "audio"}])), "reward_model": {"ground_truth": "4"}},
+    ]
+    (tmp_path / "here.png").write_bytes(png())
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(json.dumps(line) for line in lines))
+    ref = prepare(spec_for(path, problem_column="prompt", answer_column="reward_model.ground_truth", template="dapo"))
+    found = [(problem.question, problem.answer) for problem in load_problems(Path(ref.path))]
+    assert found == [("1+1?", "2"), ("1+2?", "3"), ("<image>Find x.", "4")]
+    rejects = read_rejects(Path(ref.path) / "rejects.jsonl")
+    assert [reject.reason for reject in rejects] == ["not_text", "empty_problem", "empty_answer", "not_text"]
+    assert "conversation of user, assistant, user" in rejects[0].detail
 
 
 def test_cells_of_other_types_and_missing_files(tmp_path):
@@ -204,6 +261,8 @@ def test_the_key_changes_with_content_and_settings_that_matter_and_with_nothing_
         {"min_pixels": 1},
         {"max_pixels": 10**5},
         {"max_prompt_tokens": 9},
+        {"max_images": 1},
+        {"videos_column": "frames"},
     ]
     keys = {dataset_key(spec_for(path, **change)) for change in changes}
     (tmp_path / "model").mkdir()
@@ -214,7 +273,7 @@ def test_the_key_changes_with_content_and_settings_that_matter_and_with_nothing_
     keys.add(dataset_key(spec_for(path).model_copy(update={"model": other_model})))
     write(path, [row(), row()])
     keys.add(dataset_key(spec_for(path)))
-    assert len(keys | {key}) == 9
+    assert len(keys | {key}) == 11
 
 
 def test_the_key_changes_with_an_image_that_the_source_names_by_path(tmp_path):
@@ -238,6 +297,18 @@ def test_a_key_is_computed_without_torch(tmp_path):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == dataset_key(spec_for(path))
+
+
+def test_the_key_of_a_drawn_source_follows_its_own_settings(tmp_path):
+    def key(source: str, **data: object) -> str:
+        return dataset_key(
+            spec_for(tmp_path / "none", **data).model_copy(update={"source": source, "source_path": None})
+        )
+
+    game = {"numbers": [2, 3]}
+    assert key("sums@train") == key("sums@train", countdown=game) != key("sums@test")
+    assert key("sums@train") != key("sums@train", synthetic_seed=1)
+    assert len({key("sums@train"), key("countdown@train"), key("countdown@train", countdown=game)}) == 3
 
 
 def test_synthetic_problems_need_no_file(tmp_path):

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from rlcore.config import ModelConfig
+from rlcore.config import ModelConfig, TinyModelConfig
 from rlcore.data.prompts import PromptBuilder, TextProcessor, load_processor
 from rlcore.errors import ConfigError, DataError, ModelError
 from rlcore.types import ImageRef, Problem
@@ -54,12 +54,25 @@ def test_chat_text_puts_a_placeholder_where_each_marker_stood(plain):
     assert text_builder(plain).chat_text("Find x.", 0) == "<|im_start|>user\nFind x.<|im_end|>\n<|im_start|>assistant\n"
 
 
-@pytest.mark.parametrize("name", ["math", "r1v", "gsm8k"])
+@pytest.mark.parametrize("name", ["math", "r1v", "gsm8k", "countdown"])
 def test_known_templates_begin_with_the_problem_and_say_how_to_answer(name):
     text = builder(name).chat_text("<image>Find $x$ & \\frac{1}{2}.", 1)
     assert "<|vision_end|>Find $x$ & \\frac{1}{2}.\n\n" in text
-    marks = {"math": ["<think>", "\\boxed{}"], "r1v": ["<think>", "<answer>"], "gsm8k": ["####"]}[name]
+    marks = {
+        "math": ["<think>", "\\boxed{}"],
+        "r1v": ["<think>", "<answer>"],
+        "gsm8k": ["####"],
+        "countdown": ["<think>", "<answer>"],
+    }[name]
     assert all(mark in text for mark in marks)
+
+
+def test_the_dapo_template_wraps_a_problem_once():
+    wrapped = text_builder("dapo").chat_text("What is 1+1?", 0)
+    question = wrapped.removeprefix("<|im_start|>user\n").partition("<|im_end|>")[0]
+    assert question.startswith("Solve the following math problem step by step. The last line of your response should")
+    assert question.endswith('\n\nWhat is 1+1?\n\nRemember to put your answer on its own line after "Answer:".')
+    assert text_builder("dapo").chat_text(question, 0) == wrapped
 
 
 @settings(max_examples=20, deadline=None)
@@ -136,7 +149,7 @@ def test_a_template_runs_in_a_sandbox(tmp_path):
 
 
 def test_an_unknown_template_lists_the_known_ones():
-    with pytest.raises(ConfigError, match="Allowed: gsm8k, math, r1v"):
+    with pytest.raises(ConfigError, match="Allowed: countdown, dapo, gsm8k, math, r1v"):
         builder("maths")
 
 
@@ -171,3 +184,10 @@ def test_a_model_without_a_chat_template_is_refused(tmp_path):
 def test_an_empty_model_folder_says_what_belongs_there(tmp_path):
     with pytest.raises(ModelError, match="Found: an empty folder"):
         load_processor(ModelConfig(path=str(tmp_path)))
+
+
+@pytest.mark.parametrize("task", ["sums", "countdown"])
+def test_the_tiny_text_policies_take_no_images(task):
+    found = load_processor(ModelConfig(tiny=TinyModelConfig(task=task)))
+    assert isinstance(found, TextProcessor)
+    assert PromptBuilder(found, "tiny", LOW, HIGH).image_token_id is None

@@ -51,8 +51,8 @@ def write(path: Path, rows: list[dict]) -> Path:
 @pytest.mark.parametrize("suffix", [".parquet", ".jsonl", ".json"])
 def test_every_format_gives_the_same_rows(tmp_path, suffix):
     assert read(write(tmp_path / f"rows{suffix}", ROWS)) == [
-        SourceRow(0, "a", "1+1?", "2", (), {"level": 3}),
-        SourceRow(1, None, "1+2?", "3", (), {"level": None, "id": None}),  # JSON has no NaN
+        SourceRow(0, "a", "1+1?", "2", (), (), {"level": 3}),
+        SourceRow(1, None, "1+2?", "3", (), (), {"level": None, "id": None}),  # JSON has no NaN
     ]
 
 
@@ -77,6 +77,7 @@ def test_a_folder_with_splits_never_mixes_them(tmp_path):
     [
         ("owner/name@test", ("owner/name", "test")),
         ("owner/name", ("owner/name", "train")),
+        ("owner/name:subset@test", ("owner/name:subset", "test")),
         ("synthetic-geometry@validation", ("synthetic-geometry", "validation")),
         ("/data/a@b/rows.parquet", ("/data/a@b/rows.parquet", "train")),
     ],
@@ -117,12 +118,59 @@ def test_every_kind_of_image_cell(tmp_path, cell, expected):
     assert read(path)[0].images == images
 
 
+@pytest.mark.parametrize(
+    ("cell", "expected"),
+    [
+        (None, ()),
+        ([], ()),
+        ([[b"x", b"y"], [b"z"]], ((b"x", b"y"), (b"z",))),
+        ([[{"bytes": b"x", "path": None}, {"bytes": None, "path": "a.png"}]], ((b"x", "a.png"),)),
+        ([[]], ((),)),
+        (["film.mp4"], (None,)),
+        ("film.mp4", (None,)),
+    ],
+)
+def test_every_kind_of_video_cell(tmp_path, cell, expected):
+    path = write(tmp_path / "rows.parquet", [{"problem": "p", "answer": "a", "videos": cell}])
+    (row,) = read(path)
+    found = tuple(
+        video and tuple(frame.name if isinstance(frame, Path) else frame for frame in video) for video in row.videos
+    )
+    assert found == expected
+    assert row.num_images == sum(len(video or ()) for video in expected)
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".jsonl"])
+def test_a_dotted_name_is_a_path_into_nested_columns(tmp_path, suffix):
+    rows = [{"prompt": "p", "reward_model": {"ground_truth": "34", "style": "rule"}, "level": 1}]
+    path = write(tmp_path / f"rows{suffix}", rows)
+    (row,) = read(path, problem_column="prompt", answer_column="reward_model.ground_truth")
+    assert (row.problem, row.answer) == ("p", "34")
+    assert row.extra == {"reward_model": {"ground_truth": "34", "style": "rule"}, "level": 1}
+    (row,) = read(path, problem_column="prompt", answer_column="reward_model.truth")
+    assert row.answer is None
+    with pytest.raises(DataError, match=r"lacks the column\(s\) 'rewards.truth'"):
+        read(path, problem_column="prompt", answer_column="rewards.truth")
+
+
+def test_a_column_whose_own_name_has_a_dot_comes_first(tmp_path):
+    path = write(tmp_path / "rows.jsonl", [{"problem": "p", "a.b": "2", "a": {"b": "3"}}])
+    assert read(path, answer_column="a.b")[0].answer == "2"
+
+
 def test_image_files_lists_only_what_is_outside_the_data_file(tmp_path):
     cells = [["a.png", "b.png"], ["a.png"], None]
     rows = [{"problem": "p", "answer": "a", "images": cell} for cell in cells]
     for name in ("rows.parquet", "rows.jsonl"):
         found = image_files(write(tmp_path / name, rows), "images")
         assert found == [tmp_path / "a.png", tmp_path / "b.png"]
+    for name in ("videos.parquet", "videos.jsonl"):
+        film = [{"problem": "p", "answer": "a", "videos": [["a.png", "b.png"], ["c.png"]]}]
+        assert [path.name for path in image_files(write(tmp_path / name, film), "videos")] == [
+            "a.png",
+            "b.png",
+            "c.png",
+        ]
     inside = [{"problem": "p", "answer": "a", "images": [b"x"]}]
     assert image_files(write(tmp_path / "inside.parquet", inside), "images") == []
     assert image_files(write(tmp_path / "text.parquet", ROWS), "images") == []
@@ -162,6 +210,15 @@ def test_synthetic_problems_are_drawn_an_eighth_for_validation(tmp_path):
         open_source(spec_for("synthetic-geometry@tset", None), tmp_path)
 
 
+def test_drawn_sources_have_the_columns_that_their_rewards_need(tmp_path):
+    (game, *_) = open_source(spec_for("countdown@test", None, synthetic_problems=16), tmp_path).rows
+    assert game.answer == str(game.extra["target"])
+    assert 3 <= len(game.extra["nums"]) <= 4
+    (total, *_) = open_source(spec_for("sums@train", None, synthetic_problems=16), tmp_path).rows
+    assert eval(str(total.problem).removesuffix("=")) == int(str(total.answer))
+    assert total.extra == {}
+
+
 def test_the_datasets_library_gives_images_as_they_are_stored(tmp_path, monkeypatch):
     import datasets
 
@@ -177,6 +234,8 @@ def test_the_datasets_library_gives_images_as_they_are_stored(tmp_path, monkeypa
     datasets.Dataset.from_list(rows, features=features).to_parquet(tmp_path / "repo" / "train.parquet")
 
     source = open_source(spec_for(f"{tmp_path / 'repo'}", None), tmp_path)
+    subset = open_source(spec_for(f"{tmp_path / 'repo'}:default@train", None), tmp_path)
+    assert subset.num_rows == 1
     assert (source.num_rows, source.columns) == (1, ("problem", "answer", "images"))
     assert next(source.rows).images == (b"not decoded",)
     with pytest.raises(DataError, match="cannot be loaded"):

@@ -18,9 +18,11 @@ from transformers import (
 )
 
 from rlcore.artifacts import CheckpointRef, ModelRef
+from rlcore.config import LoraConfig, ModelConfig
 from rlcore.errors import CheckpointError, ModelError
 from rlcore.models.checkpoint import save_train_state
 from rlcore.models.loading import load_hf_model
+from rlcore.models.lora import choose_trainable
 from rlcore.models.merge import (
     VERIFIED,
     CanarySequence,
@@ -31,6 +33,7 @@ from rlcore.models.merge import (
     transformers_logprobs,
     verify_merged,
 )
+from rlcore.models.optimizer import KahanAdamW
 from rlcore.segment.store import LocalCheckpointStore
 from rlcore.types import ImageRef
 
@@ -190,6 +193,40 @@ def test_a_merged_vision_model_is_the_policy_with_images_and_without(tmp_path, s
     assert report.transformers_max_delta < 1e-5
     with pytest.raises(ModelError, match="sequence 0, completion token"):  # the picture is looked at
         verify(read_image=lambda image: Image.new("RGB", (image.width, image.height)))
+
+
+def test_a_merged_adapter_is_held_to_the_policys_canary(tmp_path):
+    torch.manual_seed(0)
+    policy = _text_model(tied=True)
+    base = _base(tmp_path / "base", policy)
+    choose_trainable(policy, ModelConfig(lora=LoraConfig(rank=4, alpha=8)), 0)
+    with torch.no_grad():
+        for name, parameter in policy.named_parameters():
+            if name.endswith("lora_B.weight"):
+                parameter.normal_(std=0.3)
+    checkpoint, out = tmp_path / "checkpoint", tmp_path / "merged"
+    save_train_state(policy, torch.optim.AdamW([p for p in policy.parameters() if p.requires_grad]), checkpoint)
+    canary = _text_canary(policy, checkpoint)
+    merge_checkpoint(checkpoint, base, out)
+    verify = partial(verify_merged, canary=canary, log_prob_with_vllm=None, read_image=_no_image, **PIXELS)
+    assert verify(out).transformers_max_delta < 1e-5
+    with pytest.raises(ModelError, match="through transformers"):
+        verify(base)
+    other = _base(tmp_path / "other", Qwen2ForCausalLM(Qwen2Config(**TEXT | {"hidden_size": 64})))
+    with pytest.raises(CheckpointError, match="do not fit the weights"):
+        merge_checkpoint(checkpoint, other, tmp_path / "wrong")
+
+
+def test_a_checkpoint_in_bfloat16_becomes_a_model_in_float32(tmp_path):
+    torch.manual_seed(0)
+    model = _text_model(tied=True)
+    base = _base(tmp_path / "base", model)
+    policy = _trained(model).bfloat16()
+    save_train_state(policy, KahanAdamW(policy.parameters(), lr=0.1), tmp_path / "checkpoint")
+    merge_checkpoint(tmp_path / "checkpoint", base, tmp_path / "merged")
+    merged = load_file(tmp_path / "merged" / "model.safetensors")
+    assert {value.dtype for value in merged.values()} == {torch.float32}
+    assert all(torch.equal(value, policy.state_dict()[name].float()) for name, value in merged.items())
 
 
 def test_another_model_does_not_verify_and_the_numbers_are_given(tmp_path, saved):

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlcore.config import AlgorithmConfig, KlConfig
 from rlcore.models.torch_policy import UpdateResult
 from rlcore.segment.journal import MetricJournal, read_journal
 from rlcore.segment.run import TrainerSink
@@ -33,8 +32,9 @@ def result(abs_delta: float) -> UpdateResult:
 
 
 def test_token_means_divide_by_the_steps_tokens() -> None:
-    metrics = update_metrics(result(0.05), AlgorithmConfig(kl=KlConfig(coefficient=0.1)))
+    metrics = update_metrics(result(0.05), 0.1)
     assert metrics["loss/total"] == pytest.approx(0.5 + 0.1 * 2.0)
+    assert metrics["loss/kl_coefficient"] == 0.1
     assert metrics["loss/entropy"] == pytest.approx(3.0)
     assert metrics["loss/clip_fraction"] == pytest.approx(0.3)
     assert metrics["rollout/abs_delta_logprob_mean"] == pytest.approx(0.005)
@@ -44,9 +44,9 @@ def test_a_mismatch_raises_the_alarm(tmp_path: Path, caplog: pytest.LogCaptureFi
     sink = TrainerSink(MetricJournal(tmp_path / "journal.jsonl"))
     sink.checkpoint_seconds = 0.25
     with caplog.at_level(logging.WARNING):
-        sink.step(1, update_metrics(result(0.05), AlgorithmConfig()))
+        sink.step(1, update_metrics(result(0.05), 0.0))
         assert not caplog.records
-        sink.step(2, update_metrics(result(0.2), AlgorithmConfig()))
+        sink.step(2, update_metrics(result(0.2), 0.0))
     assert "step 2: sampler and trainer differ by 0.0200 nats" in caplog.text
     first, second = read_journal(tmp_path / "journal.jsonl")
     assert (first.metrics["rollout/mismatch_alarm"], second.metrics["rollout/mismatch_alarm"]) == (0.0, 1.0)

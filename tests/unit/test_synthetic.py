@@ -11,16 +11,9 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from rlcore.data.synthetic import (
-    CELL,
-    KINDS,
-    SCHEMA,
-    SPLITS,
-    SyntheticProblem,
-    draw_problem,
-    split_of,
-    write_synthetic,
-)
+from rlcore.config import DataConfig
+from rlcore.data.drawn import SPLITS, SYNTHETIC, write_drawn
+from rlcore.data.synthetic import CELL, KINDS, SyntheticProblem, draw_problem, split_of
 from rlcore.errors import DataError
 
 SOME = 60
@@ -107,11 +100,17 @@ def test_the_question_alone_does_not_tell_the_answer() -> None:
     assert min(len(different) for different in answers.values()) >= 3
 
 
+def write(folder: Path, split: str, problems: int, seed: int) -> Path:
+    """A file of this many problems; training has eight times as many as the other splits."""
+    count = problems if split == "train" else 8 * problems
+    return write_drawn(folder, SYNTHETIC, split, DataConfig(synthetic_problems=count, synthetic_seed=seed))
+
+
 def test_file_has_the_schema_of_geometry3k(tmp_path: Path) -> None:
-    path = write_synthetic(tmp_path / "new", "validation", 8, seed=2)
-    table = pq.read_table(path)
-    assert table.schema.equals(SCHEMA)
-    assert {"problem", "answer", "images"} <= set(table.column_names)
+    table = pq.read_table(write(tmp_path / "new", "validation", 8, seed=2))
+    assert table.column_names == ["id", "kind", "problem", "answer", "images"]
+    assert str(table.schema.field("images").type.value_type) == "struct<bytes: binary, path: string>"
+    assert table.num_rows == 8
     for index, row in enumerate(table.to_pylist()):
         problem = draw_problem("validation", index, 2)
         assert row["problem"] == f"<image>{problem.question}"
@@ -123,13 +122,11 @@ def test_file_has_the_schema_of_geometry3k(tmp_path: Path) -> None:
 
 
 def test_file_is_the_same_byte_for_byte(tmp_path: Path) -> None:
-    first = write_synthetic(tmp_path / "a", "test", 4, seed=0)
-    again = write_synthetic(tmp_path / "b", "test", 4, seed=0)
+    first = write(tmp_path / "a", "test", 4, seed=0)
+    again = write(tmp_path / "b", "test", 4, seed=0)
     assert first.read_bytes() == again.read_bytes()
 
 
 def test_the_warm_start_split_cannot_be_asked_for(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="Allowed: train, validation, test"):
-        write_synthetic(tmp_path, "warmup", 4, seed=0)  # type: ignore[arg-type]
-    with pytest.raises(DataError, match="at least 1"):
-        write_synthetic(tmp_path, "train", 0, seed=0)
+        write(tmp_path, "warmup", 4, seed=0)

@@ -17,14 +17,8 @@ from rlcore.data.synthetic import draw_problem
 from rlcore.errors import ModelError
 from rlcore.job import BootstrapSpec
 from rlcore.models.bootstrap import bootstrap, tiny_folder
-from rlcore.models.tiny import (
-    SPECIAL_TOKENS,
-    TEXT_TOKENS,
-    build_model,
-    build_processor,
-    completion_text,
-    create_tiny_policy,
-)
+from rlcore.models.tiny import build_model, build_processor, completion_text, create_tiny_policy
+from rlcore.models.tiny_parts import SPECIAL_TOKENS, TEXT_TOKENS
 
 torch.set_num_threads(1)
 
@@ -207,7 +201,8 @@ def test_bootstrap_makes_the_tiny_policy_once(tmp_path: Path) -> None:
 
 def test_another_configuration_is_another_folder(tmp_path: Path) -> None:
     configs = [TinyModelConfig(), TinyModelConfig(seed=1), TinyModelConfig(warm_start_steps=7)]
-    assert len({tiny_folder(tmp_path, config) for config in configs}) == 3
+    configs += [TinyModelConfig(task="sums"), TinyModelConfig(task="countdown")]
+    assert len({tiny_folder(tmp_path, config) for config in configs}) == 5
 
 
 def test_a_local_folder_is_used_in_place(tmp_path: Path, tiny_model: Path) -> None:

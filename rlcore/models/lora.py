@@ -1,0 +1,118 @@
+"""Which parameters train: all of them, all but the vision tower's, or low-rank adapters beside frozen weights.
+
+Adapters are a few lines of our own and not PEFT's, because PEFT renames every weight it adapts (``.base_layer.``), and
+sync, checkpoint and merge go by Hugging Face's names. Here those stay, and an adapter is two tensors more:
+``<module>.lora_A.weight`` [rank, in] and ``<module>.lora_B.weight`` [out, rank], PEFT's names less their prefix.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from rlcore.config import LoraConfig, ModelConfig
+
+A, B = ".lora_A.weight", ".lora_B.weight"
+
+
+class AdaptedLinear(nn.Linear):
+    """y = W x + b + (alpha / rank) B A x, with W and b as they are in ``base``. LoRA, arXiv:2106.09685, eq. 3."""
+
+    def __init__(self, base: nn.Linear, config: LoraConfig, generator: torch.Generator) -> None:
+        """A is uniform with a = sqrt(5), as in the paper's code and PEFT; B is 0, so that nothing changes at first."""
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = base.in_features, base.out_features
+        self.weight, self.bias = base.weight, base.bias
+        self.alpha, self.rank, self.on = config.alpha, config.rank, True
+        self.lora_A = nn.Linear(base.in_features, config.rank, bias=False, dtype=torch.float32)
+        self.lora_B = nn.Linear(config.rank, base.out_features, bias=False, dtype=torch.float32)
+        nn.init.kaiming_uniform_(self.lora_A.weight, a=math.sqrt(5), generator=generator)
+        nn.init.zeros_(self.lora_B.weight)
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = functional.linear(x, self.weight, self.bias)
+        return out + self.lora_B(self.lora_A(x)) * self.scale if self.on else out
+
+
+def choose_trainable(hf: nn.Module, config: ModelConfig, seed: int) -> None:
+    """Set ``requires_grad`` on every parameter, and put the adapters in. A text model has no vision tower to freeze.
+
+    Args:
+        hf: whole, on CPU, the same on every rank; the adapters are drawn from ``seed`` and so are the same as well.
+    """
+    tower = vision_tower(hf)
+    if config.freeze_vision_tower and tower is not None:
+        tower.requires_grad_(False)
+    if config.lora is None:
+        return
+    hf.requires_grad_(False)
+    generator = torch.Generator().manual_seed(seed)
+    _adapt(language_model(hf), config.lora, generator)
+    if config.lora.vision_tower and tower is not None:
+        _adapt(tower, config.lora, generator)
+
+
+def _adapt(part: nn.Module, config: LoraConfig, generator: torch.Generator) -> None:
+    for name, module in list(part.named_modules()):
+        if type(module) is nn.Linear:
+            parent, _, child = name.rpartition(".")
+            setattr(part.get_submodule(parent), child, AdaptedLinear(module, config, generator))
+
+
+def language_model(hf: nn.Module) -> nn.Module:
+    """The decoder: embeddings and layers, without the head."""
+    inner: nn.Module = hf.model  # type: ignore[assignment]
+    return inner.language_model if hasattr(inner, "language_model") else inner  # type: ignore[return-value]
+
+
+def vision_tower(hf: nn.Module) -> nn.Module | None:
+    """Patch embedding, blocks and merger; None in a text model."""
+    return getattr(getattr(hf, "model", None), "visual", None)
+
+
+@contextmanager
+def adapters_off(model: nn.Module) -> Iterator[None]:
+    """Inside, the model is the one that the adapters were put into."""
+    adapted = [module for module in model.modules() if isinstance(module, AdaptedLinear)]
+    for module in adapted:
+        module.on = False
+    try:
+        yield
+    finally:
+        for module in adapted:
+            module.on = True
+
+
+def lora_alpha(model: nn.Module) -> float | None:
+    """alpha of the adapters in ``model``; None if it has none."""
+    return next((module.alpha for module in model.modules() if isinstance(module, AdaptedLinear)), None)
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a name in a state dict is one of an adapter's two tensors."""
+    return name.endswith((A, B))
+
+
+def merged(weights: Mapping[str, Tensor], adapters: Mapping[str, Tensor], alpha: float) -> dict[str, Tensor]:
+    """W + (alpha / rank) B A for every adapted W, computed in float32; the other weights as they are.
+
+    Raises:
+        KeyError: an adapter of a weight that is not there.
+    """
+    out = dict(weights)
+    for name, a in adapters.items():
+        if name.endswith(A):
+            module = name.removesuffix(A)
+            weight = out[f"{module}.weight"]
+            delta = adapters[module + B].float() @ a.float() * (alpha / a.shape[0])
+            out[f"{module}.weight"] = (weight.float() + delta).to(weight.dtype)
+    return out

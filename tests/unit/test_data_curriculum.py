@@ -1,0 +1,121 @@
+"""Which problems rest: by bounds and epochs, never for ever, and the same after any restart."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlcore.config import CurriculumConfig
+from rlcore.data.curriculum import PassRates, next_problems, rests
+from rlcore.data.stream import ProblemStream
+
+CONFIG = CurriculumConfig(hardest=0.1, easiest=0.9, rest_epochs=2)
+SIZES = st.integers(1, 30)
+SEEDS = st.integers(0, 1000)
+BATCHES = st.lists(st.integers(0, 12), max_size=14)
+
+
+def rate_of(index: int, epoch: int) -> float:
+    """A made-up policy: a third of the problems is solved, a third is hopeless, and it shifts by the epoch."""
+    return ((index + epoch) % 3) / 2
+
+
+def train(stream: ProblemStream, rates: PassRates, n: int) -> tuple[list[int], PassRates]:
+    """One step, as the loop does it."""
+    indices = next_problems(stream, n, rates, CONFIG)
+    epoch = stream.taken // stream.num_problems
+    rates = rates.updated({index: rate_of(index, epoch) for index in indices}, epoch)
+    stream.advance(stream.taken - stream.position)
+    return indices, rates
+
+
+def test_a_problem_rests_at_or_beyond_the_bounds_for_as_many_epochs_as_configured():
+    rates = PassRates().measured(0, 0.1, 5).measured(1, 0.5, 5).measured(2, 0.9, 5).measured(3, 0.11, 5)
+    assert [rests(rates, index, 6, CONFIG) for index in range(5)] == [True, False, True, False, False]
+    assert [rests(rates, 0, epoch, CONFIG) for epoch in range(5, 10)] == [True, True, True, False, False]
+
+
+def test_the_latest_measurement_counts():
+    rates = PassRates().measured(0, 1.0, 1)
+    later = rates.measured(0, 0.5, 2)
+    assert rests(rates, 0, 2, CONFIG)
+    assert not rests(later, 0, 2, CONFIG)
+    assert rates != later
+
+
+def test_resting_problems_are_skipped_and_counted():
+    order = ProblemStream(10, seed=0).take(10)
+    rates = PassRates().updated({order[1]: 1.0, order[2]: 0.0, order[3]: 0.5}, 0)
+    stream = ProblemStream(10, seed=0)
+    assert next_problems(stream, 3, rates, CONFIG) == [order[0], order[3], order[4]]
+    assert stream.taken == 5
+    stream.advance(5)
+    assert ProblemStream.at(stream.state()).take(1) == [order[5]]
+
+
+@given(SIZES, SEEDS, BATCHES, st.integers(0, 14))
+def test_a_resumed_run_goes_on_as_if_it_had_never_stopped(num_problems, seed, batches, cut):
+    def run(interrupted: bool) -> list[list[int]]:
+        stream, rates, steps = ProblemStream(num_problems, seed), PassRates(), []
+        for step, n in enumerate(batches):
+            if interrupted and step == cut:
+                next_problems(stream, 5, rates, CONFIG)  # handed out, never trained: lost with the process
+                stream, rates = ProblemStream.at(stream.state()), PassRates.from_json(rates.to_json())
+            indices, rates = train(stream, rates, n)
+            steps.append(indices)
+        return steps
+
+    assert run(interrupted=True) == run(interrupted=False)
+
+
+@given(SIZES, SEEDS, BATCHES)
+def test_a_batch_has_as_many_problems_as_asked_for_and_no_needless_repeats(num_problems, seed, batches):
+    stream, rates = ProblemStream(num_problems, seed), PassRates()
+    for n in batches:
+        indices, rates = train(stream, rates, n)
+        assert len(indices) == n
+        assert len(set(indices)) == min(n, num_problems)
+
+
+def test_when_all_rest_the_plain_order_goes_on():
+    rates = PassRates().updated(dict.fromkeys(range(8), 1.0), 0)
+    stream = ProblemStream(8, seed=3)
+    assert sorted(next_problems(stream, 8, rates, CONFIG)) == list(range(8))
+    assert stream.taken == 16  # an epoch in vain, and one as it comes
+    assert sorted(set(next_problems(stream, 20, rates, CONFIG))) == list(range(8))
+
+
+def test_nothing_rests_for_ever():
+    stream, rates = ProblemStream(12, seed=1), PassRates()
+    last_seen = dict.fromkeys(range(12), 0)
+    for _ in range(200):
+        indices = next_problems(stream, 4, rates, CONFIG)
+        epoch = stream.taken // 12
+        # half of them are always solved: they come back to be measured, and rest again
+        rates = rates.updated({index: 1.0 if index % 2 else 0.5 for index in indices}, epoch)
+        for index in indices:
+            assert epoch - last_seen[index] <= CONFIG.rest_epochs + 2
+            last_seen[index] = epoch
+    assert min(last_seen.values()) >= stream.taken // 12 - CONFIG.rest_epochs - 2
+
+
+def test_without_a_curriculum_it_is_the_stream():
+    rates = PassRates().updated(dict.fromkeys(range(5), 1.0), 0)
+    assert next_problems(ProblemStream(5, 0), 12, rates, None) == ProblemStream(5, 0).take(12)
+
+
+def test_pass_rates_survive_files_and_processes():
+    rates = PassRates().updated({3: 1 / 3, 0: 1.0}, 7)
+    assert PassRates.from_json(rates.to_json()) == rates == pickle.loads(pickle.dumps(rates))
+    assert PassRates.from_json(PassRates().to_json()) == PassRates()
+    assert rates.by_index[3] == (1 / 3, 7)
+    with pytest.raises(TypeError):
+        rates.by_index[3] = None
+
+
+def test_a_rate_outside_its_range_is_an_error():
+    with pytest.raises(ValueError, match=r"problem 4 has a pass rate of 1\.5"):
+        PassRates().measured(4, 1.5, 0)

@@ -1,0 +1,137 @@
+"""The tiny text policies: they answer in the format of their reward, and load as any language model does."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen2ForCausalLM
+
+from rlcore.config import ModelConfig, TinyModelConfig
+from rlcore.data.arithmetic import ArithmeticProblem, draw_countdown, draw_sum
+from rlcore.data.prompts import PromptBuilder, TextProcessor, load_processor
+from rlcore.job import BootstrapSpec
+from rlcore.models.bootstrap import bootstrap
+from rlcore.models.tiny_text import (
+    GAME,
+    build_text_model,
+    build_text_tokenizer,
+    completion_text,
+    create_text_policy,
+    warm_start_text,
+)
+from rlcore.rewards.countdown import countdown_reward
+from rlcore.rewards.gsm8k import gsm8k_reward
+from rlcore.types import Problem
+
+torch.set_num_threads(1)
+
+TASKS = ("sums", "countdown")
+MAX_COMPLETION_TOKENS = {"sums": 40, "countdown": 16}  # of their deployments
+
+
+@cache
+def tokenizer() -> PreTrainedTokenizerFast:
+    return build_text_tokenizer()
+
+
+def drawn(task: str, index: int) -> ArithmeticProblem:
+    return draw_sum("test", index, 7) if task == "sums" else draw_countdown("test", index, 7, GAME)
+
+
+def reward(task: str, problem: ArithmeticProblem, text: str) -> float:
+    extra = {"nums": list(problem.numbers), "target": problem.target}
+    asked = Problem(problem.problem_id, problem.question, (), problem.answer, "test", extra)
+    if task == "sums":
+        return gsm8k_reward(text, asked, 0, "stop", method="strict").reward
+    return countdown_reward(text, asked, 0, "stop", format_score=0.1).reward
+
+
+def sampled(model: Qwen2ForCausalLM, problems: list[ArithmeticProblem], max_tokens: int) -> list[str]:
+    """One completion of each, at temperature 1."""
+    prompts = PromptBuilder(TextProcessor(tokenizer()), "tiny", 1, 1)
+    ids = [prompts.unexpanded_tokens(problem.question, 0).tolist() for problem in problems]
+    length = max(map(len, ids))
+    pad = tokenizer().pad_token_id
+    padded = torch.tensor([[pad] * (length - len(row)) + row for row in ids])
+    mask = torch.tensor([[0] * (length - len(row)) + [1] * len(row) for row in ids])
+    torch.manual_seed(0)
+    out = model.generate(input_ids=padded, attention_mask=mask, max_new_tokens=max_tokens)
+    return tokenizer().batch_decode(out[:, length:], skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_worked_answers_are_short_and_earn_the_whole_reward(task: str) -> None:
+    for index in range(100):
+        problem = drawn(task, index)
+        text = completion_text(problem)
+        assert reward(task, problem, text) == 1
+        assert len(tokenizer()(text)["input_ids"]) + 1 <= MAX_COMPLETION_TOKENS[task]
+
+
+def test_marks_are_single_tokens_that_stay_when_decoded() -> None:
+    ids = tokenizer()("<think>1</think><answer>2</answer>")["input_ids"]
+    assert len(ids) == 6
+    assert tokenizer().decode(ids, skip_special_tokens=True) == "<think>1</think><answer>2</answer>"
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_the_folder_loads_as_a_language_model(tmp_path: Path, task: str) -> None:
+    parameters = create_text_policy(tmp_path, TinyModelConfig(task=task, warm_start_steps=2))
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    assert isinstance(loaded, Qwen2ForCausalLM)
+    assert sum(p.numel() for p in loaded.parameters()) == parameters < 1e6
+    assert loaded.config.hidden_size // loaded.config.num_attention_heads >= 32  # for vLLM's CPU attention
+    assert AutoTokenizer.from_pretrained(tmp_path).chat_template == tokenizer().chat_template
+    found = load_processor(ModelConfig(path=str(tmp_path)))
+    assert isinstance(found, TextProcessor)
+    fresh = load_processor(ModelConfig(tiny=TinyModelConfig(task=task)))
+    question = drawn(task, 0).question
+    tokens = [PromptBuilder(p, "tiny", 1, 1).unexpanded_tokens(question, 0).tolist() for p in (found, fresh)]
+    assert tokens[0] == tokens[1]
+
+
+def test_weights_follow_the_seed_and_leave_the_generator_alone() -> None:
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    same, again, other = (build_text_model(tokenizer(), seed).lm_head.weight for seed in (1, 1, 2))
+    assert torch.equal(torch.rand(3), expected)
+    assert torch.equal(same, again)
+    assert not torch.equal(same, other)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_warm_start_is_reproducible_and_learns(tmp_path: Path, task: str) -> None:
+    for name, steps in (("a", 2), ("b", 2), ("cold", 0)):
+        (tmp_path / name).mkdir()
+        create_text_policy(tmp_path / name, TinyModelConfig(task=task, warm_start_steps=steps))
+    first, again, cold = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("a", "b", "cold"))
+    assert first == again != cold
+
+
+def test_bootstrap_makes_a_text_policy(tmp_path: Path) -> None:
+    model = ModelConfig(tiny=TinyModelConfig(task="sums", warm_start_steps=0))
+    threads = torch.get_num_threads()
+    try:
+        found = bootstrap(BootstrapSpec(result=tmp_path / "result.json", model=model, models_dir=tmp_path / "models"))
+    finally:
+        torch.set_num_threads(threads)
+    assert found.num_parameters == sum(p.numel() for p in build_text_model(tokenizer(), 0).parameters())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", TASKS)
+def test_warm_start_leaves_something_to_learn(task: str) -> None:
+    """Before the ceiling of steps it stops: the format is certain, and an answer is right now and then."""
+    model = build_text_model(tokenizer(), 0)
+    steps = warm_start_text(model, tokenizer(), TinyModelConfig(task=task))
+    assert 20 < steps < 600
+    problems = [drawn(task, index) for index in range(256)]
+    texts = sampled(model, problems, MAX_COMPLETION_TOKENS[task])
+    rewards = [reward(task, problem, text) for problem, text in zip(problems, texts, strict=True)]
+    mark = "####" if task == "sums" else "</answer>"
+    assert sum(mark in text for text in texts) > 0.85 * len(texts)
+    assert 0.15 < sum(value == 1 for value in rewards) / len(rewards) < 0.65
