@@ -245,15 +245,14 @@ class ExperimentConfig(Frozen):
             )
         if isinstance(advantage, PassAtKAdvantage) and advantage.k >= group:
             raise ValueError(
-                f"algorithm.advantage.k is {advantage.k}, and a group has {group} completions: all of them are the only "
-                "subset, and nothing is learned. Lower it, or raise rollout.group_size."
+                f"algorithm.advantage.k is {advantage.k}, and a group has {group} completions: with one subset "
+                "nothing is learned. Lower it, or raise rollout.group_size."
             )
         adaptive, completions = self.algorithm.kl.adaptive, group * per_step
         if adaptive is not None and completions >= 5 * adaptive.horizon:
             raise ValueError(
-                f"algorithm.kl.adaptive.horizon is {adaptive.horizon}, and a rollout batch has {completions} completions: "
-                "one batch could take the coefficient to 0 and below. Raise it above a fifth of that, ten times that is "
-                "usual."
+                f"algorithm.kl.adaptive.horizon is {adaptive.horizon} and a rollout batch has {completions} "
+                "completions: one batch could take the coefficient to 0. Set it to the completions of several batches."
             )
         for name, steps in (("training.steps", self.training.steps), ("segment.steps", self.segment.steps)):
             if steps % steps_per_batch:
