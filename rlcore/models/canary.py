@@ -47,7 +47,6 @@ class Canary:
                     token_ids=np.concatenate([prompt, np.asarray(answer, np.int32)]),
                     loss_mask=mask,
                     sampler_logprobs=np.zeros(len(mask), np.float32),
-                    advantage=0.0,
                     images=problem.images,
                     policy_version=0,
                 )
