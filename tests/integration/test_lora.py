@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,21 +12,10 @@ import torch
 from rlcore.config import ExperimentConfig
 from rlcore.models.checkpoint import load_full_weights
 from rlcore.models.loading import load_hf_model
-from tests.integration.test_train_tiny import ROOT, dataset, experiment, journal
+from tests.integration.test_train_tiny import dataset, experiment, journal, run
 from tests.integration.test_weight_sync import measured
 
 __all__ = ["dataset"]  # a fixture
-
-# train_tiny with the base's folder for the adapters to be merged into
-TRAIN = """
-import functools, json, sys
-from pathlib import Path
-from tests.integration import train_tiny
-settings = json.loads(Path(sys.argv[1]).read_text())
-whole = functools.partial(train_tiny.load_full_weights, base=Path(settings["model"]))
-train_tiny.load_full_weights = lambda checkpoint: {name: value.float() for name, value in whole(checkpoint).items()}
-train_tiny.main(settings)
-"""
 
 
 def configured(**model: Any) -> ExperimentConfig:
@@ -37,19 +23,6 @@ def configured(**model: Any) -> ExperimentConfig:
     values["training"]["optimizer"] = model.pop("optimizer", "adamw")
     values["model"] |= model
     return ExperimentConfig.model_validate(values)
-
-
-def run(
-    out: Path, model: Path, dataset: Path, config: ExperimentConfig, *, until: int, resume: Path | None = None
-) -> dict[str, Any]:
-    out.mkdir()
-    settings = {
-        "experiment": config.model_dump(mode="json"), "model": str(model), "dataset": str(dataset), "out": str(out),
-        "until": until, "resume": str(resume) if resume else None,
-    }  # fmt: skip
-    (out / "settings.json").write_text(json.dumps(settings))
-    subprocess.run([sys.executable, "-c", TRAIN, str(out / "settings.json")], check=True, cwd=ROOT)
-    return json.loads((out / "result.json").read_text())
 
 
 def _evaluated(config: ExperimentConfig, dataset: Path, checkpoint: Path, model: Path) -> dict[str, Any]:
