@@ -172,12 +172,13 @@ PATTERNS = (
 
 @every_reward
 @pytest.mark.parametrize("around", ["@", "<answer>@</answer>", r"\boxed{@}", "<@answer>"])
-def test_a_megabyte_takes_less_than_a_second(case, around):
+def test_a_megabyte_is_graded_in_linear_time(case, around):
+    """Half a second alone; what grows with the square of the length takes minutes and would meet the deadline."""
     for pattern in PATTERNS:
         text = around.replace("@", pattern * (MEGABYTE // len(pattern)))
-        start = time.process_time()
+        start = time.thread_time()  # not of the process: other tests' threads are none of the grader's work
         result = case.score(text)
-        assert time.process_time() - start < 1, pattern
+        assert time.thread_time() - start < case.config.deadline_seconds / 2, pattern
         assert result.parts["accuracy"] == 0 or (case.right == "5" and pattern == "5,")
 
 
