@@ -13,11 +13,12 @@ export UV_PYTHON_DOWNLOADS := never
 # Compiled at install, or every start of a worker imports for 15 s instead of 6.
 export UV_COMPILE_BYTECODE := 1
 
-.PHONY: help install demo demo-gsm8k demo-countdown demo-geo3k ui test check lock clean
+.PHONY: help install demo demo-gsm8k demo-countdown demo-geo3k demo-algorithms ui test check lock clean
 help:
 	@echo 'make demo                      from raw data to a registered model, on the CPU'
 	@echo 'make demo-gsm8k, -countdown    the same with a tiny text policy: sums, the countdown game'
 	@echo 'make demo-geo3k DATA=FOLDER    the same on real Geometry3K files, two steps'
+	@echo 'make demo-algorithms           does every algorithm learn? A table of three seeds each, about 35 minutes'
 	@echo 'make ui                        the Prefect and MLflow pages over the data folder'
 	@echo 'make test, make check          the tests; lint, format and types'
 	@echo 'make install, lock, clean      environment; pinned requirements; remove what make made'
@@ -48,6 +49,9 @@ demo-countdown: $(STAMP)
 demo-geo3k: $(STAMP)
 	@test -n '$(DATA)' || { echo 'make: name the folder with the train and validation files: make demo-geo3k DATA=FOLDER'; exit 1; }
 	@$(RUN) -m flows.train_grpo grpo-geo3k-demo-real --data '$(DATA)'
+
+demo-algorithms: $(STAMP)
+	@OMP_NUM_THREADS=1 $(RUN) -W ignore -m tests.bench.algorithms
 
 ui: $(STAMP)
 	@$(RUN) -m infra.ui
