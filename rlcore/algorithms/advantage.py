@@ -64,7 +64,7 @@ def batch_std(rewards: Tensor, graded: Tensor) -> Advantages:
 def rloo(rewards: Tensor, graded: Tensor) -> Advantages:
     """reward - mean of the other graded completions of the group. Arguments as ``grpo``.
 
-    Source: RLOO, arXiv:2402.14740, section 3.3.
+    Source: RLOO, arXiv:2402.14740.
     """
     centred, signal = _centred(rewards, graded)
     counts = graded.sum(-1, keepdim=True).double()
@@ -79,7 +79,7 @@ def bnpo(rewards: Tensor, graded: Tensor) -> Advantages:
     any Beta does, there is nothing to fit and a = b = 0 leaves a density of 1: the plain centred reward. A density
     below ``MIN_DENSITY`` counts as that: a group far off the others must not outweigh the whole batch.
 
-    Source: BNPO, arXiv:2506.02864, section 3; the sample variance and the bound are its authors' code's.
+    Source: BNPO, arXiv:2506.02864; the sample variance and the bound are its authors' code's.
     """
     centred, signal = _centred(rewards, graded)
     means = _mean(rewards, graded)
@@ -147,7 +147,7 @@ def remax(rewards: Tensor, graded: Tensor, baselines: Tensor, baseline_graded: T
         rewards, graded: as ``grpo``.
         baselines: [B] float, and baseline_graded [B] bool: without a graded baseline a group is all 0.
 
-    Source: ReMax, arXiv:2310.10505, section 4.
+    Source: ReMax, arXiv:2310.10505.
     """
     values = torch.where(graded & baseline_graded[:, None], rewards.double() - baselines.double()[:, None], 0.0)
     values = torch.where(values.abs() > MIN_SPREAD, values, 0.0)
@@ -162,7 +162,7 @@ def reinforce_plus_plus(returns: Tensor, tokens: Tensor, graded: Tensor) -> Adva
         tokens: [B, G, C] bool, True on trained tokens.
         graded: [B, G] bool.
 
-    Source: REINFORCE++, arXiv:2501.03262, section 3.1 (discount 1).
+    Source: REINFORCE++, arXiv:2501.03262v9, eq. 4 and 5 (discount 1).
     """
     returns = returns.double()
     counted = tokens & graded[..., None]
@@ -182,7 +182,7 @@ def reinforce_plus_plus_baseline(rewards: Tensor, graded: Tensor, lengths: Tenso
         rewards, graded: as ``grpo``.
         lengths: [B, G] int, trained tokens of each completion; what it counts in mean and deviation.
 
-    Source: REINFORCE++ with baseline, arXiv:2501.03262, section 3.2, eq. 6 and 7.
+    Source: REINFORCE++ with baseline, arXiv:2501.03262v9, eq. 6 and 7.
     """
     centred, signal = _centred(rewards, graded)
     weights = torch.where(graded, lengths, 0).double()

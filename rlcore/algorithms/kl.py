@@ -40,7 +40,7 @@ def k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 def straight_through(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     """[N] the value of k3 with the gradient of k2, whose mean on policy is the gradient of the KL.
 
-    Source: "Rethinking KL regularization in RLHF", arXiv:2510.01555, section 4.
+    Source: "Rethinking KL regularization in RLHF", arXiv:2510.01555.
     """
     value, path = k3(logprobs, ref_logprobs), k2(logprobs, ref_logprobs)
     return path + (value - path).detach()

@@ -138,7 +138,7 @@ def gspo_token(
 def cispo(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, *, max_ratio: float) -> TokenLosses:
     """-sg[min(ratio, max_ratio)] * A * log p: no token loses its gradient, and no ratio is raised.
 
-    Source: MiniMax-M1, arXiv:2506.13585, eq. 4 and 5; the one bound: ScaleRL, arXiv:2510.13786, section 3.
+    Source: MiniMax-M1, arXiv:2506.13585, eq. 4 and 5; the one bound: ScaleRL, arXiv:2510.13786.
     """
     ratios = clamped_log_ratio(logprobs.detach(), old_logprobs.detach()).exp()
     values = -ratios.clamp_max(max_ratio) * advantages.to(logprobs.dtype) * logprobs

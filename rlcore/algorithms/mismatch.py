@@ -91,7 +91,7 @@ def masked_importance(
     """[N] p_trainer / p_sampler where that is within [min_weight, max_weight], else 0; detached. MIS.
 
     Arguments as ``truncated_importance``. Source: "When speed kills stability" (Liu et al. 2025); IcePop,
-    arXiv:2510.18855, section 3.
+    arXiv:2510.18855.
     """
     weights = _importance(logprobs, sampler_logprobs, sequence_index)
     return torch.where((weights >= min_weight) & (weights <= max_weight), weights, 0.0)

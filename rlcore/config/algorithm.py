@@ -21,7 +21,8 @@ class GrpoAdvantage(_GroupAdvantage):
 
     name: Literal["grpo"] = "grpo"
     std: Literal["sample", "population"] = "sample"
-    """sample divides by G - 1, as EasyR1, verl and TRL do; population by G, as the paper writes it."""
+    """sample divides by G - 1, as EasyR1, verl and TRL do, population by G; the paper does not say which. It is one
+    factor for every advantage, which AdamW hardly sees."""
 
 
 class DrGrpoAdvantage(_GroupAdvantage):

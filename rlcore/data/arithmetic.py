@@ -15,7 +15,7 @@ from rlcore.config import CountdownConfig
 from rlcore.data.drawn import Split, split_of
 from rlcore.errors import DataError
 
-_TERMS = (2, 4)  # fewest and most terms of a sum
+_TERMS = (3, 4)  # fewest and most terms of a sum; the few sums of two would be learnt by heart
 _LARGEST_TERM = 12
 _MAX_TRIES = 10_000  # one in four falls into the split; the rest is for numbers that rarely reach a target
 
