@@ -72,6 +72,17 @@ class CountdownConfig(Frozen):
     """Fewest and most numbers of a problem."""
     max_number: int = Field(99, ge=1)
     max_target: int = Field(99, ge=1)
+    operations: tuple[Literal["+", "-", "*", "/"], ...] = ("+", "*", "-", "/")
+    """Those that a game is drawn with; an answer may use all four."""
+
+    @model_validator(mode="after")
+    def _two_numbers_always_go_together(self) -> Self:
+        if not {"+", "*"} & set(self.operations):
+            raise ValueError(
+                f"data.countdown.operations is {list(self.operations)}: 3 and 3 have no difference above 0, and 3 and "
+                "2 no whole quotient. Add + or *."
+            )
+        return self
 
 
 class CurriculumConfig(Frozen):

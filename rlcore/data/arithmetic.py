@@ -76,7 +76,7 @@ def draw_countdown(split: Split, index: int, seed: int, config: CountdownConfig)
     random = Random(f"countdown/{seed}/{split}/{index}")
     for _ in range(_MAX_TRIES):
         numbers = [random.randint(1, config.max_number) for _ in range(random.randint(*config.numbers))]
-        value = _combine(random, numbers)
+        value = _combine(random, numbers, config.operations)
         content = f"{sorted(numbers)} {value.total}".encode()
         if value.total <= config.max_target and split_of(content) == split:
             break
@@ -110,19 +110,19 @@ class _Value:
         return self.text if self.precedence >= precedence else f"({self.text})"
 
 
-def _combine(random: Random, numbers: Sequence[int]) -> _Value:
+def _combine(random: Random, numbers: Sequence[int], operations: Sequence[str]) -> _Value:
     """Join two values at random until one is left."""
     values = [_Value(number, str(number), 2, ()) for number in numbers]
     while len(values) > 1:
         left, right = (values.pop(random.randrange(len(values))) for _ in range(2))
-        values.append(_join(random, left, right))
+        values.append(_join(random, left, right, operations))
     return values[0]
 
 
-def _join(random: Random, left: _Value, right: _Value) -> _Value:
+def _join(random: Random, left: _Value, right: _Value, operations: Sequence[str]) -> _Value:
     left, right = sorted((left, right), key=lambda value: -value.total)  # one way to write it where both are right
-    symbols = "+*" + "-" * (left.total > right.total) + "/" * (left.total % right.total == 0)
-    symbol = random.choice(symbols)
+    whole = {"+": True, "*": True, "-": left.total > right.total, "/": left.total % right.total == 0}
+    symbol = random.choice([symbol for symbol in operations if whole[symbol]])
     total = _APPLY[symbol](left.total, right.total)
     precedence = 0 if symbol in "+-" else 1
     # a - (b + c) and a / (b * c) need their brackets; a + (b - c) and a * (b / c) would not, and keep them

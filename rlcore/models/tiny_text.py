@@ -28,7 +28,7 @@ from rlcore.models.tiny_parts import (
 
 ANSWER_TOKENS = ("<answer>", "</answer>")
 
-GAME = CountdownConfig(numbers=(2, 3), max_number=9, max_target=30)
+GAME = CountdownConfig(numbers=(3, 4), max_number=12, max_target=40, operations=("+", "-"))
 """The countdown that its policy is warm-started on; grpo-countdown-tiny draws the same kind."""
 
 _HIDDEN = 128

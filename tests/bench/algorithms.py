@@ -22,7 +22,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-BATCHES = 32  # rollout batches of 32 problems x 8 completions: the budget
+BATCHES = 24  # rollout batches of 32 problems x 8 completions: the budget
 BASE = (
     "rollout.max_sequences=256",
     "evaluation.samples=4",
@@ -86,8 +86,6 @@ ALGORITHMS: Mapping[str, Sequence[str]] = {
     "off-policy, 2 updates x 2 passes": (*_TWO, "training.passes_per_batch=2", "training.learning_rate=2e-4"),
     "top-p 0.95 with TIS": ("rollout.top_p=0.95", "algorithm.correction.name=truncate"),
     "lora": ("model.lora.rank=16", "model.lora.alpha=32", "training.learning_rate=2e-3"),
-    "bf16 weights and optimizer": ("training.optimizer=adamw_bf16", "model.compute_dtype=bfloat16"),
-    "curriculum": ("data.curriculum.hardest=0.0",),
 }
 
 

@@ -76,6 +76,14 @@ def test_a_game_is_worked_out_in_whole_numbers() -> None:
         assert int(steps[-1][1]) == game.target
 
 
+def test_a_game_is_drawn_with_the_operations_asked_for() -> None:
+    config = CountdownConfig(numbers=(3, 4), max_number=12, max_target=40, operations=("+", "-"))
+    games = [draw_countdown("test", index, 0, config) for index in range(SOME)]
+    assert {symbol for game in games for symbol in game.solution if symbol in "+-*/"} == {"+", "-"}
+    with pytest.raises(ValueError, match=r"data.countdown.operations is \['-', '/'\].*Add \+ or \*"):
+        CountdownConfig(operations=("-", "/"))
+
+
 def test_files_have_the_columns_that_the_rewards_need(tmp_path: Path) -> None:
     data = DataConfig(synthetic_problems=24, countdown=SMALL)
     sums, games = (pq.read_table(write_drawn(tmp_path / name, name, "test", data)) for name in (SUMS, COUNTDOWN))

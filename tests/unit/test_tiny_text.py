@@ -29,7 +29,7 @@ from rlcore.types import Problem
 torch.set_num_threads(1)
 
 TASKS = ("sums", "countdown")
-MAX_COMPLETION_TOKENS = {"sums": 40, "countdown": 16}  # of their deployments
+MAX_COMPLETION_TOKENS = {"sums": 40, "countdown": 24}  # of their deployments
 
 
 @cache
