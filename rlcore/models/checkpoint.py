@@ -101,9 +101,7 @@ def _on_host(value: Any) -> Any:
 def _write(tree: dict[str, Any], folder: Path, group: dist.ProcessGroup | None) -> None:
     try:
         with _quiet():
-            dcp.save(
-                tree, checkpoint_id=folder / TRAIN_STATE, process_group=group, no_dist=not dist.is_initialized()
-            )
+            dcp.save(tree, checkpoint_id=folder / TRAIN_STATE, process_group=group, no_dist=not dist.is_initialized())
     except CheckpointException as error:  # a BaseException, and its text is all ranks' tracebacks
         rank, (cause, _) = next(iter(error.failures.items()))
         raise CheckpointError(

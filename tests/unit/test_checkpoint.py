@@ -1,6 +1,7 @@
 import copy
 import os
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -98,6 +99,11 @@ def test_one_process_gets_back_every_bit_and_trains_on_the_same(tmp_path, steps,
     _assert_equal(_snapshot(other, other_optimizer), _snapshot(model, optimizer))
 
 
+def _wait(saver: BackgroundSaver) -> None:
+    while not saver.done():
+        time.sleep(0.001)
+
+
 class Held:
     """A saver whose thread waits until it is let go."""
 
@@ -108,8 +114,7 @@ class Held:
 
     def finish(self) -> None:
         self.let_go.set()
-        while not self.saver.done():
-            pass
+        _wait(self.saver)
 
 
 @pytest.mark.parametrize("bf16", [False, True])
@@ -137,8 +142,7 @@ def test_a_save_that_fails_in_the_background_says_so_when_asked(tmp_path):
     saver = BackgroundSaver()
     saver.begin(*_model(0), tmp_path / "file")
     with pytest.raises(CheckpointError, match=r"rank 0 could not write .*NotADirectoryError.*Free space there"):
-        while not saver.done():
-            pass
+        _wait(saver)
 
 
 def test_the_whole_weights_alone(tmp_path):
