@@ -91,9 +91,7 @@ def test_a_diverged_trainer_is_not_retried_and_says_why(data_dir: Path, monkeypa
 def test_a_continued_run_must_be_the_same_science(data_dir: Path) -> None:
     open_run(load_experiment("grpo-geo3k-tiny"), "same", Settings())
     other = load_experiment("grpo-geo3k-tiny", ["training.steps=7", "seed=5", "segment.steps=1"])
-    with pytest.raises(
-        ConfigError, match=r"(?s)- seed: was 0, now 5.*steps: was \d+, now 7.*--allow-changes"
-    ):
+    with pytest.raises(ConfigError, match=r"(?s)- seed: was 0, now 5.*steps: was \d+, now 7.*--allow-changes"):
         open_run(other, "same", Settings())
     changes = data_dir / "runs" / "same" / "changes.jsonl"
     assert not changes.exists()
