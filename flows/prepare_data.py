@@ -28,4 +28,4 @@ def prepare_data(experiment: ExperimentConfig, overrides: list[str] | None = Non
 
 
 if __name__ == "__main__":
-    foreground.main(lambda experiment, _run_id: prepare_data(experiment), command="flows.prepare_data")
+    foreground.main(lambda experiment, run_id: prepare_data(experiment), command="flows.prepare_data")

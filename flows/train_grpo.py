@@ -23,13 +23,17 @@ from tasks.training import train_all_segments
 
 @flow(name="grpo-geo3k", flow_run_name="{run_id}")
 def grpo_geo3k(
-    experiment: ExperimentConfig, overrides: list[str] | None = None, run_id: str | None = None
+    experiment: ExperimentConfig,
+    overrides: list[str] | None = None,
+    run_id: str | None = None,
+    allow_changes: bool = False,
 ) -> RunSummary:
-    """Train, or continue the run called ``run_id``; every step that is done already is found done."""
+    """Train, or continue the run called ``run_id``; every step that is done already is found done. With
+    ``allow_changes`` it may go on with other values than it was started with."""
     started = time.monotonic()
     experiment = build_experiment(experiment.model_dump(mode="json"), overrides or [])
     preflight(experiment)
-    run = open_run(experiment, run_id, Settings())
+    run = open_run(experiment, run_id, Settings(), allow_changes=allow_changes)
 
     train = prepare_and_resize(experiment, "train")
     validation = prepare_and_resize(experiment, "validation")
@@ -45,4 +49,4 @@ def grpo_geo3k(
 
 
 if __name__ == "__main__":
-    foreground.main(lambda experiment, run_id: grpo_geo3k(experiment, run_id=run_id), command="flows.train_grpo")
+    foreground.main(grpo_geo3k, command="flows.train_grpo", may_change=True)

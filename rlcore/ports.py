@@ -76,8 +76,14 @@ class Policy(Protocol):
     def sync_weights(self, version: int) -> None:
         """Put the current weights into the sampler, prove that they arrived, and reset its caches."""
 
-    def save(self, folder: Path) -> None:
-        """Write the sharded train state (weights and optimizer)."""
+    def begin_save(self, folder: Path) -> None:
+        """Copy the sharded train state (weights and optimizer) to host memory; it is written while training goes on.
+
+        Not before the last one is ``saved``.
+        """
+
+    def saved(self) -> bool:
+        """Whether the last ``begin_save`` has written everything; raises its error. From any thread."""
 
     def load(self, folder: Path) -> None:
-        """Read what ``save`` wrote, on any number of ranks."""
+        """Read what ``begin_save`` wrote, on any number of ranks."""

@@ -21,7 +21,6 @@ from infra.errors import InfraError
 from infra.logs import get_logger, log_to_console
 from infra.servers import check_prefect, prefect_server
 from infra.settings import Settings
-from rlcore.config import ExperimentConfig
 from rlcore.errors import RlflowError
 from tasks.experiments import load_experiment
 from tasks.runs import new_run_id
@@ -31,9 +30,14 @@ EXIT_INTERRUPTED = 130
 _DRAIN_SECONDS = 5.0
 
 
-def main(run_flow: Callable[[ExperimentConfig, str], BaseModel], command: str) -> None:
-    """Parse the command line, call ``run_flow(experiment, run_id)``, print its result as the last line."""
-    options = _parse(command)
+def main(run_flow: Callable[..., BaseModel], command: str, *, may_change: bool = False) -> None:
+    """Parse the command line, call the flow, print its result as the last line.
+
+    Args:
+        run_flow: called as ``run_flow(experiment, run_id=...)``.
+        may_change: it also takes ``allow_changes``, the command line's --allow-changes.
+    """
+    options = _parse(command, may_change)
     log_to_console()
     for number in (signal.SIGTERM, signal.SIGHUP):  # like Ctrl-C: commit, clean up, say how to continue
         signal.signal(number, _interrupt)
@@ -45,7 +49,7 @@ def main(run_flow: Callable[[ExperimentConfig, str], BaseModel], command: str) -
         sys.exit(_say(error))
     try:
         with prefect_api(Settings()):
-            result = run_flow(experiment, run_id)
+            result = run_flow(experiment, run_id=run_id, **_allowed(options))
     except (RlflowError, InfraError) as error:
         _say(error)
         _say_how_to_continue(command, run_id)
@@ -75,12 +79,19 @@ def prefect_api(settings: Settings) -> Iterator[None]:
             EventsWorker.drain_all(timeout=_DRAIN_SECONDS)
 
 
-def _parse(command: str) -> argparse.Namespace:
+def _allowed(options: argparse.Namespace) -> dict[str, bool]:
+    return {"allow_changes": options.allow_changes} if "allow_changes" in options else {}
+
+
+def _parse(command: str, may_change: bool) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog=f"python -m {command}")
     parser.add_argument("experiment", help="a deployment of prefect.yaml")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="training.steps=40, say")
     parser.add_argument("--run-id", help="name of a new run, or of one to continue")
     parser.add_argument("--data", type=Path, help="folder with train and validation files in place of the named ones")
+    if may_change:
+        text = "go on with other values than the run was started with; it records them in changes.jsonl"
+        parser.add_argument("--allow-changes", action="store_true", help=text)
     return parser.parse_args()
 
 

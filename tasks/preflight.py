@@ -230,13 +230,15 @@ def _disk(experiment: ExperimentConfig, settings: Settings) -> str:
     if parameters is None:
         free = storage.free_bytes(settings.data_dir)
         return f"{free / 2**30:.1f} GiB free; the need is not known before the model is here"
-    keep = experiment.segment.keep_checkpoints
+    keep = experiment.segment.max_kept(experiment.num_segments)
     # A new checkpoint is written whole before an older one goes.
     needed = parameters * (_CHECKPOINT_BYTES * (keep + 1) + _MERGED_BYTES) + _FULL_DISK_RESERVE
     try:
         storage.require_space(settings.runs_dir, needed, f"{keep + 1} checkpoints and a merged model")
     except StorageError as error:
-        raise StorageError(f"{error} Or lower segment.keep_checkpoints (now {keep}).") from error
+        raise StorageError(
+            f"{error} Or keep fewer: segment.keep_checkpoints, keep_every and keep_best make {keep} now."
+        ) from error
     free = storage.free_bytes(settings.data_dir)
     return f"{free / 2**30:.1f} GiB free, {needed / 2**30:.2f} GiB needed for {keep + 1} checkpoints"
 

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import json
+import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from datetime import datetime
+from dataclasses import asdict
+from datetime import UTC, datetime
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationError
 
+from infra.logs import get_logger
 from infra.settings import Settings
 from infra.tracking import Tracker
 from rlcore.artifacts import CheckpointRef
-from rlcore.config import ExperimentConfig
+from rlcore.config import Change, ExperimentConfig, changes
 from rlcore.errors import CheckpointError, ConfigError
 from rlcore.job import write_json_atomically
 from rlcore.segment.journal import StepRecord, read_journal
-from rlcore.segment.spec import SegmentManifest
+from rlcore.segment.spec import SegmentManifest, segment_path
 from rlcore.segment.store import LocalCheckpointStore
 
 
@@ -38,27 +42,41 @@ class Run(BaseModel):
         return read_journal(self.run_dir / "journal.jsonl")
 
     def manifest(self, segment: int) -> SegmentManifest | None:
-        path = self.run_dir / "segments" / f"{segment:04d}.json"
-        return SegmentManifest.model_validate_json(path.read_text()) if path.exists() else None
+        """None as well for a damaged one: the trainer moves it aside and makes it again."""
+        path = segment_path(self.run_dir, segment)
+        try:
+            return SegmentManifest.model_validate_json(path.read_bytes()) if path.exists() else None
+        except ValidationError as error:
+            get_logger().warning("%s is damaged and does not count: %s", path, error)
+            return None
 
 
 def new_run_id(experiment: str) -> str:
     return f"{experiment}-{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
 
 
-def open_run(experiment: ExperimentConfig, run_id: str | None, settings: Settings) -> Run:
+def open_run(
+    experiment: ExperimentConfig, run_id: str | None, settings: Settings, *, allow_changes: bool = False
+) -> Run:
     """A new run, or the one called ``run_id`` continued.
 
+    Values that do not touch the science may differ from the run's; with ``allow_changes`` all others too. What changed
+    is appended to ``changes.jsonl`` in the run's folder.
+
     Raises:
-        ConfigError: the run exists with another experiment; names every value that differs.
+        ConfigError: the science differs, and that is not allowed; names every such value.
     """
     name = run_id or new_run_id(experiment.name)
     run = Run(run_id=name, run_dir=settings.runs_dir / name, experiment=experiment)
     stored = run.run_dir / "experiment.json"
     if stored.exists():
-        _require_same(name, ExperimentConfig.model_validate_json(stored.read_text()), experiment)
-    else:
-        write_json_atomically(stored, experiment.model_dump_json(indent=1))
+        found = changes(ExperimentConfig.model_validate_json(stored.read_text()), experiment)
+        if not found:
+            return run
+        if not allow_changes:
+            _require_same_science(name, found)
+        _record(run, found)
+    write_json_atomically(stored, experiment.model_dump_json(indent=1))
     return run
 
 
@@ -86,15 +104,30 @@ def newest_checkpoint(run: Run) -> CheckpointRef:
     return found
 
 
-def _require_same(run_id: str, before: ExperimentConfig, now: ExperimentConfig) -> None:
-    old, new = before.flat(), now.flat()
-    changed = [f"- {key}: was {old.get(key)!r}, now {new[key]!r}" for key in new if old.get(key) != new[key]]
-    if changed:
+def _require_same_science(run_id: str, found: Sequence[Change]) -> None:
+    science = [f"- {change}" for change in found if change.is_science]
+    if science:
         raise ConfigError(
             f"run {run_id} was started with another experiment:\n"
-            + "\n".join(changed)
-            + "\nContinue it with its own values, or leave --run-id out to start a new run."
+            + "\n".join(science)
+            + "\nContinue it with its own values, leave --run-id out to start a new run, or add --allow-changes to go "
+            "on with these from its last checkpoint; the run then records them."
         )
+
+
+def _record(run: Run, found: Sequence[Change]) -> None:
+    """Durable before the new experiment is: a change is never unrecorded."""
+    records = run.journal()
+    line = {
+        "at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "step": records[-1].step if records else 0,  # journaled so far; a resume may take back some of them
+        "changes": [asdict(change) | {"science": change.is_science} for change in found],
+    }
+    with (run.run_dir / "changes.jsonl").open("a") as file:
+        file.write(json.dumps(line) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    get_logger().warning("run %s goes on with other values: %s", run.run_id, "; ".join(map(str, found)))
 
 
 def tracker_of(run: Run, settings: Settings) -> Tracker:

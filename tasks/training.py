@@ -23,7 +23,7 @@ from infra.errors import ServerError
 from infra.logs import get_logger
 from infra.settings import Settings
 from infra.tracking import Tracker
-from rlcore.artifacts import CheckpointRef, DatasetRef, ModelRef
+from rlcore.artifacts import DatasetRef, ModelRef
 from rlcore.errors import ConfigError, DivergedError, RlflowError, TrainerFailedError
 from rlcore.job import JobError, write_json_atomically
 from rlcore.segment.lease import Control, holder_alive
@@ -134,15 +134,12 @@ def _attach(run: Run) -> Trainer | None:
 
 
 def _start(run: Run, settings: Settings, dataset: DatasetRef, model: ModelRef, index: int) -> Trainer:
-    parent = _parent(run, index)
     spec = SegmentSpec(
         run_id=run.run_id,
         run_dir=run.run_dir,
         experiment=run.experiment,
         dataset=dataset,
         model=model,
-        first_segment=index,
-        parent=parent,
     )
     spec_path = run.run_dir / "spec.json"
     write_json_atomically(spec_path, spec.model_dump_json(indent=1))
@@ -157,18 +154,9 @@ def _start(run: Run, settings: Settings, dataset: DatasetRef, model: ModelRef, i
             ends_with_parent=False,  # it must outlive a killed driver, commit, and be found by the next one
         )
     _CHILDREN[run.run_dir] = child
-    where = f"from step {parent.step}" if parent else "from the start"
+    where = f"from step {step}" if (step := _last_committed_step(run)) else "from the start"
     get_logger().info("train: started a trainer %s (log: %s)", where, run.run_dir / "trainer.log")
     return Trainer(child.pid, run.run_dir / "lease.json", child)
-
-
-def _parent(run: Run, index: int) -> CheckpointRef | None:
-    """The checkpoint to start segment ``index`` from: its own if it was cut short, else the one before."""
-    for segment in (index, index - 1):
-        manifest = run.manifest(segment) if segment >= 0 else None
-        if manifest is not None:
-            return manifest.checkpoint
-    return None
 
 
 def _follow(run: Run, trainer: Trainer, index: int, tick: Callable[[], None]) -> SegmentManifest:

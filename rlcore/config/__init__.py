@@ -3,6 +3,7 @@
 from rlcore.config.algorithm import AlgorithmConfig, KlConfig
 from rlcore.config.base import Frozen
 from rlcore.config.build import build_experiment
+from rlcore.config.changes import Change, changes
 from rlcore.config.experiment import (
     CountdownConfig,
     CurriculumConfig,
@@ -21,6 +22,7 @@ from rlcore.config.reward import RewardConfig
 
 __all__ = [
     "AlgorithmConfig",
+    "Change",
     "CountdownConfig",
     "CurriculumConfig",
     "DataConfig",
@@ -37,4 +39,5 @@ __all__ = [
     "TinyModelConfig",
     "TrainingConfig",
     "build_experiment",
+    "changes",
 ]

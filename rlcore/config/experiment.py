@@ -17,6 +17,20 @@ from rlcore.config.base import Frozen
 from rlcore.config.build import flatten
 from rlcore.config.reward import MathReward, RewardConfig
 
+# Keys (or beginnings of keys) of what may change in the middle of a run: memory, speed, cutting and measuring. Every
+# other value is the science: what is learned depends on it.
+NOT_SCIENCE = (
+    "resources.",
+    "segment.",
+    "evaluation.",
+    "training.tokens_per_microbatch",
+    "rollout.gpu_memory_utilization",
+    "rollout.kv_cache_mib",
+    "rollout.max_sequences",
+    "rollout.enforce_eager",
+)
+STEPS = "training.steps"  # may be raised: the rate of a step does not depend on how many follow
+
 
 class TinyModelConfig(Frozen):
     """The embedded default policy: a few million parameters, warm-started on synthetic problems."""
@@ -196,6 +210,17 @@ class SegmentConfig(Frozen):
     """A segment also ends at the first step after this many minutes."""
     keep_checkpoints: int = Field(2, ge=1)
     """Latest checkpoints kept. An older one goes only after its successor is committed and verified."""
+    keep_every: int | None = Field(None, ge=1)
+    """The checkpoint of every k-th segment is kept as well."""
+    keep_best: int = Field(0, ge=0)
+    """Checkpoints of this many best segments are kept as well."""
+    best_metric: str = "reward/mean"
+    """A segment's mean of this metric says how good it is; the highest is best."""
+
+    def max_kept(self, segments: int) -> int:
+        """Checkpoints that a run of this many segments keeps at most."""
+        every = 0 if self.keep_every is None else segments // self.keep_every
+        return min(segments, self.keep_checkpoints + every + self.keep_best)
 
 
 class EvaluationConfig(Frozen):
@@ -310,6 +335,12 @@ class ExperimentConfig(Frozen):
         """Hash of every value; two experiments with the same digest are the same experiment."""
         canonical = json.dumps(self.model_dump(mode="json"), sort_keys=True)
         return hashlib.sha256(canonical.encode()).hexdigest()[:16]
+
+    def science_digest(self) -> str:
+        """Hash of every value that what is learned depends on; it stays when a run is continued on other machines,
+        in other segments, or for more steps."""
+        science = {key: value for key, value in self.flat().items() if key != STEPS and not key.startswith(NOT_SCIENCE)}
+        return hashlib.sha256(json.dumps(science, sort_keys=True).encode()).hexdigest()[:16]
 
     def flat(self) -> dict[str, str | int | float | bool | None]:
         """Dotted keys to scalar values, as logged to MLflow and as accepted by overrides."""

@@ -120,8 +120,11 @@ class WorkerGroup:
         results: list[list[Floats]] = self._everywhere("canary", list(samples))
         return results[0]
 
-    def save(self, folder: Path) -> None:
-        self._everywhere("save", folder)
+    def begin_save(self, folder: Path) -> None:
+        self._everywhere("begin_save", folder)
+
+    def saved(self) -> bool:
+        return all(self._everywhere("saved"))
 
     def load(self, folder: Path) -> None:
         self._everywhere("load", folder)

@@ -122,8 +122,11 @@ class Worker:
         next(stops)
         return checksum
 
-    def save(self, folder: Path) -> None:
-        self.policy.save(folder)
+    def begin_save(self, folder: Path) -> None:
+        self.policy.begin_save(folder)
+
+    def saved(self) -> bool:
+        return self.policy.saved()
 
     def load(self, folder: Path) -> None:
         self.policy.load(folder)

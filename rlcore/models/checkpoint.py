@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
@@ -41,6 +44,42 @@ def save_train_state(model: nn.Module, optimizer: Optimizer, folder: Path) -> No
     Raises:
         CheckpointError: the ranks hold optimizer states of different parameters.
     """
+    _write(_train_state(model, optimizer), folder, None)
+
+
+class BackgroundSaver:
+    """Writes train states while training goes on, one at a time. Built and called on all ranks in the same order."""
+
+    def __init__(self, executor: Executor | None = None) -> None:
+        self._executor = executor or ThreadPoolExecutor(1, thread_name_prefix="save")
+        # a group of its own: its collectives come at any time between those of training
+        self._group = dist.new_group(backend="gloo") if dist.is_initialized() else None
+        self._writing: Future[None] | None = None
+
+    def begin(self, model: nn.Module, optimizer: Optimizer, folder: Path) -> None:
+        """Copy what ``save_train_state`` writes to host memory and return; the copy is written in the background.
+
+        Raises:
+            CheckpointError: the one before is not ``done``, or the ranks hold optimizer states of different parameters.
+        """
+        if not self.done():
+            raise CheckpointError(f"{folder}: the save before it is still being written. Wait until it is done.")
+        copied = _on_host(_train_state(model, optimizer))
+        self._writing = self._executor.submit(_write, copied, folder, self._group)
+
+    def done(self) -> bool:
+        """Whether the last save is on its way to the disk whole, this rank's share and the common metadata.
+
+        Raises:
+            CheckpointError: it could not be written, on whichever rank.
+        """
+        if self._writing is None or not self._writing.done():
+            return self._writing is None
+        self._writing.result()
+        return True
+
+
+def _train_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     names = _parameter_names(model)
     # Not get_optimizer_state_dict: where there is no state yet it takes an optimizer step to make one, and
     # Adam's bias correction would be off by that step ever after.
@@ -49,9 +88,26 @@ def save_train_state(model: nn.Module, optimizer: Optimizer, folder: Path) -> No
     groups = tuple(  # a tuple is stored as one value, a list would be taken apart
         {**group, "params": [names[parameter] for parameter in group["params"]]} for group in optimizer.param_groups
     )
-    tree = {"model": _own_tensors(model)[0], "optimizer": state, "groups": groups, "lora": _lora(model)}
-    with _quiet():
-        dcp.save(tree, checkpoint_id=folder / TRAIN_STATE, no_dist=not dist.is_initialized())
+    return {"model": _own_tensors(model)[0], "optimizer": state, "groups": groups, "lora": _lora(model)}
+
+
+def _on_host(value: Any) -> Any:
+    """A tree of tensors, sharded ones as they are sharded, in host memory that nothing else knows."""
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu", copy=True)  # without copy=True what is on the CPU already would be shared
+    return {key: _on_host(item) for key, item in value.items()} if isinstance(value, dict) else value
+
+
+def _write(tree: dict[str, Any], folder: Path, group: dist.ProcessGroup | None) -> None:
+    try:
+        with _quiet():
+            dcp.save(tree, checkpoint_id=folder / TRAIN_STATE, process_group=group, no_dist=not dist.is_initialized())
+    except CheckpointException as error:  # a BaseException, and its text is all ranks' tracebacks
+        rank, (cause, _) = next(iter(error.failures.items()))
+        raise CheckpointError(
+            f"rank {rank} could not write its share of {folder / TRAIN_STATE}: {type(cause).__name__}: {cause}. "
+            "Free space there, or correct the folder's permissions."
+        ) from error
 
 
 def load_train_state(model: nn.Module, optimizer: Optimizer, folder: Path) -> None:
@@ -242,6 +298,7 @@ def _some(names: Iterable[str], limit: int = 5) -> str:
     return (", ".join(listed[:limit]) or "none") + more
 
 
-def _quiet() -> warnings.catch_warnings[None]:
-    # One process without a process group is a normal case here, not one to warn about.
-    return warnings.catch_warnings(action="ignore", category=UserWarning)
+def _quiet() -> AbstractContextManager[None]:
+    # One process without a process group is a normal case here, not one to warn about. With a group there is nothing
+    # to silence, and a background thread must leave the process's filters alone.
+    return nullcontext() if dist.is_initialized() else warnings.catch_warnings(action="ignore", category=UserWarning)

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from rlcore.algorithms.aggregation import StepTotals
 from rlcore.batch import ImageFeatures, Microbatch, pack
 from rlcore.config import ExperimentConfig
-from rlcore.models.checkpoint import load_train_state, save_train_state
+from rlcore.models.checkpoint import BackgroundSaver, load_train_state
 from rlcore.models.lora import B, adapters_off, choose_trainable, is_adapter, lora_alpha
 from rlcore.models.optimizer import make_optimizer
 from rlcore.models.packed import PackedModel, transformer_blocks
@@ -76,10 +76,12 @@ class TorchPolicy:
             hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         self.model = self._shard(PackedModel(hf, **options), mesh)
         self.model.train()
+        _without_dropout(self.model)
         self.reference = None
         if reference is not None:
             self.reference = self._shard(PackedModel(reference.requires_grad_(False), **options), mesh).eval()
         self.optimizer = make_optimizer(self.model.parameters(), config.training)
+        self._saver = BackgroundSaver()
 
     def _shard(self, model: PackedModel, mesh: DeviceMesh) -> PackedModel:
         precision = MixedPrecisionPolicy(
@@ -189,11 +191,21 @@ class TorchPolicy:
         """Dtype that the sampler takes weights in."""
         return compute_dtype(self.config, self.device.type)
 
-    def save(self, folder: Path) -> None:
-        save_train_state(self.model.hf, self.optimizer, folder)
+    def begin_save(self, folder: Path) -> None:
+        self._saver.begin(self.model.hf, self.optimizer, folder)
+
+    def saved(self) -> bool:
+        return self._saver.done()
 
     def load(self, folder: Path) -> None:
         load_train_state(self.model.hf, self.optimizer, folder)
+
+
+def _without_dropout(model: nn.Module) -> None:
+    # the sampler has none, so ratios would not start at 1; and a step would depend on torch's generator
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
 
 
 def compute_dtype(config: ExperimentConfig, device_type: str) -> torch.dtype:

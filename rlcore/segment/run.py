@@ -1,13 +1,12 @@
 """The trainer's process: segment after segment, each ending in a committed checkpoint, while the driver wants one.
 
-Workers and engines stay up from one segment to the next. What counts is the manifest ``segments/0000.json``,
-written last, by one rename.
+Workers and engines stay up from one segment to the next, and a checkpoint is written while the next segment trains.
+What counts is the manifest ``segments/0000.json``, written last, by one rename.
 """
 
 from __future__ import annotations
 
 import gc
-import json
 import logging
 import signal
 import time
@@ -15,21 +14,29 @@ import traceback
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rlcore.errors import ConfigError, DataError, DivergedError, LeaseLostError, StarvedError
 from rlcore.job import JobError, write_json_atomically
+from rlcore.segment.facts import code_digest
 from rlcore.segment.journal import MetricJournal
 from rlcore.segment.lease import Control, Lease
+from rlcore.segment.resume import ResumePoint, find_resume_point, warn_of_changes
 from rlcore.segment.spec import (
     EXIT_BAD_CONFIG,
     EXIT_DIVERGED,
     EXIT_DONE,
     EXIT_OUT_OF_MEMORY,
     EXIT_PREEMPTED,
-    SegmentManifest,
+    SegmentEnd,
     SegmentSpec,
 )
 from rlcore.segment.store import LocalCheckpointStore
+
+if TYPE_CHECKING:
+    from rlcore.segment.checkpointing import Checkpointer, CheckpointSeconds
+    from rlcore.training.loop import TrainingRun
+    from rlcore.training.state import TrainState
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +94,7 @@ def main(spec_path: Path) -> int:
         return _failed(spec, error, 1)
     try:
         stop = StopRequest(lease, Control(spec.run_dir / "control.json"), spec.driver_deadline_seconds)
-        return _train_segments(spec, stop)
+        return _train_segments(spec, stop, lease)
     except DivergedError as error:
         return _failed(spec, error, EXIT_DIVERGED)
     except (ConfigError, DataError, StarvedError) as error:
@@ -98,90 +105,83 @@ def main(spec_path: Path) -> int:
         lease.release()
 
 
-def _train_segments(spec: SegmentSpec, stop: StopRequest) -> int:
+def _train_segments(spec: SegmentSpec, stop: StopRequest, lease: Lease) -> int:
     gc.disable()  # imports allocate much and free little; a third of their time would go to looking
     from rlcore.assemble import training_run
     from rlcore.models.canary import Canary
-    from rlcore.training.loop import train
+    from rlcore.segment.checkpointing import Checkpointer, CheckpointSeconds
     from rlcore.training.samples import SampleLog
-    from rlcore.training.state import TrainState
 
     gc.enable()
-    config = spec.experiment
     store = LocalCheckpointStore(spec.run_dir, spec.run_id)
-    if spec.parent is not None:
-        store.verify(spec.parent)
+    start = find_resume_point(spec.run_dir, store)
+    logger.info("run %s from step %d, code %s", spec.run_id, start.step, code_digest())
+    if start.checkpoint is not None:
+        warn_of_changes(spec, start.checkpoint)
     journal = MetricJournal(spec.run_dir / "journal.jsonl")
-    journal.cut(0 if spec.parent is None else spec.parent.step)
-    sink = TrainerSink(journal)
-    starts = _count_start(spec.run_dir)
+    journal.cut(start.step)
+    seconds = CheckpointSeconds()
     with training_run(
-        config,
+        spec.experiment,
         model=Path(spec.model.path),
         dataset=Path(spec.dataset.path),
-        sink=sink,
+        sink=TrainerSink(journal, seconds),
         on_batch=SampleLog(spec.run_dir / "samples"),
     ) as run:
         stop.listen()
-        state = TrainState()
-        if spec.parent is not None:
-            folder = Path(spec.parent.path)
-            mask_truncated = config.algorithm.mask_truncated
-            state = TrainState.load(folder, store.read_state(spec.parent), run.problems, mask_truncated=mask_truncated)
-            run.workers.load(folder)
+        state = _restored(run, store, start)
         run.workers.sync_weights(state.step)
-        canary = Canary.fixed(run.problems, Path(spec.model.path), config)
-        segment = spec.first_segment
-        while state.step < config.training.steps:
-            if not stop.wants(segment):
-                return EXIT_PREEMPTED
-            first_step = _first_step(spec.run_dir, segment)
-            until_step = min(first_step + config.segment.steps, config.training.steps)
-            minutes = config.segment.max_minutes
-            stop.segment_ends_at = time.monotonic() + 60 * minutes if minutes else None
-            state = train(run, state, until_step=until_step, should_stop=stop)
-            started = time.perf_counter()
-            staging = store.stage(state.step)
-            run.workers.save(staging)
-            state.save(staging)
-            canary.write(staging, run.workers)
-            checkpoint = store.commit(
-                staging,
-                step=state.step,
-                policy_version=state.step,
-                segment=segment,
-                experiment_digest=config.digest(),
-                dataset_digest=spec.dataset.digest,
-                trainer_state=state.scalars(),
-            )
-            complete = state.step == until_step or not stop.preempted()
-            manifest = SegmentManifest(
-                run_id=spec.run_id,
-                segment=segment,
-                first_step=first_step,
-                last_step=state.step,
-                complete=complete,
-                checkpoint=checkpoint,
-                experiment_digest=config.digest(),
-                dataset_digest=spec.dataset.digest,
-                trainer_starts=starts,
-            )
-            write_json_atomically(segment_path(spec.run_dir, segment), manifest.model_dump_json(indent=1))
-            store.prune(config.segment.keep_checkpoints, pinned=[checkpoint.path])
-            sink.checkpoint_seconds = time.perf_counter() - started
-            if not complete:
-                return EXIT_PREEMPTED
-            segment += 1
+        canary = Canary.fixed(run.problems, Path(spec.model.path), spec.experiment)
+        with Checkpointer(
+            spec, store, run.workers, canary, start=start, seconds=seconds, renew_lease=lease.renew
+        ) as checkpoints:
+            return _segments_from(start, state, run, stop, checkpoints)
+
+
+def _restored(run: TrainingRun, store: LocalCheckpointStore, start: ResumePoint) -> TrainState:
+    """The state to go on from, its weights in the workers."""
+    from rlcore.training.state import TrainState
+
+    if start.checkpoint is None:
+        return TrainState()
+    folder, mask_truncated = Path(start.checkpoint.path), run.config.algorithm.mask_truncated
+    run.workers.load(folder)
+    return TrainState.load(folder, store.read_state(folder), run.problems, mask_truncated=mask_truncated)
+
+
+def _segments_from(
+    start: ResumePoint, state: TrainState, run: TrainingRun, stop: StopRequest, checkpoints: Checkpointer
+) -> int:
+    from rlcore.training.loop import train
+
+    config = run.config
+    segment, first_step = start.segment, start.first_step
+
+    def should_stop() -> bool:
+        checkpoints.check()
+        return stop()
+
+    while state.step < config.training.steps:
+        if not stop.wants(segment):
+            return EXIT_PREEMPTED
+        until_step = min(first_step + config.segment.steps, config.training.steps)
+        minutes = config.segment.max_minutes
+        stop.segment_ends_at = time.monotonic() + 60 * minutes if minutes else None
+        state = train(run, state, until_step=until_step, should_stop=should_stop)
+        complete = state.step == until_step or not stop.preempted()
+        checkpoints.begin(state, SegmentEnd(segment, first_step, complete))
+        if not complete:
+            return EXIT_PREEMPTED
+        segment, first_step = segment + 1, state.step
     return EXIT_DONE
 
 
 class TrainerSink:
-    """Journals a step with the seconds of the checkpoint written before it (0 where none was), and raises the alarm
-    of promise 4 in the log."""
+    """Journals a step with what checkpoints have cost since the one before, and raises the alarm of promise 4 in the
+    log."""
 
-    def __init__(self, journal: MetricJournal) -> None:
-        self._journal = journal
-        self.checkpoint_seconds = 0.0
+    def __init__(self, journal: MetricJournal, seconds: CheckpointSeconds) -> None:
+        self._journal, self._seconds = journal, seconds
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         if metrics["rollout/mismatch_alarm"]:
@@ -191,28 +191,7 @@ class TrainerSink:
                 step,
                 metrics["rollout/abs_delta_logprob_mean"],
             )
-        self._journal.step(step, {**metrics, "time/checkpoint": self.checkpoint_seconds})
-        self.checkpoint_seconds = 0.0
-
-
-def segment_path(run_dir: Path, segment: int) -> Path:
-    return run_dir / "segments" / f"{segment:04d}.json"
-
-
-def _first_step(run_dir: Path, segment: int) -> int:
-    """Steps taken before this segment: where the one before it ended."""
-    if segment == 0:
-        return 0
-    before = SegmentManifest.model_validate_json(segment_path(run_dir, segment - 1).read_text())
-    return before.last_step
-
-
-def _count_start(run_dir: Path) -> int:
-    """How many trainer processes this run has had, this one included."""
-    path = run_dir / "trainer_starts.json"
-    starts = json.loads(path.read_text()) + 1 if path.exists() else 1
-    write_json_atomically(path, json.dumps(starts))
-    return starts
+        self._journal.step(step, {**metrics, **self._seconds.take()})
 
 
 def _failed(spec: SegmentSpec, error: Exception, code: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
@@ -17,7 +18,7 @@ EXIT_BAD_CONFIG = 78  # never retried
 
 
 class SegmentSpec(BaseModel):
-    """Everything a trainer needs to start at segment ``first_segment`` of a run and go on through the last."""
+    """Everything a trainer needs; where the run stands it finds in the run's folder."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -26,10 +27,17 @@ class SegmentSpec(BaseModel):
     experiment: ExperimentConfig
     dataset: DatasetRef
     model: ModelRef
-    first_segment: int
-    parent: CheckpointRef | None  # None: start from ``model``
     driver_deadline_seconds: float = 120.0
     """Without a sign of life from the driver for this long, the trainer commits and stops."""
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentEnd:
+    """The segment that a checkpoint ends."""
+
+    segment: int
+    first_step: int  # exclusive: the segment's first is first_step + 1
+    complete: bool  # False: stopped before its last step (preempted)
 
 
 class SegmentManifest(BaseModel):
@@ -43,6 +51,9 @@ class SegmentManifest(BaseModel):
     last_step: int
     complete: bool  # False: stopped before its last step (preempted or out of time)
     checkpoint: CheckpointRef
-    experiment_digest: str
+    experiment_digest: str  # of the science alone
     dataset_digest: str
-    trainer_starts: int  # how many trainer processes this run has had so far
+
+
+def segment_path(run_dir: Path, segment: int) -> Path:
+    return run_dir / "segments" / f"{segment:04d}.json"

@@ -1,8 +1,9 @@
 """Checkpoints on a local (or mounted) disk: either whole or absent. No torch: Prefect's side reads it too.
 
 A checkpoint is a folder ``checkpoints/step-000020`` that holds what the trainer staged, ``state.json`` and
-``manifest.json`` with the size and SHA-256 of every other file. It gets its name by one rename, after all of
-it is on disk. Names with a leading dot are never checkpoints: staged, damaged or being deleted.
+``manifest.json`` with the size and SHA-256 of every other file and all that the segment's manifest says. It gets its
+name by one rename, after all of it is on disk. Names with a leading dot are never checkpoints: staged, damaged or
+being deleted.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ import shutil
 from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from rlcore.artifacts import CheckpointRef
 from rlcore.errors import CheckpointError, StorageError
+from rlcore.segment.facts import code_digest, installed_versions
+from rlcore.segment.spec import SegmentEnd
 
 logger = logging.getLogger(__name__)
 
@@ -49,8 +51,12 @@ class CheckpointManifest(BaseModel):
     step: int
     policy_version: int
     segment: int
-    experiment_digest: str
+    first_step: int  # of the segment, exclusive
+    complete: bool  # False: the segment was stopped before its last step
+    experiment_digest: str  # of the science alone: ``ExperimentConfig.science_digest``
     dataset_digest: str
+    model_digest: str  # of the model that the run was started from
+    code_digest: str  # of rlcore
     created: datetime
     versions: dict[str, str]  # of the installed packages among torch, transformers and vLLM
     files: dict[str, FileEntry]  # by path inside the folder, with forward slashes
@@ -87,9 +93,10 @@ class LocalCheckpointStore:
         *,
         step: int,
         policy_version: int,
-        segment: int,
+        end: SegmentEnd,
         experiment_digest: str,
         dataset_digest: str,
+        model_digest: str,
         trainer_state: dict[str, Any],
     ) -> CheckpointRef:
         """Seal a staged folder: state, hashes, manifest, fsync, then one rename. ``trainer_state`` is JSON.
@@ -111,19 +118,22 @@ class LocalCheckpointStore:
             run_id=self._run_id,
             step=step,
             policy_version=policy_version,
-            segment=segment,
+            segment=end.segment,
+            first_step=end.first_step,
+            complete=end.complete,
             experiment_digest=experiment_digest,
             dataset_digest=dataset_digest,
+            model_digest=model_digest,
+            code_digest=code_digest(),
             created=datetime.now(UTC),
             versions=installed_versions(_RECORDED_PACKAGES),
             files=_hash_files(staging),
         )
-        text = manifest.model_dump_json(indent=1)
-        (staging / MANIFEST).write_text(text)
+        (staging / MANIFEST).write_text(manifest.model_dump_json(indent=1))
         fsync_tree(staging)
         staging.rename(final)
         _fsync(self._folder)
-        return _ref(final, manifest, text.encode())
+        return checkpoint_ref(final, manifest)
 
     def verify(self, checkpoint: CheckpointRef | Path) -> CheckpointManifest:
         """Hash every file of a checkpoint against its manifest, and the manifest against the ref.
@@ -133,9 +143,28 @@ class LocalCheckpointStore:
         """
         manifest = verify_checkpoint(checkpoint)
         path = _path(checkpoint)
-        self._require_run(path, manifest)
+        self.require_run(path, manifest.run_id)
         self._verified_here.add(path)
         return manifest
+
+    def newest_first(self) -> list[Path]:
+        """Folders under a checkpoint's name, whole or damaged."""
+        found = [path for path in self._folder.glob("step-*") if _STEP_FOLDER.fullmatch(path.name)]
+        return sorted(found, key=lambda path: int(path.name.removeprefix("step-")), reverse=True)
+
+    def half_written(self) -> list[Path]:
+        """What a trainer that died had staged."""
+        return sorted(self._folder.glob(".staging-*"))
+
+    def require_run(self, path: Path, run_id: str) -> None:
+        """
+        Raises:
+            CheckpointError: the checkpoint belongs to another run.
+        """
+        if run_id != self._run_id:
+            raise CheckpointError(
+                f"{path} belongs to run {run_id!r}, expected {self._run_id!r}. Give each run a folder of its own."
+            )
 
     def latest(self) -> CheckpointRef | None:
         """The newest checkpoint that is whole, or None; every damaged one on the way is logged as a warning.
@@ -143,15 +172,15 @@ class LocalCheckpointStore:
         Raises:
             CheckpointError: the newest whole checkpoint belongs to another run.
         """
-        for path in self._newest_first():
+        for path in self.newest_first():
             try:
                 manifest = verify_checkpoint(path)
             except CheckpointError as error:
                 logger.warning("SKIPPED A DAMAGED CHECKPOINT, going back to an older one: %s", error)
                 continue
-            self._require_run(path, manifest)
+            self.require_run(path, manifest.run_id)
             self._verified_here.add(path)
-            return _ref(path, manifest, (path / MANIFEST).read_bytes())
+            return checkpoint_ref(path, manifest)
         return None
 
     def prune(self, keep: int, *, pinned: Collection[str | Path] = ()) -> list[Path]:
@@ -162,7 +191,7 @@ class LocalCheckpointStore:
         if keep < 1:
             raise ValueError(f"prune(keep={keep}): at least one checkpoint must be kept.")
         pins = self._pinned | {Path(pin).name for pin in pinned}
-        paths = self._newest_first()
+        paths = self.newest_first()
         kept = 0
         while paths and kept < keep:
             kept += self._is_whole(paths.pop(0))
@@ -182,10 +211,6 @@ class LocalCheckpointStore:
             raise CheckpointError(f"{_path(checkpoint) / STATE} holds a {type(state).__name__}, expected an object.")
         return state
 
-    def _newest_first(self) -> list[Path]:
-        found = [path for path in self._folder.glob("step-*") if _STEP_FOLDER.fullmatch(path.name)]
-        return sorted(found, key=lambda path: int(path.name.removeprefix("step-")), reverse=True)
-
     def _is_whole(self, path: Path) -> bool:
         try:
             if path in self._verified_here:
@@ -201,11 +226,9 @@ class LocalCheckpointStore:
         try:
             manifest = verify_checkpoint(final)
         except CheckpointError as error:
-            aside = _free_name(final.with_name(f".damaged-{final.name}"))
-            logger.warning("MOVED A DAMAGED CHECKPOINT aside to %s: %s", aside.name, error)
-            final.rename(aside)
+            logger.warning("MOVED A DAMAGED CHECKPOINT aside to %s: %s", move_aside(final).name, error)
             return None
-        self._require_run(final, manifest)
+        self.require_run(final, manifest.run_id)
         found, wanted = (
             (manifest.experiment_digest, manifest.dataset_digest),
             (experiment_digest, dataset_digest),
@@ -215,14 +238,7 @@ class LocalCheckpointStore:
                 f"{final} is a whole checkpoint of another experiment: its (experiment, dataset) digests are "
                 f"{found}, this trainer's are {wanted}. Give the changed experiment a new run, or remove it."
             )
-        return _ref(final, manifest, (final / MANIFEST).read_bytes())
-
-    def _require_run(self, path: Path, manifest: CheckpointManifest) -> None:
-        if manifest.run_id != self._run_id:
-            raise CheckpointError(
-                f"{path} belongs to run {manifest.run_id!r}, expected {self._run_id!r}. "
-                "Give each run a folder of its own."
-            )
+        return checkpoint_ref(final, manifest)
 
 
 def verify_checkpoint(checkpoint: CheckpointRef | Path) -> CheckpointManifest:
@@ -246,6 +262,15 @@ def verify_checkpoint(checkpoint: CheckpointRef | Path) -> CheckpointManifest:
     return manifest
 
 
+def read_manifest(checkpoint: CheckpointRef | Path) -> CheckpointManifest:
+    """What a checkpoint consists of, unverified.
+
+    Raises:
+        CheckpointError: no manifest, or a damaged one.
+    """
+    return _read_manifest(_path(checkpoint))[0]
+
+
 def check_free_space(folder: Path, needed_bytes: int, *, setting: str = "segment.keep_checkpoints") -> None:
     """Refuse early when the disk of ``folder`` (which need not exist yet) cannot take ``needed_bytes``.
 
@@ -261,27 +286,17 @@ def check_free_space(folder: Path, needed_bytes: int, *, setting: str = "segment
         )
 
 
-def installed_versions(packages: Collection[str]) -> dict[str, str]:
-    """Versions of those ``packages`` that are installed; importing none of them."""
-    versions = {}
-    for package in packages:
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue  # absent from the manifest says so
-    return versions
-
-
 def _path(checkpoint: CheckpointRef | Path) -> Path:
     return Path(checkpoint.path) if isinstance(checkpoint, CheckpointRef) else checkpoint
 
 
-def _ref(path: Path, manifest: CheckpointManifest, raw_manifest: bytes) -> CheckpointRef:
+def checkpoint_ref(path: Path, manifest: CheckpointManifest) -> CheckpointRef:
+    """Points at the checkpoint in ``path``, whose manifest this is."""
     return CheckpointRef(
         path=str(path),
         step=manifest.step,
         policy_version=manifest.policy_version,
-        manifest_sha256=_sha256_bytes(raw_manifest),
+        manifest_sha256=_sha256(path / MANIFEST),
         run_id=manifest.run_id,
         segment=manifest.segment,
     )
@@ -357,8 +372,11 @@ def _fsync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _free_name(path: Path) -> Path:
+def move_aside(path: Path) -> Path:
+    """Give a damaged file or folder a name that nothing looks for, and return it."""
     number = 1
-    while path.with_name(f"{path.name}-{number}").exists():
+    while (aside := path.with_name(f".damaged-{path.name}-{number}")).exists():
         number += 1
-    return path.with_name(f"{path.name}-{number}")
+    path.rename(aside)
+    _fsync(path.parent)
+    return aside

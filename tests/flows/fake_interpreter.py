@@ -28,8 +28,9 @@ from rlcore.job import (
 )
 from rlcore.segment.journal import MetricJournal
 from rlcore.segment.lease import Control, Lease
-from rlcore.segment.spec import EXIT_DIVERGED, EXIT_PREEMPTED, SegmentManifest, SegmentSpec
-from rlcore.segment.store import LocalCheckpointStore
+from rlcore.segment.resume import find_resume_point, segment_manifest
+from rlcore.segment.spec import EXIT_DIVERGED, EXIT_PREEMPTED, SegmentEnd, SegmentSpec, segment_path
+from rlcore.segment.store import LocalCheckpointStore, read_manifest
 
 STEP_SECONDS = float(os.environ.get("FAKE_STEP_SECONDS", "0.02"))
 
@@ -108,7 +109,9 @@ def evaluate(spec: EvaluateSpec) -> BaseModel:
 
 def train(spec_path: Path) -> int:
     spec = SegmentSpec.model_validate_json(spec_path.read_text())
-    note(spec.run_dir.parent.parent, f"train from segment {spec.first_segment}")
+    store = LocalCheckpointStore(spec.run_dir, spec.run_id)
+    start = find_resume_point(spec.run_dir, store)
+    note(spec.run_dir.parent.parent, f"train from segment {start.segment}")
     stopped: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: stopped.append(number))
     # Like Ray's daemons: another session, deaf to SIGTERM.
@@ -118,13 +121,12 @@ def train(spec_path: Path) -> int:
     )
     lease, control = Lease(spec.run_dir / "lease.json"), Control(spec.run_dir / "control.json")
     lease.acquire(f"fake-{os.getpid()}")
-    store = LocalCheckpointStore(spec.run_dir, spec.run_id)
-    step, segment = spec.parent.step if spec.parent else 0, spec.first_segment
+    step, segment, first_step = start.step, start.segment, start.first_step
     journal = MetricJournal(spec.run_dir / "journal.jsonl")
     journal.cut(step)
     config = spec.experiment
     while step < config.training.steps:
-        until = min((segment + 1) * config.segment.steps, config.training.steps)
+        until = min(first_step + config.segment.steps, config.training.steps)
         while step < until and not stopped:
             if control.read().stop:
                 stopped.append(0)
@@ -133,11 +135,11 @@ def train(spec_path: Path) -> int:
             step += 1
             _fail_once(spec, step)
             journal.step(step, {"reward/mean": step / 10, "time/generate": 0.1})
-        _commit(spec, store, segment, step, complete=step == until)
+        _commit(spec, store, step, SegmentEnd(segment, first_step, complete=step == until))
         if stopped:
             lease.release()
             return EXIT_PREEMPTED
-        segment += 1
+        segment, first_step = segment + 1, step
         while step < config.training.steps and control.read().through_segment < segment:
             time.sleep(0.05)
     lease.release()
@@ -157,30 +159,21 @@ def _fail_once(spec: SegmentSpec, step: int) -> None:
     sys.exit(EXIT_DIVERGED)
 
 
-def _commit(spec: SegmentSpec, store: LocalCheckpointStore, segment: int, step: int, *, complete: bool) -> None:
+def _commit(spec: SegmentSpec, store: LocalCheckpointStore, step: int, end: SegmentEnd) -> None:
     staging = store.stage(step)
     (staging / "weights").write_text(str(step))
     checkpoint = store.commit(
         staging,
         step=step,
         policy_version=step,
-        segment=segment,
-        experiment_digest=spec.experiment.digest(),
+        end=end,
+        experiment_digest=spec.experiment.science_digest(),
         dataset_digest=spec.dataset.digest,
+        model_digest=spec.model.digest,
         trainer_state={"step": step},
     )
-    manifest = SegmentManifest(
-        run_id=spec.run_id,
-        segment=segment,
-        first_step=segment * spec.experiment.segment.steps,
-        last_step=step,
-        complete=complete,
-        checkpoint=checkpoint,
-        experiment_digest=spec.experiment.digest(),
-        dataset_digest=spec.dataset.digest,
-        trainer_starts=1,
-    )
-    write_json_atomically(spec.run_dir / "segments" / f"{segment:04d}.json", manifest.model_dump_json())
+    manifest = segment_manifest(checkpoint, read_manifest(checkpoint))
+    write_json_atomically(segment_path(spec.run_dir, end.segment), manifest.model_dump_json())
 
 
 def main() -> None:

@@ -88,10 +88,54 @@ def test_a_diverged_trainer_is_not_retried_and_says_why(data_dir: Path, monkeypa
     assert run.info.status == "FAILED"
 
 
-def test_a_continued_run_must_be_the_same_experiment(data_dir: Path) -> None:
+def test_a_continued_run_must_be_the_same_science(data_dir: Path) -> None:
     open_run(load_experiment("grpo-geo3k-tiny"), "same", Settings())
-    with pytest.raises(ConfigError, match=r"- training\.steps: was \d+, now 7"):
-        open_run(load_experiment("grpo-geo3k-tiny", ["training.steps=7"]), "same", Settings())
+    other = load_experiment("grpo-geo3k-tiny", ["training.steps=7", "seed=5", "segment.steps=1"])
+    with pytest.raises(ConfigError, match=r"(?s)- seed: was 0, now 5.*steps: was \d+, now 7.*--allow-changes"):
+        open_run(other, "same", Settings())
+    changes = data_dir / "runs" / "same" / "changes.jsonl"
+    assert not changes.exists()
+    assert open_run(other, "same", Settings(), allow_changes=True).experiment == other
+    (line,) = map(json.loads, changes.read_text().splitlines())
+    assert [(c["key"], c["science"]) for c in line["changes"]] == [
+        ("seed", True), ("training.steps", True), ("segment.steps", False),
+    ]  # fmt: skip
+    assert line["step"] == 0
+    open_run(other, "same", Settings())  # these are the run's values now
+    assert len(changes.read_text().splitlines()) == 1
+
+
+def test_a_run_goes_on_for_more_steps_in_other_segments_and_says_so(data_dir: Path) -> None:
+    grpo_geo3k(load_experiment("grpo-geo3k-tiny", SMALL), run_id="longer")
+    longer = load_experiment("grpo-geo3k-tiny", ["training.steps=9", "segment.steps=3", "data.template=math"])
+    summary = grpo_geo3k(longer, run_id="longer")
+    assert (summary.steps, summary.segments) == (9, 5)  # 2, 2, 1, then 3, 1
+    run = open_run(longer, "longer", Settings())
+    assert [run.manifest(segment).last_step for segment in range(5)] == [2, 4, 5, 8, 9]
+    (line,) = map(json.loads, (run.run_dir / "changes.jsonl").read_text().splitlines())
+    assert line["step"] == 5
+    assert [(c["key"], c["was"], c["now"]) for c in line["changes"]] == [
+        ("training.steps", 5, 9), ("segment.steps", 2, 3),
+    ]  # fmt: skip
+    client = MlflowClient(tracking_uri=Settings().tracking_uri)
+    points = client.get_metric_history(summary.mlflow_run_id, "reward/mean")
+    assert [point.step for point in points] == list(range(1, 10))
+
+
+def test_steps_replayed_after_damage_are_published_once(data_dir: Path) -> None:
+    grpo_geo3k(load_experiment("grpo-geo3k-tiny", SMALL), run_id="damaged")
+    run_dir = data_dir / "runs" / "damaged"
+    (run_dir / "checkpoints" / "step-000005" / "weights").write_text("?")
+    (run_dir / "checkpoints" / "step-000004" / "manifest.json").unlink()
+    longer = load_experiment("grpo-geo3k-tiny", [*SMALL, "training.steps=7"])
+    summary = grpo_geo3k(longer, run_id="damaged")
+    assert [line for line in calls(data_dir) if line.startswith("train")][1:] == ["train from segment 1"]
+    assert [path.name for path in sorted((run_dir / "segments").iterdir()) if path.suffix == ".json"] == [
+        "0000.json", "0001.json", "0002.json", "0003.json",
+    ]  # fmt: skip
+    client = MlflowClient(tracking_uri=Settings().tracking_uri)
+    points = client.get_metric_history(summary.mlflow_run_id, "reward/mean")
+    assert [point.step for point in points] == list(range(1, 8))
 
 
 @pytest.mark.slow

@@ -1,4 +1,5 @@
-"""The trainer's own process on the tiny policy: real Ray, FSDP2 and vLLM; stopped by SIGTERM, started again."""
+"""The trainer's own process on the tiny policy: real Ray, FSDP2 and vLLM; stopped by SIGTERM, started again,
+and given damaged files."""
 
 from __future__ import annotations
 
@@ -9,8 +10,11 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
-from rlcore.artifacts import CheckpointRef, DatasetRef, ModelRef
+from rlcore.artifacts import DatasetRef, ModelRef
+from rlcore.config import ExperimentConfig
+from rlcore.models.checkpoint import load_full_weights
 from rlcore.segment.journal import read_journal
 from rlcore.segment.lease import Control
 from rlcore.segment.spec import EXIT_DONE, EXIT_PREEMPTED, SegmentManifest, SegmentSpec
@@ -34,46 +38,112 @@ def manifests(run_dir: Path) -> list[SegmentManifest]:
     return [SegmentManifest.model_validate_json(file.read_text()) for file in files]
 
 
+def spec_of(run_dir: Path, model: Path, dataset: Path, config: ExperimentConfig) -> SegmentSpec:
+    return SegmentSpec(
+        run_id="run",
+        run_dir=run_dir,
+        experiment=config,
+        dataset=DatasetRef(
+            path=str(dataset),
+            digest="d",
+            source="s",
+            num_problems=24,
+            num_rejected=0,
+            num_images=24,
+            max_prompt_tokens=60,
+        ),
+        model=ModelRef(path=str(model), digest="m", source="tiny", num_parameters=1),
+    )
+
+
+def log_of(run_dir: Path) -> str:
+    return (run_dir / "trainer.log").read_text()
+
+
 @pytest.mark.slow
 def test_a_stopped_trainer_commits_and_the_next_one_goes_on(tiny_model: Path, dataset: Path, tmp_path: Path) -> None:
     config = experiment(**{"training.steps": STEPS, "segment.steps": 4, "resources.workers": 1})
-    data = DatasetRef(
-        path=str(dataset), digest="d", source="s", num_problems=24, num_rejected=0, num_images=24, max_prompt_tokens=60
-    )
-    model = ModelRef(path=str(tiny_model), digest="m", source="tiny", num_parameters=1)
-
-    def spec(first: int, parent: CheckpointRef | None) -> SegmentSpec:
-        return SegmentSpec(
-            run_id="run",
-            run_dir=tmp_path,
-            experiment=config,
-            dataset=data,
-            model=model,
-            first_segment=first,
-            parent=parent,
-        )
-
+    spec = spec_of(tmp_path, tiny_model, dataset, config)
     control = Control(tmp_path / "control.json")
     control.beat(9)
-    trainer = start(spec(0, None))
+    trainer = start(spec)
     while not read_journal(tmp_path / "journal.jsonl"):
-        assert trainer.poll() is None, (tmp_path / "trainer.log").read_text()[-2000:]
+        assert trainer.poll() is None, log_of(tmp_path)[-2000:]
         time.sleep(0.05)
     trainer.send_signal(signal.SIGTERM)
-    assert trainer.wait(60) == EXIT_PREEMPTED, (tmp_path / "trainer.log").read_text()[-2000:]
+    assert trainer.wait(60) == EXIT_PREEMPTED, log_of(tmp_path)[-2000:]
     (stopped,) = manifests(tmp_path)
     assert not stopped.complete
     assert 1 <= stopped.last_step < 4
 
     control.beat(9)
-    assert start(spec(0, stopped.checkpoint)).wait(180) == EXIT_DONE, (tmp_path / "trainer.log").read_text()[-2000:]
+    assert start(spec).wait(180) == EXIT_DONE, log_of(tmp_path)[-2000:]
     first, second = manifests(tmp_path)
     assert (first.first_step, first.last_step, first.complete) == (0, 4, True)
     assert (second.first_step, second.last_step, second.complete) == (4, STEPS, True)
-    assert second.trainer_starts == 2
-    assert [record.step for record in read_journal(tmp_path / "journal.jsonl")] == list(range(1, STEPS + 1))
+    journal = read_journal(tmp_path / "journal.jsonl")
+    assert [record.step for record in journal] == list(range(1, STEPS + 1))
+    assert [record.step for record in journal if record.metrics["time/checkpoint_blocked"]] == [5]
+    assert sum(record.metrics["time/checkpoint_written"] > 0 for record in journal) <= 1  # the last one's is in no step
     assert not (tmp_path / "lease.json").exists()
     newest = LocalCheckpointStore(tmp_path, "run").latest()
     assert newest is not None
     assert newest.step == STEPS
     assert (Path(newest.path) / "canary.json").exists()
+    assert "GOES ON WITH ANOTHER" not in log_of(tmp_path)
+
+
+@pytest.mark.slow
+def test_five_kinds_of_damage_cost_their_steps_and_change_nothing(
+    tiny_model: Path, dataset: Path, tmp_path: Path
+) -> None:
+    """Every checkpoint but the first is damaged, each in another way; the trainer finds its way back and trains those
+    steps again, to the same weights."""
+    reward = tmp_path / "letters.py"  # random weights are never right, but not all equally wordy
+    reward.write_text(
+        "def reward(text, problem, num_tokens, finish_reason):\n"
+        "    return sum(map(str.isalpha, text)) / max(1, len(text))\n"
+    )
+    config = experiment(
+        **{
+            "training.steps": 6,
+            "segment.steps": 1,
+            "segment.keep_checkpoints": 6,
+            "resources.workers": 1,
+            "reward.name": "user",
+            "reward.file": str(reward),
+        }
+    )
+    spec = spec_of(tmp_path, tiny_model, dataset, config)
+    Control(tmp_path / "control.json").beat(9)
+    assert start(spec).wait(180) == EXIT_DONE, log_of(tmp_path)[-2000:]
+    folders = [tmp_path / "checkpoints" / f"step-{step:06d}" for step in range(1, 7)]
+    weights = load_full_weights(folders[5])
+    rewards = [record.metrics["reward/mean"] for record in read_journal(tmp_path / "journal.jsonl")]
+    committed = manifests(tmp_path)
+    assert len(set(rewards)) == 6
+
+    shard = Path("train_state") / "__0_0.distcp"
+    whole = (folders[1] / shard).read_bytes()
+    (folders[1] / shard).write_bytes(whole[:-1])
+    (folders[2] / shard).write_bytes(whole[:1000] + bytes([whole[1000] ^ 1]) + whole[1001:])
+    (folders[3] / "pass_rates.json").unlink()
+    text = (folders[4] / "manifest.json").read_text()
+    (folders[4] / "manifest.json").write_text(text[: len(text) // 2])
+    (folders[5] / "manifest.json").unlink()
+
+    Control(tmp_path / "control.json").beat(9)
+    assert start(spec).wait(180) == EXIT_DONE, log_of(tmp_path)[-2000:]
+    assert log_of(tmp_path).count("A DAMAGED CHECKPOINT IS MOVED ASIDE") == 5
+    assert "run run from step 1" in log_of(tmp_path)
+    again = manifests(tmp_path)
+    assert [m.model_copy(update={"checkpoint": None}) for m in again] == [
+        m.model_copy(update={"checkpoint": None}) for m in committed
+    ]
+    assert again[0] == committed[0]
+    replayed = load_full_weights(folders[5])
+    assert all(torch.equal(replayed[name], value) for name, value in weights.items())
+    journal = read_journal(tmp_path / "journal.jsonl")
+    assert [record.step for record in journal] == [1, 2, 3, 4, 5, 6]
+    assert [record.metrics["reward/mean"] for record in journal] == rewards
+    assert [record.step for record in read_journal(tmp_path / "journal.cut-1.jsonl")] == [2, 3, 4, 5, 6]

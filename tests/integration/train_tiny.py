@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -73,7 +74,9 @@ def main(settings: dict[str, object]) -> None:
         state = train(run, state, until_step=int(str(settings["until"])), should_stop=lambda: False)
         checkpoint = out / "checkpoint"
         checkpoint.mkdir()
-        workers.save(checkpoint)
+        workers.begin_save(checkpoint)
+        while not workers.saved():
+            time.sleep(0.01)
         state.save(checkpoint)
         (checkpoint / "state.json").write_text(json.dumps(state.scalars()))
     finally:

@@ -155,7 +155,7 @@ def test_the_gradient_is_that_of_the_merged_model(tiny_model: Path, tmp_path: Pa
     samples = toy.samples(6)
     found = gradients(policy, [samples[:3], samples[3:]])
     adapters = {name: value for name, value in state(policy).items() if is_adapter(name)}
-    policy.save(tmp_path / "checkpoint")
+    toy.save(policy, tmp_path / "checkpoint")
     merge_checkpoint(tmp_path / "checkpoint", tiny_model, tmp_path / "merged")
     full = toy.policy(tmp_path / "merged", settings(lora=None))
     scale = LORA.alpha / LORA.rank
@@ -221,7 +221,7 @@ def test_resume_is_exact_and_the_checkpoint_holds_adapters_alone(
     config = settings(optimizer=optimizer)
     policy = toy.policy(tiny_model, config)
     train(policy, 2)
-    policy.save(tmp_path)
+    toy.save(policy, tmp_path)
     adapters = [p.numel() for p in policy.model.parameters() if p.requires_grad]
     entries = FileSystemReader(tmp_path / "train_state").read_metadata().state_dict_metadata.values()
     tensors = [entry for entry in entries if isinstance(entry, TensorStorageMetadata)]
@@ -241,7 +241,7 @@ def test_resume_is_exact_and_the_checkpoint_holds_adapters_alone(
 
 def test_a_checkpoint_of_another_shape_or_alpha_is_refused(tiny_model: Path, tmp_path: Path) -> None:
     policy = toy.policy(tiny_model, settings())
-    policy.save(tmp_path)
+    toy.save(policy, tmp_path)
     with pytest.raises(CheckpointError, match=r"alpha 12, the model has 4"):
         toy.policy(tiny_model, settings(lora=LoraConfig(rank=4, alpha=4))).load(tmp_path)
     with pytest.raises(CheckpointError, match="lora_A.weight: checkpoint"):
@@ -255,7 +255,7 @@ def test_a_checkpoint_of_another_shape_or_alpha_is_refused(tiny_model: Path, tmp
 def test_the_merged_model_is_the_adapted_policy(tiny_model: Path, tmp_path: Path) -> None:
     policy = toy.policy(tiny_model, settings())
     train(policy, 3)
-    policy.save(tmp_path / "checkpoint")
+    toy.save(policy, tmp_path / "checkpoint")
     samples = toy.samples(6)
     expected = logprobs(policy, samples)
     merge_checkpoint(tmp_path / "checkpoint", tiny_model, tmp_path / "merged")
@@ -288,7 +288,7 @@ def test_a_frozen_vision_tower_stays_and_the_rest_trains_as_before(tiny_model: P
 def test_a_checkpoint_with_a_frozen_tower_is_whole(tiny_model: Path, tmp_path: Path) -> None:
     policy = toy.policy(tiny_model, settings(lora=None, freeze=True))
     train(policy, 1)
-    policy.save(tmp_path)
+    toy.save(policy, tmp_path)
     weights, expected = load_full_weights(tmp_path), dict(policy.full_weights())
     assert all(torch.equal(value, expected[name]) for name, value in weights.items())
     assert any("visual" in name for name in weights)
@@ -321,7 +321,7 @@ def test_adapters_keep_float32_beside_weights_in_bfloat16(tiny_model: Path, tmp_
     assert {p.dtype for p in policy.model.parameters() if not p.requires_grad} == {torch.bfloat16}
     assert np.abs(logprobs(policy, samples) - base).max() > 1e-2
     np.testing.assert_array_equal(logprobs(policy, samples, reference=True), base)
-    policy.save(tmp_path / "checkpoint")
+    toy.save(policy, tmp_path / "checkpoint")
     merge_checkpoint(tmp_path / "checkpoint", tiny_model, tmp_path / "merged")
     merged_policy = toy.policy(tmp_path / "merged", settings(lora=None))
     np.testing.assert_allclose(logprobs(merged_policy, samples), logprobs(policy, samples), atol=0.3)
@@ -338,7 +338,7 @@ def test_everything_in_bfloat16_trains_syncs_and_merges(tiny_model: Path, tmp_pa
     numbers = state(policy)
     assert {value.dtype for name, value in numbers.items() if not name.endswith("/step")} == {torch.bfloat16}
     assert all(value.dtype == torch.bfloat16 for _, value in policy.full_weights())
-    policy.save(tmp_path / "checkpoint")
+    toy.save(policy, tmp_path / "checkpoint")
     merge_checkpoint(tmp_path / "checkpoint", tiny_model, tmp_path / "merged")
     found = AutoModelForImageTextToText.from_pretrained(tmp_path / "merged").state_dict()
     assert all(torch.equal(value, numbers[name].float()) for name, value in found.items())
@@ -355,7 +355,7 @@ def _rank(rank: int, world: int, port: int, model: str, folder: str) -> None:
     out["state"] = state(policy)
     out["sent"] = {name: value.clone() for name, value in policy.adapter_weights()}
     out["reference"] = {"logprobs": torch.from_numpy(logprobs(policy, samples, reference=True))}
-    policy.save(Path(folder) / f"checkpoint-{world}")
+    toy.save(policy, Path(folder) / f"checkpoint-{world}")
     if world == 2:
         policy.load(Path(folder) / "checkpoint-1")
         out["loaded"] = state(policy)

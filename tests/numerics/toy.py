@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from pathlib import Path
 
 import numpy as np
@@ -78,6 +79,12 @@ def one_rank_mesh() -> object:
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     return init_device_mesh("cpu", (1,))
+
+
+def save(trained: TorchPolicy, folder: Path) -> None:
+    trained.begin_save(folder)
+    while not trained.saved():
+        time.sleep(0.01)
 
 
 def policy(folder: Path, settings: ExperimentConfig, mesh: object | None = None) -> TorchPolicy:

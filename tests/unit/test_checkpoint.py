@@ -1,5 +1,8 @@
 import copy
 import os
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -12,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from rlcore.errors import CheckpointError
-from rlcore.models.checkpoint import load_full_weights, load_train_state, save_train_state
+from rlcore.models.checkpoint import BackgroundSaver, load_full_weights, load_train_state, save_train_state
 from rlcore.models.optimizer import KahanAdamW
 
 ELASTIC = [(0, False), (3, False), (0, True), (3, True)]  # steps trained, all in bfloat16
@@ -96,6 +99,52 @@ def test_one_process_gets_back_every_bit_and_trains_on_the_same(tmp_path, steps,
     _assert_equal(_snapshot(other, other_optimizer), _snapshot(model, optimizer))
 
 
+def _wait(saver: BackgroundSaver) -> None:
+    while not saver.done():
+        time.sleep(0.001)
+
+
+class Held:
+    """A saver whose thread waits until it is let go."""
+
+    def __init__(self) -> None:
+        executor, self.let_go = ThreadPoolExecutor(1), threading.Event()
+        executor.submit(self.let_go.wait)
+        self.saver = BackgroundSaver(executor)
+
+    def finish(self) -> None:
+        self.let_go.set()
+        _wait(self.saver)
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_what_is_trained_after_begin_is_not_in_the_save(tmp_path, bf16):
+    model, optimizer = _model(0, bf16=bf16)
+    _train(model, optimizer, 3)
+    before = _snapshot(model, optimizer)
+    held = Held()
+    held.saver.begin(model, optimizer, tmp_path)
+    assert not held.saver.done()
+    with pytest.raises(CheckpointError, match="still being written"):
+        held.saver.begin(model, optimizer, tmp_path)
+    _train(model, optimizer, 2)
+    for parameter in model.parameters():
+        parameter.data.fill_(7.0)
+    assert not list(tmp_path.iterdir())
+    held.finish()
+    other, other_optimizer = _model(1, bf16=bf16)
+    load_train_state(other, other_optimizer, tmp_path)
+    _assert_equal(_snapshot(other, other_optimizer), before)
+
+
+def test_a_save_that_fails_in_the_background_says_so_when_asked(tmp_path):
+    (tmp_path / "file").write_text("in the way of a folder")
+    saver = BackgroundSaver()
+    saver.begin(*_model(0), tmp_path / "file")
+    with pytest.raises(CheckpointError, match=r"rank 0 could not write .*NotADirectoryError.*Free space there"):
+        _wait(saver)
+
+
 def test_the_whole_weights_alone(tmp_path):
     model, optimizer = _model(0)
     save_train_state(model, optimizer, tmp_path)
@@ -167,6 +216,14 @@ def _rank(rank: int, folder: Path) -> None:
         expected = _snapshot(model, optimizer)
         if rank == 0:
             torch.save(expected, folder / f"by-two-{steps}-{bf16}.pt")
+        held = Held()
+        held.saver.begin(model, optimizer, folder / f"behind-{steps}-{bf16}")
+        _train(model, optimizer, 2)  # with collectives of its own while the other thread has some
+        held.let_go.set()
+        _train(model, optimizer, 2)
+        held.finish()
+        load_train_state(model, optimizer, folder / f"behind-{steps}-{bf16}")
+        _assert_equal(_snapshot(model, optimizer), expected)
     if rank == 1:
         optimizer.state.pop(model.norm)
     with pytest.raises(CheckpointError, match="rank 1 holds other optimizer states"):

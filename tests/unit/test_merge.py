@@ -34,6 +34,7 @@ from rlcore.models.merge import (
     verify_merged,
 )
 from rlcore.models.optimizer import KahanAdamW
+from rlcore.segment.spec import SegmentEnd
 from rlcore.segment.store import LocalCheckpointStore
 from rlcore.types import ImageRef
 
@@ -289,9 +290,10 @@ def test_a_model_is_merged_once_and_only_a_verified_one_counts(tmp_path):
             staging,
             step=step,
             policy_version=step,
-            segment=0,
+            end=SegmentEnd(0, 0, complete=True),
             experiment_digest="e",
             dataset_digest="d",
+            model_digest="m",
             trainer_state={},
         )
 

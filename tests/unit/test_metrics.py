@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from rlcore.models.torch_policy import UpdateResult
+from rlcore.segment.checkpointing import CheckpointSeconds
 from rlcore.segment.journal import MetricJournal, read_journal
 from rlcore.segment.run import TrainerSink
 from rlcore.training.metrics import update_metrics
@@ -41,8 +42,7 @@ def test_token_means_divide_by_the_steps_tokens() -> None:
 
 
 def test_a_mismatch_raises_the_alarm(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    sink = TrainerSink(MetricJournal(tmp_path / "journal.jsonl"))
-    sink.checkpoint_seconds = 0.25
+    sink = TrainerSink(MetricJournal(tmp_path / "journal.jsonl"), CheckpointSeconds(blocked=0.25, written=4.0))
     with caplog.at_level(logging.WARNING):
         sink.step(1, update_metrics(result(0.05), 0.0))
         assert not caplog.records
@@ -50,4 +50,5 @@ def test_a_mismatch_raises_the_alarm(tmp_path: Path, caplog: pytest.LogCaptureFi
     assert "step 2: sampler and trainer differ by 0.0200 nats" in caplog.text
     first, second = read_journal(tmp_path / "journal.jsonl")
     assert (first.metrics["rollout/mismatch_alarm"], second.metrics["rollout/mismatch_alarm"]) == (0.0, 1.0)
-    assert (first.metrics["time/checkpoint"], second.metrics["time/checkpoint"]) == (0.25, 0.0)
+    names = ("time/checkpoint_blocked", "time/checkpoint_written")
+    assert [[record.metrics[name] for name in names] for record in (first, second)] == [[0.25, 4.0], [0.0, 0.0]]

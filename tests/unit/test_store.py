@@ -8,6 +8,7 @@ import pytest
 
 from rlcore.artifacts import CheckpointRef
 from rlcore.errors import CheckpointError, StorageError
+from rlcore.segment.spec import SegmentEnd
 from rlcore.segment.store import (
     MANIFEST,
     LocalCheckpointStore,
@@ -25,9 +26,10 @@ def _commit(store: LocalCheckpointStore, step: int, state: dict | None = None, *
     (staging / "train_state" / ".metadata").write_bytes(b"hidden files count as well")
     values = {
         "policy_version": step,
-        "segment": step // 20,
+        "end": SegmentEnd(step // 20, step - 20, complete=True),
         "experiment_digest": "exp",
         "dataset_digest": "data",
+        "model_digest": "model",
     }
     return store.commit(staging, step=step, trainer_state=state or {"step": step}, **(values | changes))
 

@@ -1,0 +1,179 @@
+"""Checkpoints that are written while training goes on: it waits for a copy of the train state, and for no more.
+
+Begun at the end of a segment, a checkpoint is written by the workers, then hashed, put on disk and renamed by a thread
+here, which writes the segment's manifest last and only then lets older checkpoints go. Never more than one is under
+way.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from rlcore.artifacts import CheckpointRef
+from rlcore.errors import LeaseLostError
+from rlcore.job import write_json_atomically
+from rlcore.models.canary import Canary, CanaryPolicy
+from rlcore.segment.journal import read_journal
+from rlcore.segment.resume import ResumePoint, read_segments
+from rlcore.segment.retention import pinned
+from rlcore.segment.spec import SegmentEnd, SegmentManifest, SegmentSpec, segment_path
+from rlcore.segment.store import LocalCheckpointStore
+from rlcore.training.state import TrainState
+
+logger = logging.getLogger(__name__)
+_POLL_SECONDS = 0.05
+_RENEW_SECONDS = 1.0
+
+
+class SavingPolicy(CanaryPolicy, Protocol):
+    """What a checkpoint needs of the policy; see ``ports.Policy``."""
+
+    def begin_save(self, folder: Path) -> None: ...
+    def saved(self) -> bool: ...
+
+
+@dataclass(slots=True)
+class CheckpointSeconds:
+    """What checkpoints have cost since it was last asked."""
+
+    blocked: float = 0.0  # training stood still
+    written: float = 0.0  # beside it, from the copy to the segment's manifest
+
+    def take(self) -> dict[str, float]:
+        found = {"time/checkpoint_blocked": self.blocked, "time/checkpoint_written": self.written}
+        self.blocked = self.written = 0.0
+        return found
+
+
+class Checkpointer:
+    """The checkpoints of one trainer process.
+
+    Used as a context manager: on leaving, what is under way is committed first, unless the lease is lost.
+    """
+
+    def __init__(
+        self,
+        spec: SegmentSpec,
+        store: LocalCheckpointStore,
+        policy: SavingPolicy,
+        canary: Canary,
+        *,
+        start: ResumePoint,
+        seconds: CheckpointSeconds,
+        renew_lease: Callable[[], None],
+    ) -> None:
+        self._spec, self._store, self._policy, self._canary = spec, store, policy, canary
+        self._last = start.checkpoint  # committed
+        self._seconds, self._renew_lease = seconds, renew_lease
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._under_way: Future[float] | None = None
+        self._abandoned = False
+
+    def begin(self, state: TrainState, end: SegmentEnd) -> None:
+        """Copy the train state and return; the checkpoint of the segment is committed in the background.
+
+        Raises:
+            RlflowError: the checkpoint before it failed.
+        """
+        with self._blocked():
+            self.finish()
+            if self._last is not None and self._last.step == state.step:  # no step since: there is nothing to write
+                self._end_segment(self._last, end)
+                return
+            staging = self._store.stage(state.step)
+            self._policy.begin_save(staging)
+            state.save(staging)
+            self._canary.write(staging, self._policy)
+            self._under_way = self._thread.submit(self._write, staging, state.scalars(), end)
+
+    def check(self) -> None:
+        """Raise the error of a checkpoint that has failed in the background; ask at every safe point."""
+        if self._under_way is not None and self._under_way.done():
+            self._seconds.written += self._under_way.result()
+            self._under_way = None
+
+    def finish(self) -> None:
+        """Wait until what is under way is committed.
+
+        Raises:
+            LeaseLostError: another trainer has taken over meanwhile.
+            RlflowError: it failed.
+        """
+        while self._under_way is not None and wait([self._under_way], _RENEW_SECONDS).not_done:
+            self._renew_lease()
+        self.check()
+
+    def __enter__(self) -> Checkpointer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        try:
+            if isinstance(error, LeaseLostError):
+                return
+            self.finish()
+        except Exception as second:
+            if error is None:
+                raise
+            if second is not error:  # the first goes on to the caller
+                logger.exception("the checkpoint under way was lost as well")
+        finally:
+            self._abandoned = True
+            self._thread.shutdown()
+
+    def _write(self, staging: Path, scalars: dict[str, Any], end: SegmentEnd) -> float:
+        started = time.perf_counter()
+        while not self._policy.saved():
+            if self._abandoned:
+                return 0.0
+            time.sleep(_POLL_SECONDS)
+        self._renew_lease()  # raises where another trainer has taken over: nothing may be committed then
+        spec = self._spec
+        checkpoint = self._store.commit(
+            staging,
+            step=scalars["step"],
+            policy_version=scalars["step"],
+            end=end,
+            experiment_digest=spec.experiment.science_digest(),
+            dataset_digest=spec.dataset.digest,
+            model_digest=spec.model.digest,
+            trainer_state=scalars,
+        )
+        self._renew_lease()
+        self._end_segment(checkpoint, end)
+        self._prune()
+        return time.perf_counter() - started
+
+    def _end_segment(self, checkpoint: CheckpointRef, end: SegmentEnd) -> None:
+        manifest = SegmentManifest(
+            run_id=self._spec.run_id,
+            segment=end.segment,
+            first_step=end.first_step,
+            last_step=checkpoint.step,
+            complete=end.complete,
+            checkpoint=checkpoint,
+            experiment_digest=self._spec.experiment.science_digest(),
+            dataset_digest=self._spec.dataset.digest,
+        )
+        path = segment_path(self._spec.run_dir, end.segment)
+        write_json_atomically(path, manifest.model_dump_json(indent=1))
+        self._last = checkpoint
+
+    def _prune(self) -> None:
+        config, run_dir = self._spec.experiment.segment, self._spec.run_dir
+        kept = pinned(read_segments(run_dir), read_journal(run_dir / "journal.jsonl"), config)
+        self._store.prune(config.keep_checkpoints, pinned=kept)
+
+    @contextmanager
+    def _blocked(self) -> Iterator[None]:
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds.blocked += time.perf_counter() - started

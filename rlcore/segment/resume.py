@@ -1,0 +1,138 @@
+"""Where a run stands: the newest checkpoint in its folder that is whole. No torch.
+
+What is damaged is moved aside, aloud, and the one before is used, down to the initial model. Segments that lie beyond
+are trained again: their manifests go aside as well, or a driver would take them for done.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from rlcore.artifacts import CheckpointRef
+from rlcore.errors import CheckpointError
+from rlcore.job import write_json_atomically
+from rlcore.segment.facts import code_digest
+from rlcore.segment.spec import SegmentManifest, SegmentSpec, segment_path
+from rlcore.segment.store import (
+    CheckpointManifest,
+    LocalCheckpointStore,
+    checkpoint_ref,
+    move_aside,
+    read_manifest,
+    verify_checkpoint,
+)
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ResumePoint:
+    """What to train next, and from what."""
+
+    segment: int
+    first_step: int  # of that segment: steps taken before it
+    checkpoint: CheckpointRef | None  # None: the initial model
+
+    @property
+    def step(self) -> int:
+        """Steps taken."""
+        return 0 if self.checkpoint is None else self.checkpoint.step
+
+
+def find_resume_point(run_dir: Path, store: LocalCheckpointStore) -> ResumePoint:
+    """The newest whole checkpoint; afterwards the folder holds no claim beyond it. For the holder of the lease.
+
+    A whole checkpoint that was committed just before its trainer died gets its segment manifest here.
+
+    Raises:
+        CheckpointError: the newest whole checkpoint belongs to another run.
+    """
+    for staged in store.half_written():
+        logger.warning("A HALF WRITTEN CHECKPOINT was left by a trainer that died, and is not used: %s", staged)
+    segments = read_segments(run_dir)
+    newest = None
+    for path in store.newest_first():
+        try:
+            newest = _verified(path, segments)
+            break
+        except CheckpointError as error:
+            logger.warning("A DAMAGED CHECKPOINT IS MOVED ASIDE to %s: %s", move_aside(path).name, error)
+    if newest is not None:
+        store.require_run(Path(newest.checkpoint.path), newest.run_id)
+    reached = -1 if newest is None else newest.last_step
+    for lost in (manifest for manifest in segments if manifest.last_step > reached):
+        logger.warning(
+            "SEGMENT %d IS NO LONGER DONE: its checkpoint of step %d is damaged or gone. Its manifest is moved to %s, "
+            "and training goes on from %s.",
+            lost.segment,
+            lost.last_step,
+            move_aside(segment_path(run_dir, lost.segment)).name,
+            "the initial model" if newest is None else f"step {reached}",
+        )
+    if newest is None:
+        return ResumePoint(0, 0, None)
+    if newest not in segments:
+        write_json_atomically(segment_path(run_dir, newest.segment), newest.model_dump_json(indent=1))
+    if newest.complete:
+        return ResumePoint(newest.segment + 1, newest.last_step, newest.checkpoint)
+    return ResumePoint(newest.segment, newest.first_step, newest.checkpoint)
+
+
+def read_segments(run_dir: Path) -> list[SegmentManifest]:
+    """Every segment's manifest, in order; one that cannot be read is moved aside, aloud."""
+    found = []
+    for path in sorted((run_dir / "segments").glob("*.json")):
+        try:
+            found.append(SegmentManifest.model_validate_json(path.read_bytes()))
+        except ValidationError as error:
+            logger.warning("A DAMAGED SEGMENT MANIFEST IS MOVED ASIDE to %s: %s", move_aside(path).name, error)
+    return found
+
+
+def segment_manifest(checkpoint: CheckpointRef, written: CheckpointManifest) -> SegmentManifest:
+    """What a checkpoint says about the segment that it ends."""
+    return SegmentManifest(
+        run_id=written.run_id,
+        segment=written.segment,
+        first_step=written.first_step,
+        last_step=written.step,
+        complete=written.complete,
+        checkpoint=checkpoint,
+        experiment_digest=written.experiment_digest,
+        dataset_digest=written.dataset_digest,
+    )
+
+
+def warn_of_changes(spec: SegmentSpec, checkpoint: CheckpointRef) -> None:
+    """Say what is not as it was when the checkpoint was written. The driver has refused what it does not allow."""
+    written = read_manifest(checkpoint)
+    for name, was, now in (
+        ("science of the experiment", written.experiment_digest, spec.experiment.science_digest()),
+        ("dataset", written.dataset_digest, spec.dataset.digest),
+        ("initial model", written.model_digest, spec.model.digest),
+        ("code of rlcore", written.code_digest, code_digest()),
+    ):
+        if was != now:
+            logger.warning(
+                "THE RUN GOES ON WITH ANOTHER %s: it was %s up to step %d, it is %s from here on.",
+                name.upper(),
+                was,
+                checkpoint.step,
+                now,
+            )
+
+
+def _verified(path: Path, segments: Sequence[SegmentManifest]) -> SegmentManifest:
+    """The manifest of the segment that a whole checkpoint ends: the one there is, else by the checkpoint itself."""
+    known = [manifest for manifest in segments if Path(manifest.checkpoint.path).name == path.name]
+    if not known:
+        written = verify_checkpoint(path)
+        return segment_manifest(checkpoint_ref(path, written), written)
+    checkpoint = known[-1].checkpoint.model_copy(update={"path": str(path)})  # the run may have been moved
+    verify_checkpoint(checkpoint)
+    return known[-1].model_copy(update={"checkpoint": checkpoint})

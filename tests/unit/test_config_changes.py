@@ -1,0 +1,81 @@
+"""Which values of a run may change, and the digest that knows them."""
+
+from __future__ import annotations
+
+import pytest
+
+from rlcore.config import ExperimentConfig, build_experiment, changes
+from rlcore.config.experiment import SegmentConfig
+
+BASE = {
+    "name": "toy",
+    "training": {"steps": 40, "problems_per_step": 4},
+    "reward": {"name": "math"},
+}
+
+
+def changed(*overrides: str) -> ExperimentConfig:
+    return build_experiment(BASE, overrides)
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "resources.workers=2",
+        "resources.device=cpu",
+        "training.tokens_per_microbatch=9000",
+        "training.steps=60",
+        "segment.steps=10",
+        "segment.keep_best=2",
+        "evaluation.samples=4",
+        "rollout.gpu_memory_utilization=0.5",
+        "rollout.kv_cache_mib=32",
+        "rollout.max_sequences=64",
+        "rollout.enforce_eager=true",
+    ],
+)
+def test_what_does_not_touch_the_science(override: str) -> None:
+    (change,) = changes(changed(), changed(override))
+    assert change.key == override.split("=")[0]
+    assert not change.is_science
+    assert changed().science_digest() == changed(override).science_digest()
+    assert changed().digest() != changed(override).digest()
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "seed=1",
+        "training.learning_rate=1e-5",
+        "training.problems_per_step=8",
+        "rollout.temperature=0.9",
+        "rollout.group_size=4",
+        "data.shuffle_seed=1",
+        "algorithm.kl.coefficient=0.1",
+        "model.compute_dtype=bfloat16",
+    ],
+)
+def test_what_does(override: str) -> None:
+    (change,) = changes(changed(), changed(override))
+    assert change.is_science
+    assert changed().science_digest() != changed(override).science_digest()
+
+
+def test_fewer_steps_are_another_experiment() -> None:
+    (change,) = changes(changed(), changed("training.steps=20"))
+    assert change.is_science
+    assert str(change) == "training.steps: was 40, now 20"
+
+
+def test_another_choice_of_a_union_lists_keys_of_both() -> None:
+    before = changed("algorithm.loss.name=ppo_clip", "algorithm.loss.clip_low=0.1")
+    found = {change.key: change for change in changes(before, changed("algorithm.loss.name=sapo"))}
+    assert found["algorithm.loss.name"].now == "sapo"
+    assert found["algorithm.loss.clip_low"].was == 0.1
+    assert found["algorithm.loss.clip_low"].now is None
+
+
+def test_how_many_checkpoints_stay() -> None:
+    assert SegmentConfig(keep_checkpoints=2).max_kept(30) == 2
+    assert SegmentConfig(keep_checkpoints=2).max_kept(1) == 1
+    assert SegmentConfig(keep_checkpoints=2, keep_every=10, keep_best=3).max_kept(35) == 8
