@@ -35,13 +35,17 @@ class ScoredGroup:
     samples: tuple[TrainingSample, ...]
     baseline: Score | None  # of the greedy completion, where the estimator wants one
 
-    @property
-    def has_signal(self) -> bool:
-        """Rewards of graded completions differ, or one differs from the greedy baseline."""
-        rewards = [r.score.reward for r in self.group.rollouts if r.score.graded]
+    def has_signal(self, algorithm: AlgorithmConfig) -> bool:
+        """Whether its completions can be told apart: rewards differ, or one differs from the greedy baseline; for
+        pass@k, the best of k is not the same for every k of them."""
+        graded = [r.score.reward for r in self.group.rollouts if r.score.graded]
+        if isinstance(algorithm.advantage, PassAtKAdvantage):
+            rewards = torch.tensor([graded], dtype=torch.float64)
+            every = torch.ones_like(rewards, dtype=torch.bool)
+            return bool(estimators.pass_at_k(rewards, every, k=algorithm.advantage.k).signal)
         if self.baseline is not None and self.baseline.graded:
-            return any(abs(reward - self.baseline.reward) > estimators.MIN_SPREAD for reward in rewards)
-        return len(rewards) >= 2 and max(rewards) - min(rewards) > estimators.MIN_SPREAD
+            return any(abs(reward - self.baseline.reward) > estimators.MIN_SPREAD for reward in graded)
+        return len(graded) >= 2 and max(graded) - min(graded) > estimators.MIN_SPREAD
 
 
 @dataclass(frozen=True, slots=True, eq=False)

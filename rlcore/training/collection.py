@@ -84,7 +84,7 @@ def _until_full(
         groups = _graded(draw, _samples(draw, run.config), clock)
         state = _with_pass_rates(state, draw, groups, run)
         for group in groups:
-            (found if group.has_signal else without_signal).append(group)
+            (found if group.has_signal(run.config.algorithm) else without_signal).append(group)
         rounds += 1
     generated = [g.group for g in (*found, *without_signal)]
     missing = max(0, wanted - len(waiting) - len(found))

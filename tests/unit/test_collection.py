@@ -119,7 +119,7 @@ def test_without_dynamic_sampling_every_group_is_trained_and_no_log_prob_pass_is
     run = wired(config(), {order(24)[0]: WRONG})
     found, state = collect(run, TrainState(), Clock())
     assert ids(found.groups) == order(4)
-    assert [g.has_signal for g in found.groups] == [False, True, True, True]
+    assert [g.has_signal(run.config.algorithm) for g in found.groups] == [False, True, True, True]
     assert (state.problems_seen, found.rounds, state.buffer) == (4, 1, ())
     assert run.workers.scored == []
     assert all(s.old_logprobs is None for g in found.groups for s in g.samples)
@@ -159,11 +159,21 @@ def test_no_staleness_allowed_keeps_no_buffer_and_needs_no_old_log_probs():
     assert (len(found.groups), state.buffer, run.workers.scored) == (4, (), [])
 
 
+def test_for_pass_at_k_a_group_with_too_few_wrong_ones_has_no_signal():
+    """Of four completions one wrong: every two of them hold a right one, so the best of two is always the same."""
+    algorithm = {**DYNAMIC, "advantage": {"name": "pass_at_k", "k": 2}}
+    settings = config(algorithm=algorithm, rollout={"group_size": 4, "max_completion_tokens": 8})
+    rewards = {problem.problem_id: [1.0, 0.0, 0.0, 1.0] for problem in PROBLEMS}
+    first = order(24)[0]
+    found, _ = collect(wired(settings, rewards | {first: [1.0, 0.0, 1.0, 1.0]}), TrainState(), Clock())
+    assert ids(found.groups) == order(24)[1:5]
+
+
 def test_at_the_cap_the_step_is_filled_with_groups_that_add_nothing():
     wrong = {problem.problem_id: WRONG for problem in PROBLEMS} | {order(24)[5]: MIXED}
     run = wired(config(algorithm=DYNAMIC), wrong)
     found, state = collect(run, TrainState(), Clock())
-    assert [g.has_signal for g in found.groups] == [True, False, False, False]
+    assert [g.has_signal(run.config.algorithm) for g in found.groups] == [True, False, False, False]
     assert (found.rounds, found.filled, len(found.generated)) == (3, 3, 12)
     assert state.problems_seen == 12
 
