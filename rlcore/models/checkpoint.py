@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from rlcore.errors import CheckpointError
@@ -55,6 +56,7 @@ class BackgroundSaver:
         # a group of its own: its collectives come at any time between those of training
         self._group = dist.new_group(backend="gloo") if dist.is_initialized() else None
         self._writing: Future[None] | None = None
+        self._held: dict[str, Tensor] = {}  # host memory, kept from one save to the next
 
     def begin(self, model: nn.Module, optimizer: Optimizer, folder: Path) -> None:
         """Copy what ``save_train_state`` writes to host memory and return; the copy is written in the background.
@@ -64,7 +66,7 @@ class BackgroundSaver:
         """
         if not self.done():
             raise CheckpointError(f"{folder}: the save before it is still being written. Wait until it is done.")
-        copied = _on_host(_train_state(model, optimizer))
+        copied = self._on_host("", _train_state(model, optimizer))
         self._writing = self._executor.submit(_write, copied, folder, self._group)
 
     def done(self) -> bool:
@@ -78,6 +80,20 @@ class BackgroundSaver:
         self._writing.result()
         return True
 
+    def _on_host(self, name: str, value: Any) -> Any:
+        """A tree of tensors, sharded ones as they are sharded, in host memory that nothing else writes to."""
+        if isinstance(value, dict):
+            return {key: self._on_host(f"{name}.{key}", item) for key, item in value.items()}
+        if isinstance(value, DTensor):
+            return DTensor(self._on_host(name, value.to_local()), value._spec, requires_grad=False)
+        if not isinstance(value, Tensor):
+            return value
+        held = self._held.get(name)
+        if held is None or held.shape != value.shape or held.dtype != value.dtype:
+            # page-locked where it comes from a GPU: that copies many times as fast
+            held = self._held[name] = torch.empty_like(value, device="cpu", pin_memory=value.is_cuda)
+        return held.copy_(value.detach())
+
 
 def _train_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     names = _parameter_names(model)
@@ -89,13 +105,6 @@ def _train_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
         {**group, "params": [names[parameter] for parameter in group["params"]]} for group in optimizer.param_groups
     )
     return {"model": _own_tensors(model)[0], "optimizer": state, "groups": groups, "lora": _lora(model)}
-
-
-def _on_host(value: Any) -> Any:
-    """A tree of tensors, sharded ones as they are sharded, in host memory that nothing else knows."""
-    if isinstance(value, Tensor):
-        return value.detach().to("cpu", copy=True)  # without copy=True what is on the CPU already would be shared
-    return {key: _on_host(item) for key, item in value.items()} if isinstance(value, dict) else value
 
 
 def _write(tree: dict[str, Any], folder: Path, group: dist.ProcessGroup | None) -> None:

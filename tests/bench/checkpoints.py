@@ -1,0 +1,94 @@
+"""What a checkpoint costs the real trainer on the tiny policy: seconds blocked, and seconds written beside training.
+
+``python -m tests.bench.checkpoints [WORKERS] [STEPS_PER_SEGMENT]``; one JSON line. A save that training waits for would
+block for the sum of both.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from rlcore.artifacts import DatasetRef, ModelRef
+from rlcore.config import TinyModelConfig, build_experiment
+from rlcore.models.tiny import create_tiny_policy
+from rlcore.segment.journal import read_journal
+from rlcore.segment.lease import Control
+from rlcore.segment.spec import SegmentSpec
+from rlcore.segment.store import LocalCheckpointStore, read_manifest
+from tests.integration.test_train_tiny import prepared
+
+SEGMENTS = 8
+REWARD = """def reward(text, problem, num_tokens, finish_reason):
+    return sum(map(str.isalpha, text)) / max(1, len(text))
+"""
+
+
+def main(folder: Path, workers: int, segment_steps: int) -> dict[str, object]:
+    (folder / "letters.py").write_text(REWARD)
+    config = build_experiment(
+        {
+            "name": "tiny",
+            "model": {"gradient_checkpointing": False},
+            "data": {"max_prompt_tokens": 200, "template": "tiny", "synthetic_problems": 64},
+            "rollout": {"max_completion_tokens": 32},
+            "reward": {"name": "user", "file": str(folder / "letters.py")},
+            "training": {
+                "problems_per_step": 8,
+                "steps": SEGMENTS * segment_steps,
+                "learning_rate": 3e-4,
+                "tokens_per_microbatch": 8192,
+            },
+            "segment": {"steps": segment_steps},
+            "resources": {"workers": workers, "device": "cpu"},
+        }
+    )
+    create_tiny_policy(folder / "model", TinyModelConfig(warm_start_steps=0))
+    dataset = prepared(folder, config, None)
+    spec = SegmentSpec(
+        run_id="run",
+        run_dir=folder / "run",
+        experiment=config,
+        dataset=DatasetRef(
+            path=str(dataset),
+            digest="d",
+            source="s",
+            num_problems=64,
+            num_rejected=0,
+            num_images=64,
+            max_prompt_tokens=60,
+        ),
+        model=ModelRef(path=str(folder / "model"), digest="m", source="tiny", num_parameters=1),
+    )
+    spec.run_dir.mkdir()
+    (spec.run_dir / "spec.json").write_text(spec.model_dump_json())
+    control = Control(spec.run_dir / "control.json")
+    control.beat(SEGMENTS)
+    trainer = subprocess.Popen([sys.executable, "-m", "rlcore.segment", "run", str(spec.run_dir / "spec.json")])
+    while trainer.poll() is None:
+        control.beat(SEGMENTS)
+        time.sleep(1)
+    if trainer.returncode:
+        sys.exit(trainer.returncode)
+    records = read_journal(spec.run_dir / "journal.jsonl")
+    checkpoint = LocalCheckpointStore(spec.run_dir, "run").newest_first()[0]
+    found: dict[str, list[float]] = {
+        name: [round(r.metrics[f"time/{name}"], 3) for r in records if r.metrics[f"time/{name}"]]
+        for name in ("checkpoint_blocked", "checkpoint_written")
+    }
+    return {
+        **found,
+        "step_median": round(statistics.median(record.metrics["time/step"] for record in records), 3),
+        "mib": round(sum(entry.size for entry in read_manifest(checkpoint).files.values()) / 2**20, 1),
+    }
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as scratch:
+        counts = [int(word) for word in sys.argv[1:]] + [1, 4][len(sys.argv) - 1 :]
+        sys.stdout.write(json.dumps(main(Path(scratch), *counts)) + "\n")
