@@ -187,6 +187,14 @@ class SegmentConfig(Frozen):
     """Latest checkpoints kept. An older one goes only after its successor is committed and verified."""
 
 
+class RecoveryConfig(Frozen):
+    attempts: int = Field(3, ge=0)
+    """How often the recover flow brings a run back before a person has to look, counted anew with each committed
+    step."""
+    silence_seconds: float = Field(120.0, gt=0)
+    """A driver whose process cannot be seen counts as lost after this long without a sign of life."""
+
+
 class EvaluationConfig(Frozen):
     problems: int | None = Field(None, ge=1)
     """Validation problems used, from the front. None: all."""
@@ -226,6 +234,7 @@ class ExperimentConfig(Frozen):
     algorithm: AlgorithmConfig = AlgorithmConfig()
     training: TrainingConfig = TrainingConfig()
     segment: SegmentConfig = SegmentConfig()
+    recovery: RecoveryConfig = RecoveryConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     resources: ResourceConfig = ResourceConfig()
 
