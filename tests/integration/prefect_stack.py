@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from uuid import UUID
 
@@ -26,13 +26,12 @@ ROOT = Path(__file__).resolve().parents[2]
 WORKER = "test-worker"
 
 
-@dataclass
+@dataclass(frozen=True, slots=True)
 class Stack:
     settings: Settings
     env: Mapping[str, str]
     client: SyncPrefectClient
     log: Path
-    _workers: int = field(default=0)
 
     def prefect(self, *words: str) -> str:
         """A command of Prefect's, as a person types it; its output."""

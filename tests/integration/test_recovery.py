@@ -20,7 +20,6 @@ from tests.flows.test_train_flow import still_running
 from tests.integration.prefect_stack import Stack, prefect_stack
 
 pytestmark = pytest.mark.slow
-STEPS = 12
 
 
 @pytest.fixture(scope="module")
@@ -38,13 +37,14 @@ def assert_whole(stack: Stack, flow_run_id: UUID) -> None:
     """Complete, each step once in the journal and in MLflow, one MLflow run, nothing left behind."""
     run = existing_run(stack.run_dir(flow_run_id).name, stack.settings)
     assert run.finished_marker.exists()
-    assert [record.step for record in read_journal(run.run_dir / "journal.jsonl")] == list(range(1, STEPS + 1))
+    steps = list(range(1, run.experiment.training.steps + 1))
+    assert [record.step for record in read_journal(run.run_dir / "journal.jsonl")] == steps
     client = MlflowClient(tracking_uri=stack.settings.tracking_uri)
     experiment = client.get_experiment_by_name("grpo-geo3k-tiny")
     (tracked,) = client.search_runs([experiment.experiment_id], f"tags.`rlflow.run_id` = '{run.run_id}'")
     assert tracked.info.status == "FINISHED"
     points = client.get_metric_history(tracked.info.run_id, "reward/mean")
-    assert sorted(point.step for point in points) == list(range(1, STEPS + 1))
+    assert sorted(point.step for point in points) == steps
     assert_nothing_left(stack, flow_run_id)
 
 
@@ -88,13 +88,15 @@ def test_the_run_of_a_stopped_worker_is_brought_back_once_it_is_silent(stack: St
     stack.stop_worker()
     stack.wait_for(lambda: not driver.is_running(), "the end of the flow's process")
     assert stack.flow_run(flow_run_id).state.type is StateType.RUNNING, "what Prefect believes for ever"
+    processes.kill(existing_run(stack.run_dir(flow_run_id).name, stack.settings).trainer_mark)
+    before = calls(stack)
     stack.start_worker()
-    stack.recover()
-    assert not recoveries(stack, flow_run_id), "a moment ago it was alive"
     stack.wait_for(lambda: _recovers(stack, flow_run_id), "a recovery")
     stack.recover()  # once more, while it waits or runs
     stack.wait_for_state(flow_run_id, StateType.COMPLETED)
-    assert len(recoveries(stack, flow_run_id)) == 1
+    (note,) = recoveries(stack, flow_run_id)
+    assert "RUNNING, but its driver is gone" in str(note["reason"])
+    assert calls(stack) == before + 1
     assert_whole(stack, flow_run_id)
 
 
@@ -104,7 +106,7 @@ def _recovers(stack: Stack, flow_run_id: UUID) -> bool:
 
 
 def test_a_cancelled_run_commits_is_left_alone_and_goes_on_when_a_person_retries_it(stack: Stack) -> None:
-    flow_run_id = stack.submit("training.steps=12", "segment.steps=6")
+    flow_run_id = stack.submit("training.steps=24", "segment.steps=20")
     stack.wait_for_step(flow_run_id, 2)
     stack.prefect("flow-run", "cancel", str(flow_run_id))
     stack.wait_for_state(flow_run_id, StateType.CANCELLED, seconds=45)
