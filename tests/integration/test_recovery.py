@@ -16,7 +16,7 @@ from infra import processes
 from rlcore.segment.journal import read_journal
 from rlcore.segment.spec import SegmentManifest
 from tasks.runs import existing_run
-from tests.flows.test_train_flow import still_running
+from tests.flows.test_train_flow import still_running, temporary_folders
 from tests.integration.prefect_stack import Stack, prefect_stack
 
 pytestmark = pytest.mark.slow
@@ -51,8 +51,7 @@ def assert_whole(stack: Stack, flow_run_id: UUID) -> None:
 def assert_nothing_left(stack: Stack, flow_run_id: UUID) -> None:
     run = existing_run(stack.run_dir(flow_run_id).name, stack.settings)
     assert not processes.marked(run.trainer_mark)
-    assert not processes.temporary_folder(run.trainer_mark).exists()
-    assert not list(processes.temporary_folder("job-").parent.glob(f"rlflow-job-{str(flow_run_id)[:8]}-*"))
+    assert not temporary_folders(run.run_dir)
     flows = [line for line in still_running(stack.settings.data_dir.parent) if str(flow_run_id) in line]
     assert not flows
 
