@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from datetime import datetime
 from uuid import UUID
 
 from prefect import get_client, task
@@ -26,10 +27,14 @@ from rlcore.errors import RlflowError
 from rlcore.job import JobError
 from rlcore.segment.lease import Control, holder_alive
 from tasks.jobs import jobs_mark
-from tasks.recovery import Action, Decision, Facts, FlowRunFacts, decide
+from tasks.recovery import Action, Decision, Facts, FlowRunFacts, LastFailure, decide
 from tasks.runs import Driver, Run, append_line, drivers, existing_run
 
 ARTIFACT = "recover"
+FINAL = frozenset(
+    {"ConfigError", "DataError", "ModelError", "RewardError", "DivergedError", "StarvedError", "HealthError"}
+)
+"""What a trainer reports where another try would end alike."""
 
 
 class Recovery(BaseModel):
@@ -89,7 +94,7 @@ def observe(run: Run, client: SyncPrefectClient) -> Facts:
         driver_running=driver.is_running() if driver else False,
         silent_seconds=time.time() - _last_sign(run, driver, flow_run, client),
         trainer=str(holder) if holder else None,
-        failure=_failure(run),
+        failure=last_failure(run, since=driver.at if driver else 0.0),
         recoveries=sum(item.committed_step == committed for item in recoveries(run)),
         allowed=run.experiment.recovery,
     )
@@ -141,7 +146,7 @@ def show(judged: Sequence[tuple[Facts, Decision]]) -> None:
             "Prefect": facts.flow_run.state.value if facts.flow_run else "-",
             "driver": _DRIVER[facts.driver_running],
             "trainer": facts.trainer or "-",
-            "last failure": facts.failure or "-",
+            "last failure": facts.failure.kind if facts.failure else "-",
             "recoveries": f"{facts.recoveries} of {facts.allowed.attempts}",
             "decision": decision.action.value,
             "why": decision.reason,
@@ -209,6 +214,15 @@ def _heartbeat(flow_run: FlowRun, client: SyncPrefectClient) -> float:
     return events[0].occurred.timestamp() if events else 0.0
 
 
-def _failure(run: Run) -> str | None:
-    path = run.run_dir / "trainer_error.json"
-    return JobError.model_validate(json.loads(path.read_text())).kind if path.exists() else None
+def last_failure(run: Run, since: float) -> LastFailure | None:
+    """The driver's own record of it; else, where the driver died first, what the trainer has left."""
+    log = run.run_dir / "failures.jsonl"
+    if log.exists():
+        record = json.loads(log.read_text().splitlines()[-1])
+        if datetime.fromisoformat(record["at"]).timestamp() >= since:
+            return LastFailure(kind=record["failure"], final=record["delay"] is None)
+    report = run.run_dir / "trainer_error.json"
+    if not report.exists() or report.stat().st_mtime < since:
+        return None
+    kind = JobError.model_validate_json(report.read_text()).kind
+    return LastFailure(kind=kind, final=kind in FINAL)

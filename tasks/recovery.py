@@ -12,11 +12,6 @@ from enum import StrEnum
 from prefect.client.schemas.objects import StateType
 
 from rlcore.config import RecoveryConfig
-from rlcore.errors import StarvedError
-from tasks.jobs import NEVER_RETRIED
-
-NEVER_RECOVERED = frozenset(kind.__name__ for kind in (*NEVER_RETRIED, StarvedError))
-"""Failures that another start would only repeat, by the name of their error."""
 
 
 class Action(StrEnum):
@@ -35,6 +30,14 @@ class FlowRunFacts:
 
 
 @dataclass(frozen=True, slots=True)
+class LastFailure:
+    """Of the trainer, since the last driver started."""
+
+    kind: str
+    final: bool  # another start would only repeat it, or its own tries are used up
+
+
+@dataclass(frozen=True, slots=True)
 class Facts:
     """All that a decision rests on."""
 
@@ -46,7 +49,7 @@ class Facts:
     driver_running: bool | None  # the flow's process; None: it cannot be looked up from this host
     silent_seconds: float  # since the driver's last sign of life
     trainer: str | None  # the living holder of the lease
-    failure: str | None  # kind of the trainer's last error, cleared when the next trainer starts
+    failure: LastFailure | None
     recoveries: int  # since the last step was committed
     allowed: RecoveryConfig
 
@@ -73,8 +76,8 @@ def decide(facts: Facts) -> Decision:
         return _leave("failed outside the trainer: mend what its error says, then prefect flow-run retry")
     if facts.driver_running:
         return _leave(f"its driver lives (last sign {facts.silent_seconds:.0f} s ago)")
-    if facts.failure in NEVER_RECOVERED:
-        return _leave(f"{facts.failure}: another try would end alike; mend it, then prefect flow-run retry")
+    if facts.failure is not None and facts.failure.final:
+        return _leave(f"{facts.failure.kind}: another try would end alike; mend it, then prefect flow-run retry")
     if state not in _ENDED and facts.silent_seconds < facts.allowed.silence_seconds:
         return _leave(
             f"{state.value}, a sign of life {facts.silent_seconds:.0f} s ago: lost after "
@@ -104,7 +107,7 @@ def _leave(reason: str) -> Decision:
 
 def _what_happened(facts: Facts, state: StateType) -> str:
     if state in _ENDED:
-        what = f"{state.value}" + (f" after {facts.failure}" if facts.failure else "")
+        what = f"{state.value}" + (f" after {facts.failure.kind}" if facts.failure else "")
     else:
         what = f"{state.value}, but its driver is gone or silent for {facts.silent_seconds:.0f} s"
     then = f"follows the trainer {facts.trainer}" if facts.trainer else f"goes on from step {facts.committed_step}"

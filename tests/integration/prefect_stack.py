@@ -86,9 +86,9 @@ class Stack:
     def run_dir(self, flow_run_id: UUID) -> Path:
         return self.settings.runs_dir / f"grpo-geo3k-tiny-{flow_run_id.hex[:12]}"
 
-    def wait_for_step(self, flow_run_id: UUID, step: int) -> None:
+    def wait_for_step(self, flow_run_id: UUID, step: int, seconds: float = 120) -> None:
         journal = self.run_dir(flow_run_id) / "journal.jsonl"
-        self.wait_for(lambda: len(read_journal(journal)) >= step, f"step {step}")
+        self.wait_for(lambda: len(read_journal(journal)) >= step, f"step {step}", seconds)
 
     def driver(self, flow_run_id: UUID) -> psutil.Process:
         lines = (self.run_dir(flow_run_id) / "drivers.jsonl").read_text().splitlines()
@@ -97,7 +97,10 @@ class Stack:
 
 @contextmanager
 def prefect_stack(folder: Path, variables: Mapping[str, str]) -> Iterator[Stack]:
-    """Deployed from prefect.yaml as it stands: the tiny experiment and recover, with its automations."""
+    """Deployed from prefect.yaml as it stands: the tiny experiment and recover, with its automations.
+
+    The trainer's interpreter is the fake one unless ``variables`` names another.
+    """
     settings = Settings(data_dir=folder / "data")
     env = {
         **environment.for_children(settings),

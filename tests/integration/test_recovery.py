@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from uuid import UUID
 
+import psutil
 import pytest
 from mlflow import MlflowClient
 from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey
@@ -15,6 +17,7 @@ from prefect.client.schemas.objects import StateType
 from infra import processes
 from rlcore.segment.journal import read_journal
 from rlcore.segment.spec import SegmentManifest
+from rlcore.segment.store import LocalCheckpointStore
 from tasks.runs import existing_run
 from tests.flows.test_train_flow import still_running, temporary_folders
 from tests.integration.prefect_stack import Stack, prefect_stack
@@ -52,8 +55,11 @@ def assert_nothing_left(stack: Stack, flow_run_id: UUID) -> None:
     run = existing_run(stack.run_dir(flow_run_id).name, stack.settings)
     assert not processes.marked(run.trainer_mark)
     assert not temporary_folders(run.run_dir)
-    flows = [line for line in still_running(stack.settings.data_dir.parent) if str(flow_run_id) in line]
-    assert not flows
+    servers = ("prefect worker start", "prefect server start", "prefect.server", "uvicorn")
+    left = still_running(stack.settings.data_dir.parent)
+    assert not [line for line in left if not any(server in line for server in servers)]
+    folder = str(processes.temporary_folder(run.trainer_mark))  # Ray's agents write over their environment
+    assert not [item for item in psutil.process_iter(["cmdline"]) if folder in " ".join(item.info["cmdline"] or [])]
 
 
 def recoveries(stack: Stack, flow_run_id: UUID) -> list[dict[str, object]]:
@@ -125,3 +131,22 @@ def test_a_cancelled_run_commits_is_left_alone_and_goes_on_when_a_person_retries
 
 def _first_segment(run_dir: Path) -> SegmentManifest:
     return SegmentManifest.model_validate_json((run_dir / "segments" / "0000.json").read_text())
+
+
+def test_a_real_trainer_that_is_cancelled_commits_and_leaves_no_ray_behind(tmp_path: Path) -> None:
+    tiny = [
+        *("model.tiny.warm_start_steps=0", "data.template=tiny", "data.synthetic_problems=64"),
+        *("training.steps=200", "segment.steps=200", "training.problems_per_step=4", "rollout.group_size=4"),
+        *("evaluation.problems=4", "evaluation.samples=1", "resources.workers=1"),
+    ]
+    with prefect_stack(tmp_path, {"RLFLOW_TRAINER_PYTHON": sys.executable}) as stack:
+        flow_run_id = stack.submit(*tiny)
+        stack.wait_for_step(flow_run_id, 2, seconds=400)
+        run = existing_run(stack.run_dir(flow_run_id).name, stack.settings)
+        assert list((processes.temporary_folder(run.trainer_mark) / "ray").glob("session_*"))
+        stack.prefect("flow-run", "cancel", str(flow_run_id))
+        stack.wait_for_state(flow_run_id, StateType.CANCELLED, seconds=60)
+        manifest = _first_segment(run.run_dir)
+        assert 2 <= manifest.last_step < 200
+        assert LocalCheckpointStore(run.run_dir, run.run_id).latest() == manifest.checkpoint
+        assert_nothing_left(stack, flow_run_id)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import sys
 import tempfile
 import time
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
+from types import SimpleNamespace
+from uuid import uuid4
 
 import pytest
 from prefect.client.schemas.objects import StateType
@@ -16,9 +20,12 @@ from prefect.client.schemas.objects import StateType
 from infra import processes
 from infra.settings import Settings
 from rlcore.config import RecoveryConfig
+from rlcore.job import JobError
+from tasks.cancelling import end_what_is_left
 from tasks.experiments import load_experiment
-from tasks.recovering import alone
-from tasks.recovery import Action, Facts, FlowRunFacts, decide
+from tasks.jobs import jobs_mark
+from tasks.recovering import alone, last_failure
+from tasks.recovery import Action, Facts, FlowRunFacts, LastFailure, decide
 from tasks.runs import append_line, drivers, open_run
 
 DEPLOYED = FlowRunFacts(flow_run_id="f", state_id="s", state=StateType.CRASHED, deployed=True)
@@ -48,8 +55,13 @@ ROWS = [
     ("silent", in_state(RUNNING, silent_seconds=121.0), "reschedule", "gone or silent for 121 s"),
     ("silent elsewhere", in_state(RUNNING, silent_seconds=121.0, driver_running=None), "reschedule", "try 1 of 3"),
     ("stuck before it started", in_state(StateType.PENDING, silent_seconds=121.0), "reschedule", "^PENDING, but"),
-    ("out of memory", replace(CRASHED, failure="OutOfMemoryError"), "reschedule", "after OutOfMemoryError; try"),
-    ("failed, can be mended", in_state(FAILED, failure="StorageError"), "reschedule", "FAILED after StorageError"),
+    (
+        "out of memory",
+        replace(CRASHED, failure=LastFailure("out of memory", False)),
+        "reschedule",
+        "after out of memory; try",
+    ),
+    ("failed, can be mended", in_state(FAILED, failure=LastFailure("hang", False)), "reschedule", "FAILED after hang"),
     ("the last try", replace(CRASHED, recoveries=2), "reschedule", "try 3 of 3"),
     ("tries used up", replace(CRASHED, recoveries=3), "leave", "3 recoveries brought no step beyond 4"),
     ("finished", replace(CRASHED, finished=True), "leave", "^finished$"),
@@ -66,10 +78,8 @@ ROWS = [
     ("alive elsewhere", in_state(RUNNING, driver_running=None, silent_seconds=40.0), "leave", "lost after 120 s"),
     ("gone, but the worker may still say why", in_state(RUNNING, silent_seconds=3.0), "leave", "sign of life 3 s ago"),
     ("failed elsewhere", in_state(FAILED), "leave", "failed outside the trainer"),
-    *(
-        (kind, replace(CRASHED, failure=kind), "leave", f"^{kind}: another try would end alike")
-        for kind in ("ConfigError", "DataError", "ModelError", "RewardError", "DivergedError", "StarvedError")
-    ),
+    ("diverged", replace(CRASHED, failure=LastFailure("diverged", True)), "leave", "^diverged: another try would end"),
+    ("failed for good", in_state(FAILED, failure=LastFailure("hang", True)), "leave", "^hang: another try"),
 ]
 
 
@@ -94,6 +104,41 @@ def test_a_run_remembers_who_drove_it(tmp_path: Path) -> None:
     elsewhere = driver.model_copy(update={"host": "elsewhere"})
     append_line(run.run_dir / "drivers.jsonl", elsewhere.model_dump_json())
     assert [item.is_running() for item in drivers(run)] == [True, False, None]
+
+
+def test_only_a_failure_since_the_last_start_counts(tmp_path: Path) -> None:
+    run = open_run(load_experiment("grpo-geo3k-tiny"), "run", Settings(data_dir=tmp_path))
+    now = time.time()
+    assert last_failure(run, since=now) is None
+    for kind, final in (("DivergedError", True), ("TrainerFailedError", False)):
+        report = JobError(kind=kind, message="m", traceback="t")
+        (run.run_dir / "trainer_error.json").write_text(report.model_dump_json())
+        assert last_failure(run, since=now - 10) == LastFailure(kind, final)
+        assert last_failure(run, since=now + 10) is None
+    record = {"at": datetime.fromtimestamp(now, UTC).isoformat(), "failure": "hang", "delay": 5.0}
+    append_line(run.run_dir / "failures.jsonl", json.dumps(record))
+    assert last_failure(run, since=now - 10) == LastFailure("hang", False)
+    append_line(run.run_dir / "failures.jsonl", json.dumps(record | {"delay": None}))
+    assert last_failure(run, since=now - 10) == LastFailure("hang", True)
+    assert last_failure(run, since=now + 10) is None
+
+
+def test_what_prefect_kills_over_its_grace_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hook that runs in the worker: trainer and job of the cancelled flow run go, those of others stay."""
+    monkeypatch.setenv("RLFLOW_DATA_DIR", str(tmp_path))
+    cancelled, other = (open_run(load_experiment("grpo-geo3k-tiny"), name, Settings()) for name in ("gone", "other"))
+    (driver,) = drivers(cancelled)
+    (cancelled.run_dir / "drivers.jsonl").write_text(driver.model_copy(update={"pid": 2**22 + 1}).model_dump_json())
+    flow_run = SimpleNamespace(id=uuid4(), name="gone")
+    marks = [cancelled.trainer_mark, f"{jobs_mark(str(flow_run.id))}1", other.trainer_mark]
+    for mark in marks:
+        processes.start(["sleep", "60"], env=dict(os.environ), mark=mark, ends_with_parent=True)
+    end_what_is_left(None, flow_run, None)
+    assert [len(processes.marked(mark)) for mark in marks] == [0, 0, 1]
+    end_what_is_left(None, SimpleNamespace(id=uuid4(), name="other"), None)  # this very process drives it
+    assert len(processes.marked(marks[2])) == 1
+    end_what_is_left(None, SimpleNamespace(id=uuid4(), name="never opened"), None)
+    processes.kill(marks[2])
 
 
 def test_of_two_recover_flows_one_acts(tmp_path: Path) -> None:
