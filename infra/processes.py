@@ -2,24 +2,29 @@
 
 Ray's daemons and vLLM's workers leave the process group and outlive their parent, so a group signal is not
 enough. Every process started here carries a mark in its environment, which its descendants inherit wherever
-they go.
+they go, and keeps its temporary files (Ray's session, sockets) in a folder that goes when they have gone.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+import shutil
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
 import psutil
 
 MARK = "RLFLOW_PROCESS_MARK"
+_TEMPORARY = "rlflow-"
 _PR_SET_PDEATHSIG = 1
 _POLL_SECONDS = 0.1
 _KILL_SECONDS = 10.0
@@ -35,7 +40,10 @@ def start(
     cwd: Path | None = None,
     ends_with_parent: bool,
 ) -> subprocess.Popen[bytes]:
-    """Start ``args`` in a new session, marked. ``output`` takes stdout and stderr; None: our stderr.
+    """Start ``args`` in a new session, marked, with a temporary folder of its own (``TMPDIR``) that ``kill`` removes.
+
+    ``output`` takes stdout and stderr; None: our stderr. Keep the mark below 25 characters where Ray starts: it has
+    sockets in that folder, and a socket's path ends at 107.
 
     ``ends_with_parent`` asks Linux for a SIGTERM to the child when the thread that started it dies, even by
     SIGKILL.
@@ -46,9 +54,11 @@ def start(
         if libc is not None:
             libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
+    temporary = temporary_folder(mark)
+    temporary.mkdir(mode=0o700, exist_ok=True)
     return subprocess.Popen(
         args,
-        env={**env, MARK: mark},
+        env={**env, MARK: mark, "TMPDIR": str(temporary)},
         cwd=cwd,
         stdin=subprocess.DEVNULL,
         stdout=output if output is not None else _STDERR,
@@ -58,13 +68,25 @@ def start(
     )
 
 
+def temporary_folder(mark: str) -> Path:
+    """Beside our own where we have one ourselves, not in it: the path of a socket has to stay short."""
+    ours = Path(tempfile.gettempdir())
+    root = ours.parent if ours.name == f"{_TEMPORARY}{os.environ.get(MARK)}" else ours
+    return root / f"{_TEMPORARY}{mark}"
+
+
 def marked(mark: str) -> list[psutil.Process]:
     """Every live process that carries ``mark``, this one excepted."""
+    return [process for found, process in _all_marked() if found == mark]
+
+
+def _all_marked() -> list[tuple[str, psutil.Process]]:
     found = []
     for process in psutil.process_iter():
         try:
-            if process.pid != os.getpid() and process.environ().get(MARK) == mark and _is_live(process):
-                found.append(process)
+            mark = process.environ().get(MARK)
+            if mark and process.pid != os.getpid() and _is_live(process):
+                found.append((mark, process))
         except (psutil.NoSuchProcess, psutil.AccessDenied, OSError):
             continue  # gone meanwhile, or another user's: not ours to end
     return found
@@ -84,11 +106,24 @@ def stop(mark: str, grace_seconds: float) -> None:
 
 def kill(mark: str) -> None:
     """SIGKILL to every process that carries ``mark`` and to all below it, again until none is left that could have
-    forked. Below it, because Ray's agents write their title over the environment that holds the mark."""
+    forked; then removes their temporary folder.
+
+    Below it, because Ray's agents write their title over the environment that holds the mark."""
     deadline = time.monotonic() + _KILL_SECONDS
     while (processes := marked(mark)) and time.monotonic() < deadline:
         _signal([*processes, *_below(processes)], signal.SIGKILL)
         _wait_gone(mark, 1.0)
+    folder = temporary_folder(mark)
+    if folder.exists():
+        shutil.rmtree(folder, ignore_errors=True)  # what a process that is not ours to end holds stays
+
+
+def kill_all(prefix: str) -> None:
+    """``kill`` for every mark that begins with ``prefix`` and has processes or a temporary folder left."""
+    folders = temporary_folder(prefix)
+    left = {path.name.removeprefix(_TEMPORARY) for path in folders.parent.glob(f"{folders.name}*")}
+    for mark in left | {mark for mark, _ in _all_marked() if mark.startswith(prefix)}:
+        kill(mark)
 
 
 def _wait_gone(mark: str, seconds: float) -> None:
@@ -118,3 +153,35 @@ def _signal(processes: Iterable[psutil.Process], number: int) -> None:
 
 def _is_live(process: psutil.Process) -> bool:
     return bool(process.status() != psutil.STATUS_ZOMBIE)
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessId:
+    """A process, told apart from a later one with the same pid by its start."""
+
+    pid: int
+    started: float  # seconds after boot: steps of the wall clock do not move it
+    host: str  # name and boot, so that a rebooted host counts as another one
+
+
+def this_process() -> ProcessId:
+    return ProcessId(os.getpid(), _started(os.getpid()), _host())
+
+
+def is_running(process: ProcessId) -> bool | None:
+    """Whether it lives; None where it is another host's, which cannot be looked up from here."""
+    if process.host != _host():
+        return None
+    try:
+        return _is_live(psutil.Process(process.pid)) and abs(_started(process.pid) - process.started) < 1.5
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _started(pid: int) -> float:
+    return float(psutil.Process(pid).create_time() - psutil.boot_time())
+
+
+def _host() -> str:
+    boot = Path("/proc/sys/kernel/random/boot_id")  # absent outside Linux
+    return f"{socket.gethostname()}/{boot.read_text()[:8] if boot.exists() else ''}"

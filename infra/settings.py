@@ -24,8 +24,9 @@ class Settings(BaseSettings):
     """Interpreter of everything that imports torch. On GPUs it may be that of another environment."""
     ray_address: str = ""
     """A running Ray cluster. Empty: the trainer starts a Ray of its own and takes it down again."""
-    stop_grace_seconds: float = Field(30.0, gt=0)
-    """How long a trainer that is asked to stop may take to commit its checkpoint before it is killed."""
+    stop_grace_seconds: float = Field(25.0, gt=0)
+    """How long a trainer that is asked to stop may take to commit its checkpoint before it is killed. Prefect itself
+    kills a cancelled flow's process after 30 seconds."""
     server_timeout_seconds: float = Field(5.0, gt=0)
     """How long preflight waits for an MLflow or Prefect server to answer."""
 

@@ -11,6 +11,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from prefect import runtime
 from pydantic import BaseModel
 
 from infra import environment, processes
@@ -56,7 +57,7 @@ def run_job(module: str, spec: JobSpec, result_type: type[R], settings: Settings
     """
     spec_path = spec.result.with_name("spec.json")
     write_json_atomically(spec_path, spec.model_dump_json(indent=1))
-    mark = f"job-{uuid.uuid4().hex}"
+    mark = f"{jobs_mark(runtime.flow_run.id)}{uuid.uuid4().hex[:8]}"
     log = spec.result.with_name("job.log")
     with log.open("wb") if quiet else nullcontext() as output:
         process = processes.start(
@@ -77,6 +78,11 @@ def run_job(module: str, spec: JobSpec, result_type: type[R], settings: Settings
         where = f" (output: {log})" if quiet else ""
         raise error_from(read_error(spec.result), f"{module} ended with {describe_exit(code)}{where}")
     return result_type.model_validate_json(spec.result.read_text())
+
+
+def jobs_mark(flow_run_id: str | None) -> str:
+    """How the marks of a flow run's jobs begin, so that what a killed flow has left can be found."""
+    return f"job-{(flow_run_id or 'no-flow')[:8]}-"
 
 
 def wait_interruptibly(process: subprocess.Popen[bytes]) -> int:

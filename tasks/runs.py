@@ -1,18 +1,21 @@
-"""A training run: its name, its folder, its experiment, and its MLflow run."""
+"""A training run: its name, its folder, its experiment, its drivers, and its MLflow run."""
 
 from __future__ import annotations
 
+import hashlib
 import json
-import os
 import secrets
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 
+from prefect.context import FlowRunContext
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from infra import processes
 from infra.logs import get_logger
 from infra.settings import Settings
 from infra.tracking import Tracker
@@ -38,6 +41,16 @@ class Run(BaseModel):
     def report_dir(self) -> Path:
         return self.run_dir / "report"
 
+    @property
+    def finished_marker(self) -> Path:
+        """There once the flow has done its last step; what counts is this file, never Prefect's state."""
+        return self.run_dir / "finished"
+
+    @property
+    def trainer_mark(self) -> str:
+        """Of the trainer's processes. Derived from the folder, so that another driver can end them."""
+        return f"trainer-{hashlib.sha256(str(self.run_dir).encode()).hexdigest()[:16]}"
+
     def journal(self) -> list[StepRecord]:
         return read_journal(self.run_dir / "journal.jsonl")
 
@@ -50,15 +63,49 @@ class Run(BaseModel):
             get_logger().warning("%s is damaged and does not count: %s", path, error)
             return None
 
+    def committed_step(self) -> int:
+        """No resume takes back a step up to this one."""
+        step, segment = 0, 0
+        while (manifest := self.manifest(segment)) is not None:
+            step, segment = manifest.last_step, segment + 1
+        return step
+
+
+class Driver(BaseModel):
+    """One start of a flow over a run: who drove it. A line of ``drivers.jsonl`` in the run's folder."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    flow_run_id: str | None  # None: outside a flow
+    deployed: bool  # a worker started it, so a worker can start it again
+    pid: int
+    started: float
+    host: str
+    at: float  # seconds since the epoch
+
+    def is_running(self) -> bool | None:
+        """None: on another host, so nobody can tell from here."""
+        return processes.is_running(processes.ProcessId(self.pid, self.started, self.host))
+
 
 def new_run_id(experiment: str) -> str:
     return f"{experiment}-{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
 
 
+def flow_run_name() -> str:
+    """Prefect's name of the flow run at work is its run's: the given one, else one that every retry finds again."""
+    context = FlowRunContext.get()
+    if context is None or context.flow_run is None or context.parameters is None:
+        raise RuntimeError("flow_run_name() is for Prefect to call, when a flow run starts")
+    experiment = ExperimentConfig.model_validate(context.parameters["experiment"])
+    return context.parameters.get("run_id") or f"{experiment.name}-{context.flow_run.id.hex[:12]}"
+
+
 def open_run(
     experiment: ExperimentConfig, run_id: str | None, settings: Settings, *, allow_changes: bool = False
 ) -> Run:
-    """A new run, or the one called ``run_id`` continued.
+    """A new run, or the one called ``run_id`` continued. Without a name, a flow run has one run of its own, which its
+    retries continue.
 
     Values that do not touch the science may differ from the run's; with ``allow_changes`` all others too. What changed
     is appended to ``changes.jsonl`` in the run's folder.
@@ -66,18 +113,45 @@ def open_run(
     Raises:
         ConfigError: the science differs, and that is not allowed; names every such value.
     """
-    name = run_id or new_run_id(experiment.name)
+    name = run_id or (flow_run_name() if FlowRunContext.get() else new_run_id(experiment.name))
     run = Run(run_id=name, run_dir=settings.runs_dir / name, experiment=experiment)
     stored = run.run_dir / "experiment.json"
     if stored.exists():
         found = changes(ExperimentConfig.model_validate_json(stored.read_text()), experiment)
-        if not found:
-            return run
-        if not allow_changes:
+        if found and not allow_changes:
             _require_same_science(name, found)
-        _record(run, found)
+        if found:
+            _record(run, found)
     write_json_atomically(stored, experiment.model_dump_json(indent=1))
+    _note_driver(run)
     return run
+
+
+def drivers(run: Run) -> list[Driver]:
+    """Everyone who has driven the run, the latest last."""
+    path = run.run_dir / "drivers.jsonl"
+    return [Driver.model_validate_json(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def _note_driver(run: Run) -> None:
+    context = FlowRunContext.get()
+    flow_run = context.flow_run if context else None
+    me = processes.this_process()
+    driver = Driver(
+        flow_run_id=str(flow_run.id) if flow_run else None,
+        deployed=flow_run is not None and flow_run.deployment_id is not None,
+        pid=me.pid,
+        started=me.started,
+        host=me.host,
+        at=time.time(),
+    )
+    append_line(run.run_dir / "drivers.jsonl", driver.model_dump_json())
+
+
+def append_line(path: Path, line: str) -> None:
+    """For small files: replaced in one step, so that no kill leaves half a line."""
+    before = path.read_text() if path.exists() else ""
+    write_json_atomically(path, f"{before}{line}\n")
 
 
 def existing_run(run_id: str, settings: Settings) -> Run:
@@ -123,10 +197,7 @@ def _record(run: Run, found: Sequence[Change]) -> None:
         "step": records[-1].step if records else 0,  # journaled so far; a resume may take back some of them
         "changes": [asdict(change) | {"science": change.is_science} for change in found],
     }
-    with (run.run_dir / "changes.jsonl").open("a") as file:
-        file.write(json.dumps(line) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
+    append_line(run.run_dir / "changes.jsonl", json.dumps(line))
     get_logger().warning("run %s goes on with other values: %s", run.run_id, "; ".join(map(str, found)))
 
 
@@ -144,6 +215,7 @@ def tracker_of(run: Run, settings: Settings) -> Tracker:
 def tracked(run: Run) -> Iterator[Tracker]:
     """Hold the MLflow run open, and close it with the right status however the flow ends."""
     tracker = tracker_of(run, Settings())
+    run.finished_marker.unlink(missing_ok=True)
     tracker.resume()
     try:
         yield tracker
@@ -154,3 +226,4 @@ def tracked(run: Run) -> Iterator[Tracker]:
         tracker.finish("KILLED")
         raise
     tracker.finish("FINISHED")
+    write_json_atomically(run.finished_marker, "")

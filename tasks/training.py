@@ -7,7 +7,6 @@ itself.
 
 from __future__ import annotations
 
-import hashlib
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -154,7 +153,7 @@ def _start(run: Run, settings: Settings, dataset: DatasetRef, model: ModelRef, i
             ends_with_parent=False,  # it must outlive a killed driver, commit, and be found by the next one
         )
     _CHILDREN[run.run_dir] = child
-    where = f"from step {step}" if (step := _last_committed_step(run)) else "from the start"
+    where = f"from step {step}" if (step := run.committed_step()) else "from the start"
     get_logger().info("train: started a trainer %s (log: %s)", where, run.run_dir / "trainer.log")
     return Trainer(child.pid, run.run_dir / "lease.json", child)
 
@@ -174,21 +173,13 @@ def _follow(run: Run, trainer: Trainer, index: int, tick: Callable[[], None]) ->
 
 def _tick(run: Run, tracker: Tracker, progress: TrainingProgress) -> None:
     progress.show(run.journal())
-    committed = _last_committed_step(run)
+    committed = run.committed_step()
     if committed > tracker.published_step:
         try:
             tracker.publish(run.journal(), committed)
         except ServerError as error:
             # The journal holds every step; the end of the segment publishes again, and fails if it must.
             get_logger().warning("MLflow did not take steps up to %d yet: %s", committed, error)
-
-
-def _last_committed_step(run: Run) -> int:
-    """No resume takes back a step up to this one."""
-    step, segment = 0, 0
-    while (manifest := run.manifest(segment)) is not None:
-        step, segment = manifest.last_step, segment + 1
-    return step
 
 
 def _wait_for_end(run: Run, index: int) -> None:
@@ -241,7 +232,7 @@ def _ask_to_stop(run: Run, trainer: Trainer, index: int, grace_seconds: float) -
 
 def _uncommitted(run: Run) -> bool:
     records = run.journal()
-    return bool(records) and records[-1].step > _last_committed_step(run)
+    return bool(records) and records[-1].step > run.committed_step()
 
 
 def _failure(run: Run, code: int) -> RlflowError:
@@ -282,5 +273,4 @@ def _error_path(run: Run) -> Path:
 
 
 def _mark(run: Run) -> str:
-    """Derived from the folder, so that another driver can end the trainer that this one started."""
-    return f"trainer-{hashlib.sha256(str(run.run_dir).encode()).hexdigest()[:16]}"
+    return run.trainer_mark

@@ -23,6 +23,9 @@ NOT_SCIENCE = (
     "resources.",
     "segment.",
     "evaluation.",
+    "recovery.",
+    "health",
+    "reward.processes",
     "training.tokens_per_microbatch",
     "rollout.gpu_memory_utilization",
     "rollout.kv_cache_mib",
@@ -223,6 +226,14 @@ class SegmentConfig(Frozen):
         return min(segments, self.keep_checkpoints + every + self.keep_best)
 
 
+class RecoveryConfig(Frozen):
+    attempts: int = Field(3, ge=0)
+    """How often the recover flow brings a run back before a person has to look, counted anew with each committed
+    step."""
+    silence_seconds: float = Field(120.0, gt=0)
+    """A driver whose process cannot be seen counts as lost after this long without a sign of life."""
+
+
 class EvaluationConfig(Frozen):
     problems: int | None = Field(None, ge=1)
     """Validation problems used, from the front. None: all."""
@@ -262,6 +273,7 @@ class ExperimentConfig(Frozen):
     algorithm: AlgorithmConfig = AlgorithmConfig()
     training: TrainingConfig = TrainingConfig()
     segment: SegmentConfig = SegmentConfig()
+    recovery: RecoveryConfig = RecoveryConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     resources: ResourceConfig = ResourceConfig()
 

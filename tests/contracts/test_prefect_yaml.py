@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ast
+import importlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
-from rlcore.config import ExperimentConfig
+from rlcore.config import ExperimentConfig, RecoveryConfig
 from rlcore.errors import ConfigError
 from tasks.experiments import PREFECT_YAML, experiment_values, load_experiment
 
@@ -27,6 +29,39 @@ def test_entrypoint_is_a_flow(deployment: dict[str, str]) -> None:
     functions = [node for node in ast.parse((ROOT / file).read_text()).body if isinstance(node, ast.FunctionDef)]
     flow = next(node for node in functions if node.name == function)
     assert any(isinstance(item, ast.Call) and item.func.id == "flow" for item in flow.decorator_list)
+
+
+@pytest.mark.parametrize("deployment", DEPLOYMENTS, ids=lambda item: item["name"])
+def test_the_server_takes_the_deployment(deployment: dict[str, Any]) -> None:
+    """Prefect's server checks parameters by the flow's JSON schema, which knows no default for a union's tag."""
+    from prefect.cli.deploy._triggers import DeploymentTriggerAdapter
+    from prefect.utilities.callables import parameter_schema
+    from prefect.utilities.schema_tools.validation import validate
+
+    file, _, function = deployment["entrypoint"].partition(":")
+    flow = getattr(importlib.import_module(file.removesuffix(".py").replace("/", ".")), function)
+    schema = parameter_schema(flow).model_dump_for_openapi()
+    given = deployment.get("parameters", {})
+    missing_at_start = {
+        key: "run" for key in schema.get("required", []) if key not in given
+    }  # given by whoever runs it
+    validate({**given, **missing_at_start}, schema, raise_on_error=True, preprocess=False)
+    for trigger in deployment.get("triggers", []):
+        DeploymentTriggerAdapter.validate_python(trigger)
+
+
+def test_recover_looks_at_training_runs_alone_and_only_starts_itself() -> None:
+    """Matched by flow name: heartbeats carry no deployment name. Its own crashes must not start it again."""
+    from flows.train_grpo import grpo_geo3k
+
+    (recover,) = [item for item in DEPLOYMENTS if item["name"] == "recover"]
+    crashed, silent = recover["triggers"]
+    for trigger in (crashed, silent):
+        assert trigger["match_related"] == {"prefect.resource.role": "flow", "prefect.resource.name": grpo_geo3k.name}
+        assert "actions" not in trigger
+    assert crashed["expect"] == ["prefect.flow-run.Crashed"]
+    beats = int(recover["work_pool"]["job_variables"]["env"]["PREFECT_FLOWS_HEARTBEAT_FREQUENCY"])
+    assert silent["within"] >= RecoveryConfig().silence_seconds + beats
 
 
 def test_flows_are_short() -> None:

@@ -20,7 +20,8 @@ from rlcore.errors import ConfigError, DivergedError
 from rlcore.segment.spec import SegmentManifest
 from tasks import training
 from tasks.experiments import load_experiment
-from tasks.runs import open_run
+from tasks.jobs import jobs_mark
+from tasks.runs import drivers, existing_run, open_run
 from tests.flows.conftest import fake_interpreter
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -165,6 +166,8 @@ def test_an_interrupted_command_commits_cleans_up_and_continues(tmp_path: Path, 
     assert process.wait(timeout=60) == 130, (tmp_path / "output.txt").read_text()
     assert "--run-id stopped" in (tmp_path / "output.txt").read_text()
     assert not still_running(tmp_path)
+    processes.kill("outer-test")  # its own temporary folder
+    assert not temporary_folders(run_dir)
     manifest = SegmentManifest.model_validate_json((run_dir / "segments" / "0000.json").read_text())
 
     answer = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, cwd=ROOT)
@@ -173,6 +176,15 @@ def test_an_interrupted_command_commits_cleans_up_and_continues(tmp_path: Path, 
     assert steps == [1, 2, 3, 4, 5]
     assert manifest.last_step < 5
     assert not still_running(tmp_path)
+    assert not temporary_folders(run_dir)
+
+
+def temporary_folders(run_dir: Path) -> list[Path]:
+    """What the processes of a run have left under the system's temporary folder, its flow runs' jobs included."""
+    run = existing_run(run_dir.name, Settings(data_dir=run_dir.parent.parent))
+    marks = [run.trainer_mark, *(jobs_mark(driver.flow_run_id) for driver in drivers(run))]
+    root = processes.temporary_folder("any").parent
+    return [path for mark in marks for path in root.glob(f"rlflow-{mark}*")]
 
 
 def still_running(tmp_path: Path) -> list[str]:

@@ -134,6 +134,7 @@ def test_a_job_ends_with_the_thread_that_waits_for_it(tmp_path: Path) -> None:
     while is_running(started[0]) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not is_running(started[0])
+    processes.kill("parent-test")
 
 
 def test_marked_processes_are_ours_alone() -> None:

@@ -1,0 +1,22 @@
+"""recover: look at every unfinished run, and bring back those that died. Started by a schedule and by automations."""
+
+from __future__ import annotations
+
+from prefect import flow
+
+from infra.settings import Settings
+from tasks.recovering import alone, carry_out, judge_runs, show
+
+
+@flow(name="recover")
+def recover() -> None:
+    """Safe at any moment and as often as one likes: a living run is left, two at once act as one."""
+    with alone(Settings()) as mine:
+        if mine:
+            judged = judge_runs()
+            carry_out(judged)
+            show(judged)
+
+
+if __name__ == "__main__":
+    recover()

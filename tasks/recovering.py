@@ -1,0 +1,228 @@
+"""The recover flow's steps: look at every unfinished run, and carry out what ``recovery.decide`` says."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import datetime
+from uuid import UUID
+
+from prefect import get_client, task
+from prefect.artifacts import create_table_artifact
+from prefect.cache_policies import NO_CACHE
+from prefect.client.orchestration import SyncPrefectClient
+from prefect.client.schemas.objects import FlowRun, StateType
+from prefect.events.filters import EventFilter, EventNameFilter, EventResourceFilter
+from prefect.exceptions import ObjectNotFound
+from prefect.states import AwaitingRetry
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from infra import processes
+from infra.logs import get_logger
+from infra.settings import Settings
+from rlcore.errors import RlflowError
+from rlcore.job import JobError
+from rlcore.segment.lease import Control, holder_alive
+from tasks.jobs import jobs_mark
+from tasks.recovery import Action, Decision, Facts, FlowRunFacts, LastFailure, decide
+from tasks.runs import Driver, Run, append_line, drivers, existing_run
+
+ARTIFACT = "recover"
+FINAL = frozenset(
+    {"ConfigError", "DataError", "ModelError", "RewardError", "DivergedError", "StarvedError", "HealthError"}
+)
+"""What a trainer reports where another try would end alike."""
+
+
+class Recovery(BaseModel):
+    """One line of ``recoveries.jsonl`` in a run's folder."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    flow_run_id: str
+    committed_step: int
+    reason: str
+    at: float  # seconds since the epoch
+
+
+@contextmanager
+def alone(settings: Settings) -> Iterator[bool]:
+    """Whether no other recover flow is at this data folder; the lock goes with the process, however it ends."""
+    settings.data_dir.mkdir(parents=True, exist_ok=True)
+    with (settings.data_dir / "recover.lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            get_logger().info("recover: another one is at %s", settings.data_dir)
+            yield False
+            return
+        yield True
+
+
+@task(name="judge-runs", cache_policy=NO_CACHE, persist_result=False)
+def judge_runs() -> list[tuple[Facts, Decision]]:
+    """Facts and decision of every run that has not finished. One that cannot be read is told, and left."""
+    settings = Settings()
+    judged: list[tuple[Facts, Decision]] = []
+    with get_client(sync_client=True) as client:
+        for stored in sorted(settings.runs_dir.glob("*/experiment.json")):
+            try:
+                run = existing_run(stored.parent.name, settings)
+                if not run.finished_marker.exists():
+                    facts = observe(run, client)
+                    judged.append((facts, decide(facts)))
+            except (RlflowError, ValidationError) as error:
+                get_logger().warning("recover: %s cannot be read: %s", stored.parent, error)
+    return judged
+
+
+def observe(run: Run, client: SyncPrefectClient) -> Facts:
+    known = drivers(run)
+    driver = known[-1] if known else None
+    flow_run = _flow_run(driver, client)
+    holder = holder_alive(run.run_dir / "lease.json")
+    committed = run.committed_step()
+    return Facts(
+        run_id=run.run_id,
+        finished=run.finished_marker.exists(),
+        steps=run.experiment.training.steps,
+        committed_step=committed,
+        flow_run=_flow_run_facts(flow_run),
+        driver_running=driver.is_running() if driver else False,
+        silent_seconds=time.time() - _last_sign(run, driver, flow_run, client),
+        trainer=str(holder) if holder else None,
+        failure=last_failure(run, since=driver.at if driver else 0.0),
+        recoveries=sum(item.committed_step == committed for item in recoveries(run)),
+        allowed=run.experiment.recovery,
+    )
+
+
+@task(name="carry-out", cache_policy=NO_CACHE)
+def carry_out(judged: Sequence[tuple[Facts, Decision]]) -> None:
+    """Reschedule what is to be; of the others, end what their killed processes have left on this host."""
+    settings = Settings()
+    with get_client(sync_client=True) as client:
+        for facts, decision in judged:
+            get_logger().info("recover: %s: %s, %s", facts.run_id, decision.action, decision.reason)
+            run = existing_run(facts.run_id, settings)
+            if facts.driver_running is False and facts.flow_run is not None:
+                processes.kill_all(jobs_mark(facts.flow_run.flow_run_id))
+            if decision.action is Action.RESCHEDULE:
+                reschedule(run, facts, decision, client)
+            elif _over(facts):
+                processes.kill(run.trainer_mark)
+
+
+def reschedule(run: Run, facts: Facts, decision: Decision, client: SyncPrefectClient) -> bool:
+    """The same flow run again, under its own id; False: its state has changed since it was looked at."""
+    if facts.flow_run is None:
+        raise ValueError(f"run {facts.run_id} has no flow run; decide() never reschedules such a one")
+    current = client.read_flow_run(UUID(facts.flow_run.flow_run_id))
+    if str(current.state_id) != facts.flow_run.state_id:
+        get_logger().info("recover: %s has changed its state meanwhile and is left", facts.run_id)
+        return False
+    note = Recovery(
+        flow_run_id=facts.flow_run.flow_run_id,
+        committed_step=facts.committed_step,
+        reason=decision.reason,
+        at=time.time(),
+    )
+    append_line(run.run_dir / "recoveries.jsonl", note.model_dump_json())  # counted first: never an unbounded loop
+    # By force: the orchestration rules know no way back from RUNNING, and the driver is known to be gone.
+    client.set_flow_run_state(current.id, AwaitingRetry(message=f"recover: {decision.reason}"), force=True)
+    return True
+
+
+@task(name="show-decisions", cache_policy=NO_CACHE)
+def show(judged: Sequence[tuple[Facts, Decision]]) -> None:
+    """A table on Prefect's page; none where every run has finished."""
+    table = [
+        {
+            "run": facts.run_id,
+            "step": f"{facts.committed_step} of {facts.steps}",
+            "Prefect": facts.flow_run.state.value if facts.flow_run else "-",
+            "driver": _DRIVER[facts.driver_running],
+            "trainer": facts.trainer or "-",
+            "last failure": facts.failure.kind if facts.failure else "-",
+            "recoveries": f"{facts.recoveries} of {facts.allowed.attempts}",
+            "decision": decision.action.value,
+            "why": decision.reason,
+        }
+        for facts, decision in judged
+    ]
+    if table:
+        create_table_artifact(table, key=ARTIFACT, description="Unfinished runs, and what was done about them.")
+
+
+def recoveries(run: Run) -> list[Recovery]:
+    path = run.run_dir / "recoveries.jsonl"
+    return [Recovery.model_validate_json(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+_DRIVER = {True: "lives", False: "gone", None: "on another host"}
+
+
+def _over(facts: Facts) -> bool:
+    """Nobody works on the run any more, nor is about to."""
+    ended = facts.flow_run is None or facts.flow_run.state in (
+        StateType.CANCELLED,
+        StateType.FAILED,
+        StateType.CRASHED,
+        StateType.COMPLETED,
+    )
+    return ended and facts.driver_running is False and facts.trainer is None
+
+
+def _flow_run(driver: Driver | None, client: SyncPrefectClient) -> FlowRun | None:
+    if driver is None or driver.flow_run_id is None:
+        return None
+    try:
+        return client.read_flow_run(UUID(driver.flow_run_id))
+    except ObjectNotFound:  # an embedded server of another folder, or a server set up anew
+        return None
+
+
+def _flow_run_facts(flow_run: FlowRun | None) -> FlowRunFacts | None:
+    if flow_run is None or flow_run.state is None:
+        return None
+    return FlowRunFacts(
+        flow_run_id=str(flow_run.id),
+        state_id=str(flow_run.state_id),
+        state=flow_run.state.type,
+        deployed=flow_run.deployment_id is not None,
+    )
+
+
+def _last_sign(run: Run, driver: Driver | None, flow_run: FlowRun | None, client: SyncPrefectClient) -> float:
+    """Seconds since the epoch: the driver's beat, its start, its state's last change, or a heartbeat of Prefect's."""
+    control = Control(run.run_dir / "control.json").read()
+    signs = [control.heartbeat if control else 0.0, driver.at if driver else 0.0]
+    if flow_run is not None:
+        signs += [flow_run.state.timestamp.timestamp() if flow_run.state else 0.0, _heartbeat(flow_run, client)]
+    return max(signs)
+
+
+def _heartbeat(flow_run: FlowRun, client: SyncPrefectClient) -> float:
+    beats = EventFilter(
+        event=EventNameFilter(name=["prefect.flow-run.heartbeat"]),
+        resource=EventResourceFilter(id=[f"prefect.flow-run.{flow_run.id}"]),
+    )
+    events = client.read_events(beats, limit=1).events  # the latest first
+    return events[0].occurred.timestamp() if events else 0.0
+
+
+def last_failure(run: Run, since: float) -> LastFailure | None:
+    """The driver's own record of it; else, where the driver died first, what the trainer has left."""
+    log = run.run_dir / "failures.jsonl"
+    if log.exists():
+        record = json.loads(log.read_text().splitlines()[-1])
+        if datetime.fromisoformat(record["at"]).timestamp() >= since:
+            return LastFailure(kind=record["failure"], final=record["delay"] is None)
+    report = run.run_dir / "trainer_error.json"
+    if not report.exists() or report.stat().st_mtime < since:
+        return None
+    kind = JobError.model_validate_json(report.read_text()).kind
+    return LastFailure(kind=kind, final=kind in FINAL)

@@ -1,0 +1,124 @@
+"""A real Prefect server and a real process worker over a folder of the test's, with the fake trainer interpreter."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from uuid import UUID
+
+import psutil
+from prefect.client.orchestration import SyncPrefectClient
+from prefect.client.schemas.objects import FlowRun, StateType
+
+from infra import environment, processes
+from infra.servers import prefect_server
+from infra.settings import Settings
+from rlcore.segment.journal import read_journal
+from tests.flows.conftest import fake_interpreter
+
+ROOT = Path(__file__).resolve().parents[2]
+WORKER = "test-worker"
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    settings: Settings
+    env: Mapping[str, str]
+    client: SyncPrefectClient
+    log: Path
+
+    def prefect(self, *words: str) -> str:
+        """A command of Prefect's, as a person types it; its output."""
+        command = [sys.executable, "-m", "prefect", "--no-prompt", *words]
+        answer = subprocess.run(command, env=self.env, cwd=ROOT, capture_output=True, text=True, check=False)
+        assert answer.returncode == 0, (answer.stdout + answer.stderr)[-3000:]
+        return answer.stdout
+
+    def start_worker(self) -> None:
+        # A job in a shell's background ignores SIGINT, and the worker turns its SIGTERM into one.
+        command = [
+            *("env", "--default-signal=INT", sys.executable, "-m", "prefect", "worker", "start"),
+            *("--pool", "gpu-local", "--type", "process"),
+        ]
+        with self.log.open("ab") as log:
+            processes.start(command, env=self.env, mark=WORKER, output=log, cwd=ROOT, ends_with_parent=True)
+
+    def stop_worker(self) -> None:
+        """As systemctl stop does."""
+        (worker,) = [item for item in processes.marked(WORKER) if "worker" in item.cmdline()]
+        worker.terminate()
+        worker.wait(60)
+
+    def submit(self, *overrides: str) -> UUID:
+        values = ["training.steps=12", "segment.steps=4", "data.template=math", *overrides]
+        name = "grpo-geo3k/grpo-geo3k-tiny"
+        deployment = self.client.read_deployment_by_name(name)
+        parameters = {**deployment.parameters, "overrides": values}
+        return self.client.create_flow_run_from_deployment(deployment.id, parameters=parameters).id
+
+    def recover(self) -> None:
+        self.prefect("deployment", "run", "recover/recover", "--watch")
+
+    def flow_run(self, flow_run_id: UUID) -> FlowRun:
+        return self.client.read_flow_run(flow_run_id)
+
+    def wait_for_state(self, flow_run_id: UUID, *states: StateType, seconds: float = 120) -> FlowRun:
+        def reached() -> bool:
+            return self.flow_run(flow_run_id).state.type in states
+
+        self.wait_for(reached, f"{states} of {flow_run_id}", seconds)
+        return self.flow_run(flow_run_id)
+
+    def wait_for(self, condition: Callable[[], bool], what: str, seconds: float = 120) -> None:
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < deadline, (
+                f"{what} did not come within {seconds} s\n{self.log.read_text()[-6000:]}"
+            )
+            time.sleep(0.2)
+
+    def run_dir(self, flow_run_id: UUID) -> Path:
+        return self.settings.runs_dir / f"grpo-geo3k-tiny-{flow_run_id.hex[:12]}"
+
+    def wait_for_step(self, flow_run_id: UUID, step: int, seconds: float = 120) -> None:
+        journal = self.run_dir(flow_run_id) / "journal.jsonl"
+        self.wait_for(lambda: len(read_journal(journal)) >= step, f"step {step}", seconds)
+
+    def driver(self, flow_run_id: UUID) -> psutil.Process:
+        lines = (self.run_dir(flow_run_id) / "drivers.jsonl").read_text().splitlines()
+        return psutil.Process(json.loads(lines[-1])["pid"])
+
+
+@contextmanager
+def prefect_stack(folder: Path, variables: Mapping[str, str]) -> Iterator[Stack]:
+    """Deployed from prefect.yaml as it stands: the tiny experiment and recover, with its automations.
+
+    The trainer's interpreter is the fake one unless ``variables`` names another.
+    """
+    settings = Settings(data_dir=folder / "data")
+    env = {
+        **environment.for_children(settings),
+        "RLFLOW_DATA_DIR": str(settings.data_dir),
+        "RLFLOW_TRAINER_PYTHON": str(fake_interpreter(folder)),
+        "PREFECT_HOME": str(folder / "worker-home"),
+        "PREFECT_WORKER_QUERY_SECONDS": "1",
+        "PREFECT_CLI_COLORS": "false",
+        **variables,
+    }
+    with prefect_server(settings) as address:
+        env["PREFECT_API_URL"] = f"{address}/api"
+        stack = Stack(settings, env, SyncPrefectClient(api=env["PREFECT_API_URL"]), folder / "worker.log")
+        try:
+            stack.prefect("work-pool", "create", "gpu-local", "--type", "process")
+            stack.prefect("deploy", "--name", "grpo-geo3k-tiny", "--name", "recover")
+            stack.start_worker()
+            yield stack
+        finally:
+            processes.stop(WORKER, 5.0)
+            processes.kill_all("trainer-")

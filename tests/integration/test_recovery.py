@@ -1,0 +1,152 @@
+"""A killed flow, a stopped worker, a cancelled run and a retry, on a real Prefect server with a real worker."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from uuid import UUID
+
+import psutil
+import pytest
+from mlflow import MlflowClient
+from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey
+from prefect.client.schemas.objects import StateType
+
+from infra import processes
+from rlcore.segment.journal import read_journal
+from rlcore.segment.spec import SegmentManifest
+from rlcore.segment.store import LocalCheckpointStore
+from tasks.runs import existing_run
+from tests.flows.test_train_flow import still_running, temporary_folders
+from tests.integration.prefect_stack import Stack, prefect_stack
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    with prefect_stack(tmp_path_factory.mktemp("stack"), {"FAKE_STEP_SECONDS": "0.5"}) as found:
+        yield found
+
+
+def calls(stack: Stack) -> int:
+    """How often a trainer was started, over all runs so far."""
+    return (stack.settings.data_dir / "calls.txt").read_text().count("train from segment")
+
+
+def assert_whole(stack: Stack, flow_run_id: UUID) -> None:
+    """Complete, each step once in the journal and in MLflow, one MLflow run, nothing left behind."""
+    run = existing_run(stack.run_dir(flow_run_id).name, stack.settings)
+    assert run.finished_marker.exists()
+    steps = list(range(1, run.experiment.training.steps + 1))
+    assert [record.step for record in read_journal(run.run_dir / "journal.jsonl")] == steps
+    client = MlflowClient(tracking_uri=stack.settings.tracking_uri)
+    experiment = client.get_experiment_by_name("grpo-geo3k-tiny")
+    (tracked,) = client.search_runs([experiment.experiment_id], f"tags.`rlflow.run_id` = '{run.run_id}'")
+    assert tracked.info.status == "FINISHED"
+    points = client.get_metric_history(tracked.info.run_id, "reward/mean")
+    assert sorted(point.step for point in points) == steps
+    assert_nothing_left(stack, flow_run_id)
+
+
+def assert_nothing_left(stack: Stack, flow_run_id: UUID) -> None:
+    run = existing_run(stack.run_dir(flow_run_id).name, stack.settings)
+    assert not processes.marked(run.trainer_mark)
+    assert not temporary_folders(run.run_dir)
+    servers = ("prefect worker start", "prefect server start", "prefect.server", "uvicorn")
+    left = still_running(stack.settings.data_dir.parent)
+    assert not [line for line in left if not any(server in line for server in servers)]
+    folder = str(processes.temporary_folder(run.trainer_mark))  # Ray's agents write over their environment
+    assert not [item for item in psutil.process_iter(["cmdline"]) if folder in " ".join(item.info["cmdline"] or [])]
+
+
+def recoveries(stack: Stack, flow_run_id: UUID) -> list[dict[str, object]]:
+    path = stack.run_dir(flow_run_id) / "recoveries.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def test_a_killed_flow_is_brought_back_by_its_automation_and_follows_its_trainer(stack: Stack) -> None:
+    flow_run_id = stack.submit()
+    stack.wait_for_step(flow_run_id, 2)
+    before = calls(stack)
+    stack.driver(flow_run_id).kill()
+    stack.wait_for(lambda: bool(recoveries(stack, flow_run_id)), "a recovery")  # Crashed -> automation -> recover
+    ended = stack.wait_for_state(flow_run_id, StateType.COMPLETED)
+    assert ended.run_count == 2
+    assert ended.name == stack.run_dir(flow_run_id).name
+    assert calls(stack) == before, "the trainer outlived its driver and was followed, not started again"
+    (note,) = recoveries(stack, flow_run_id)
+    assert note["flow_run_id"] == str(flow_run_id)
+    assert "follows the trainer" in str(note["reason"])
+    assert_whole(stack, flow_run_id)
+    key = ArtifactFilter(key=ArtifactFilterKey(any_=["recover"]))
+    (table, *_) = stack.client.read_artifacts(artifact_filter=key)
+    assert stack.run_dir(flow_run_id).name in str(table.data)
+
+
+def test_the_run_of_a_stopped_worker_is_brought_back_once_it_is_silent(stack: Stack) -> None:
+    flow_run_id = stack.submit("recovery.silence_seconds=8")
+    stack.wait_for_step(flow_run_id, 2)
+    driver = stack.driver(flow_run_id)
+    stack.stop_worker()
+    stack.wait_for(lambda: not driver.is_running(), "the end of the flow's process")
+    assert stack.flow_run(flow_run_id).state.type is StateType.RUNNING, "what Prefect believes for ever"
+    processes.kill(existing_run(stack.run_dir(flow_run_id).name, stack.settings).trainer_mark)
+    before = calls(stack)
+    stack.start_worker()
+    stack.wait_for(lambda: _recovers(stack, flow_run_id), "a recovery")
+    stack.recover()  # once more, while it waits or runs
+    stack.wait_for_state(flow_run_id, StateType.COMPLETED)
+    (note,) = recoveries(stack, flow_run_id)
+    assert "RUNNING, but its driver is gone" in str(note["reason"])
+    assert calls(stack) == before + 1
+    assert_whole(stack, flow_run_id)
+
+
+def _recovers(stack: Stack, flow_run_id: UUID) -> bool:
+    stack.recover()
+    return bool(recoveries(stack, flow_run_id))
+
+
+def test_a_cancelled_run_commits_is_left_alone_and_goes_on_when_a_person_retries_it(stack: Stack) -> None:
+    flow_run_id = stack.submit("training.steps=24", "segment.steps=20")
+    stack.wait_for_step(flow_run_id, 2)
+    stack.prefect("flow-run", "cancel", str(flow_run_id))
+    stack.wait_for_state(flow_run_id, StateType.CANCELLED, seconds=45)
+    manifest = _first_segment(stack.run_dir(flow_run_id))
+    assert not manifest.complete
+    assert manifest.last_step >= 2
+    assert_nothing_left(stack, flow_run_id)
+    stack.recover()
+    assert stack.flow_run(flow_run_id).state.type is StateType.CANCELLED
+    assert not recoveries(stack, flow_run_id)
+
+    stack.prefect("flow-run", "retry", str(flow_run_id))
+    assert stack.wait_for_state(flow_run_id, StateType.COMPLETED).run_count == 2
+    assert _first_segment(stack.run_dir(flow_run_id)).complete
+    assert_whole(stack, flow_run_id)
+
+
+def _first_segment(run_dir: Path) -> SegmentManifest:
+    return SegmentManifest.model_validate_json((run_dir / "segments" / "0000.json").read_text())
+
+
+def test_a_real_trainer_that_is_cancelled_commits_and_leaves_no_ray_behind(tmp_path: Path) -> None:
+    tiny = [
+        *("model.tiny.warm_start_steps=0", "data.template=tiny", "data.synthetic_problems=64"),
+        *("training.steps=200", "segment.steps=200", "training.problems_per_step=4", "rollout.group_size=4"),
+        *("evaluation.problems=4", "evaluation.samples=1", "resources.workers=1"),
+    ]
+    with prefect_stack(tmp_path, {"RLFLOW_TRAINER_PYTHON": sys.executable}) as stack:
+        flow_run_id = stack.submit(*tiny)
+        stack.wait_for_step(flow_run_id, 2, seconds=400)
+        run = existing_run(stack.run_dir(flow_run_id).name, stack.settings)
+        assert list((processes.temporary_folder(run.trainer_mark) / "ray").glob("session_*"))
+        stack.prefect("flow-run", "cancel", str(flow_run_id))
+        stack.wait_for_state(flow_run_id, StateType.CANCELLED, seconds=60)
+        manifest = _first_segment(run.run_dir)
+        assert 2 <= manifest.last_step < 200
+        assert LocalCheckpointStore(run.run_dir, run.run_id).latest() == manifest.checkpoint
+        assert_nothing_left(stack, flow_run_id)

@@ -1,0 +1,175 @@
+"""decide(): every row of the table; and the files that its facts come from."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from types import SimpleNamespace
+from uuid import uuid4
+
+import pytest
+from prefect.client.schemas.objects import StateType
+
+from infra import processes
+from infra.settings import Settings
+from rlcore.config import RecoveryConfig
+from rlcore.job import JobError
+from tasks.cancelling import end_what_is_left
+from tasks.experiments import load_experiment
+from tasks.jobs import jobs_mark
+from tasks.recovering import alone, last_failure
+from tasks.recovery import Action, Facts, FlowRunFacts, LastFailure, decide
+from tasks.runs import append_line, drivers, open_run
+
+DEPLOYED = FlowRunFacts(flow_run_id="f", state_id="s", state=StateType.CRASHED, deployed=True)
+CRASHED = Facts(
+    run_id="run",
+    finished=False,
+    steps=10,
+    committed_step=4,
+    flow_run=DEPLOYED,
+    driver_running=False,
+    silent_seconds=5.0,
+    trainer=None,
+    failure=None,
+    recoveries=0,
+    allowed=RecoveryConfig(attempts=3, silence_seconds=120.0),
+)
+
+
+def in_state(state: StateType, **changes: object) -> Facts:
+    return replace(CRASHED, flow_run=replace(DEPLOYED, state=state), **changes)
+
+
+RUNNING, FAILED = StateType.RUNNING, StateType.FAILED
+ROWS = [
+    ("crashed", CRASHED, "reschedule", r"^CRASHED; try 1 of 3 goes on from step 4$"),
+    ("its trainer lives", replace(CRASHED, trainer="pid 7"), "reschedule", "follows the trainer pid 7"),
+    ("silent", in_state(RUNNING, silent_seconds=121.0), "reschedule", "gone or silent for 121 s"),
+    ("silent elsewhere", in_state(RUNNING, silent_seconds=121.0, driver_running=None), "reschedule", "try 1 of 3"),
+    ("stuck before it started", in_state(StateType.PENDING, silent_seconds=121.0), "reschedule", "^PENDING, but"),
+    (
+        "out of memory",
+        replace(CRASHED, failure=LastFailure("out of memory", False)),
+        "reschedule",
+        "after out of memory; try",
+    ),
+    ("failed, can be mended", in_state(FAILED, failure=LastFailure("hang", False)), "reschedule", "FAILED after hang"),
+    ("the last try", replace(CRASHED, recoveries=2), "reschedule", "try 3 of 3"),
+    ("tries used up", replace(CRASHED, recoveries=3), "leave", "3 recoveries brought no step beyond 4"),
+    ("finished", replace(CRASHED, finished=True), "leave", "^finished$"),
+    ("unknown to the server", replace(CRASHED, flow_run=None), "leave", "no flow run that this Prefect server knows"),
+    ("from a terminal", replace(CRASHED, flow_run=replace(DEPLOYED, deployed=False)), "leave", "in a terminal"),
+    ("completed, marker lost", in_state(StateType.COMPLETED), "leave", "complete"),
+    ("cancelled", in_state(StateType.CANCELLED), "leave", "cancelled by a person"),
+    ("being cancelled", in_state(StateType.CANCELLING), "leave", "being cancelled"),
+    ("paused", in_state(StateType.PAUSED), "leave", "paused"),
+    ("rescheduled already", in_state(StateType.SCHEDULED), "leave", "waits for a worker"),
+    ("alive", in_state(RUNNING, driver_running=True, silent_seconds=1.0), "leave", "driver lives"),
+    ("alive though silent", in_state(RUNNING, driver_running=True, silent_seconds=500.0), "leave", "500 s ago"),
+    ("alive though crashed", replace(CRASHED, driver_running=True), "leave", "driver lives"),
+    ("alive elsewhere", in_state(RUNNING, driver_running=None, silent_seconds=40.0), "leave", "lost after 120 s"),
+    ("gone, but the worker may still say why", in_state(RUNNING, silent_seconds=3.0), "leave", "sign of life 3 s ago"),
+    ("failed elsewhere", in_state(FAILED), "leave", "failed outside the trainer"),
+    ("diverged", replace(CRASHED, failure=LastFailure("diverged", True)), "leave", "^diverged: another try would end"),
+    ("failed for good", in_state(FAILED, failure=LastFailure("hang", True)), "leave", "^hang: another try"),
+]
+
+
+@pytest.mark.parametrize(("facts", "action", "reason"), [row[1:] for row in ROWS], ids=[row[0] for row in ROWS])
+def test_decision(facts: Facts, action: str, reason: str) -> None:
+    decision = decide(facts)
+    assert decision.action is Action(action)
+    assert re.search(reason, decision.reason), decision.reason
+
+
+def test_every_state_of_prefect_has_a_row() -> None:
+    assert {row[1].flow_run.state for row in ROWS if row[1].flow_run} == set(StateType)
+
+
+def test_a_run_remembers_who_drove_it(tmp_path: Path) -> None:
+    run = open_run(load_experiment("grpo-geo3k-tiny"), "run", Settings(data_dir=tmp_path))
+    (driver,) = drivers(run)
+    assert (driver.pid, driver.deployed, driver.flow_run_id) == (os.getpid(), False, None)
+    assert driver.is_running() is True
+    later = driver.model_copy(update={"started": driver.started + 60})  # the same pid, another process
+    append_line(run.run_dir / "drivers.jsonl", later.model_dump_json())
+    elsewhere = driver.model_copy(update={"host": "elsewhere"})
+    append_line(run.run_dir / "drivers.jsonl", elsewhere.model_dump_json())
+    assert [item.is_running() for item in drivers(run)] == [True, False, None]
+
+
+def test_only_a_failure_since_the_last_start_counts(tmp_path: Path) -> None:
+    run = open_run(load_experiment("grpo-geo3k-tiny"), "run", Settings(data_dir=tmp_path))
+    now = time.time()
+    assert last_failure(run, since=now) is None
+    for kind, final in (("DivergedError", True), ("TrainerFailedError", False)):
+        report = JobError(kind=kind, message="m", traceback="t")
+        (run.run_dir / "trainer_error.json").write_text(report.model_dump_json())
+        assert last_failure(run, since=now - 10) == LastFailure(kind, final)
+        assert last_failure(run, since=now + 10) is None
+    record = {"at": datetime.fromtimestamp(now, UTC).isoformat(), "failure": "hang", "delay": 5.0}
+    append_line(run.run_dir / "failures.jsonl", json.dumps(record))
+    assert last_failure(run, since=now - 10) == LastFailure("hang", False)
+    append_line(run.run_dir / "failures.jsonl", json.dumps(record | {"delay": None}))
+    assert last_failure(run, since=now - 10) == LastFailure("hang", True)
+    assert last_failure(run, since=now + 10) is None
+
+
+def test_what_prefect_kills_over_its_grace_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hook that runs in the worker: trainer and job of the cancelled flow run go, those of others stay."""
+    monkeypatch.setenv("RLFLOW_DATA_DIR", str(tmp_path))
+    cancelled, other = (open_run(load_experiment("grpo-geo3k-tiny"), name, Settings()) for name in ("gone", "other"))
+    (driver,) = drivers(cancelled)
+    (cancelled.run_dir / "drivers.jsonl").write_text(driver.model_copy(update={"pid": 2**22 + 1}).model_dump_json())
+    flow_run = SimpleNamespace(id=uuid4(), name="gone")
+    marks = [cancelled.trainer_mark, f"{jobs_mark(str(flow_run.id))}1", other.trainer_mark]
+    for mark in marks:
+        processes.start(["sleep", "60"], env=dict(os.environ), mark=mark, ends_with_parent=True)
+    end_what_is_left(None, flow_run, None)
+    assert [len(processes.marked(mark)) for mark in marks] == [0, 0, 1]
+    end_what_is_left(None, SimpleNamespace(id=uuid4(), name="other"), None)  # this very process drives it
+    assert len(processes.marked(marks[2])) == 1
+    end_what_is_left(None, SimpleNamespace(id=uuid4(), name="never opened"), None)
+    processes.kill(marks[2])
+
+
+def test_of_two_recover_flows_one_acts(tmp_path: Path) -> None:
+    settings = Settings(data_dir=tmp_path)
+    with alone(settings) as first, alone(settings) as second:
+        assert (first, second) == (True, False)
+    with alone(settings) as after:
+        assert after
+
+
+def test_a_process_of_ours_has_a_temporary_folder_that_goes_with_it() -> None:
+    env = dict(os.environ)
+    code = "import os, pathlib, time; pathlib.Path(os.environ['TMPDIR'], 'left').touch(); time.sleep(60)"
+    for mark in ("temp-test-1", "temp-test-2"):
+        processes.start([sys.executable, "-c", code], env=env, mark=mark, ends_with_parent=True)
+    folders = [processes.temporary_folder(f"temp-test-{number}") for number in (1, 2)]
+    while not all((folder / "left").exists() for folder in folders):
+        time.sleep(0.02)
+    processes.kill("temp-test-1")
+    assert [folder.exists() for folder in folders] == [False, True]
+    assert len(processes.marked("temp-test-2")) == 1
+    processes.kill_all("temp-test-")
+    assert not folders[1].exists()
+    assert not processes.marked("temp-test-2")
+
+
+def test_the_folder_of_a_child_s_child_is_no_deeper(monkeypatch: pytest.MonkeyPatch) -> None:
+    outer = processes.temporary_folder("outer")
+    monkeypatch.setenv(processes.MARK, "outer")
+    monkeypatch.setattr(tempfile, "tempdir", str(outer))
+    inner = processes.temporary_folder("trainer-0123456789abcdef")
+    assert inner.parent == outer.parent
+    session = inner / "ray" / "session_2026-11-21_15-34-45_123456_4194304" / "sockets" / "plasma_store"
+    assert len(str(session)) - len(str(inner.parent)) + len("/tmp") <= 107  # a socket's path, under the usual /tmp
