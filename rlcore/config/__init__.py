@@ -17,6 +17,7 @@ from rlcore.config.experiment import (
     TinyModelConfig,
     TrainingConfig,
 )
+from rlcore.config.health import HealthRule
 from rlcore.config.reward import RewardConfig
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "ExperimentConfig",
     "Frozen",
     "KlConfig",
+    "HealthRule",
     "LoraConfig",
     "ModelConfig",
     "ResourceConfig",

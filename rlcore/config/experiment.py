@@ -15,6 +15,7 @@ from pydantic import Field, model_validator
 from rlcore.config.algorithm import AlgorithmConfig, PassAtKAdvantage
 from rlcore.config.base import Frozen
 from rlcore.config.build import flatten
+from rlcore.config.health import HealthRule
 from rlcore.config.reward import MathReward, RewardConfig
 
 
@@ -185,6 +186,9 @@ class SegmentConfig(Frozen):
     """A segment also ends at the first step after this many minutes."""
     keep_checkpoints: int = Field(2, ge=1)
     """Latest checkpoints kept. An older one goes only after its successor is committed and verified."""
+    hang_minutes: float = Field(30.0, gt=0)
+    """Without a finished phase of a step, or a finished start, for this long the trainer counts as stuck: the stacks of
+    all its threads are kept, it is killed and started again."""
 
 
 class EvaluationConfig(Frozen):
@@ -228,6 +232,8 @@ class ExperimentConfig(Frozen):
     segment: SegmentConfig = SegmentConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     resources: ResourceConfig = ResourceConfig()
+    health: tuple[HealthRule, ...] = ()
+    """What docs/reliability.md calls health rules, looked at after every rollout batch."""
 
     @model_validator(mode="after")
     def _arithmetic_works_out(self) -> Self:
