@@ -112,5 +112,5 @@ class RollbackError(RlflowError):
     """A health rule says roll back."""
 
 
-class WorkerTraceback(Exception):  # noqa: N818 - no error of its own, but where one came from
+class WorkerTraceback(Exception):
     """The traceback in the process of a rank, as the cause of the error that is raised here for it."""

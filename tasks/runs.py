@@ -10,6 +10,8 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
+from infra.errors import InfraError
+from infra.logs import get_logger
 from infra.settings import Settings
 from infra.tracking import Tracker
 from rlcore.artifacts import CheckpointRef
@@ -36,6 +38,13 @@ class Run(BaseModel):
 
     def journal(self) -> list[StepRecord]:
         return read_journal(self.run_dir / "journal.jsonl")
+
+    def committed_step(self) -> int:
+        """No resume takes back a step up to this one."""
+        step, segment = 0, 0
+        while (manifest := self.manifest(segment)) is not None:
+            step, segment = manifest.last_step, segment + 1
+        return step
 
     def manifest(self, segment: int) -> SegmentManifest | None:
         path = self.run_dir / "segments" / f"{segment:04d}.json"
@@ -115,9 +124,16 @@ def tracked(run: Run) -> Iterator[Tracker]:
     try:
         yield tracker
     except Exception:
-        tracker.finish("FAILED")
+        _close_after_error(tracker, "FAILED")
         raise
     except BaseException:  # Ctrl-C or a cancelled flow
-        tracker.finish("KILLED")
+        _close_after_error(tracker, "KILLED")
         raise
     tracker.finish("FINISHED")
+
+
+def _close_after_error(tracker: Tracker, status: str) -> None:
+    try:
+        tracker.finish(status)
+    except (InfraError, OSError) as error:  # the error that ended the run says more
+        get_logger().warning("MLflow was not told that the run is %s: %s", status, error)

@@ -73,9 +73,7 @@ class Adjustments(BaseModel):
             step=step, learning_rate_factor=before * factor, seed=experiment.seed + 1_000_003 * rollbacks, rule=rule
         )
         kept = tuple(item for item in self.interventions if item.step < step)
-        return self.model_copy(
-            update={"interventions": (*kept, fresh), "rollbacks": rollbacks, "healthy_from": step}
-        )
+        return self.model_copy(update={"interventions": (*kept, fresh), "rollbacks": rollbacks, "healthy_from": step})
 
     def paused(self, step: int) -> Self:
         """Health rules count from ``step`` on: whoever continues the run has seen what was before."""

@@ -22,12 +22,13 @@ from rlcore.errors import (
     MemoryExhaustedError,
     ModelError,
     PreemptedError,
-    RewardError,
     RetriesUsedUpError,
+    RewardError,
     RlflowError,
     RollbackError,
     StarvedError,
     StorageError,
+    TrainerFailedError,
     UngradedError,
     WorkerLostError,
 )
@@ -131,7 +132,7 @@ POLICIES: tuple[Policy, ...] = (
     ),
     Policy(
         Failure.TRACKING,
-        "MLflow takes no metrics at the end of the run, for `RLFLOW_TRACKING_WAIT_SECONDS`; until then training goes on",
+        "MLflow does not answer for `RLFLOW_TRACKING_WAIT_SECONDS` at the end of the run; before it, training goes on",
         None,
         (ConnectionError,),
         (30, 60, 120, 300),
@@ -228,6 +229,20 @@ def exit_code(error: Exception) -> int:
     failure = classify(error)
     code = None if failure is None else policy_of(failure).exit_code
     return EXIT_UNKNOWN if code is None else code
+
+
+def error_of_exit(code: int, said: str) -> RlflowError:
+    """What to raise for a trainer that left an exit code and no report.
+
+    Args:
+        said: the code in words.
+    """
+    if code < 0:
+        return WorkerLostError(f"the trainer ended with {said}")
+    policy = next((policy for policy in POLICIES if policy.exit_code == code), policy_of(Failure.UNKNOWN))
+    kind = policy.errors[0]
+    error = kind if issubclass(kind, RlflowError) and kind is not RlflowError else TrainerFailedError
+    return error(f"the trainer ended with {said}, which means {policy.failure}. {policy.advice}".rstrip(". "))
 
 
 def with_free_space(error: Exception, folder: Path) -> StorageError:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rlcore.config import HealthRule
-from rlcore.errors import ConfigError
-from rlcore.segment.journal import StepRecord
+from rlcore.errors import ConfigError, RollbackError
+from rlcore.segment.adjustments import Adjustments
+from rlcore.segment.journal import StepRecord, wall_clock_ms
 
 _SHOWN = 10
 
@@ -81,29 +82,44 @@ def require_known_metrics(rules: Sequence[HealthRule], records: Sequence[StepRec
 
 
 class HealthWatch:
-    """The rules of one trainer, asked after each rollout batch: the first breach that is more than a warning stays."""
+    """The rules of one trainer. The first breach that asks for more than a warning stays."""
 
-    def __init__(self, rules: Sequence[HealthRule], records: Sequence[StepRecord], *, after_step: int) -> None:
-        """``records``: of the journal so far."""
+    def __init__(self, rules: Sequence[HealthRule], records: Sequence[StepRecord], adjustments: Adjustments) -> None:
+        """
+        Args:
+            records: of the journal so far.
+        """
         self._rules = rules
-        self._acting = [rule for rule in rules if rule.action != "warn"]
-        self._after_step = after_step
+        self._adjustments = adjustments
         self._records = list(records)
-        self._since = len(self._records)
-        self.breach: Breach | None = None
+        self._breach: Breach | None = None
 
-    def step(self, record: StepRecord) -> None:
-        self._records.append(record)
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._records.append(StepRecord(step, wall_clock_ms(), metrics))
 
     def broken(self) -> bool:
-        """
+        """Whether training has to stop. Call it between rollout batches.
+
         Raises:
             ConfigError: a rule's metric does not exist.
         """
-        if len(self._records) > self._since:
+        if self._rules and self._records:
             require_known_metrics(self._rules, self._records)
-            # A breach before this start has been dealt with, or was cut with the journal.
-            first_new = self._records[self._since].step
-            found = breaches(self._acting, self._records, after_step=self._after_step)
-            self.breach = next((breach for breach in found if breach.step >= first_new), None)
-        return self.breach is not None
+            acting = [rule for rule in self._rules if rule.action != "warn"]
+            # also one from before this start: whoever acts on a breach moves healthy_from past it
+            self._breach = next(iter(breaches(acting, self._records, after_step=self._adjustments.healthy_from)), None)
+        return self._breach is not None
+
+    def pause_or_raise(self) -> str | None:
+        """Why to commit and end; None: go on.
+
+        Raises:
+            RollbackError: end without committing.
+        """
+        if not self.broken() or self._breach is None:
+            return None
+        rule, rollbacks = self._breach.rule, self._adjustments.rollbacks
+        if rule.action == "rollback" and rollbacks < rule.max_rollbacks:
+            raise RollbackError(str(self._breach))
+        after = f". The run has gone back {rollbacks} times already" if rule.action == "rollback" else ""
+        return f"{self._breach}{after}"

@@ -9,6 +9,8 @@ from __future__ import annotations
 import gc
 import json
 import logging
+import os
+import shutil
 import signal
 import time
 import traceback
@@ -16,20 +18,21 @@ import uuid
 from collections.abc import Mapping
 from pathlib import Path
 
-from rlcore.errors import ConfigError, DataError, DivergedError, LeaseLostError, StarvedError
+from rlcore.errors import HealthError, LeaseLostError, WorkerTraceback
 from rlcore.job import JobError, write_json_atomically
-from rlcore.segment.journal import MetricJournal
+from rlcore.segment.failures import exit_code, with_free_space
+from rlcore.segment.health import HealthWatch
+from rlcore.segment.journal import MetricJournal, read_journal
 from rlcore.segment.lease import Control, Lease
 from rlcore.segment.spec import (
-    EXIT_BAD_CONFIG,
-    EXIT_DIVERGED,
     EXIT_DONE,
-    EXIT_OUT_OF_MEMORY,
     EXIT_PREEMPTED,
+    EXIT_STORAGE,
     SegmentManifest,
     SegmentSpec,
 )
 from rlcore.segment.store import LocalCheckpointStore
+from rlcore.stacks import dump_on_signal
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +53,14 @@ class StopRequest:
 
     def _on_signal(self, *_: object) -> None:
         self._signalled = True
+
+    def progress(self) -> None:
+        """A phase is done: the driver takes a lease that is not renewed for a trainer that is stuck.
+
+        Raises:
+            LeaseLostError: another trainer has taken over: stop without writing anything.
+        """
+        self._lease.renew()
 
     def preempted(self) -> bool:
         """
@@ -80,22 +91,21 @@ def main(spec_path: Path) -> int:
     """Returns the process's exit code, one of ``rlcore.segment.spec``."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     spec = SegmentSpec.model_validate_json(spec_path.read_text())
+    stacks = live_stacks(spec.run_dir)
+    shutil.rmtree(stacks, ignore_errors=True)  # of the trainer before
+    dump_on_signal(stacks, "trainer", os.getpid())
     lease = Lease(spec.run_dir / "lease.json")
     try:
         lease.acquire(uuid.uuid4().hex)
     except LeaseLostError as error:
-        return _failed(spec, error, 1)
+        return _failed(spec, error, exit_code(error))
     try:
         stop = StopRequest(lease, Control(spec.run_dir / "control.json"), spec.driver_deadline_seconds)
         return _train_segments(spec, stop)
-    except DivergedError as error:
-        return _failed(spec, error, EXIT_DIVERGED)
-    except (ConfigError, DataError, StarvedError) as error:
-        return _failed(spec, error, EXIT_BAD_CONFIG)
     except Exception as error:  # noqa: BLE001 - the process boundary: the driver gets the whole story
-        return _failed(spec, error, EXIT_OUT_OF_MEMORY if _is_out_of_memory(error) else 1)
+        return _failed(spec, error, exit_code(error))
     finally:
-        lease.release()
+        _release(lease)
 
 
 def _train_segments(spec: SegmentSpec, stop: StopRequest) -> int:
@@ -113,14 +123,18 @@ def _train_segments(spec: SegmentSpec, stop: StopRequest) -> int:
         store.verify(spec.parent)
     journal = MetricJournal(spec.run_dir / "journal.jsonl")
     journal.cut(0 if spec.parent is None else spec.parent.step)
-    sink = TrainerSink(journal)
     starts = _count_start(spec.run_dir)
+    health = HealthWatch(config.health, read_journal(spec.run_dir / "journal.jsonl"), spec.adjustments)
+    sink = TrainerSink(journal, health)
     with training_run(
-        config,
+        spec.adjustments.applied_to(config),
         model=Path(spec.model.path),
         dataset=Path(spec.dataset.path),
         sink=sink,
         on_batch=SampleLog(spec.run_dir / "samples"),
+        on_progress=stop.progress,
+        adjustments=spec.adjustments,
+        stacks=live_stacks(spec.run_dir),
     ) as run:
         stop.listen()
         state = TrainState()
@@ -139,7 +153,8 @@ def _train_segments(spec: SegmentSpec, stop: StopRequest) -> int:
             until_step = min(first_step + config.segment.steps, config.training.steps)
             minutes = config.segment.max_minutes
             stop.segment_ends_at = time.monotonic() + 60 * minutes if minutes else None
-            state = train(run, state, until_step=until_step, should_stop=stop)
+            state = train(run, state, until_step=until_step, should_stop=lambda: health.broken() or stop())
+            pause = health.pause_or_raise() if state.step < config.training.steps else None
             started = time.perf_counter()
             staging = store.stage(state.step)
             run.workers.save(staging)
@@ -154,7 +169,7 @@ def _train_segments(spec: SegmentSpec, stop: StopRequest) -> int:
                 dataset_digest=spec.dataset.digest,
                 trainer_state=state.scalars(),
             )
-            complete = state.step == until_step or not stop.preempted()
+            complete = pause is None and (state.step == until_step or not stop.preempted())
             manifest = SegmentManifest(
                 run_id=spec.run_id,
                 segment=segment,
@@ -169,6 +184,8 @@ def _train_segments(spec: SegmentSpec, stop: StopRequest) -> int:
             write_json_atomically(segment_path(spec.run_dir, segment), manifest.model_dump_json(indent=1))
             store.prune(config.segment.keep_checkpoints, pinned=[checkpoint.path])
             sink.checkpoint_seconds = time.perf_counter() - started
+            if pause is not None:
+                raise HealthError(pause)
             if not complete:
                 return EXIT_PREEMPTED
             segment += 1
@@ -179,8 +196,8 @@ class TrainerSink:
     """Journals a step with the seconds of the checkpoint written before it (0 where none was), and raises the alarm
     of promise 4 in the log."""
 
-    def __init__(self, journal: MetricJournal) -> None:
-        self._journal = journal
+    def __init__(self, journal: MetricJournal, health: HealthWatch) -> None:
+        self._journal, self._health = journal, health
         self.checkpoint_seconds = 0.0
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -191,7 +208,9 @@ class TrainerSink:
                 step,
                 metrics["rollout/abs_delta_logprob_mean"],
             )
-        self._journal.step(step, {**metrics, "time/checkpoint": self.checkpoint_seconds})
+        metrics = {**metrics, "time/checkpoint": self.checkpoint_seconds}
+        self._journal.step(step, metrics)
+        self._health.step(step, metrics)
         self.checkpoint_seconds = 0.0
 
 
@@ -216,11 +235,29 @@ def _count_start(run_dir: Path) -> int:
 
 
 def _failed(spec: SegmentSpec, error: Exception, code: int) -> int:
-    report = JobError(kind=type(error).__name__, message=str(error), traceback=traceback.format_exc())
-    write_json_atomically(spec.run_dir / "trainer_error.json", report.model_dump_json())
+    """Leave a report of ``error``, and nothing that was staged."""
+    told: Exception = error
+    if code == EXIT_STORAGE:
+        for staged in (spec.run_dir / "checkpoints").glob(".staging-*"):
+            shutil.rmtree(staged, ignore_errors=True)
+        told = with_free_space(error, spec.run_dir)
+    where = str(error.__cause__) if isinstance(error.__cause__, WorkerTraceback) else traceback.format_exc()
+    report = JobError(kind=type(told).__name__, message=str(told), traceback=where)
     logger.error("the trainer stops with exit code %d", code, exc_info=error)
+    try:
+        write_json_atomically(spec.run_dir / "trainer_error.json", report.model_dump_json())
+    except OSError:
+        logger.exception("its report cannot be written; the exit code and this log are all there is")
     return code
 
 
-def _is_out_of_memory(error: Exception) -> bool:
-    return "OutOfMemoryError" in type(error).__name__ or "out of memory" in str(error)
+def live_stacks(run_dir: Path) -> Path:
+    """Where the processes of the trainer that runs now write their stacks."""
+    return run_dir / "stacks" / "live"
+
+
+def _release(lease: Lease) -> None:
+    try:
+        lease.release()
+    except OSError:  # a dead holder's lease binds nobody
+        logger.exception("the lease cannot be removed")
