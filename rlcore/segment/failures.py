@@ -14,6 +14,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from rlcore.errors import (
+    CheckpointError,
     ConfigError,
     DataError,
     DivergedError,
@@ -246,13 +247,14 @@ def error_of_exit(code: int, said: str) -> RlflowError:
 
 
 def with_free_space(error: Exception, folder: Path) -> StorageError:
-    """The same failure with what the disk has to say."""
-    if isinstance(error, StorageError):
+    """The same failure with what the disk has to say. A damaged checkpoint is no matter of space."""
+    if isinstance(error, CheckpointError):
         return error
+    text = str(error) if isinstance(error, StorageError) else f"{type(error).__name__}: {error}"
     free = shutil.disk_usage(folder).free
     return StorageError(
-        f"{type(error).__name__}: {error}. The disk of {folder} has {free / 2**20:.0f} MiB free. Free space there, or "
-        "make the folder writable; what is committed is safe, and the run goes on from it."
+        f"{text}\nThe disk of {folder} has {free / 2**20:.0f} MiB free. Free space there, or make the folder writable; "
+        "what is committed is safe, and the run goes on from it."
     )
 
 

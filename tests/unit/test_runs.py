@@ -1,0 +1,49 @@
+"""The MLflow run around a flow."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from infra.errors import ServerError
+from rlcore.config import ExperimentConfig
+from rlcore.errors import DivergedError
+from tasks import runs
+from tasks.runs import Run, tracked
+
+
+class Tracker:
+    def __init__(self, *, away: bool) -> None:
+        self.away = away
+        self.closed: list[str] = []
+
+    def resume(self) -> None:
+        return
+
+    def finish(self, status: str) -> None:
+        self.closed.append(status)
+        if self.away:
+            raise ServerError("MLflow is away")
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    return Run(run_id="r", run_dir=tmp_path, experiment=ExperimentConfig(name="toy"))
+
+
+@pytest.mark.parametrize(("error", "status"), [(DivergedError("nan"), "FAILED"), (KeyboardInterrupt(), "KILLED")])
+def test_an_mlflow_that_is_away_does_not_hide_the_first_error(
+    run: Run, monkeypatch: pytest.MonkeyPatch, error: BaseException, status: str
+) -> None:
+    tracker = Tracker(away=True)
+    monkeypatch.setattr(runs, "tracker_of", lambda *_: tracker)
+    with pytest.raises(type(error)), tracked(run):
+        raise error
+    assert tracker.closed == [status]
+
+
+def test_the_end_of_a_good_run_is_told_or_an_error(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runs, "tracker_of", lambda *_: Tracker(away=True))
+    with pytest.raises(ServerError), tracked(run):
+        pass
