@@ -24,12 +24,13 @@ from rlcore.errors import (
     RetriesUsedUpError,
     RlflowError,
     RollbackError,
+    StorageError,
     WorkerLostError,
 )
 from rlcore.job import write_json_atomically
 from rlcore.oom import oom_kills
 from rlcore.segment.adjustments import Adjustments
-from rlcore.segment.failures import Failure, classify, policy_of
+from rlcore.segment.failures import Failure, classify, policy_of, with_free_space
 from tasks.health import Announce, announce_on_prefect, breach_of
 from tasks.runs import Run
 
@@ -133,6 +134,8 @@ def _handle(run: Run, error: Exception, settings: Settings, announce: Announce) 
         _change_for(run, failure, error, announce)
     except RlflowError as refusal:  # no change helps
         error, failure = refusal, failure_of(refusal) or Failure.UNKNOWN
+    if failure == Failure.STORAGE and not isinstance(error, StorageError):  # ours, not the trainer's
+        error = with_free_space(error, run.run_dir)
     policy, step = policy_of(failure), run.committed_step()
     log = FailureLog(run.run_dir)
     attempt = attempts(log.read(), failure, step) + 1

@@ -251,7 +251,8 @@ def with_free_space(error: Exception, folder: Path) -> StorageError:
     if isinstance(error, CheckpointError):
         return error
     text = str(error) if isinstance(error, StorageError) else f"{type(error).__name__}: {error}"
-    free = shutil.disk_usage(folder).free
+    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    free = shutil.disk_usage(existing).free
     return StorageError(
         f"{text}\nThe disk of {folder} has {free / 2**20:.0f} MiB free. Free space there, or make the folder writable; "
         "what is committed is safe, and the run goes on from it."

@@ -91,15 +91,14 @@ def main(spec_path: Path) -> int:
     """Returns the process's exit code, one of ``rlcore.segment.spec``."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     spec = SegmentSpec.model_validate_json(spec_path.read_text())
-    stacks = live_stacks(spec.run_dir)
-    shutil.rmtree(stacks, ignore_errors=True)  # of the trainer before
-    dump_on_signal(stacks, "trainer", os.getpid())
     lease = Lease(spec.run_dir / "lease.json")
     try:
         lease.acquire(uuid.uuid4().hex)
     except LeaseLostError as error:
         return _failed(spec, error, exit_code(error))
     try:
+        shutil.rmtree(live_stacks(spec.run_dir), ignore_errors=True)  # of the trainer before
+        dump_on_signal(live_stacks(spec.run_dir), "trainer", os.getpid())
         stop = StopRequest(lease, Control(spec.run_dir / "control.json"), spec.driver_deadline_seconds)
         return _train_segments(spec, stop)
     except Exception as error:  # noqa: BLE001 - the process boundary: the driver gets the whole story

@@ -178,7 +178,9 @@ def test_a_full_disk_does_not_stop_the_counting(tmp_path: Path) -> None:
     run = run_in(tmp_path / "run")
     (tmp_path / "run").write_text("a file where the folder should be: nothing can be written")
     for _ in range(6):
-        assert isinstance(fail(run, OSError(errno.ENOSPC, "No space left on device")), OSError)
+        told = fail(run, OSError(errno.ENOSPC, "No space left on device"))
+        assert type(told) is errors.StorageError
+        assert "MiB free" in str(told)
     assert type(fail(run, OSError(errno.ENOSPC, "No space left"))) is errors.RetriesUsedUpError
     (tmp_path / "run").unlink()
     fail(run, errors.DivergedError("nan"))
