@@ -16,12 +16,15 @@ QUIET: Mapping[str, str] = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "HF_HUB_DISABLE_TELEMETRY": "1",
 }
+# An MLflow that is away must not hold up the driver for longer than a trainer waits for its sign of life; MLflow's own
+# seven retries of 120 s would. Who waits for it asks again.
+PATIENCE: Mapping[str, str] = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "20"}
 
 
 def apply(settings: Settings) -> None:
     """Prepare this process, before Prefect and MLflow are imported. What the user has set stays as it is."""
     settings.prefect_home.mkdir(parents=True, exist_ok=True)
-    for name, value in {**QUIET, **_prefect(settings), "MLFLOW_LOGGING_LEVEL": "WARNING"}.items():
+    for name, value in {**QUIET, **PATIENCE, **_prefect(settings), "MLFLOW_LOGGING_LEVEL": "WARNING"}.items():
         os.environ.setdefault(name, value)
 
 

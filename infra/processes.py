@@ -92,6 +92,12 @@ def _all_marked() -> list[tuple[str, psutil.Process]]:
     return found
 
 
+def family(mark: str) -> list[psutil.Process]:
+    """``marked`` and all below: Ray's processes write their title over the environment that holds the mark."""
+    found = marked(mark)
+    return [*found, *(process for process in _below(found) if process not in found)]
+
+
 def stop(mark: str, grace_seconds: float) -> None:
     """SIGTERM to every process that carries ``mark``, then SIGKILL to those still there after the grace.
 
@@ -110,8 +116,8 @@ def kill(mark: str) -> None:
 
     Below it, because Ray's agents write their title over the environment that holds the mark."""
     deadline = time.monotonic() + _KILL_SECONDS
-    while (processes := marked(mark)) and time.monotonic() < deadline:
-        _signal([*processes, *_below(processes)], signal.SIGKILL)
+    while (processes := family(mark)) and time.monotonic() < deadline:
+        _signal(processes, signal.SIGKILL)
         _wait_gone(mark, 1.0)
     folder = temporary_folder(mark)
     if folder.exists():

@@ -29,6 +29,10 @@ class Settings(BaseSettings):
     kills a cancelled flow's process after 30 seconds."""
     server_timeout_seconds: float = Field(5.0, gt=0)
     """How long preflight waits for an MLflow or Prefect server to answer."""
+    tracking_wait_seconds: float = Field(600.0, ge=0)
+    """How long the end of a run waits for an MLflow that is away before it fails (and is tried again)."""
+    retry_delay_scale: float = Field(1.0, ge=0)
+    """Times the delays of docs/reliability.md. 0: every retry starts at once."""
 
     @field_validator("data_dir")
     @classmethod

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import json
 import os
 import urllib.error
 import urllib.request
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from http import HTTPStatus
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Concatenate, ParamSpec, Protocol, TypeVar
 
 import mlflow
 from mlflow import MlflowClient
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 RUN_TAG = "rlflow.run_id"
 DRIFT_TAG = "rlflow.param_drift"
@@ -37,6 +40,7 @@ _MAX_PARAM_CHARACTERS = 6000
 _MAX_DIGEST_CHARACTERS = 36
 _METRICS_PER_REQUEST = 1000
 _ENTRIES_PER_REQUEST = 100
+_ANSWER_SECONDS = 5.0
 
 
 class StepMetrics(Protocol):
@@ -79,6 +83,30 @@ def check_reachable(uri: str, timeout_seconds: float) -> None:
         ) from error
 
 
+@contextlib.contextmanager
+def _outage_named(uri: str) -> Iterator[None]:
+    """What MLflow raises where its server or database does not answer, as a ServerError; refusals stay as they are."""
+    try:
+        yield
+    except MlflowException as error:
+        if _status(error) < HTTPStatus.INTERNAL_SERVER_ERROR:
+            raise
+        raise ServerError(f"MLflow at {uri} does not answer: {error}") from error
+
+
+def _status(error: MlflowException) -> int:
+    return int(error.get_http_status_code())  # type: ignore[no-untyped-call]
+
+
+def _names_outages(method: Callable[Concatenate[Tracker, P], T]) -> Callable[Concatenate[Tracker, P], T]:
+    @functools.wraps(method)
+    def named(self: Tracker, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        with _outage_named(self._state.uri):
+            return method(self, *args, **kwargs)
+
+    return named
+
+
 class Tracker:
     """The MLflow run of one training run."""
 
@@ -98,7 +126,8 @@ class Tracker:
         mlflow.set_tracking_uri(uri)
         mlflow.set_registry_uri(uri)
         client = MlflowClient(tracking_uri=uri, registry_uri=uri)
-        with _locked(artifacts_dir.parent if artifacts_dir else run_dir):
+        check_reachable(uri, _ANSWER_SECONDS)
+        with _outage_named(uri), _locked(artifacts_dir.parent if artifacts_dir else run_dir):
             experiment_id = _find_or_create_experiment(client, experiment, artifacts_dir)
             found = _read_state(run_dir)
             if found is None or found.uri != uri or not _run_exists(client, found.mlflow_run_id):
@@ -115,6 +144,7 @@ class Tracker:
         """The last step that MLflow has acknowledged."""
         return self._state.published_step
 
+    @_names_outages
     def log_params(self, params: Mapping[str, object]) -> None:
         """Log ``params``. They are immutable: equal ones are skipped, changed ones go into a drift tag."""
         texts = {key: str(value)[:_MAX_PARAM_CHARACTERS] for key, value in params.items()}
@@ -128,11 +158,13 @@ class Tracker:
         if drift:
             self._client.set_tag(self.mlflow_run_id, DRIFT_TAG, json.dumps(drift))
 
+    @_names_outages
     def set_tags(self, tags: Mapping[str, str]) -> None:
         entries = [RunTag(key, value) for key, value in tags.items()]
         for chunk in _chunks(entries, _ENTRIES_PER_REQUEST):
             self._client.log_batch(self.mlflow_run_id, tags=chunk)
 
+    @_names_outages
     def log_dataset(self, *, name: str, digest: str, path: str, context: str, profile: Mapping[str, int]) -> None:
         """Note a dataset as an input, under our own content digest (MLflow keeps its first 36 characters)."""
         dataset = Dataset(
@@ -160,6 +192,8 @@ class Tracker:
             for item in sorted(fresh, key=lambda item: item.step)
             for key, value in item.metrics.items()
         ]
+        if points:
+            check_reachable(self._state.uri, _ANSWER_SECONDS)
         try:
             for chunk in _chunks(points, _METRICS_PER_REQUEST):
                 self._client.log_batch(self.mlflow_run_id, metrics=chunk)
@@ -171,35 +205,44 @@ class Tracker:
             _write_state(self._run_dir, self._state)
         return self.published_step
 
+    @_names_outages
     def log_metrics(self, metrics: Mapping[str, float], *, step: int, timestamp_ms: int) -> None:
         """Points outside the journal, as of an evaluation. A fixed timestamp makes a repeat harmless."""
         points = [Metric(key, float(value), timestamp_ms, step) for key, value in metrics.items()]
         self._client.log_batch(self.mlflow_run_id, metrics=points)
 
+    @_names_outages
     def log_table(self, columns: Mapping[str, Sequence[object]], name: str) -> None:
         """A table artifact. Written whole: the name of an existing table must not come twice."""
         self._client.log_table(self.mlflow_run_id, {key: list(values) for key, values in columns.items()}, name)
 
+    @_names_outages
     def log_figure(self, figure: Figure, name: str) -> None:
         self._client.log_figure(self.mlflow_run_id, figure, name)
 
+    @_names_outages
     def log_file(self, path: Path, folder: str | None = None) -> None:
         self._client.log_artifact(self.mlflow_run_id, str(path), folder)
 
+    @_names_outages
     def log_text(self, text: str, name: str) -> None:
         self._client.log_text(self.mlflow_run_id, text, name)
 
+    @_names_outages
     def artifact_names(self, folder: str) -> list[str]:
         return [item.path for item in self._client.list_artifacts(self.mlflow_run_id, folder)]
 
+    @_names_outages
     def resume(self) -> None:
         """Open the run again after an end that a continuation has overtaken."""
         self._client.update_run(self.mlflow_run_id, status="RUNNING")
 
+    @_names_outages
     def finish(self, status: str) -> None:
         """Close the run: FINISHED, FAILED or KILLED. MLflow has no heartbeat, so nobody else will."""
         self._client.set_terminated(self.mlflow_run_id, status)
 
+    @_names_outages
     def register_model(
         self, *, name: str, path: Path, tags: Mapping[str, str], alias: str, description: str
     ) -> RegisteredModel:
@@ -268,8 +311,10 @@ def _find_or_create_run(client: MlflowClient, experiment_id: str, run_id: str) -
 def _run_exists(client: MlflowClient, mlflow_run_id: str) -> bool:
     try:
         client.get_run(mlflow_run_id)
-    except MlflowException:
-        return False
+    except MlflowException as error:
+        if _status(error) == HTTPStatus.NOT_FOUND:
+            return False
+        raise  # a server that is away says nothing about its runs
     return True
 
 

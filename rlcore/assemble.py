@@ -9,11 +9,12 @@ from pathlib import Path
 from rlcore.config import ExperimentConfig
 from rlcore.data.problems import load_problems
 from rlcore.distributed.actors import RayRanks, start_ray, stop_ray
-from rlcore.distributed.group import WorkerGroup
+from rlcore.distributed.group import WatchedRanks, WorkerGroup
 from rlcore.distributed.worker import Worker, WorkerSpec
 from rlcore.ports import MetricSink
 from rlcore.rewards import make_reward
 from rlcore.rewards.pool import GradingPool
+from rlcore.segment.adjustments import Adjustments
 from rlcore.training.loop import TrainingRun
 from rlcore.types import RolloutGroup
 
@@ -26,17 +27,29 @@ def training_run(
     dataset: Path,
     sink: MetricSink,
     on_batch: Callable[[int, Sequence[RolloutGroup]], None],
+    on_progress: Callable[[], None],
+    adjustments: Adjustments,
+    stacks: Path,
     ray_address: str | None = None,
 ) -> Iterator[TrainingRun]:
-    """Workers up, run wired; on exit everything that was started here is gone."""
-    with graded_ranks(config, Worker, model=model, dataset=dataset, ray_address=ray_address) as (ranks, grader):
+    """Workers up, run wired; on exit everything that was started here is gone.
+
+    Args:
+        on_progress: called after everything that all ranks have done.
+        stacks: folder for the stacks of a worker that gets SIGUSR1.
+    """
+    with graded_ranks(config, Worker, model=model, dataset=dataset, stacks=stacks, ray_address=ray_address) as (
+        ranks,
+        grader,
+    ):
         yield TrainingRun(
             config=config,
             problems=load_problems(dataset),
-            workers=WorkerGroup(ranks, config),
+            workers=WorkerGroup(WatchedRanks(ranks, on_progress), config),
             grader=grader,
             sink=sink,
             on_batch=on_batch,
+            adjustments=adjustments,
         )
 
 
@@ -47,6 +60,7 @@ def graded_ranks(
     *,
     model: Path,
     dataset: Path,
+    stacks: Path | None = None,
     ray_address: str | None = None,
 ) -> Iterator[tuple[RayRanks, GradingPool]]:
     """Ray, its workers and the grading processes; all gone on exit."""
@@ -54,7 +68,8 @@ def graded_ranks(
     grader = GradingPool(reward, config.reward.processes, config.reward.deadline_seconds)
     start_ray(ray_address, num_cpus=config.resources.workers)
     try:
-        yield RayRanks(make, model=model, dataset=dataset, config=config, device=pick_device(config)), grader
+        device = pick_device(config)
+        yield RayRanks(make, model=model, dataset=dataset, config=config, device=device, stacks=stacks), grader
     finally:
         grader.close()
         stop_ray()

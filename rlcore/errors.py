@@ -5,6 +5,7 @@ RlflowError
   DataError           the dataset, an image or a prompt is unusable; never retried
   ModelError          model files, tokenizer, chat template or a merge that does not verify
   RewardError         a reward function is missing or fails on its dry run
+    UngradedError       too many completions of a batch could not be graded
   StorageError        files: no space, no permission, an incomplete or damaged artifact
   CheckpointError       a checkpoint does not match its manifest, or its run
   ServerError         MLflow or Prefect cannot be reached
@@ -13,6 +14,13 @@ RlflowError
   StarvedError        dynamic sampling found too few groups with signal
   LeaseLostError      another trainer holds the run
   TrainerFailedError  the trainer's process ended without a committed segment
+    PreemptedError      it was told to stop, and has committed
+    HangError           it made no progress, and was killed
+    RetriesUsedUpError  one class of failure came back as often as it is retried, without progress between
+  WorkerLostError     the process of a rank, or its node, is gone
+  MemoryExhaustedError  memory of a GPU or of the host was not enough
+  HealthError         a health rule says pause; never retried by itself
+  RollbackError       a health rule says roll back; the next try starts from the last checkpoint
 
 Every message says what was found, what is allowed and what to change.
 """
@@ -38,6 +46,10 @@ class ModelError(RlflowError):
 
 class RewardError(RlflowError):
     """A reward function is missing, or fails on its dry run."""
+
+
+class UngradedError(RewardError):
+    """Too many completions of one batch could not be graded."""
 
 
 class StorageError(RlflowError, OSError):
@@ -70,3 +82,35 @@ class LeaseLostError(RlflowError):
 
 class TrainerFailedError(RlflowError):
     """The trainer's process ended without a committed segment."""
+
+
+class PreemptedError(TrainerFailedError):
+    """The trainer was told to stop, and has committed."""
+
+
+class HangError(TrainerFailedError):
+    """The trainer made no progress, and was killed."""
+
+
+class RetriesUsedUpError(TrainerFailedError):
+    """One class of failure came back as often as it is retried, without progress between."""
+
+
+class WorkerLostError(RlflowError):
+    """The process of a rank, or its node, is gone."""
+
+
+class MemoryExhaustedError(RlflowError):
+    """Memory of a GPU or of the host was not enough."""
+
+
+class HealthError(RlflowError):
+    """A health rule says pause."""
+
+
+class RollbackError(RlflowError):
+    """A health rule says roll back."""
+
+
+class WorkerTraceback(Exception):
+    """The traceback in the process of a rank, as the cause of the error that is raised here for it."""

@@ -6,6 +6,7 @@ The process that asks (a Prefect task) never imports torch. It writes a spec, st
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -88,14 +89,19 @@ S = TypeVar("S", bound=JobSpec)
 
 
 def write_json_atomically(path: Path, text: str) -> None:
-    """Write aside, fsync, rename: a reader sees the old file or the new one, never a part."""
+    """Write aside, fsync, rename: a reader sees the old file or the new one, never a part. Nothing stays aside."""
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with aside.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    aside.replace(path)
+    try:
+        with aside.open("w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        aside.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):  # the first one says more
+            aside.unlink(missing_ok=True)
+        raise
 
 
 def job_main(run: Callable[[S], BaseModel], spec_type: type[S]) -> None:

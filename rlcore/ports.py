@@ -51,6 +51,9 @@ class Grader(Protocol):
     def submit(self, problems: Sequence[Problem], completions: Sequence[Completion]) -> Future[list[Score]]:
         """Start grading completion i against problem i; the future holds the scores in the same order."""
 
+    def last_failures(self) -> Sequence[str]:
+        """What the latest gradings were lost to, in words, oldest first."""
+
     def close(self) -> None: ...
 
 

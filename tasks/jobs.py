@@ -15,27 +15,19 @@ from prefect import runtime
 from pydantic import BaseModel
 
 from infra import environment, processes
-from infra.errors import InfraError, RegistryError
 from infra.logs import get_logger
 from infra.settings import Settings
 from rlcore import errors
-from rlcore.errors import (
-    ConfigError,
-    DataError,
-    DivergedError,
-    ModelError,
-    RewardError,
-    RlflowError,
-    TrainerFailedError,
-)
+from rlcore.errors import RlflowError, TrainerFailedError
 from rlcore.job import JobError, JobSpec, read_error, write_json_atomically
+from rlcore.segment.failures import policy_of
+from tasks.failures import failure_of
 
 if TYPE_CHECKING:
     from prefect import Task
     from prefect.client.schemas.objects import TaskRun
     from prefect.states import State
 
-NEVER_RETRIED = (ConfigError, DataError, ModelError, RewardError, DivergedError, RegistryError)
 R = TypeVar("R", bound=BaseModel)
 _POLL_SECONDS = 0.1
 _STOP_GRACE_SECONDS = 5.0
@@ -114,9 +106,9 @@ def describe_exit(code: int) -> str:
 
 
 def worth_retrying(task: Task[Any, Any], _run: TaskRun, state: State[Any]) -> bool:
-    """Prefect's retry condition: what is wrong with the experiment or the code stays wrong."""
-    error = state.data
-    if isinstance(error, NEVER_RETRIED) or not isinstance(error, RlflowError | InfraError | OSError):
-        return False  # the second kind is a mistake in our own code
-    get_logger().warning("%s failed and has tries left: %s", task.name, error)
+    """Prefect's retry condition, by the table of failures: what is wrong with experiment or code stays wrong."""
+    failure = failure_of(state.data)
+    if failure is None or not policy_of(failure).delays:
+        return False
+    get_logger().warning("%s failed and has tries left: %s", task.name, state.data)
     return True

@@ -25,15 +25,14 @@ from infra.logs import get_logger
 from infra.settings import Settings
 from rlcore.errors import RlflowError
 from rlcore.job import JobError
+from rlcore.segment.failures import POLICIES
 from rlcore.segment.lease import Control, holder_alive
 from tasks.jobs import jobs_mark
 from tasks.recovery import Action, Decision, Facts, FlowRunFacts, LastFailure, decide
 from tasks.runs import Driver, Run, append_line, drivers, existing_run
 
 ARTIFACT = "recover"
-FINAL = frozenset(
-    {"ConfigError", "DataError", "ModelError", "RewardError", "DivergedError", "StarvedError", "HealthError"}
-)
+FINAL = frozenset(error.__name__ for policy in POLICIES if not policy.delays for error in policy.errors)
 """What a trainer reports where another try would end alike."""
 
 

@@ -16,6 +16,7 @@ from prefect.context import FlowRunContext
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from infra import processes
+from infra.errors import InfraError
 from infra.logs import get_logger
 from infra.settings import Settings
 from infra.tracking import Tracker
@@ -220,10 +221,17 @@ def tracked(run: Run) -> Iterator[Tracker]:
     try:
         yield tracker
     except Exception:
-        tracker.finish("FAILED")
+        _close_after_error(tracker, "FAILED")
         raise
     except BaseException:  # Ctrl-C or a cancelled flow
-        tracker.finish("KILLED")
+        _close_after_error(tracker, "KILLED")
         raise
     tracker.finish("FINISHED")
     write_json_atomically(run.finished_marker, "")
+
+
+def _close_after_error(tracker: Tracker, status: str) -> None:
+    try:
+        tracker.finish(status)
+    except (InfraError, OSError) as error:  # the error that ended the run says more
+        get_logger().warning("MLflow was not told that the run is %s: %s", status, error)

@@ -16,50 +16,57 @@ from pathlib import Path
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
+from prefect.runtime import task_run
 
 from infra import environment, processes
-from infra.errors import ServerError
 from infra.logs import get_logger
 from infra.settings import Settings
-from infra.tracking import Tracker
 from rlcore.artifacts import DatasetRef, ModelRef
-from rlcore.errors import ConfigError, DivergedError, RlflowError, TrainerFailedError
+from rlcore.errors import RlflowError
 from rlcore.job import JobError, write_json_atomically
+from rlcore.segment.failures import error_of_exit
 from rlcore.segment.lease import Control, holder_alive
-from rlcore.segment.spec import (
-    EXIT_BAD_CONFIG,
-    EXIT_DIVERGED,
-    EXIT_OUT_OF_MEMORY,
-    EXIT_PREEMPTED,
-    SegmentManifest,
-    SegmentSpec,
-)
+from rlcore.segment.spec import SegmentManifest, SegmentSpec
+from tasks.failures import handled_failures, read_adjustments, wait_for_next_try
+from tasks.hang import HangWatch, end_stuck_trainer
+from tasks.health import HealthWarnings
 from tasks.jobs import describe_exit, error_from, worth_retrying
 from tasks.progress import TrainingProgress
+from tasks.publishing import Publisher
 from tasks.runs import Run, tracker_of
 
 _TICK_SECONDS = 1.0
 _LAST_EXIT_SECONDS = 60.0  # for taking engines and Ray down after the last segment
 _CLEAN_EXIT_SECONDS = 8.0  # for the same after a commit on request
 _TRACEBACK_LINES = 12
+_MAX_RETRIES = 100  # Prefect's bound; the table's are tighter and outlive this task
 
 
 @task(
     task_run_name="segment-{index}",
     cache_policy=NO_CACHE,
-    retries=3,
-    retry_delay_seconds=[5, 30, 120],
+    retries=_MAX_RETRIES,
     retry_condition_fn=worth_retrying,
 )
 def train_segment(run: Run, dataset: DatasetRef, model: ModelRef, index: int) -> SegmentManifest:
     """Return the manifest of segment ``index`` once it is committed, and publish its steps to MLflow.
 
+    Which failure is retried when, and with what change, is the table of ``rlcore/segment/failures.py``.
+
     Raises:
-        ConfigError, DivergedError, TrainerFailedError: the trainer ended without the segment; its error, or
-            what its exit code means.
+        RlflowError: the trainer ended without the segment; its error, or what its exit code means.
+        ServerError: MLflow did not take the last steps of the run.
     """
     settings = Settings()
-    tracker = tracker_of(run, settings)
+    if (task_run.run_count or 0) > 1:
+        wait_for_next_try(run)
+    with handled_failures(run, settings):
+        return _segment_trained(run, settings, dataset, model, index)
+
+
+def _segment_trained(run: Run, settings: Settings, dataset: DatasetRef, model: ModelRef, index: int) -> SegmentManifest:
+    publisher = Publisher(lambda: tracker_of(run, settings), run.journal)
+    warnings = HealthWarnings(run, read_adjustments(run))
     manifest = run.manifest(index)
     if manifest is None or not manifest.complete:
         trainer = _attach(run) or _start(run, settings, dataset, model, index)
@@ -67,10 +74,13 @@ def train_segment(run: Run, dataset: DatasetRef, model: ModelRef, index: int) ->
             _stopped_on_interrupt(run, trainer, index, settings),
             TrainingProgress(run.experiment) as progress,
         ):
-            manifest = _follow(run, trainer, index, lambda: _tick(run, tracker, progress))
+            manifest = _follow(run, trainer, index, lambda: _tick(run, publisher, progress, warnings))
+    warnings.tell(run.journal())
     if manifest.last_step >= run.experiment.training.steps:
         _wait_for_end(run, index)
-    tracker.publish(run.journal(), manifest.last_step)
+        publisher.publish_last(manifest.last_step, settings.tracking_wait_seconds)
+    else:
+        publisher.publish(manifest.last_step)
     return manifest
 
 
@@ -139,6 +149,7 @@ def _start(run: Run, settings: Settings, dataset: DatasetRef, model: ModelRef, i
         experiment=run.experiment,
         dataset=dataset,
         model=model,
+        adjustments=read_adjustments(run),
     )
     spec_path = run.run_dir / "spec.json"
     write_json_atomically(spec_path, spec.model_dump_json(indent=1))
@@ -159,6 +170,7 @@ def _start(run: Run, settings: Settings, dataset: DatasetRef, model: ModelRef, i
 
 
 def _follow(run: Run, trainer: Trainer, index: int, tick: Callable[[], None]) -> SegmentManifest:
+    watch = HangWatch(trainer.lease, run.experiment.segment.hang_minutes)
     while True:
         code = trainer.exit_code()  # asked before the manifest: a trainer commits first and ends then
         manifest = run.manifest(index)
@@ -166,20 +178,18 @@ def _follow(run: Run, trainer: Trainer, index: int, tick: Callable[[], None]) ->
             return manifest
         if code is not None:
             raise _failure(run, code)
+        if watch.stuck():
+            raise end_stuck_trainer(run.run_dir, _mark(run), run.experiment.segment.hang_minutes)
         _beat(run, index)
         tick()
         time.sleep(_TICK_SECONDS)
 
 
-def _tick(run: Run, tracker: Tracker, progress: TrainingProgress) -> None:
-    progress.show(run.journal())
-    committed = run.committed_step()
-    if committed > tracker.published_step:
-        try:
-            tracker.publish(run.journal(), committed)
-        except ServerError as error:
-            # The journal holds every step; the end of the segment publishes again, and fails if it must.
-            get_logger().warning("MLflow did not take steps up to %d yet: %s", committed, error)
+def _tick(run: Run, publisher: Publisher, progress: TrainingProgress, warnings: HealthWarnings) -> None:
+    records = run.journal()
+    progress.show(records)
+    warnings.tell(records)
+    publisher.publish(run.committed_step())
 
 
 def _wait_for_end(run: Run, index: int) -> None:
@@ -245,16 +255,7 @@ def _failure(run: Run, code: int) -> RlflowError:
         tail = "\n".join(report.traceback.strip().splitlines()[-_TRACEBACK_LINES:])
         error = error_from(report, f"the trainer ended with {describe_exit(code)}")
         return type(error)(f"{tail}\n\n{error}\nThe trainer's log: {log}")
-    meaning: dict[int, RlflowError] = {
-        EXIT_PREEMPTED: TrainerFailedError("the trainer was told to stop and has committed its checkpoint"),
-        EXIT_OUT_OF_MEMORY: TrainerFailedError(
-            "the trainer ran out of memory. Lower training.tokens_per_microbatch, rollout.max_sequences or "
-            "rollout.gpu_memory_utilization"
-        ),
-        EXIT_DIVERGED: DivergedError("gradients were not finite several steps in a row. Lower the learning rate"),
-        EXIT_BAD_CONFIG: ConfigError("the trainer refused the experiment"),
-    }
-    known = meaning.get(code) or TrainerFailedError(f"the trainer ended with {describe_exit(code)}")
+    known = error_of_exit(code, describe_exit(code))
     return type(known)(f"{_log_tail(log)}\n\n{known}. The trainer's log: {log}")
 
 

@@ -19,6 +19,7 @@ from rlcore.config.experiment import (
     TinyModelConfig,
     TrainingConfig,
 )
+from rlcore.config.health import HealthRule
 from rlcore.config.reward import RewardConfig
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "ExperimentConfig",
     "Frozen",
     "KlConfig",
+    "HealthRule",
     "LoraConfig",
     "ModelConfig",
     "RecoveryConfig",

@@ -15,6 +15,7 @@ from pydantic import Field, model_validator
 from rlcore.config.algorithm import AlgorithmConfig, PassAtKAdvantage
 from rlcore.config.base import Frozen
 from rlcore.config.build import flatten
+from rlcore.config.health import HealthRule
 from rlcore.config.reward import MathReward, RewardConfig
 
 # Keys (or beginnings of keys) of what may change in the middle of a run: memory, speed, cutting and measuring. Every
@@ -219,6 +220,9 @@ class SegmentConfig(Frozen):
     """Checkpoints of this many best segments are kept as well."""
     best_metric: str = "reward/mean"
     """A segment's mean of this metric says how good it is; the highest is best."""
+    hang_minutes: float = Field(30.0, gt=0)
+    """Without a finished phase of a step, or a finished start, for this long the trainer counts as stuck: the stacks of
+    all its threads are kept, it is killed and started again."""
 
     def max_kept(self, segments: int) -> int:
         """Checkpoints that a run of this many segments keeps at most."""
@@ -276,6 +280,8 @@ class ExperimentConfig(Frozen):
     recovery: RecoveryConfig = RecoveryConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     resources: ResourceConfig = ResourceConfig()
+    health: tuple[HealthRule, ...] = ()
+    """What docs/reliability.md calls health rules, looked at after every rollout batch."""
 
     @model_validator(mode="after")
     def _arithmetic_works_out(self) -> Self:

@@ -23,6 +23,8 @@ class _Reward(Frozen):
     deadline_seconds: float = Field(10.0, gt=0)
     """A grading that takes longer is killed and counted as ungraded: left out of the advantage."""
     processes: int = Field(1, ge=1)
+    max_ungraded_share: float = Field(0.5, ge=0, le=1)
+    """A round of sampling of which more than this share could not be graded fails the step."""
     overlong: OverlongPenalty | None = None
     """Added to the reward, whichever it is; its part, unweighted in [-1, 0], is named ``overlong``."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -35,6 +35,20 @@ class LocalRanks:
     def call(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
         (only,) = arguments
         return [getattr(self._worker, method)(*only)]
+
+
+class WatchedRanks:
+    """Ranks that say after every call that there was progress."""
+
+    def __init__(self, ranks: Ranks, on_progress: Callable[[], None]) -> None:
+        self._ranks = ranks
+        self._on_progress = on_progress
+        self.size = ranks.size
+
+    def call(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        results = self._ranks.call(method, arguments)
+        self._on_progress()
+        return results
 
 
 class SamplerGroup:

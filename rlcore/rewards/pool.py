@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 MAX_CHUNK = 32  # completions sent to a process at once
 START_SECONDS = 120.0  # a cold file system can take long to import sympy
+KEPT_FAILURES = 3
 UNGRADED = Score(reward=0.0, parts={}, graded=False)
 
 
@@ -64,6 +65,7 @@ class GradingPool:
         self._chunks_per_process = 1 if isinstance(reward, BatchRewardFn) else 4
         self._deadline = deadline_seconds
         self._lost: Counter[Reason] = Counter()
+        self._last_failures: deque[str] = deque(maxlen=KEPT_FAILURES)
         self._lock = threading.Lock()  # guards the counters, the batches and _closed
         self._closed = False
         self._unfinished: set[_Batch] = set()
@@ -107,6 +109,11 @@ class GradingPool:
     def first_batch_failure(self) -> str | None:
         """What the first of them was, in words; a traceback if it raised."""
         return next((worker.first_batch_failure for worker in self._workers if worker.first_batch_failure), None)
+
+    def last_failures(self) -> list[str]:
+        """What the latest gradings were lost to, in words, oldest first."""
+        with self._lock:
+            return list(self._last_failures)
 
     def submit(self, problems: Sequence[Problem], completions: Sequence[Completion]) -> Future[list[Score]]:
         """Start grading completion i against problem i; the future holds the scores in the same order.
@@ -190,6 +197,7 @@ class GradingPool:
 
     def _count(self, failure: _Failure, problem: Problem) -> None:
         self._lost[failure.reason] += 1
+        self._last_failures.append(f"problem {problem.problem_id}, {failure.reason}: {failure.detail.strip()}")
         if self.first_failure is None:
             self.first_failure = failure.detail
         if failure.reason == "error" and self.first_traceback is None:

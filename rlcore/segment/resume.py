@@ -14,7 +14,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from rlcore.artifacts import CheckpointRef
-from rlcore.errors import CheckpointError
+from rlcore.errors import CheckpointError, StorageError
 from rlcore.job import write_json_atomically
 from rlcore.segment.facts import code_digest
 from rlcore.segment.spec import SegmentManifest, SegmentSpec, segment_path
@@ -51,12 +51,14 @@ def find_resume_point(run_dir: Path, store: LocalCheckpointStore) -> ResumePoint
 
     Raises:
         CheckpointError: the newest whole checkpoint belongs to another run.
+        StorageError: there were checkpoints, and their folder is empty, as one is whose disk is not mounted.
     """
     for staged in store.half_written():
         logger.warning("A HALF WRITTEN CHECKPOINT was left by a trainer that died, and is not used: %s", staged)
     segments = read_segments(run_dir)
     newest = None
-    for path in store.newest_first():
+    found = list(store.newest_first())
+    for path in found:
         try:
             newest = _verified(path, segments)
             break
@@ -64,6 +66,11 @@ def find_resume_point(run_dir: Path, store: LocalCheckpointStore) -> ResumePoint
             logger.warning("A DAMAGED CHECKPOINT IS MOVED ASIDE to %s: %s", move_aside(path).name, error)
     if newest is not None:
         store.require_run(Path(newest.checkpoint.path), newest.run_id)
+    if newest is None and segments and not found:
+        raise StorageError(
+            f"{run_dir} says that step {segments[-1].last_step} is committed, and its folder checkpoints is empty. "
+            "Mount or restore it; to train from the initial model again, remove the folder segments."
+        )
     reached = -1 if newest is None else newest.last_step
     for lost in (manifest for manifest in segments if manifest.last_step > reached):
         logger.warning(

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
+import shutil
 import signal
 import time
 import traceback
@@ -16,22 +18,23 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlcore.errors import ConfigError, DataError, DivergedError, LeaseLostError, StarvedError
+from rlcore.errors import HealthError, LeaseLostError, WorkerTraceback
 from rlcore.job import JobError, write_json_atomically
 from rlcore.segment.facts import code_digest
-from rlcore.segment.journal import MetricJournal
+from rlcore.segment.failures import exit_code, with_free_space
+from rlcore.segment.health import HealthWatch
+from rlcore.segment.journal import MetricJournal, read_journal
 from rlcore.segment.lease import Control, Lease
 from rlcore.segment.resume import ResumePoint, find_resume_point, warn_of_changes
 from rlcore.segment.spec import (
-    EXIT_BAD_CONFIG,
-    EXIT_DIVERGED,
     EXIT_DONE,
-    EXIT_OUT_OF_MEMORY,
     EXIT_PREEMPTED,
+    EXIT_STORAGE,
     SegmentEnd,
     SegmentSpec,
 )
 from rlcore.segment.store import LocalCheckpointStore
+from rlcore.stacks import dump_on_signal
 
 if TYPE_CHECKING:
     from rlcore.segment.checkpointing import Checkpointer, CheckpointSeconds
@@ -39,6 +42,7 @@ if TYPE_CHECKING:
     from rlcore.training.state import TrainState
 
 logger = logging.getLogger(__name__)
+_RENEW_SECONDS = 1.0
 
 
 class StopRequest:
@@ -47,6 +51,7 @@ class StopRequest:
     def __init__(self, lease: Lease, control: Control, deadline_seconds: float) -> None:
         self._lease, self._control, self._deadline = lease, control, deadline_seconds
         self._signalled = False
+        self._renewed = time.monotonic()
         self.segment_ends_at: float | None = None  # time.monotonic()
         self.listen()
 
@@ -58,12 +63,25 @@ class StopRequest:
     def _on_signal(self, *_: object) -> None:
         self._signalled = True
 
+    def progress(self) -> None:
+        """A phase is done: the driver takes a lease that is not renewed for a trainer that is stuck.
+
+        Raises:
+            LeaseLostError: another trainer has taken over: stop without writing anything.
+        """
+        if time.monotonic() - self._renewed > _RENEW_SECONDS:  # a renewal is a write to disk, a phase can be short
+            self._renew()
+
+    def _renew(self) -> None:
+        self._lease.renew()
+        self._renewed = time.monotonic()
+
     def preempted(self) -> bool:
         """
         Raises:
             LeaseLostError: another trainer has taken over: stop without writing anything.
         """
-        self._lease.renew()
+        self._renew()
         state = self._control.read()
         if self._signalled or state is None or state.stop:
             return True
@@ -91,18 +109,16 @@ def main(spec_path: Path) -> int:
     try:
         lease.acquire(uuid.uuid4().hex)
     except LeaseLostError as error:
-        return _failed(spec, error, 1)
+        return _failed(spec, error, exit_code(error))
     try:
+        shutil.rmtree(live_stacks(spec.run_dir), ignore_errors=True)  # of the trainer before
+        dump_on_signal(live_stacks(spec.run_dir), "trainer", os.getpid())
         stop = StopRequest(lease, Control(spec.run_dir / "control.json"), spec.driver_deadline_seconds)
         return _train_segments(spec, stop, lease)
-    except DivergedError as error:
-        return _failed(spec, error, EXIT_DIVERGED)
-    except (ConfigError, DataError, StarvedError) as error:
-        return _failed(spec, error, EXIT_BAD_CONFIG)
     except Exception as error:  # noqa: BLE001 - the process boundary: the driver gets the whole story
-        return _failed(spec, error, EXIT_OUT_OF_MEMORY if _is_out_of_memory(error) else 1)
+        return _failed(spec, error, exit_code(error))
     finally:
-        lease.release()
+        _release(lease)
 
 
 def _train_segments(spec: SegmentSpec, stop: StopRequest, lease: Lease) -> int:
@@ -120,13 +136,17 @@ def _train_segments(spec: SegmentSpec, stop: StopRequest, lease: Lease) -> int:
         warn_of_changes(spec, start.checkpoint)
     journal = MetricJournal(spec.run_dir / "journal.jsonl")
     journal.cut(start.step)
+    health = HealthWatch(spec.experiment.health, read_journal(spec.run_dir / "journal.jsonl"), spec.adjustments)
     seconds = CheckpointSeconds()
     with training_run(
-        spec.experiment,
+        spec.adjustments.applied_to(spec.experiment),
         model=Path(spec.model.path),
         dataset=Path(spec.dataset.path),
-        sink=TrainerSink(journal, seconds),
+        sink=TrainerSink(journal, seconds, health),
         on_batch=SampleLog(spec.run_dir / "samples"),
+        on_progress=stop.progress,
+        adjustments=spec.adjustments,
+        stacks=live_stacks(spec.run_dir),
     ) as run:
         stop.listen()
         state = _restored(run, store, start)
@@ -135,7 +155,7 @@ def _train_segments(spec: SegmentSpec, stop: StopRequest, lease: Lease) -> int:
         with Checkpointer(
             spec, store, run.workers, canary, start=start, seconds=seconds, renew_lease=lease.renew
         ) as checkpoints:
-            return _segments_from(start, state, run, stop, checkpoints)
+            return _segments_from(start, state, run, stop, checkpoints, health)
 
 
 def _restored(run: TrainingRun, store: LocalCheckpointStore, start: ResumePoint) -> TrainState:
@@ -150,7 +170,12 @@ def _restored(run: TrainingRun, store: LocalCheckpointStore, start: ResumePoint)
 
 
 def _segments_from(
-    start: ResumePoint, state: TrainState, run: TrainingRun, stop: StopRequest, checkpoints: Checkpointer
+    start: ResumePoint,
+    state: TrainState,
+    run: TrainingRun,
+    stop: StopRequest,
+    checkpoints: Checkpointer,
+    health: HealthWatch,
 ) -> int:
     from rlcore.training.loop import train
 
@@ -159,7 +184,7 @@ def _segments_from(
 
     def should_stop() -> bool:
         checkpoints.check()
-        return stop()
+        return health.broken() or stop()
 
     while state.step < config.training.steps:
         if not stop.wants(segment):
@@ -168,8 +193,11 @@ def _segments_from(
         minutes = config.segment.max_minutes
         stop.segment_ends_at = time.monotonic() + 60 * minutes if minutes else None
         state = train(run, state, until_step=until_step, should_stop=should_stop)
-        complete = state.step == until_step or not stop.preempted()
+        pause = health.pause_or_raise() if state.step < config.training.steps else None
+        complete = pause is None and (state.step == until_step or not stop.preempted())
         checkpoints.begin(state, SegmentEnd(segment, first_step, complete))
+        if pause is not None:
+            raise HealthError(pause)  # what was begun is committed on the way out
         if not complete:
             return EXIT_PREEMPTED
         segment, first_step = segment + 1, state.step
@@ -180,8 +208,8 @@ class TrainerSink:
     """Journals a step with what checkpoints have cost since the one before, and raises the alarm of promise 4 in the
     log."""
 
-    def __init__(self, journal: MetricJournal, seconds: CheckpointSeconds) -> None:
-        self._journal, self._seconds = journal, seconds
+    def __init__(self, journal: MetricJournal, seconds: CheckpointSeconds, health: HealthWatch) -> None:
+        self._journal, self._seconds, self._health = journal, seconds, health
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         if metrics["rollout/mismatch_alarm"]:
@@ -191,15 +219,35 @@ class TrainerSink:
                 step,
                 metrics["rollout/abs_delta_logprob_mean"],
             )
-        self._journal.step(step, {**metrics, **self._seconds.take()})
+        metrics = {**metrics, **self._seconds.take()}
+        self._journal.step(step, metrics)
+        self._health.step(step, metrics)
 
 
 def _failed(spec: SegmentSpec, error: Exception, code: int) -> int:
-    report = JobError(kind=type(error).__name__, message=str(error), traceback=traceback.format_exc())
-    write_json_atomically(spec.run_dir / "trainer_error.json", report.model_dump_json())
+    """Leave a report of ``error``, and nothing that was staged."""
+    told: Exception = error
+    if code == EXIT_STORAGE:
+        for staged in (spec.run_dir / "checkpoints").glob(".staging-*"):
+            shutil.rmtree(staged, ignore_errors=True)
+        told = with_free_space(error, spec.run_dir)
+    where = str(error.__cause__) if isinstance(error.__cause__, WorkerTraceback) else traceback.format_exc()
+    report = JobError(kind=type(told).__name__, message=str(told), traceback=where)
     logger.error("the trainer stops with exit code %d", code, exc_info=error)
+    try:
+        write_json_atomically(spec.run_dir / "trainer_error.json", report.model_dump_json())
+    except OSError:
+        logger.exception("its report cannot be written; the exit code and this log are all there is")
     return code
 
 
-def _is_out_of_memory(error: Exception) -> bool:
-    return "OutOfMemoryError" in type(error).__name__ or "out of memory" in str(error)
+def live_stacks(run_dir: Path) -> Path:
+    """Where the processes of the trainer that runs now write their stacks."""
+    return run_dir / "stacks" / "live"
+
+
+def _release(lease: Lease) -> None:
+    try:
+        lease.release()
+    except OSError:  # a dead holder's lease binds nobody
+        logger.exception("the lease cannot be removed")

@@ -9,12 +9,19 @@ from pydantic import BaseModel, ConfigDict
 
 from rlcore.artifacts import CheckpointRef, DatasetRef, ModelRef
 from rlcore.config import ExperimentConfig
+from rlcore.segment.adjustments import Adjustments
 
 EXIT_DONE = 0
+EXIT_UNKNOWN = 1
 EXIT_PREEMPTED = 75  # told to stop; the last checkpoint is committed
 EXIT_OUT_OF_MEMORY = 76
 EXIT_DIVERGED = 77
-EXIT_BAD_CONFIG = 78  # never retried
+EXIT_BAD_CONFIG = 78  # never retried; too few groups with signal as well
+EXIT_WORKER_LOST = 79
+EXIT_UNGRADED = 80
+EXIT_STORAGE = 81
+EXIT_PAUSED = 82  # a health rule; the checkpoint is committed
+EXIT_ROLLBACK = 83  # a health rule; nothing is committed since the last segment
 
 
 class SegmentSpec(BaseModel):
@@ -27,6 +34,7 @@ class SegmentSpec(BaseModel):
     experiment: ExperimentConfig
     dataset: DatasetRef
     model: ModelRef
+    adjustments: Adjustments = Adjustments()
     driver_deadline_seconds: float = 120.0
     """Without a sign of life from the driver for this long, the trainer commits and stops."""
 

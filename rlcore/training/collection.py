@@ -20,6 +20,7 @@ from rlcore.rollout.collect import sample_requests, to_group, to_sample
 from rlcore.training.advantages import ScoredGroup
 from rlcore.training.clock import Clock
 from rlcore.training.state import TrainState
+from rlcore.training.ungraded import require_graded
 from rlcore.types import Problem, RolloutGroup, Score, TrainingSample
 
 if TYPE_CHECKING:
@@ -56,6 +57,7 @@ def collect(run: TrainingRun, state: TrainState, clock: Clock) -> tuple[Collecte
 
     Raises:
         StarvedError: dynamic sampling found too few groups with signal, and the config says to end the run then.
+        UngradedError: more of a round than the config allows could not be graded.
     """
     dynamic = run.config.algorithm.dynamic_sampling
     stream = ProblemStream.at(
@@ -65,7 +67,7 @@ def collect(run: TrainingRun, state: TrainState, clock: Clock) -> tuple[Collecte
         return _until_full(run, state, stream, dynamic, clock)
     draw, state = _sample(run, state, stream, "", clock)
     samples = with_policy_logprobs(run, _samples(draw, run.config), clock)  # beside the grading
-    groups = _graded(draw, samples, clock)
+    groups = _graded(run, draw, samples, clock)
     state = _with_pass_rates(state, draw, groups, run)
     return Collected(groups, [g.group for g in groups], 1, 0, 0, 0, 0), state
 
@@ -81,7 +83,7 @@ def _until_full(
     rounds = 0
     while len(waiting) + len(found) < wanted and rounds < dynamic.max_rounds:
         draw, state = _sample(run, state, stream, f"+{rounds}" if rounds else "", clock)
-        groups = _graded(draw, _samples(draw, run.config), clock)
+        groups = _graded(run, draw, _samples(draw, run.config), clock)
         state = _with_pass_rates(state, draw, groups, run)
         for group in groups:
             (found if group.has_signal(run.config.algorithm) else without_signal).append(group)
@@ -119,7 +121,8 @@ def _sample(
     epoch = state.problems_seen // len(run.problems)
     problems = [run.problems[i] for i in indices]
     batch = f"{state.step}{round_}"
-    requests = sample_requests(problems, config.rollout.group_size, seed=config.seed, batch=batch)
+    seed = run.adjustments.seed(state.step + 1, config.seed)
+    requests = sample_requests(problems, config.rollout.group_size, seed=seed, batch=batch)
     if isinstance(config.algorithm.advantage, RemaxAdvantage):
         requests += [SampleRequest(problem, 1, 0, greedy=True) for problem in problems]
     with clock("generate"):
@@ -139,9 +142,11 @@ def _samples(draw: _Draw, config: ExperimentConfig) -> list[TrainingSample]:
     ]
 
 
-def _graded(draw: _Draw, samples: Sequence[TrainingSample], clock: Clock) -> list[ScoredGroup]:
+def _graded(run: TrainingRun, draw: _Draw, samples: Sequence[TrainingSample], clock: Clock) -> list[ScoredGroup]:
     with clock("reward"):  # what grading takes beyond what it ran beside
-        scores = iter(draw.scores.result())
+        found = draw.scores.result()
+    require_graded(found, run.config.reward.max_ungraded_share, run.grader)
+    scores = iter(found)
     rest = iter(samples)
     scored = [
         (

@@ -18,6 +18,7 @@ from rlcore.config.algorithm import KlConfig
 from rlcore.distributed.group import WorkerGroup
 from rlcore.errors import DivergedError
 from rlcore.ports import Grader, MetricSink
+from rlcore.segment.adjustments import Adjustments
 from rlcore.training.advantages import attach_advantages
 from rlcore.training.clock import Clock
 from rlcore.training.collection import collect, split
@@ -37,6 +38,7 @@ class TrainingRun:
     grader: Grader
     sink: MetricSink
     on_batch: Callable[[int, Sequence[RolloutGroup]], None]  # keeps sample completions for people to read
+    adjustments: Adjustments = Adjustments()  # what rollbacks have changed
 
 
 def train(run: TrainingRun, state: TrainState, *, until_step: int, should_stop: Callable[[], bool]) -> TrainState:
@@ -46,6 +48,7 @@ def train(run: TrainingRun, state: TrainState, *, until_step: int, should_stop: 
     Raises:
         DivergedError: non-finite gradients in more consecutive steps than the config allows.
         StarvedError: dynamic sampling found too few groups with signal, and the config says to end the run then.
+        UngradedError: more of a rollout batch than the config allows could not be graded.
     """
     config, workers = run.config, run.workers
     training, kl = config.training, config.algorithm.kl
@@ -58,7 +61,7 @@ def train(run: TrainingRun, state: TrainState, *, until_step: int, should_stop: 
 
         metrics: list[dict[str, float]] = []
         for part in split(advantages.samples, training.updates_per_batch) * training.passes_per_batch:
-            rate = learning_rate(state.step + 1, training)
+            rate = learning_rate(state.step + 1, training) * run.adjustments.learning_rate_factor(state.step + 1)
             with clock("update"):
                 result = workers.update(part, rate, kl_coefficient)
             streak = state.nonfinite_in_a_row + 1 if result.skipped else 0

@@ -80,19 +80,19 @@ def checkpoint_under_way(scene: Scene, chance: random.Random) -> bool:
 
 
 def weight_sync(scene: Scene, chance: random.Random) -> bool:
-    return _seen(lambda: '"doing":"weight_sync"' in _lease(scene), chance, later=0.01)
+    """By the clock: a step is journaled right after its sync, and steps take equally long."""
+    before = scene.steps
+    if not _seen(lambda: scene.steps > before, chance, later=0.0):
+        return False
+    times = read_journal(scene.run_dir / "journal.jsonl")[-1].metrics
+    time.sleep(max(0.0, times["time/step"] - chance.uniform(0.0, 1.5) * times["time/weight_sync"]))
+    return True
 
 
 def metrics_due(scene: Scene, chance: random.Random) -> bool:
     """Right after a commit: the driver publishes its steps at its next look, within a second."""
     before = scene.committed
     return _seen(lambda: scene.committed > before, chance, later=1.1)
-
-
-def _lease(scene: Scene) -> str:
-    with contextlib.suppress(FileNotFoundError):
-        return (scene.run_dir / "lease.json").read_text()
-    return ""
 
 
 def _seen(what: Callable[[], bool], chance: random.Random, *, later: float) -> bool:

@@ -36,6 +36,7 @@ def data_dir(_prefect: None, empty_mlflow: Path, tmp_path: Path, monkeypatch: py
     interpreter = fake_interpreter(tmp_path)
     monkeypatch.setenv("RLFLOW_DATA_DIR", str(tmp_path / "data"))
     monkeypatch.setenv("RLFLOW_TRAINER_PYTHON", str(interpreter))
+    monkeypatch.setenv("RLFLOW_RETRY_DELAY_SCALE", "0")
     return tmp_path / "data"
 
 

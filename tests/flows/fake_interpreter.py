@@ -16,6 +16,7 @@ from pathlib import Path
 from pydantic import BaseModel
 
 from rlcore.artifacts import CheckpointRef, DatasetRef, EvalReport, ModelRef
+from rlcore.errors import HealthError, RollbackError
 from rlcore.job import (
     BootstrapSpec,
     EvaluateSpec,
@@ -26,11 +27,22 @@ from rlcore.job import (
     job_main,
     write_json_atomically,
 )
-from rlcore.segment.journal import MetricJournal
+from rlcore.segment.failures import exit_code
+from rlcore.segment.health import HealthWatch
+from rlcore.segment.journal import MetricJournal, read_journal
 from rlcore.segment.lease import Control, Lease
 from rlcore.segment.resume import find_resume_point, segment_manifest
-from rlcore.segment.spec import EXIT_DIVERGED, EXIT_PREEMPTED, SegmentEnd, SegmentSpec, segment_path
+from rlcore.segment.spec import (
+    EXIT_DIVERGED,
+    EXIT_OUT_OF_MEMORY,
+    EXIT_PREEMPTED,
+    EXIT_STORAGE,
+    SegmentEnd,
+    SegmentSpec,
+    segment_path,
+)
 from rlcore.segment.store import LocalCheckpointStore, read_manifest
+from rlcore.stacks import dump_on_signal
 
 STEP_SECONDS = float(os.environ.get("FAKE_STEP_SECONDS", "0.02"))
 
@@ -109,9 +121,24 @@ def evaluate(spec: EvaluateSpec) -> BaseModel:
 
 def train(spec_path: Path) -> int:
     spec = SegmentSpec.model_validate_json(spec_path.read_text())
+    try:
+        return _train(spec)
+    except (_Reported, HealthError, RollbackError) as error:
+        report, code = (
+            (error.report, error.code)
+            if isinstance(error, _Reported)
+            else (JobError(kind=type(error).__name__, message=str(error), traceback="t"), exit_code(error))
+        )
+        write_json_atomically(spec.run_dir / "trainer_error.json", report.model_dump_json())
+        return code
+
+
+def _train(spec: SegmentSpec) -> int:
     store = LocalCheckpointStore(spec.run_dir, spec.run_id)
     start = find_resume_point(spec.run_dir, store)
     note(spec.run_dir.parent.parent, f"train from segment {start.segment}")
+    note(spec.run_dir, spec.adjustments.model_dump_json())
+    dump_on_signal(spec.run_dir / "stacks" / "live", "trainer", os.getpid())
     stopped: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: stopped.append(number))
     # Like Ray's daemons: another session, deaf to SIGTERM.
@@ -125,17 +152,26 @@ def train(spec_path: Path) -> int:
     journal = MetricJournal(spec.run_dir / "journal.jsonl")
     journal.cut(step)
     config = spec.experiment
+    health = HealthWatch(config.health, read_journal(spec.run_dir / "journal.jsonl"), spec.adjustments)
     while step < config.training.steps:
         until = min(first_step + config.segment.steps, config.training.steps)
-        while step < until and not stopped:
+        pause = None
+        while step < until and not stopped and not pause:
             if control.read().stop:
                 stopped.append(0)
                 break
             time.sleep(STEP_SECONDS)
             step += 1
             _fail_once(spec, step)
-            journal.step(step, {"reward/mean": step / 10, "time/generate": 0.1})
-        _commit(spec, store, step, SegmentEnd(segment, first_step, complete=step == until))
+            rate = config.training.learning_rate * spec.adjustments.learning_rate_factor(step)
+            metrics = {"reward/mean": step / 10, "time/generate": 0.1, "optim/learning_rate": rate}
+            journal.step(step, metrics)
+            lease.renew()
+            health.step(step, metrics)
+            pause = health.pause_or_raise() if step < config.training.steps else None
+        _commit(spec, store, step, SegmentEnd(segment, first_step, complete=step == until and not pause))
+        if pause:
+            raise HealthError(pause)
         if stopped:
             lease.release()
             return EXIT_PREEMPTED
@@ -147,16 +183,31 @@ def train(spec_path: Path) -> int:
 
 
 def _fail_once(spec: SegmentSpec, step: int) -> None:
+    """``FAKE_FAILURE`` at step 3: each kind once, but for those that never end."""
     kind = os.environ.get("FAKE_FAILURE", "")
     marker = spec.run_dir / "failed-once"
-    if step != 3 or not kind or (kind == "crash" and marker.exists()):
+    if step != 3 or not kind or (kind in {"crash", "memory", "hang", "disk"} and marker.exists()):
         return
     marker.touch()
     if kind == "crash":
         os.kill(os.getpid(), signal.SIGKILL)
-    report = JobError(kind="DivergedError", message="gradients are nan", traceback="Traceback\nloop.py line 7")
-    write_json_atomically(spec.run_dir / "trainer_error.json", report.model_dump_json())
-    sys.exit(EXIT_DIVERGED)
+    if kind == "hang":
+        time.sleep(600)
+    if kind == "memory":
+        sys.exit(EXIT_OUT_OF_MEMORY)
+    if kind == "disk":
+        raise _Reported(JobError(kind="StorageError", message="no space, 0 MiB free", traceback="t"), EXIT_STORAGE)
+    raise _Reported(
+        JobError(kind="DivergedError", message="gradients are nan", traceback="Traceback\nloop.py line 7"),
+        EXIT_DIVERGED,
+    )
+
+
+class _Reported(Exception):
+    """What the trainer leaves behind."""
+
+    def __init__(self, report: JobError, code: int) -> None:
+        self.report, self.code = report, code
 
 
 def _commit(spec: SegmentSpec, store: LocalCheckpointStore, step: int, end: SegmentEnd) -> None:

@@ -12,13 +12,14 @@ from pathlib import Path
 
 import pytest
 from mlflow import MlflowClient
+from prefect.artifacts import Artifact
 
 from flows.train_grpo import grpo_geo3k
 from infra import processes
 from infra.settings import Settings
-from rlcore.errors import ConfigError, DivergedError
+from rlcore.errors import ConfigError, DivergedError, HealthError
+from rlcore.segment.adjustments import Adjustments
 from rlcore.segment.spec import SegmentManifest
-from tasks import training
 from tasks.experiments import load_experiment
 from tasks.jobs import jobs_mark
 from tasks.runs import drivers, existing_run, open_run
@@ -74,7 +75,6 @@ def test_a_killed_trainer_is_replaced_and_goes_on_from_its_checkpoint(
     data_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FAKE_FAILURE", "crash")
-    monkeypatch.setattr(training.train_segment, "retry_delay_seconds", [0, 0, 0])
     grpo_geo3k(load_experiment("grpo-geo3k-tiny", SMALL), run_id="crash")
     trained = [line for line in calls(data_dir) if line.startswith("train")]
     assert trained == ["train from segment 0", "train from segment 1"]
@@ -87,6 +87,89 @@ def test_a_diverged_trainer_is_not_retried_and_says_why(data_dir: Path, monkeypa
     assert [line for line in calls(data_dir) if line.startswith("train")] == ["train from segment 0"]
     (run,) = MlflowClient(tracking_uri=Settings().tracking_uri).search_runs(["1"])
     assert run.info.status == "FAILED"
+
+
+def trainings(data_dir: Path) -> list[str]:
+    return [line for line in calls(data_dir) if line.startswith("train")]
+
+
+def adjustments(run_dir: Path) -> list[Adjustments]:
+    """What each trainer was told."""
+    return [Adjustments.model_validate_json(line) for line in (run_dir / "calls.txt").read_text().splitlines()]
+
+
+def failures(run_dir: Path) -> list[tuple[str, float | None]]:
+    lines = (run_dir / "failures.jsonl").read_text().splitlines()
+    return [(record["failure"], record["delay"]) for record in map(json.loads, lines)]
+
+
+def test_out_of_memory_is_tried_again_with_half_the_tokens(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAKE_FAILURE", "memory")
+    experiment = load_experiment("grpo-geo3k-tiny", SMALL)
+    grpo_geo3k(experiment, run_id="memory")
+    run_dir = data_dir / "runs" / "memory"
+    told = [item.tokens_per_microbatch for item in adjustments(run_dir)]
+    assert told == [None, experiment.training.tokens_per_microbatch // 2]
+    assert failures(run_dir) == [("out of memory", 0)]
+
+
+def test_a_full_disk_is_waited_for(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAKE_FAILURE", "disk")
+    grpo_geo3k(load_experiment("grpo-geo3k-tiny", SMALL), run_id="disk")
+    assert failures(data_dir / "runs" / "disk") == [("storage outage", 0)]
+    assert trainings(data_dir) == ["train from segment 0", "train from segment 1"]
+
+
+def test_a_stuck_trainer_tells_its_stacks_and_is_replaced(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAKE_FAILURE", "hang")
+    grpo_geo3k(load_experiment("grpo-geo3k-tiny", [*SMALL, "segment.hang_minutes=0.05"]), run_id="hang")
+    run_dir = data_dir / "runs" / "hang"
+    assert failures(run_dir) == [("hang", 0)]
+    (dump,) = (run_dir / "stacks" / "hang-1").glob("trainer-*.txt")
+    assert "_fail_once" in dump.read_text()
+    record = json.loads((run_dir / "failures.jsonl").read_text())
+    assert "no progress for 0.05 minutes" in record["error"]
+    assert "in _fail_once" in record["error"]
+    assert trainings(data_dir) == ["train from segment 0", "train from segment 1"]
+
+
+def test_a_paused_run_goes_on_when_somebody_continues_it(data_dir: Path) -> None:
+    rule = '[{"metric": "reward/mean", "above": 0.25, "action": "pause"}]'
+    experiment = load_experiment("grpo-geo3k-tiny", [*SMALL, f"health={rule}"])
+    with pytest.raises(
+        HealthError, match=r"step 3: reward/mean above 0\.25 for 1 step; its last values are 0\.1, 0\.2"
+    ):
+        grpo_geo3k(experiment, run_id="pause")
+    assert trainings(data_dir) == ["train from segment 0"]  # never by itself
+    run_dir = data_dir / "runs" / "pause"
+    manifest = SegmentManifest.model_validate_json((run_dir / "segments" / "0001.json").read_text())
+    assert (manifest.last_step, manifest.complete) == (3, False)
+    with pytest.raises(HealthError, match="step 4"):  # counted from there, and step 4 breaks it again
+        grpo_geo3k(experiment, run_id="pause")
+    assert grpo_geo3k(experiment, run_id="pause").steps == 5
+
+
+def test_a_rollback_goes_on_changed_and_pauses_after_too_many(data_dir: Path) -> None:
+    rule = '[{"metric": "reward/mean", "above": 0.25, "action": "rollback", "max_rollbacks": 2}]'
+    experiment = load_experiment("grpo-geo3k-tiny", [*SMALL, f"health={rule}"])
+    with pytest.raises(HealthError, match="The run has gone back 2 times already"):
+        grpo_geo3k(experiment, run_id="back")
+    run_dir = data_dir / "runs" / "back"
+    assert failures(run_dir) == [("health: rollback", 0), ("health: rollback", 0), ("health: pause", None)]
+    assert trainings(data_dir) == ["train from segment 0", "train from segment 1", "train from segment 1"]
+    told = adjustments(run_dir)
+    assert [len(item.interventions) for item in told] == [0, 1, 1]
+    assert [item.learning_rate_factor(3) for item in told] == [1.0, 0.5, 0.25]
+    steps = [json.loads(line) for line in (run_dir / "journal.jsonl").read_text().splitlines()]
+    rates = [step["metrics"]["optim/learning_rate"] for step in steps]
+    assert rates == pytest.approx([3e-4, 3e-4, 3e-4 / 4])
+    assert "Paused at step 3" in read_health_artifact("grpo-geo3k-tiny-health")
+
+
+def read_health_artifact(key: str) -> str:
+    found = Artifact.get(key)
+    assert found is not None
+    return str(found.data)
 
 
 def test_a_continued_run_must_be_the_same_science(data_dir: Path) -> None:

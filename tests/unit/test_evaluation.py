@@ -120,6 +120,9 @@ class FakeGrader:
     def __init__(self, parts: tuple[str, ...] = ("accuracy", "format")) -> None:
         self.parts = parts
 
+    def last_failures(self) -> list[str]:
+        return []
+
     def submit(self, problems: Sequence[Problem], completions: Sequence[Completion]) -> Future[list[Score]]:
         scores = []
         for problem in problems:

@@ -10,14 +10,17 @@ from pathlib import Path
 
 import psutil
 import pytest
+from prefect import task
+from prefect.states import Failed
 
 from infra import environment, processes
+from infra.errors import RegistryError, ServerError
 from infra.settings import Settings
 from rlcore import errors
 from rlcore.artifacts import ModelRef
 from rlcore.config import ModelConfig
 from rlcore.job import BootstrapSpec, JobError
-from tasks.jobs import NEVER_RETRIED, describe_exit, error_from, new_result_path, run_job
+from tasks.jobs import describe_exit, error_from, new_result_path, run_job, worth_retrying
 
 GOOD = """
 import json, os, pathlib, sys
@@ -81,10 +84,27 @@ def test_foreign_errors_are_told_apart() -> None:
     assert str(error).startswith("ZeroDivisionError: division by zero")
 
 
-def test_what_is_wrong_with_the_experiment_is_never_retried() -> None:
-    assert {errors.ConfigError, errors.DataError, errors.ModelError, errors.RewardError} <= set(NEVER_RETRIED)
-    assert not issubclass(errors.TrainerFailedError, NEVER_RETRIED)
-    assert not issubclass(errors.StorageError, NEVER_RETRIED)
+@pytest.mark.parametrize(
+    ("error", "retried"),
+    [
+        (errors.ConfigError("c"), False),
+        (errors.DataError("d"), False),
+        (errors.ModelError("m"), False),
+        (errors.RewardError("r"), False),
+        (RegistryError("r"), False),
+        (ZeroDivisionError("a mistake of ours"), False),
+        (errors.TrainerFailedError("t"), True),
+        (errors.StorageError("s"), True),
+        (ServerError("mlflow"), True),
+        (OSError("anything of the machine"), True),
+    ],
+)
+def test_what_is_wrong_with_the_experiment_is_never_retried(error: Exception, retried: bool) -> None:
+    @task
+    def step() -> None:
+        return
+
+    assert worth_retrying(step, None, Failed(data=error)) is retried
 
 
 def test_exit_codes_in_words() -> None:

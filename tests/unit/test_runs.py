@@ -1,4 +1,4 @@
-"""A run's folder as the driver sees it."""
+"""A run's folder as the driver sees it, and the MLflow run around a flow."""
 
 from __future__ import annotations
 
@@ -6,10 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from infra.errors import ServerError
 from infra.settings import Settings
+from rlcore.config import ExperimentConfig
+from rlcore.errors import DivergedError
 from rlcore.segment.spec import segment_path
+from tasks import runs
 from tasks.experiments import load_experiment
-from tasks.runs import open_run
+from tasks.runs import Run, open_run, tracked
 
 
 def test_a_damaged_segment_manifest_counts_as_none_and_is_said(
@@ -23,3 +27,39 @@ def test_a_damaged_segment_manifest_counts_as_none_and_is_said(
     path.write_text('{"run_id": ')
     assert run.manifest(0) is None
     assert f"{path} is damaged and does not count" in caplog.text
+
+
+class Tracker:
+    def __init__(self, *, away: bool) -> None:
+        self.away = away
+        self.closed: list[str] = []
+
+    def resume(self) -> None:
+        return
+
+    def finish(self, status: str) -> None:
+        self.closed.append(status)
+        if self.away:
+            raise ServerError("MLflow is away")
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    return Run(run_id="r", run_dir=tmp_path, experiment=ExperimentConfig(name="toy"))
+
+
+@pytest.mark.parametrize(("error", "status"), [(DivergedError("nan"), "FAILED"), (KeyboardInterrupt(), "KILLED")])
+def test_an_mlflow_that_is_away_does_not_hide_the_first_error(
+    run: Run, monkeypatch: pytest.MonkeyPatch, error: BaseException, status: str
+) -> None:
+    tracker = Tracker(away=True)
+    monkeypatch.setattr(runs, "tracker_of", lambda *_: tracker)
+    with pytest.raises(type(error)), tracked(run):
+        raise error
+    assert tracker.closed == [status]
+
+
+def test_the_end_of_a_good_run_is_told_or_an_error(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runs, "tracker_of", lambda *_: Tracker(away=True))
+    with pytest.raises(ServerError), tracked(run):
+        pass

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 from mlflow import MlflowClient
+from mlflow.exceptions import MlflowException
+from mlflow.protos.databricks_pb2 import INVALID_PARAMETER_VALUE, RESOURCE_DOES_NOT_EXIST
 
 from infra.errors import RegistryError, ServerError
 from infra.servers import free_port
-from infra.tracking import DRIFT_TAG, Tracker, check_reachable
+from infra.tracking import DRIFT_TAG, Tracker, _run_exists, check_reachable
 from rlcore.segment.journal import StepRecord
 
 Open = Callable[[str], Tracker]
@@ -114,3 +116,40 @@ def test_the_status_follows_the_run(open_run: Open) -> None:
 def test_an_unreachable_server_is_named_with_what_to_change() -> None:
     with pytest.raises(ServerError, match=r"no MLflow server answers at http://127.*RLFLOW_MLFLOW_URI"):
         check_reachable(f"http://127.0.0.1:{free_port()}", timeout_seconds=1)
+
+
+class AwayClient:
+    """Raises what MLflow's client raises."""
+
+    def __init__(self, error: MlflowException) -> None:
+        self.error = error
+
+    def set_terminated(self, *_: object) -> None:
+        raise self.error
+
+    def get_run(self, *_: object) -> None:
+        raise self.error
+
+
+def test_an_outage_is_named_and_a_refusal_stays_what_it_is(open_run: Open) -> None:
+    tracker = open_run("away")
+    tracker._client = AwayClient(MlflowException("connection refused"))
+    for call in (lambda: tracker.finish("FAILED"), lambda: tracker.log_params({"a": 1})):
+        with pytest.raises(ServerError, match=r"does not answer: connection refused"):
+            call()
+    tracker._client = AwayClient(MlflowException("no such status", INVALID_PARAMETER_VALUE))
+    with pytest.raises(MlflowException, match="no such status"):
+        tracker.finish("DONE")
+
+
+def test_a_server_that_is_away_is_not_taken_for_a_run_that_is_gone() -> None:
+    with pytest.raises(MlflowException, match="connection refused"):
+        _run_exists(AwayClient(MlflowException("connection refused")), "id")
+    assert not _run_exists(AwayClient(MlflowException("no such run", RESOURCE_DOES_NOT_EXIST)), "id")
+
+
+def test_opening_against_no_server_fails_at_once(tmp_path: Path) -> None:
+    with pytest.raises(ServerError, match="no MLflow server answers"):
+        Tracker.open(
+            uri=f"http://127.0.0.1:{free_port()}", artifacts_dir=None, experiment="e", run_id="r", run_dir=tmp_path
+        )

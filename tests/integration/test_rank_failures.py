@@ -1,0 +1,71 @@
+"""Real Ray actors that die, fail or hang: which rank is blamed, with whose traceback, and what its stacks say."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rlcore.config import ExperimentConfig
+from rlcore.distributed.actors import RayRanks, start_ray, stop_ray
+from rlcore.errors import SamplerError, WorkerLostError
+from rlcore.stacks import SIGNAL, innermost
+from tests.integration.toy_worker import ToyWorker
+
+pytestmark = pytest.mark.slow
+CONFIG = ExperimentConfig.model_validate({"name": "toy", "resources": {"workers": 2}})
+
+
+@pytest.fixture(scope="module")
+def _ray() -> Iterator[None]:
+    start_ray(None, 8)
+    yield
+    stop_ray()
+
+
+@pytest.fixture
+def ranks(_ray: None, tmp_path: Path) -> RayRanks:
+    return RayRanks(
+        ToyWorker, model=tmp_path, dataset=tmp_path, config=CONFIG, device="cpu", stacks=tmp_path / "stacks"
+    )
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_rank_is_named_although_others_fail_first(ranks: RayRanks, victim: int) -> None:
+    assert ranks.call("rank_of", [(), ()]) == [0, 1]
+    with pytest.raises(WorkerLostError, match=rf"(?s)^rank {victim} \(pid {ranks.pids[victim]} on .*Ray says: Actor"):
+        ranks.call("die", [(victim,), (victim,)])
+
+
+def test_the_first_error_comes_with_the_traceback_of_its_rank(ranks: RayRanks) -> None:
+    with pytest.raises(SamplerError, match="^the weights of version 3 did not arrive$") as caught:
+        ranks.call("fail", [(), ()])
+    told = str(caught.value.__cause__)
+    assert told.startswith("Traceback (most recent call last):")
+    assert "in _really_wrong" in told
+    assert f"(rank 1, pid {ranks.pids[1]} on " in told
+    assert "ray" not in told.split("(rank 1")[0].lower()
+
+
+def test_a_stuck_rank_tells_its_stacks(ranks: RayRanks, tmp_path: Path) -> None:
+    call = threading.Thread(target=lambda: ranks.call("stuck", [(tmp_path,)] * 2))
+    call.start()
+    flags = [tmp_path / f"stuck-{rank}" for rank in range(2)]
+    dumps = [tmp_path / "stacks" / f"rank-{rank}-{pid}.txt" for rank, pid in enumerate(ranks.pids)]
+    deadline = time.monotonic() + 30
+    while not all(flag.exists() for flag in flags) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    time.sleep(0.2)
+    for pid in ranks.pids:
+        os.kill(pid, SIGNAL)
+    while not all(dump.stat().st_size for dump in dumps) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    for flag in flags:
+        flag.unlink()
+    call.join()
+    for dump in dumps:
+        assert "in stuck" in innermost(dump.read_text())[0]

@@ -1,0 +1,44 @@
+"""What an actor of the failure tests holds: no torch, but dies, fails and waits like a rank."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+from rlcore.distributed.worker import WorkerSpec
+from rlcore.errors import SamplerError
+
+
+class ToyWorker:
+    def __init__(self, spec: WorkerSpec) -> None:
+        self.rank = spec.rank
+
+    def rank_of(self) -> int:
+        return self.rank
+
+    def die(self, victim: int) -> None:
+        """The victim goes; the others notice it in their collective, at once or never."""
+        if self.rank == victim:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if victim == 1:
+            raise RuntimeError("Connection closed by peer")
+        time.sleep(600)
+
+    def fail(self) -> None:
+        """Rank 1 is wrong; rank 0 hears of it later."""
+        if self.rank == 0:
+            time.sleep(0.5)
+            raise RuntimeError("Connection closed by peer")
+        self._really_wrong()
+
+    def _really_wrong(self) -> None:
+        raise SamplerError("the weights of version 3 did not arrive")
+
+    def stuck(self, folder: Path) -> None:
+        """Until the file that says so is removed."""
+        flag = folder / f"stuck-{self.rank}"
+        flag.touch()
+        while flag.exists():
+            time.sleep(0.2)
