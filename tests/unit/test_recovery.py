@@ -8,23 +8,24 @@ import re
 import sys
 import tempfile
 import time
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
-from uuid import uuid4
+from uuid import UUID, uuid4
 
 import pytest
-from prefect.client.schemas.objects import StateType
+from prefect.client.schemas.objects import State, StateType
 
 from infra import processes
 from infra.settings import Settings
 from rlcore.config import RecoveryConfig
 from rlcore.job import JobError
+from rlcore.segment.lease import Control
 from tasks.cancelling import end_what_is_left
 from tasks.experiments import load_experiment
 from tasks.jobs import jobs_mark
-from tasks.recovering import alone, last_failure
+from tasks.recovering import alone, last_failure, observe, recoveries, reschedule
 from tasks.recovery import Action, Facts, FlowRunFacts, LastFailure, decide
 from tasks.runs import append_line, drivers, open_run
 
@@ -104,6 +105,53 @@ def test_a_run_remembers_who_drove_it(tmp_path: Path) -> None:
     elsewhere = driver.model_copy(update={"host": "elsewhere"})
     append_line(run.run_dir / "drivers.jsonl", elsewhere.model_dump_json())
     assert [item.is_running() for item in drivers(run)] == [True, False, None]
+
+
+@dataclass
+class FakeServer:
+    """What the recover flow asks of Prefect's client."""
+
+    flow_run: SimpleNamespace
+    heartbeat: float | None = None
+    states: list[State] = field(default_factory=list)
+
+    def read_flow_run(self, _flow_run_id: UUID) -> SimpleNamespace:
+        return self.flow_run
+
+    def read_events(self, _filter: object, limit: int) -> SimpleNamespace:
+        beats = [] if self.heartbeat is None else [datetime.fromtimestamp(self.heartbeat, UTC)]
+        return SimpleNamespace(events=[SimpleNamespace(occurred=at) for at in beats[:limit]])
+
+    def set_flow_run_state(self, _flow_run_id: UUID, state: State, force: bool) -> None:
+        assert force
+        self.states.append(state)
+
+
+def test_facts_of_a_killed_flow_and_its_one_reschedule(tmp_path: Path) -> None:
+    run = open_run(load_experiment("grpo-geo3k-tiny"), "run", Settings(data_dir=tmp_path))
+    (driver,) = drivers(run)
+    flow_run_id, long_ago = uuid4(), time.time() - 1000
+    dead = {"flow_run_id": str(flow_run_id), "deployed": True, "pid": 2**22 + 1, "at": long_ago}
+    append_line(run.run_dir / "drivers.jsonl", driver.model_copy(update=dead).model_dump_json())
+    state = SimpleNamespace(type=StateType.RUNNING, timestamp=datetime.fromtimestamp(long_ago, UTC))
+    flow_run = SimpleNamespace(id=flow_run_id, state=state, state_id=uuid4(), deployment_id=uuid4())
+    server = FakeServer(flow_run, heartbeat=time.time() - 200)
+    facts = observe(run, server)
+    assert (facts.driver_running, facts.trainer, facts.failure, facts.finished) == (False, None, None, False)
+    assert 200 <= facts.silent_seconds < 300  # the latest sign counts
+    decision = decide(facts)
+    assert decision.action is Action.RESCHEDULE
+    assert reschedule(run, facts, decision, server)
+    assert [item.name for item in server.states] == ["AwaitingRetry"]
+    assert observe(run, server).recoveries == 1
+    assert [item.committed_step for item in recoveries(run)] == [0]
+    flow_run.state_id = uuid4()  # a person was faster
+    assert not reschedule(run, facts, decision, server)
+    assert len(server.states) == 1
+    Control(run.run_dir / "control.json").beat(1)
+    assert decide(observe(run, server)).action is Action.LEAVE  # it has just been alive
+    run.finished_marker.touch()
+    assert decide(observe(run, server)).reason == "finished"
 
 
 def test_only_a_failure_since_the_last_start_counts(tmp_path: Path) -> None:
