@@ -57,8 +57,7 @@ def find_resume_point(run_dir: Path, store: LocalCheckpointStore) -> ResumePoint
         logger.warning("A HALF WRITTEN CHECKPOINT was left by a trainer that died, and is not used: %s", staged)
     segments = read_segments(run_dir)
     newest = None
-    found = list(store.newest_first())
-    for path in found:
+    for path in store.newest_first():
         try:
             newest = _verified(path, segments)
             break
@@ -66,7 +65,7 @@ def find_resume_point(run_dir: Path, store: LocalCheckpointStore) -> ResumePoint
             logger.warning("A DAMAGED CHECKPOINT IS MOVED ASIDE to %s: %s", move_aside(path).name, error)
     if newest is not None:
         store.require_run(Path(newest.checkpoint.path), newest.run_id)
-    if newest is None and segments and not found:
+    if newest is None and segments and not any((run_dir / "checkpoints").glob("*")):
         raise StorageError(
             f"{run_dir} says that step {segments[-1].last_step} is committed, and its folder checkpoints is empty. "
             "Mount or restore it; to train from the initial model again, remove the folder segments."

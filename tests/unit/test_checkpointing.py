@@ -296,6 +296,18 @@ def test_a_lost_folder_takes_its_segment_back(trained: Trainer) -> None:
     assert trained.manifest(2) is None
 
 
+def test_an_empty_folder_of_checkpoints_is_a_disk_that_is_away(trained: Trainer) -> None:
+    """To begin again from the initial model would throw away what lies on it."""
+    folder = trained.run_dir / "checkpoints"
+    folder.rename(trained.run_dir / "away")
+    folder.mkdir()
+    with pytest.raises(StorageError, match=r"step 6 is committed, and its folder checkpoints is empty. Mount"):
+        Trainer(trained.run_dir)
+    folder.rmdir()
+    (trained.run_dir / "away").rename(folder)
+    assert Trainer(trained.run_dir).start.step == 6
+
+
 def test_a_checkpoint_committed_just_before_the_kill_gets_its_manifest(trained: Trainer) -> None:
     expected = trained.manifest(2)
     segment_path(trained.run_dir, 2).unlink()
