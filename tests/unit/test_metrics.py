@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from rlcore.models.torch_policy import UpdateResult
+from rlcore.segment.adjustments import Adjustments
 from rlcore.segment.checkpointing import CheckpointSeconds
+from rlcore.segment.health import HealthWatch
 from rlcore.segment.journal import MetricJournal, read_journal
 from rlcore.segment.run import TrainerSink
 from rlcore.training.metrics import update_metrics
@@ -42,7 +44,8 @@ def test_token_means_divide_by_the_steps_tokens() -> None:
 
 
 def test_a_mismatch_raises_the_alarm(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    sink = TrainerSink(MetricJournal(tmp_path / "journal.jsonl"), CheckpointSeconds(blocked=0.25, written=4.0))
+    seconds = CheckpointSeconds(blocked=0.25, written=4.0)
+    sink = TrainerSink(MetricJournal(tmp_path / "journal.jsonl"), seconds, HealthWatch((), (), Adjustments()))
     with caplog.at_level(logging.WARNING):
         sink.step(1, update_metrics(result(0.05), 0.0))
         assert not caplog.records
