@@ -5,6 +5,8 @@ The only place that decides which kernel runs. A sequence never sees another one
 
 from __future__ import annotations
 
+import inspect
+
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
@@ -78,8 +80,16 @@ def _varlen(
         longest,
         scale=scaling,
         window_size=(-1, 0) if causal else (-1, -1),
-        enable_gqa=query.shape[0] != key.shape[0],
+        **_grouped(query.shape[0] != key.shape[0]),
     )
+
+
+def _grouped(fewer_key_heads: bool) -> dict[str, bool]:
+    """torch 2.13 wants to be told that several query heads share a key head; 2.11 sees it, and takes no such word."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    takes_it = "enable_gqa" in inspect.signature(varlen_attn).parameters
+    return {"enable_gqa": fewer_key_heads} if takes_it else {}
 
 
 def _padded(

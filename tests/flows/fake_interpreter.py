@@ -223,7 +223,9 @@ def _commit(spec: SegmentSpec, store: LocalCheckpointStore, step: int, end: Segm
         model_digest=spec.model.digest,
         trainer_state={"step": step},
     )
-    manifest = segment_manifest(checkpoint, read_manifest(checkpoint))
+    # a step that was committed by a pause can end its segment later, and its checkpoint is not written again
+    ended = {"segment": end.segment, "first_step": end.first_step, "complete": end.complete}
+    manifest = segment_manifest(checkpoint, read_manifest(checkpoint)).model_copy(update=ended)
     write_json_atomically(segment_path(spec.run_dir, end.segment), manifest.model_dump_json())
 
 
