@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from rlcore.artifacts import CheckpointRef, DatasetRef, ModelRef
+from rlcore.artifacts import DatasetRef, ModelRef
 from rlcore.job import JobError
 from rlcore.segment.adjustments import Adjustments, Intervention
 from rlcore.segment.journal import read_journal
@@ -26,9 +26,7 @@ __all__ = ["dataset"]  # a fixture
 pytestmark = pytest.mark.slow
 
 
-def spec(
-    run_dir: Path, model: Path, data: Path, parent: CheckpointRef | None, adjustments: Adjustments, **overrides: Any
-) -> SegmentSpec:
+def spec(run_dir: Path, model: Path, data: Path, adjustments: Adjustments, **overrides: Any) -> SegmentSpec:
     return SegmentSpec(
         run_id="run",
         run_dir=run_dir,
@@ -37,8 +35,6 @@ def spec(
             path=str(data), digest="d", source="s", num_problems=24, num_rejected=0, num_images=24, max_prompt_tokens=60
         ),
         model=ModelRef(path=str(model), digest="m", source="tiny", num_parameters=1),
-        first_segment=0,
-        parent=parent,
         adjustments=adjustments,
     )
 
@@ -56,9 +52,7 @@ def test_a_pause_commits_and_a_killed_rank_is_named(tiny_model: Path, dataset: P
     settings = {"training.steps": 40, "segment.steps": 20, "health": rules}
     control = Control(tmp_path / "control.json")
     control.beat(9)
-    assert start(spec(tmp_path, tiny_model, dataset, None, Adjustments(), **settings)).wait(300) == EXIT_PAUSED, log(
-        tmp_path
-    )
+    assert start(spec(tmp_path, tiny_model, dataset, Adjustments(), **settings)).wait(300) == EXIT_PAUSED, log(tmp_path)
     (paused,) = manifests(tmp_path)
     assert (paused.last_step, paused.complete) == (2, False)
     assert report(tmp_path).kind == "HealthError"
@@ -66,7 +60,7 @@ def test_a_pause_commits_and_a_killed_rank_is_named(tiny_model: Path, dataset: P
     change = Intervention(step=2, learning_rate_factor=0.5, seed=77, rule="r")
     adjustments = Adjustments(tokens_per_microbatch=512, interventions=(change,), rollbacks=1, healthy_from=100)
     control.beat(9)
-    trainer = start(spec(tmp_path, tiny_model, dataset, paused.checkpoint, adjustments, **settings))
+    trainer = start(spec(tmp_path, tiny_model, dataset, adjustments, **settings))
     while len(read_journal(tmp_path / "journal.jsonl")) < 3:
         assert trainer.poll() is None, log(tmp_path)
         time.sleep(0.05)
@@ -97,7 +91,7 @@ def test_a_full_disk_ends_in_its_class_and_leaves_nothing_staged(
 ) -> None:
     Control(small_disk / "control.json").beat(9)
     settings = {"training.steps": 2, "segment.steps": 1}
-    trainer = start(spec(small_disk, tiny_model, dataset, None, Adjustments(), **settings))
+    trainer = start(spec(small_disk, tiny_model, dataset, Adjustments(), **settings))
     assert trainer.wait(300) == EXIT_STORAGE, log(small_disk)
     found = report(small_disk)
     assert found.kind == "StorageError"

@@ -24,8 +24,6 @@ def spec_in(folder: Path) -> SegmentSpec:
             path="d", digest="d", source="s", num_problems=1, num_rejected=0, num_images=0, max_prompt_tokens=1
         ),
         model=ModelRef(path="m", digest="m", source="tiny", num_parameters=1),
-        first_segment=0,
-        parent=None,
     )
 
 
