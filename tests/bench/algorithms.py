@@ -190,7 +190,7 @@ def experiment(algorithm: str, seed: int) -> Any:
 
 
 def prepare(seed: int, folder: Path) -> Trial:
-    """The seed's policy and pictures; the trial that measures where its runs start from."""
+    """The seed's policy and problems; the trial that measures where its runs start from."""
     from rlcore.data.images import resize
     from rlcore.data.problems import prepare as prepare_source
     from rlcore.job import BootstrapSpec, PrepareSpec, ResizeSpec
