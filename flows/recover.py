@@ -13,9 +13,7 @@ def recover() -> None:
     """Safe at any moment and as often as one likes: a living run is left, two at once act as one."""
     with alone(Settings()) as mine:
         if mine:
-            judged = judge_runs()
-            carry_out(judged)
-            show(judged)
+            show(carry_out(judge_runs()))
 
 
 if __name__ == "__main__":

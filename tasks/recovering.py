@@ -99,20 +99,27 @@ def observe(run: Run, client: SyncPrefectClient) -> Facts:
     )
 
 
-@task(name="carry-out", cache_policy=NO_CACHE)
-def carry_out(judged: Sequence[tuple[Facts, Decision]]) -> None:
-    """Reschedule what is to be; of the others, end what their killed processes have left on this host."""
+@task(name="carry-out", cache_policy=NO_CACHE, persist_result=False)
+def carry_out(judged: Sequence[tuple[Facts, Decision]]) -> list[tuple[Facts, Decision]]:
+    """Reschedule what is to be; of the others, end what their killed processes have left on this host.
+
+    Returns what was carried out: a run whose state changed meanwhile is judged again.
+    """
     settings = Settings()
+    done: list[tuple[Facts, Decision]] = []
     with get_client(sync_client=True) as client:
         for facts, decision in judged:
-            get_logger().info("recover: %s: %s, %s", facts.run_id, decision.action, decision.reason)
             run = existing_run(facts.run_id, settings)
             if facts.driver_running is False and facts.flow_run is not None:
                 processes.kill_all(jobs_mark(facts.flow_run.flow_run_id))
-            if decision.action is Action.RESCHEDULE:
-                reschedule(run, facts, decision, client)
-            elif _over(facts):
+            while decision.action is Action.RESCHEDULE and not reschedule(run, facts, decision, client):
+                facts = observe(run, client)
+                decision = decide(facts)
+            if decision.action is Action.LEAVE and _over(facts):
                 processes.kill(run.trainer_mark)
+            get_logger().info("recover: %s: %s, %s", facts.run_id, decision.action, decision.reason)
+            done.append((facts, decision))
+    return done
 
 
 def reschedule(run: Run, facts: Facts, decision: Decision, client: SyncPrefectClient) -> bool:
@@ -121,7 +128,7 @@ def reschedule(run: Run, facts: Facts, decision: Decision, client: SyncPrefectCl
         raise ValueError(f"run {facts.run_id} has no flow run; decide() never reschedules such a one")
     current = client.read_flow_run(UUID(facts.flow_run.flow_run_id))
     if str(current.state_id) != facts.flow_run.state_id:
-        get_logger().info("recover: %s has changed its state meanwhile and is left", facts.run_id)
+        get_logger().info("recover: %s has changed its state meanwhile", facts.run_id)
         return False
     note = Recovery(
         flow_run_id=facts.flow_run.flow_run_id,

@@ -22,11 +22,12 @@ from infra import environment, processes
 from infra.logs import get_logger
 from infra.settings import Settings
 from rlcore.artifacts import DatasetRef, ModelRef
-from rlcore.errors import RlflowError
+from rlcore.errors import CheckpointError, RlflowError
 from rlcore.job import JobError, write_json_atomically
 from rlcore.segment.failures import error_of_exit
 from rlcore.segment.lease import Control, holder_alive
-from rlcore.segment.spec import SegmentManifest, SegmentSpec
+from rlcore.segment.spec import SegmentManifest, SegmentSpec, segment_path
+from rlcore.segment.store import move_aside, verify_checkpoint
 from tasks.failures import handled_failures, read_adjustments, wait_for_next_try
 from tasks.hang import HangWatch, end_stuck_trainer
 from tasks.health import HealthWarnings
@@ -67,8 +68,8 @@ def train_segment(run: Run, dataset: DatasetRef, model: ModelRef, index: int) ->
 def _segment_trained(run: Run, settings: Settings, dataset: DatasetRef, model: ModelRef, index: int) -> SegmentManifest:
     publisher = Publisher(lambda: tracker_of(run, settings), run.journal)
     warnings = HealthWarnings(run, read_adjustments(run))
-    manifest = run.manifest(index)
-    if manifest is None or not manifest.complete:
+    manifest = _found_done(run, index)
+    if manifest is None:
         trainer = _attach(run) or _start(run, settings, dataset, model, index)
         with (
             _stopped_on_interrupt(run, trainer, index, settings),
@@ -81,6 +82,24 @@ def _segment_trained(run: Run, settings: Settings, dataset: DatasetRef, model: M
         publisher.publish_last(manifest.last_step, settings.tracking_wait_seconds)
     else:
         publisher.publish(manifest.last_step)
+    return manifest
+
+
+def _found_done(run: Run, index: int) -> SegmentManifest | None:
+    """The segment, if it is complete. A damaged end of the run does not count: nobody would look at it again before it
+    is evaluated, while a trainer verifies what it goes on from."""
+    manifest = run.manifest(index)
+    if manifest is None or not manifest.complete:
+        return None
+    if manifest.last_step >= run.experiment.training.steps and _running(run) is None:
+        try:
+            verify_checkpoint(manifest.checkpoint)
+        except CheckpointError as error:
+            aside = move_aside(segment_path(run.run_dir, index))
+            get_logger().warning(
+                "train: SEGMENT %d IS NO LONGER DONE and its manifest is moved to %s: %s", index, aside.name, error
+            )
+            return None
     return manifest
 
 

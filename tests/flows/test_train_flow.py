@@ -222,6 +222,17 @@ def test_steps_replayed_after_damage_are_published_once(data_dir: Path) -> None:
     assert [point.step for point in points] == list(range(1, 8))
 
 
+def test_a_damaged_end_of_the_run_is_trained_again(data_dir: Path) -> None:
+    experiment = load_experiment("grpo-geo3k-tiny", SMALL)
+    summary = grpo_geo3k(experiment, run_id="end")
+    (data_dir / "runs" / "end" / "checkpoints" / "step-000005" / "weights").write_text("?")
+    grpo_geo3k(experiment, run_id="end")
+    assert trainings(data_dir) == ["train from segment 0", "train from segment 2"]
+    client = MlflowClient(tracking_uri=Settings().tracking_uri)
+    points = client.get_metric_history(summary.mlflow_run_id, "reward/mean")
+    assert [point.step for point in points] == [1, 2, 3, 4, 5]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_command_commits_cleans_up_and_continues(tmp_path: Path, number: int) -> None:

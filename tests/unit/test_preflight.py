@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Iterator
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from infra.errors import ServerError, StorageError
 from infra.servers import free_port
@@ -17,6 +19,13 @@ from rlcore.config import ExperimentConfig, build_experiment
 from rlcore.errors import ConfigError, DataError, ModelError, RewardError
 from tasks import preflight
 from tasks.preflight import check
+
+
+@pytest.fixture(autouse=True)
+def _no_prefect_server() -> Iterator[None]:
+    """Whatever server the other tests of this session use is not this one's to find."""
+    with temporary_settings(restore_defaults={PREFECT_API_URL}):
+        yield
 
 
 @pytest.fixture
