@@ -13,12 +13,13 @@ export UV_PYTHON_DOWNLOADS := never
 # Compiled at install, or every start of a worker imports for 15 s instead of 6.
 export UV_COMPILE_BYTECODE := 1
 
-.PHONY: help install demo demo-gsm8k demo-countdown demo-geo3k demo-algorithms ui test check lock clean
+.PHONY: help install demo demo-gsm8k demo-countdown demo-geo3k demo-algorithms chaos ui test check lock clean
 help:
 	@echo 'make demo                      from raw data to a registered model, on the CPU'
 	@echo 'make demo-gsm8k, -countdown    the same with a tiny text policy: sums, the countdown game'
 	@echo 'make demo-geo3k DATA=FOLDER    the same on real Geometry3K files, two steps'
 	@echo 'make demo-algorithms           does every algorithm learn? A table of three seeds each, under 40 minutes'
+	@echo 'make chaos                     kill everything, at random; is anything lost? A table, about 15 minutes'
 	@echo 'make ui                        the Prefect and MLflow pages over the data folder'
 	@echo 'make test, make check          the tests; lint, format and types'
 	@echo 'make install, lock, clean      environment; pinned requirements; remove what make made'
@@ -52,6 +53,9 @@ demo-geo3k: $(STAMP)
 
 demo-algorithms: $(STAMP)
 	@OMP_NUM_THREADS=1 $(RUN) -W ignore -m tests.bench.algorithms
+
+chaos: $(STAMP)
+	@OMP_NUM_THREADS=1 $(RUN) -m tests.chaos
 
 ui: $(STAMP)
 	@$(RUN) -m infra.ui

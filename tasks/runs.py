@@ -230,6 +230,18 @@ def tracked(run: Run) -> Iterator[Tracker]:
     write_json_atomically(run.finished_marker, "")
 
 
+def close_as_killed(run: Run, settings: Settings) -> None:
+    """The MLflow run of a flow that was killed before it could close it itself."""
+    if not (run.run_dir / "mlflow.json").exists() or run.finished_marker.exists():
+        return
+    try:
+        tracker = tracker_of(run, settings)
+    except InfraError as error:
+        get_logger().warning("MLflow was not told that run %s is KILLED: %s", run.run_id, error)
+        return
+    _close_after_error(tracker, "KILLED")
+
+
 def _close_after_error(tracker: Tracker, status: str) -> None:
     try:
         tracker.finish(status)

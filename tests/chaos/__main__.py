@@ -11,11 +11,15 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import signal
 import sys
 import time
 from pathlib import Path
 
-from tests.chaos.harness import Chaos, markdown, undisturbed
+from tests.chaos.faults import DAMAGES
+from tests.chaos.harness import Chaos, losses, markdown, undisturbed
+
+_STEPS_PER_DISTURBANCE = 12  # each after a commit, some at the next one or the one after it
 
 
 def main() -> int:
@@ -25,18 +29,21 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("data/chaos"))
+    parser.add_argument("--docs", type=Path, help="page to write the table of what is lost into")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that all is taken down
     started = time.monotonic()
     out = options.out.absolute()
-    settings = [f"resources.workers={options.workers}", f"training.steps={4 * options.kills + 12}"]
+    steps = _STEPS_PER_DISTURBANCE * (options.kills + (0 if options.no_faults else 2 + len(DAMAGES)) + 1)
+    settings = [f"resources.workers={options.workers}", f"training.steps={steps}"]
 
-    chaos = Chaos(out / "killed", settings, random.Random(options.seed))
+    expected = undisturbed(out / "undisturbed", settings)
+    chaos = Chaos(out / "killed", settings, random.Random(options.seed), out / "undisturbed" / "models")
     with chaos:
         chaos.kill_all(options.kills)
         if not options.no_faults:
             chaos.fill_and_damage()
         chaos.finish()
-    expected = undisturbed(out / "undisturbed", settings)
     found = chaos.weights()
     report = {
         "kills": sum(row.kill for row in chaos.rows),
@@ -47,6 +54,8 @@ def main() -> int:
         "orphans": len(chaos.orphans()) + len(chaos.stray_files()),
         "wall_seconds": round(time.monotonic() - started),
     }
+    if options.docs is not None:
+        write_between_marks(options.docs, losses(chaos.rows) + f"\n`{json.dumps(report)}`\n")
     text = markdown(chaos.rows)
     (out / "table.md").write_text(text)
     sys.stdout.write(f"{text}\n")
@@ -58,6 +67,12 @@ def main() -> int:
         report[key] for key in ("missing_steps", "duplicate_steps", "orphans")
     )
     return int(not unharmed or report["recovered"] < len(chaos.rows))
+
+
+def write_between_marks(page: Path, text: str) -> None:
+    before, rest = page.read_text().split("<!-- chaos -->\n")
+    _, after = rest.split("<!-- /chaos -->")
+    page.write_text(f"{before}<!-- chaos -->\n{text}<!-- /chaos -->{after}")
 
 
 if __name__ == "__main__":

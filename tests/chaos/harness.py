@@ -9,6 +9,7 @@ import os
 import random
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -32,8 +33,10 @@ from tests.chaos.victims import TRAINER_SIDE, Scene, Victim, command, metrics_du
 EXPERIMENT = "grpo-gsm8k-tiny"
 RUN_ID = "chaos"
 SMALL = (
-    "segment.steps=4",
+    "model.tiny.warm_start_steps=200",
+    "segment.steps=2",
     "training.problems_per_step=8",
+    "training.learning_rate=5.0e-5",
     "rollout.group_size=4",
     "data.synthetic_problems=256",
     "evaluation.problems=16",
@@ -62,6 +65,22 @@ class Row:
 def markdown(rows: list[Row]) -> str:
     head = "| victim | moment | seconds to the next step | steps replayed |\n| --- | --- | --- | --- |"
     return "\n".join([head, *map(str, rows)]) + "\n"
+
+
+def losses(rows: list[Row]) -> str:
+    """What was lost with each victim: the rows of one victim and moment in one line."""
+    lines = [
+        "| what dies | when | times | came back | seconds to the next step: median (most) | steps repeated: most |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for victim, moment in dict.fromkeys((row.victim, row.moment) for row in rows):
+        same = [row for row in rows if (row.victim, row.moment) == (victim, moment)]
+        seconds = [row.seconds for row in same]
+        lines.append(
+            f"| {victim} | {moment} | {len(same)} | {sum(row.recovered for row in same)} | "
+            f"{statistics.median(seconds):.0f} ({max(seconds):.0f}) | {max(row.replayed for row in same)} |"
+        )
+    return "\n".join(lines) + "\n"
 
 
 def undisturbed(data_dir: Path, settings: list[str]) -> str:
@@ -119,15 +138,21 @@ class Server:
 class Chaos:
     """The run, its servers and its command; as a context manager it starts all, and on leaving none is left."""
 
-    def __init__(self, data_dir: Path, settings: list[str], chance: random.Random) -> None:
-        self.data_dir, self._settings, self._chance = data_dir, settings, chance
+    def __init__(self, data_dir: Path, settings: list[str], chance: random.Random, models: Path) -> None:
+        """
+        Args:
+            models: of a run like this one; its warm start need not be taken again.
+        """
+        self.data_dir, self._settings, self._chance, self._models = data_dir, settings, chance, models
         self.scene = Scene(data_dir, data_dir / "runs" / RUN_ID)
         self.rows: list[Row] = []
         self._command: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Chaos:
+        if (checkpoints := self.scene.run_dir / "checkpoints").is_mount():  # of a chaos that was killed itself
+            subprocess.run(["umount", "--lazy", str(checkpoints)], check=True)
         shutil.rmtree(self.data_dir, ignore_errors=True)
-        self.data_dir.mkdir(parents=True)
+        shutil.copytree(self._models, self.data_dir / "models")
         settings = Settings(data_dir=self.data_dir, mlflow_uri="")
         self._mlflow, self._prefect = Server(mlflow_server, settings), Server(prefect_server, settings)
         self._disk = SmallDisk(self.scene.run_dir / "checkpoints", "400m")
@@ -261,7 +286,9 @@ class Chaos:
     def _progress(self) -> None:
         """Wait until something new is committed, so that no retry is without progress."""
         before, deadline = self.scene.committed, time.monotonic() + _RECOVERY_SECONDS
-        while not (self.scene.committed > before and self.scene.trainer()) and not self._done():
+        while not (self.scene.committed > before and self.scene.trainer()):
+            if self._done():
+                raise RuntimeError("the run ended before all was done to it: give it more steps")
             self._run_again_if_failed()
             if time.monotonic() > deadline:
                 raise TimeoutError(f"nothing new is committed; see {self.data_dir / 'command.log'}")
@@ -298,6 +325,8 @@ class Chaos:
         twice: set[int] = set()
         expected = range(1, self.scene.steps + 1)
         records = read_journal(self.scene.run_dir / "journal.jsonl")
+        if not any(record.metrics["optim/grad_norm"] for record in records):
+            raise ValueError("no step of the run had a gradient: equal weights would prove nothing")
         for metric in ("reward/mean", "optim/grad_norm", "time/step"):
             if metric not in records[-1].metrics:
                 raise KeyError(f"the journal has no metric {metric}")

@@ -51,7 +51,9 @@ class Stack:
 
     def stop_worker(self) -> None:
         """As systemctl stop does."""
-        (worker,) = [item for item in processes.marked(WORKER) if "worker" in item.cmdline()]
+        ours = {process.pid for process in processes.marked(WORKER)}
+        running = psutil.process_iter(["pid", "cmdline"])
+        (worker,) = [item for item in running if item.pid in ours and "worker" in (item.info["cmdline"] or [])]
         worker.terminate()
         worker.wait(60)
 

@@ -71,8 +71,10 @@ def grade(pool: GradingPool, *texts: str, answer: str = "5") -> list[Score]:
 
 
 def workers() -> set[int]:
-    processes = psutil.Process().children(recursive=True)
-    return {p.pid for p in processes if any("rlcore.rewards.worker" in part for part in p.cmdline())}
+    # asked by psutil itself, which leaves out what is gone meanwhile: children of other tests end as zombies
+    ours = {process.pid for process in psutil.Process().children(recursive=True)}
+    running = psutil.process_iter(["pid", "cmdline"])
+    return {p.pid for p in running if p.pid in ours and "rlcore.rewards.worker" in " ".join(p.info["cmdline"] or [])}
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from uuid import UUID, uuid4
 
 import pytest
+from mlflow import MlflowClient
 from prefect.client.schemas.objects import State, StateType
 
 from infra import processes
@@ -27,7 +28,7 @@ from tasks.experiments import load_experiment
 from tasks.jobs import jobs_mark
 from tasks.recovering import alone, last_failure, observe, recoveries, reschedule
 from tasks.recovery import Action, Facts, FlowRunFacts, LastFailure, decide
-from tasks.runs import append_line, drivers, open_run
+from tasks.runs import append_line, drivers, open_run, tracker_of
 
 DEPLOYED = FlowRunFacts(flow_run_id="f", state_id="s", state=StateType.CRASHED, deployed=True)
 CRASHED = Facts(
@@ -178,11 +179,14 @@ def test_what_prefect_kills_over_its_grace_leaves_nothing(tmp_path: Path, monkey
     (driver,) = drivers(cancelled)
     (cancelled.run_dir / "drivers.jsonl").write_text(driver.model_copy(update={"pid": 2**22 + 1}).model_dump_json())
     flow_run = SimpleNamespace(id=uuid4(), name="gone")
+    tracker = tracker_of(cancelled, Settings())
     marks = [cancelled.trainer_mark, f"{jobs_mark(str(flow_run.id))}1", other.trainer_mark]
     for mark in marks:
         processes.start(["sleep", "60"], env=dict(os.environ), mark=mark, ends_with_parent=True)
     end_what_is_left(None, flow_run, None)
     assert [len(processes.marked(mark)) for mark in marks] == [0, 0, 1]
+    mlflow = MlflowClient(tracking_uri=Settings().tracking_uri)
+    assert mlflow.get_run(tracker.mlflow_run_id).info.status == "KILLED"
     end_what_is_left(None, SimpleNamespace(id=uuid4(), name="other"), None)  # this very process drives it
     assert len(processes.marked(marks[2])) == 1
     end_what_is_left(None, SimpleNamespace(id=uuid4(), name="never opened"), None)
