@@ -164,6 +164,8 @@ def start_ray(address: str | None, num_cpus: int) -> None:
         log_to_driver=False,
         logging_level="ERROR",
         configure_logging=False,
+        # A head of our own that died does not come back; by default its processes would look for it for a minute.
+        _system_config=None if address else {"gcs_rpc_server_reconnect_timeout_s": 5},
     )
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from tests.chaos.faults import DAMAGES
 from tests.chaos.harness import Chaos, losses, markdown, undisturbed
 
-_STEPS_PER_DISTURBANCE = 12  # each after a commit, some at the next one or the one after it
+_STEPS_PER_DISTURBANCE = 14  # each after a commit; without its head Ray lets a run go on for some seconds
 
 
 def main() -> int:
