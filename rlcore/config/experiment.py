@@ -263,6 +263,8 @@ class ResourceConfig(Frozen):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     threads_per_worker: int = Field(1, ge=1)
     """CPU only: threads of each worker."""
+    deterministic: bool = False
+    """GPU only: kernels that give the same bits for the same input, slower. On the CPU every run is exact as it is."""
 
 
 class ExperimentConfig(Frozen):

@@ -14,7 +14,7 @@ import psutil
 import ray
 from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskError
 
-from rlcore.config import ExperimentConfig
+from rlcore.config import ExperimentConfig, ResourceConfig
 from rlcore.distributed.blame import Failed, first_of, portable
 from rlcore.distributed.worker import WorkerSpec
 from rlcore.errors import MemoryExhaustedError, RlflowError, WorkerLostError
@@ -79,7 +79,7 @@ class RayRanks:
         self._oom_kills = oom_kills()
         self.size = size = config.resources.workers
         options: dict[str, Any] = {"num_gpus": 1} if device == "cuda" else {"num_cpus": 1}
-        options["runtime_env"] = {"env_vars": worker_environment(device, config.resources.threads_per_worker)}
+        options["runtime_env"] = {"env_vars": worker_environment(device, config.resources)}
         actor = ray.remote(**options)(WorkerActor)
         self._actors = [actor.remote() for _ in range(size)]
         try:
@@ -147,11 +147,14 @@ class RayRanks:
         return f"pid {self.pids[rank]} on {self._nodes[rank]}"
 
 
-def worker_environment(device: str, threads: int) -> dict[str, str]:
-    """Read by OpenMP, torch and vLLM when they load, so it has to be there before the actor's first import."""
+def worker_environment(device: str, resources: ResourceConfig) -> dict[str, str]:
+    """Read by OpenMP, torch, cuBLAS and vLLM when they load, so it has to be there before the actor's first import."""
     quiet = {"RAY_USAGE_STATS_ENABLED": "0", "VLLM_NO_USAGE_STATS": "1", "TOKENIZERS_PARALLELISM": "false"}
     if device == "cpu":
-        quiet |= {"OMP_NUM_THREADS": str(threads), "CUDA_VISIBLE_DEVICES": "", "TORCH_COMPILE_DISABLE": "1"}
+        threads = str(resources.threads_per_worker)
+        quiet |= {"OMP_NUM_THREADS": threads, "CUDA_VISIBLE_DEVICES": "", "TORCH_COMPILE_DISABLE": "1"}
+    elif resources.deterministic:
+        quiet |= {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     return quiet
 
 

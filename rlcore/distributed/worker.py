@@ -211,6 +211,8 @@ def _enter_world(spec: WorkerSpec) -> None:
 
     if spec.device == "cuda":
         torch.cuda.set_device(spec.local_rank)
+        # only a warning, because vLLM's sampling has an operation (cumsum) without a deterministic kernel
+        torch.use_deterministic_algorithms(spec.config.resources.deterministic, warn_only=True)
     torch.set_num_threads(spec.threads)
     if not dist.is_initialized():
         dist.init_process_group("gloo" if spec.device == "cpu" else "cpu:gloo,cuda:nccl", init_method="env://")

@@ -19,7 +19,7 @@ from pathlib import Path
 from tests.chaos.faults import DAMAGES
 from tests.chaos.harness import Chaos, losses, markdown, undisturbed
 
-_STEPS_PER_DISTURBANCE = 14  # each after a commit; without its head Ray lets a run go on for some seconds
+_STEPS_PER_DISTURBANCE = 10  # each after a commit; without its head Ray lets a run go on for some seconds
 
 
 def main() -> int:
@@ -37,7 +37,7 @@ def main() -> int:
     steps = _STEPS_PER_DISTURBANCE * (options.kills + (0 if options.no_faults else 2 + len(DAMAGES)) + 1)
     settings = [f"resources.workers={options.workers}", f"training.steps={steps}"]
 
-    expected = undisturbed(out / "undisturbed", settings)
+    expected = undisturbed(out / "undisturbed", [*settings, f"segment.steps={steps}"])
     chaos = Chaos(out / "killed", settings, random.Random(options.seed), out / "undisturbed" / "models")
     with chaos:
         chaos.kill_all(options.kills)

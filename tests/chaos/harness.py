@@ -84,7 +84,7 @@ def losses(rows: list[Row]) -> str:
 
 
 def undisturbed(data_dir: Path, settings: list[str]) -> str:
-    """The weights of the same run when nobody kills anything."""
+    """The weights of the same run when nobody kills anything, and in one segment."""
     shutil.rmtree(data_dir, ignore_errors=True)
     data_dir.mkdir(parents=True)
     with (data_dir / "command.log").open("wb") as log:

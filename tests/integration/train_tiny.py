@@ -61,7 +61,8 @@ def main(settings: dict[str, object]) -> None:
 
     start_ray(None, config.resources.workers)
     try:
-        ranks = RayRanks(Worker, model=Path(str(settings["model"])), dataset=dataset, config=config, device="cpu")
+        device = config.resources.device
+        ranks = RayRanks(Worker, model=Path(str(settings["model"])), dataset=dataset, config=config, device=device)
         workers = WorkerGroup(ranks, config)
         state = TrainState()
         if resume:
