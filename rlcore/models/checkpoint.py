@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from rlcore.errors import CheckpointError
+from rlcore.errors import CheckpointError, StorageError
 from rlcore.models.loading import load_hf_model
 from rlcore.models.lora import is_adapter, lora_alpha, merged
 
@@ -73,7 +73,7 @@ class BackgroundSaver:
         """Whether the last save is on its way to the disk whole, this rank's share and the common metadata.
 
         Raises:
-            CheckpointError: it could not be written, on whichever rank.
+            StorageError: it could not be written, on whichever rank.
         """
         if self._writing is None or not self._writing.done():
             return self._writing is None
@@ -113,9 +113,8 @@ def _write(tree: dict[str, Any], folder: Path, group: dist.ProcessGroup | None) 
             dcp.save(tree, checkpoint_id=folder / TRAIN_STATE, process_group=group, no_dist=not dist.is_initialized())
     except CheckpointException as error:  # a BaseException, and its text is all ranks' tracebacks
         rank, (cause, _) = next(iter(error.failures.items()))
-        raise CheckpointError(
-            f"rank {rank} could not write its share of {folder / TRAIN_STATE}: {type(cause).__name__}: {cause}. "
-            "Free space there, or correct the folder's permissions."
+        raise StorageError(
+            f"rank {rank} could not write its share of {folder / TRAIN_STATE}: {type(cause).__name__}: {cause}"
         ) from error
 
 

@@ -241,7 +241,8 @@ class Chaos:
             now = self.scene.trainer()
             replaced = now is not None and (trainer is None or now.pid != trainer.pid)
             if replaced and resumed_from is None and trainer is not None:
-                resumed_from = self.scene.committed
+                # without its Ray head, or its disk, the old one has gone on for some steps
+                resumed_from, steps = self.scene.committed, max(steps, self.scene.steps)
             recovered = recovered or (replaced and self.scene.steps > steps)
             self._run_again_if_failed()
         replayed = 0 if resumed_from is None else max(0, steps - resumed_from)
