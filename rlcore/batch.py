@@ -144,7 +144,7 @@ def pack(
     image_index = np.flatnonzero(image_row >= 0)
 
     def on_device(values: npt.NDArray[np.generic] | Tensor, dtype: torch.dtype) -> Tensor:
-        return torch.as_tensor(values).to(device, dtype)
+        return _moved(torch.as_tensor(values).to(dtype), device)
 
     def of_trained(arrays: Sequence[Floats | None]) -> Tensor | None:
         present = [a[s.loss_mask] for a, s in zip(arrays, samples, strict=True) if a is not None]
@@ -159,22 +159,22 @@ def pack(
         token_ids=on_device(tokens[source], torch.int64),
         position_ids=on_device(positions[..., source], torch.int64),
         segments=Segments(
-            bounds=segments.bounds.to(device),
-            prompt_bounds=segments.prompt_bounds.to(device),
-            group_bounds=segments.group_bounds.to(device),
+            bounds=_moved(segments.bounds, device),
+            prompt_bounds=_moved(segments.prompt_bounds, device),
+            group_bounds=_moved(segments.group_bounds, device),
             sizes=segments.sizes,
         ),
         predict_from=on_device(row_of[predict_from.numpy()], torch.int64),
         targets=on_device(tokens[token_index.numpy()], torch.int64),
-        sequence_index=sequence_index.to(device),
-        sequence_lengths=sequence_lengths.to(device),
+        sequence_index=_moved(sequence_index, device),
+        sequence_lengths=_moved(sequence_lengths, device),
         sampler_logprobs=required([s.sampler_logprobs for s in samples]),
         advantages=required([np.zeros(s.num_tokens) if s.advantages is None else s.advantages for s in samples]),
         old_logprobs=of_trained([s.old_logprobs for s in samples]),
         log_kept=of_trained([s.log_kept for s in samples]),
         ref_logprobs=of_trained([s.ref_logprobs for s in samples]),
-        pixel_values=torch.cat([f.pixel_values for f in images.values()]).to(device) if images else None,
-        image_grid_thw=torch.tensor([f.grid_thw for f in images.values()], device=device) if images else None,
+        pixel_values=_moved(torch.cat([f.pixel_values for f in images.values()]), device) if images else None,
+        image_grid_thw=_moved(torch.tensor([f.grid_thw for f in images.values()]), device) if images else None,
         image_index=on_device(image_index, torch.int64),
         image_rows=on_device(image_row[image_index], torch.int64),
     )
@@ -259,6 +259,11 @@ def _share_prompts(
         sizes=torch.tensor([prompt_tokens, *longest]),
     )
     return row_of, np.concatenate(source), segments
+
+
+def _moved(values: Tensor, device: torch.device) -> Tensor:
+    """On ``device``, without waiting for what it is at work on."""
+    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
 
 
 def _merged(grid_thw: tuple[int, int, int], layout: VisionLayout) -> int:

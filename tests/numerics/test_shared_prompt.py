@@ -16,6 +16,7 @@ from rlcore.algorithms.aggregation import StepTotals
 from rlcore.algorithms.flops import ModelShape
 from rlcore.batch import Microbatch, Segments, pack
 from rlcore.distributed.group import microbatch_work
+from rlcore.models import attention
 from rlcore.models.attention import merged_backward, merged_forward, shared_prompt_attention
 from rlcore.models.torch_policy import TorchPolicy
 from rlcore.types import TrainingSample
@@ -236,3 +237,29 @@ def test_a_prompt_is_shared_where_its_tokens_and_images_are_the_same(tiny_model:
     toy.PICTURES["another"] = toy.PICTURES[image.sha256]
     other = replace(samples[1], images=(replace(image, sha256="another"),))
     assert len(pack_([samples[0], other]).token_ids) == samples[0].num_tokens + other.num_tokens
+
+
+def test_the_operator_keeps_what_it_promises_to_autograd_and_to_the_compiler(monkeypatch):
+    """Schema, shapes without data, gradient and a whole graph, with plain arithmetic in the kernels' place."""
+    monkeypatch.setattr(attention, "_flash_forward", math_forward)
+    monkeypatch.setattr(attention, "_flash_backward", math_backward)
+    for operator in (attention._attention, attention._attention_backward):
+        operator.register_kernel("cpu", operator._init_fn)
+    groups = LAYOUTS["several"]
+    where = segments(groups)
+    ends = (where.bounds, where.prompt_bounds, where.group_bounds, where.sizes)
+    generator = torch.Generator().manual_seed(0)
+    total = int(where.bounds[-1])
+    query, key, value, grad = (torch.randn(heads, total, 8, generator=generator) for heads in (4, 2, 2, 4))
+    leaves = [x.transpose(0, 1).requires_grad_() for x in (query, key, value)]
+    torch.library.opcheck(attention.OPERATOR, (*leaves, *ends, SCALE))
+
+    def block(*parts: Tensor) -> Tensor:
+        return attention.OPERATOR(*(part * 2 for part in parts), *ends, SCALE)[0] + 1
+
+    out = torch.compile(block, fullgraph=True, dynamic=True, backend="aot_eager")(*leaves)
+    expected = dense(*(leaf * 2 for leaf in leaves), groups) + 1
+    assert_close(out, expected)
+    grad = grad.transpose(0, 1)
+    found, wanted = (torch.autograd.grad(x, leaves, grad) for x in (out, expected))
+    assert_close(found, wanted, rtol=1e-4, atol=1e-5)
