@@ -4,8 +4,8 @@ A row holds K distinct prompts, then the completions of all B sequences in the o
 was sampled from the same prompt as another one shares it. What a sequence is then is its prompt and its completion,
 wherever they lie in the row.
 
-Letters: B sequences of a microbatch, L tokens of one sequence, K distinct prompts, P tokens of the prompts together,
-T tokens of the row, N trained (completion) tokens of the microbatch, I distinct images, R = rows of their merged vision
+Letters: B sequences of a microbatch, L tokens of one sequence, K distinct prompts, S prompts and completions, T tokens
+of the row, N trained (completion) tokens of the microbatch, I distinct images, R = rows of their merged vision
 features, M image tokens of the row, W ranks.
 
 Alignment: a value at index t of a sequence describes token t. ``logprobs[t] = log p(token t | tokens < t)``. Values of
@@ -38,10 +38,10 @@ class ImageFeatures:
 class Segments:
     """Who sees whom in a packed row: a prompt sees itself, a completion its prompt and itself, both causally."""
 
-    bounds: Tensor  # [K + completions + 1] int32, starts of the prompts and of the completions, then T
-    prompt_bounds: Tensor  # [K+1] int32, 0 to P
-    group_bounds: Tensor  # [K+1] int32, the completions of each prompt together, counted from P: 0 to T - P
-    sizes: Tensor  # [4] int64: P, longest segment, longest prompt, longest group; on the CPU, where they are read
+    bounds: Tensor  # [S+1] int32, starts of the K prompts and then of the completions, then T
+    key_bounds: Tensor  # [S+1] int32, the part of key_rows that each segment sees, the last rows of it being its own
+    key_rows: Tensor  # int64: row of each key, prompt before completion
+    sizes: Tensor  # [3] int64: K, longest segment, longest segment with its prompt; on the CPU, where they are read
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -160,8 +160,8 @@ def pack(
         position_ids=on_device(positions[..., source], torch.int64),
         segments=Segments(
             bounds=_moved(segments.bounds, device),
-            prompt_bounds=_moved(segments.prompt_bounds, device),
-            group_bounds=_moved(segments.group_bounds, device),
+            key_bounds=_moved(segments.key_bounds, device),
+            key_rows=_moved(segments.key_rows, device),
             sizes=segments.sizes,
         ),
         predict_from=on_device(row_of[predict_from.numpy()], torch.int64),
@@ -232,31 +232,34 @@ def _share_prompts(
         groups.setdefault(prompt_key(sample), []).append(index)
     row_of = np.empty(starts[-1], np.int64)
     source: list[npt.NDArray[np.int64]] = []
-    end, bounds, prompt_bounds = 0, [0], [0]
+    keys: list[npt.NDArray[np.int64]] = []
+    prompts: list[npt.NDArray[np.int64]] = []
+    end, bounds = 0, [0]
     for members in groups.values():
-        length = samples[members[0]].num_prompt
+        rows = np.arange(end, end + samples[members[0]].num_prompt)
         for index in members:
-            row_of[starts[index] : starts[index] + length] = np.arange(end, end + length)
-        source.append(np.arange(starts[members[0]], starts[members[0]] + length))
-        end += length
+            row_of[starts[index] : starts[index] + len(rows)] = rows
+        source.append(np.arange(starts[members[0]], starts[members[0]] + len(rows)))
+        prompts.append(rows)
+        keys.append(rows)
+        end += len(rows)
         bounds.append(end)
-        prompt_bounds.append(end)
-    prompt_tokens, group_bounds = end, [0]
-    for members in groups.values():
+    for prompt, members in zip(prompts, groups.values(), strict=True):
         for index in members:
-            own = np.arange(starts[index] + samples[index].num_prompt, starts[index + 1])
+            own = np.arange(starts[index] + len(prompt), starts[index + 1])
             if len(own):  # nothing trained, nothing but a prompt
-                row_of[own] = np.arange(end, end + len(own))
+                rows = np.arange(end, end + len(own))
+                row_of[own] = rows
                 source.append(own)
+                keys.append(np.concatenate([prompt, rows]))
                 end += len(own)
                 bounds.append(end)
-        group_bounds.append(end - prompt_tokens)
-    longest = [max(np.diff(ends)) for ends in (bounds, prompt_bounds, group_bounds)]
+    key_lengths = [len(rows) for rows in keys]
     segments = Segments(
         bounds=torch.tensor(bounds, dtype=torch.int32),
-        prompt_bounds=torch.tensor(prompt_bounds, dtype=torch.int32),
-        group_bounds=torch.tensor(group_bounds, dtype=torch.int32),
-        sizes=torch.tensor([prompt_tokens, *longest]),
+        key_bounds=torch.from_numpy(np.cumsum([0, *key_lengths])).to(torch.int32),
+        key_rows=torch.from_numpy(np.concatenate(keys)),
+        sizes=torch.tensor([len(prompts), int(np.diff(bounds).max()), max(key_lengths)]),
     )
     return row_of, np.concatenate(source), segments
 

@@ -221,7 +221,16 @@ def _logit_gradient(logits: Tensor, targets: Tensor, lse: Tensor, scale: Tensor,
 @cache
 def _fused(function: Callable[..., Any], device_type: str) -> Callable[..., Any]:
     """One pass over the logits instead of five where memory is what takes the time."""
-    return torch.compile(function, dynamic=True) if device_type == "cuda" else function
+    if device_type != "cuda":
+        return function
+    compiled = torch.compile(function)
+
+    def of_any_rows(logits: Tensor, *rest: Any) -> Any:
+        for rows in (logits, *(part for part in rest if isinstance(part, Tensor))):
+            torch._dynamo.maybe_mark_dynamic(rows, 0)  # and not the vocabulary, whose size kernels are made for
+        return compiled(logits, *rest)
+
+    return of_any_rows
 
 
 def _slices(count: int, size: int) -> Iterator[slice]:

@@ -197,8 +197,9 @@ class TrainingConfig(Frozen):
     compile_blocks: Literal["auto", "on", "off"] = "auto"
     """torch.compile over each transformer block. auto: on CUDA. Costs a minute at the start of each process."""
     reshard_after_forward: Literal["auto", "on", "off"] = "auto"
-    """Whether a block's whole weights are let go between its forward and its backward pass. on costs the least memory;
-    off keeps a copy of the whole model in the compute dtype during an update. auto: on with more than one worker."""
+    """Whether a block's whole weights are let go after its forward and its backward pass, and its gradient is reduced
+    over the workers, in each microbatch. on costs the least memory; off keeps a copy of the whole model in the compute
+    dtype, and its gradient in float32, until the last microbatch of a step. auto: on with more than one worker."""
     learning_rate: float = Field(1e-6, ge=0)
     optimizer: Literal["adamw", "adamw_bf16"] = "adamw"
     """adamw: float32 master weights and state. adamw_bf16: all of it in bfloat16, with Kahan-compensated updates: 10

@@ -3,17 +3,15 @@
 The only place that decides which kernel runs. In a text row a completion sees its prompt and itself, and nothing of
 another sequence; an image's patches see those of the same image, or window of it.
 
-Shared prompts on CUDA take two FlashAttention calls: every segment over itself, causal; and the completions of each
-prompt, as one long sequence of queries, over that prompt. Two softmaxes over parts of the keys become the softmax over
-all of them by their log-sum-exps (arXiv:2112.05682, section 3), and FlashAttention's backward, which computes
-exp(score - lse) again, gives each part's exact gradient when it is handed the output and the lse of the whole
-(arXiv:2307.08691, algorithm 2). FlexAttention could do it in one call, but its kernels are slower, want a block mask
-for every microbatch and compile anew for new shapes.
+On CUDA that is one FlashAttention call: a completion's keys are gathered to be its prompt's and its own, one behind the
+other, and the causal mask is aligned to their end (FlashAttention 2.1 and later; arXiv:2307.08691). The keys' gradients
+are added up where they came from, in float32. Two calls merged by their log-sum-exps (all completions of a group over
+the prompt, each over itself) gather nothing, and were slower on an H200: few keys under many queries fill few of its
+processors. FlexAttention wants a block mask for every microbatch and kernels of its own for the shapes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -72,8 +70,8 @@ def shared_prompt_attention(query: Tensor, key: Tensor, value: Tensor, segments:
     -> [T, Hq, D]"""
     if not query.is_cuda:
         return _shared_prompt_padded(query, key, value, segments, scale)
-    bounds = (segments.bounds, segments.prompt_bounds, segments.group_bounds, segments.sizes)
-    out, _ = OPERATOR(query, key, value, *bounds, scale)
+    where = (segments.bounds, segments.key_bounds, segments.key_rows, segments.sizes)
+    out, _ = OPERATOR(query, key, value, *where, scale)
     return out  # type: ignore[no-any-return]
 
 
@@ -89,129 +87,21 @@ def within(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: i
     return varlen_attn(query, key, value, bounds, bounds, longest, longest, scale=scale)  # type: ignore[return-value]
 
 
-# --- the parts of a shared prompt, merged ---
-
-# query, key, value, query bounds, key bounds, longest query, longest key, causal, scale -> out [Tq, H, D], lse [H, Tq]
-Forward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, int, int, bool, float], tuple[Tensor, Tensor]]
-# gradient of out, query, key, value, out, lse, then as above -> gradients of query, key and value
-Backward = Callable[..., tuple[Tensor, Tensor, Tensor]]
-
-
-def merged_forward(
-    kernel: Forward,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bounds: Tensor,
-    prompt_bounds: Tensor,
-    group_bounds: Tensor,
-    sizes: Tensor,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
-    """Output [T, Hq, D] and log-sum-exp [Hq, T] float32 of the whole, from two calls of ``kernel``."""
-    prompts, longest, longest_prompt, longest_group = sizes.tolist()
-    out, lse = kernel(query, key, value, bounds, bounds, longest, longest, True, scale)
-    if prompts < len(query):
-        ends = (group_bounds, prompt_bounds, longest_group, longest_prompt)
-        of_prompt, prompt_lse = kernel(query[prompts:], key[:prompts], value[:prompts], *ends, False, scale)
-        own, own_lse = out[prompts:], lse[:, prompts:]
-        whole_lse = torch.logaddexp(own_lse, prompt_lse)
-        share = (prompt_lse - whole_lse).exp().t()[..., None]  # [T - P, Hq, 1] of the attention that the prompt has
-        own.copy_(own + share * (of_prompt - own))
-        own_lse.copy_(whole_lse)
-    return out, lse
-
-
-def merged_backward(
-    kernel: Backward,
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    bounds: Tensor,
-    prompt_bounds: Tensor,
-    group_bounds: Tensor,
-    sizes: Tensor,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value; ``out`` and ``lse`` are those of the whole."""
-    prompts, longest, longest_prompt, longest_group = sizes.tolist()
-    ends = (bounds, bounds, longest, longest)
-    of_query, of_key, of_value = kernel(grad, query, key, value, out, lse, *ends, True, scale)
-    if prompts < len(query):
-        more = kernel(
-            grad[prompts:],
-            query[prompts:],
-            key[:prompts],
-            value[:prompts],
-            out[prompts:],
-            lse[:, prompts:].contiguous(),
-            group_bounds,
-            prompt_bounds,
-            longest_group,
-            longest_prompt,
-            False,
-            scale,
-        )
-        of_query[prompts:] += more[0]
-        of_key[:prompts] += more[1]
-        of_value[:prompts] += more[2]
-    return of_query, of_key, of_value
-
-
-def _flash_forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    query_bounds: Tensor,
-    key_bounds: Tensor,
-    longest_query: int,
-    longest_key: int,
-    causal: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
-    ends = (query_bounds, key_bounds, longest_query, longest_key)
-    found = torch.ops.aten._flash_attention_forward(query, key, value, *ends, 0.0, causal, False, scale=scale)
-    return found[0], found[1]
-
-
-def _flash_backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    query_bounds: Tensor,
-    key_bounds: Tensor,
-    longest_query: int,
-    longest_key: int,
-    causal: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    ends = (query_bounds, key_bounds, longest_query, longest_key)
-    no_dropout = (query.new_zeros(2, dtype=torch.uint64), query.new_empty(0))  # its generator's state
-    return torch.ops.aten._flash_attention_backward(  # type: ignore[no-any-return]
-        grad, query, key, value, out, lse, *ends, 0.0, causal, *no_dropout, scale=scale
-    )
-
-
-# operators of their own, so that torch.compile takes them whole and activation checkpointing can tell them apart
+# an operator of its own, so that torch.compile takes it whole and activation checkpointing can tell it apart
 @torch.library.custom_op("rlflow::shared_prompt_attention", mutates_args=(), device_types="cuda")
 def _attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     bounds: Tensor,
-    prompt_bounds: Tensor,
-    group_bounds: Tensor,
+    key_bounds: Tensor,
+    key_rows: Tensor,
     sizes: Tensor,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    ends = (bounds, prompt_bounds, group_bounds, sizes)
-    out, lse = merged_forward(_flash_forward, query, key, value, *ends, scale)
+    """Output [T, Hq, D] and log-sum-exp [Hq, T] float32."""
+    ends = (bounds, key_bounds, *sizes[1:].tolist())
+    out, lse = _flash_forward(query, key[key_rows], value[key_rows], *ends, scale)
     return out.contiguous(), lse
 
 
@@ -224,14 +114,57 @@ def _attention_backward(
     out: Tensor,
     lse: Tensor,
     bounds: Tensor,
-    prompt_bounds: Tensor,
-    group_bounds: Tensor,
+    key_bounds: Tensor,
+    key_rows: Tensor,
     sizes: Tensor,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    ends = (bounds, prompt_bounds, group_bounds, sizes)
-    of_query, of_key, of_value = merged_backward(_flash_backward, grad, query, key, value, out, lse, *ends, scale)
-    return of_query.contiguous(), of_key.contiguous(), of_value.contiguous()
+    ends = (bounds, key_bounds, *sizes[1:].tolist())
+    found = _flash_backward(grad, query, key[key_rows], value[key_rows], out, lse, *ends, scale)
+    of_key, of_value = (_scattered(part, key_rows, len(key)) for part in found[1:])
+    return found[0].contiguous(), of_key, of_value
+
+
+def _flash_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bounds: Tensor,
+    key_bounds: Tensor,
+    longest: int,
+    longest_keys: int,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Causal, aligned to the end of each segment's keys."""
+    ends = (bounds, key_bounds, longest, longest_keys)
+    found = torch.ops.aten._flash_attention_forward(query, key, value, *ends, 0.0, True, False, scale=scale)
+    return found[0], found[1]
+
+
+def _flash_backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    bounds: Tensor,
+    key_bounds: Tensor,
+    longest: int,
+    longest_keys: int,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    ends = (bounds, key_bounds, longest, longest_keys)
+    no_dropout = (query.new_zeros(2, dtype=torch.uint64), query.new_empty(0))  # its generator's state
+    return torch.ops.aten._flash_attention_backward(  # type: ignore[no-any-return]
+        grad, query, key, value, out, lse, *ends, 0.0, True, *no_dropout, scale=scale
+    )
+
+
+def _scattered(gradient: Tensor, rows: Tensor, count: int) -> Tensor:
+    """[count, H, D] sums of the gradients of each row's copies."""
+    total = gradient.new_zeros(count, *gradient.shape[1:], dtype=torch.float32)
+    return total.index_add_(0, rows, gradient.float()).to(gradient.dtype)
 
 
 @_attention.register_fake
@@ -245,8 +178,8 @@ def _(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: object) -> tu
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    query, key, value, *ends, scale = inputs
-    ctx.save_for_backward(query, key, value, *output, *ends)
+    query, key, value, *where, scale = inputs
+    ctx.save_for_backward(query, key, value, *output, *where)
     ctx.scale = scale
 
 
@@ -263,31 +196,28 @@ OPERATOR = torch.ops.rlflow.shared_prompt_attention.default
 
 
 def _shared_prompt_padded(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float) -> Tensor:
-    count = len(segments.prompt_bounds) - 1
-    starts, lengths = segments.bounds[:-1].long(), segments.bounds.diff().long()
-    prompts, prompts_inside = _padded_rows(starts[:count], lengths[:count])
-    outs = [_attend(query, key, value, prompts, prompts, None, True, scale)[prompts_inside]]
-    if len(starts) > count:
-        own, own_inside = _padded_rows(starts[count:], lengths[count:])  # [B, longest]
-        ends = segments.group_bounds[1:].long() + segments.sizes[0]
-        prompt_of = torch.searchsorted(ends, starts[count:], right=True)
-        causal = torch.ones(own.shape[1], own.shape[1], dtype=torch.bool).tril()
-        seen = torch.cat(
-            [prompts_inside[prompt_of][:, None].expand(-1, own.shape[1], -1), causal.expand(len(own), -1, -1)], dim=-1
-        )  # padding of a completion comes after all of its own queries
-        rows = torch.cat([prompts[prompt_of], own], dim=1)
-        outs.append(_attend(query, key, value, own, rows, seen[:, None], False, scale)[own_inside])
+    count = int(segments.sizes[0])
+    rows, inside = _padded_rows(segments.bounds[: count + 1])  # prompts, whose keys are their own
+    outs = [_attend(query, key, value, rows, rows, None, True, scale)[inside]]
+    if len(segments.bounds) > count + 1:
+        rows, inside = _padded_rows(segments.bounds[count:])  # [completions, longest]
+        keys, _ = _padded_rows(segments.key_bounds[count:])
+        lengths, key_lengths = segments.bounds[count:].diff(), segments.key_bounds[count:].diff()
+        last_seen = torch.arange(rows.shape[1]) + (key_lengths - lengths)[:, None]
+        mask = torch.arange(keys.shape[1]) <= last_seen[..., None]  # padded keys come after all that real queries see
+        outs.append(_attend(query, key, value, rows, segments.key_rows[keys], mask[:, None], False, scale)[inside])
     return torch.cat(outs)
 
 
 def _within_padded(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, scale: float) -> Tensor:
-    rows, inside = _padded_rows(bounds[:-1].long(), bounds.diff().long())
+    rows, inside = _padded_rows(bounds)
     mask = None if bool(inside.all()) else inside[:, None, None, :]
     return _attend(query, key, value, rows, rows, mask, False, scale)[inside]
 
 
-def _padded_rows(starts: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows [B, longest] of each segment's tokens, 0 where there is none, and where there is one."""
+def _padded_rows(bounds: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows [B, longest] of the segments between ``bounds``, 0 where there is none, and where there is one."""
+    starts, lengths = bounds[:-1].long(), bounds.diff().long()
     column = torch.arange(int(lengths.max()))
     inside = column[None] < lengths[:, None]
     return torch.where(inside, starts[:, None] + column[None], 0), inside

@@ -158,7 +158,9 @@ class TorchPolicy:
         """
         sums = StepSums.zero(self.device)
         for number, samples in enumerate(microbatches, start=1):
-            self.model.set_reshard_after_backward(self._reshards or number == len(microbatches))
+            last = number == len(microbatches)
+            self.model.set_reshard_after_backward(self._reshards or last)
+            self.model.set_requires_gradient_sync(self._reshards or last)
             batch = self._pack(samples or [FILLER])
             tokens = PolicyTokens(*self.model(batch))
             loss, part = microbatch_loss(

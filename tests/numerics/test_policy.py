@@ -111,6 +111,7 @@ def test_the_gradient_does_not_depend_on_microbatches_or_order(tiny_model: Path,
         ({"gradient_checkpointing": "selective"}, {}),
         ({}, {"reshard_after_forward": "on"}),
         ({"gradient_checkpointing": "selective"}, {"reshard_after_forward": "on"}),
+        ({"gradient_checkpointing": "full"}, {"compile_blocks": "on"}),
     ],
 )
 def test_what_is_kept_for_backward_does_not_change_the_gradient(

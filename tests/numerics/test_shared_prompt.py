@@ -17,7 +17,7 @@ from rlcore.algorithms.flops import ModelShape
 from rlcore.batch import Microbatch, Segments, pack
 from rlcore.distributed.group import microbatch_work
 from rlcore.models import attention
-from rlcore.models.attention import merged_backward, merged_forward, shared_prompt_attention
+from rlcore.models.attention import shared_prompt_attention
 from rlcore.models.torch_policy import TorchPolicy
 from rlcore.types import TrainingSample
 from tests.numerics import toy
@@ -51,9 +51,9 @@ def test_the_row_by_hand():
     assert batch.token_ids.tolist() == [10, 11, 20, 21, 22, 1, 2, 3, 5, 6, 4]
     assert batch.position_ids.tolist() == [0, 1, 0, 1, 2, 2, 3, 4, 2, 3, 3]
     assert batch.segments.bounds.tolist() == [0, 2, 5, 8, 10, 11]
-    assert batch.segments.prompt_bounds.tolist() == [0, 2, 5]
-    assert batch.segments.group_bounds.tolist() == [0, 5, 6]
-    assert batch.segments.sizes.tolist() == [5, 3, 3, 5]
+    assert batch.segments.key_rows.tolist() == [0, 1, 2, 3, 4, 0, 1, 5, 6, 7, 0, 1, 8, 9, 2, 3, 4, 10]
+    assert batch.segments.key_bounds.tolist() == [0, 2, 5, 10, 14, 18]
+    assert batch.segments.sizes.tolist() == [2, 3, 5]
     assert batch.targets.tolist() == [1, 3, 4, 5, 6]  # in the order given
     assert batch.predict_from.tolist() == [1, 6, 4, 1, 8]  # the first of both completions from the one prompt's end
     assert batch.sequence_index.tolist() == [0, 0, 1, 2, 2]
@@ -64,7 +64,7 @@ def test_the_row_by_hand():
 def test_a_sequence_without_anything_trained_is_all_prompt_and_keeps_its_place():
     batch = packed(sample([1, 2], [3], [False]), sample([1, 2], [3]))
     assert batch.token_ids.tolist() == [1, 2, 3, 1, 2, 3]
-    assert batch.segments.group_bounds.tolist() == [0, 0, 1]
+    assert batch.segments.key_bounds.tolist() == [0, 3, 5, 8]
     assert batch.sequence_lengths.tolist() == [0, 1]
     assert batch.predict_from.tolist() == [4]
 
@@ -81,7 +81,7 @@ def test_tokens_packed_are_tokens_counted():
     work = microbatch_work(shape, samples)
     assert work.tokens == len(batch.token_ids) < sum(s.num_tokens for s in samples)
     assert work.tokens + work.shared_tokens == sum(s.num_tokens for s in samples)
-    assert work.prompt_tokens == int(batch.segments.sizes[0])
+    assert work.prompt_tokens == int(batch.segments.bounds[batch.segments.sizes[0]])
 
 
 # --- attention alone ---
@@ -90,17 +90,18 @@ def test_tokens_packed_are_tokens_counted():
 def segments(groups: Sequence[tuple[int, Sequence[int]]]) -> Segments:
     """Of (prompt, completions) lengths."""
     prompts = [prompt for prompt, _ in groups]
-    completions = [length for _, lengths in groups for length in lengths]
-    totals = [sum(lengths) for _, lengths in groups]
-
-    def bounds(lengths: Sequence[int]) -> Tensor:
-        return torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
-
+    lengths = [*prompts, *(length for _, lengths in groups for length in lengths)]
+    starts = np.cumsum([0, *lengths])
+    keys = [np.arange(starts[i], starts[i + 1]) for i in range(len(groups))]
+    for group, (_, completions) in enumerate(groups):
+        for _ in completions:
+            own = np.arange(starts[len(keys)], starts[len(keys) + 1])
+            keys.append(np.concatenate([keys[group], own]))
     return Segments(
-        bounds=bounds([*prompts, *completions]),
-        prompt_bounds=bounds(prompts),
-        group_bounds=bounds(totals),
-        sizes=torch.tensor([sum(prompts), max(prompts + completions), max(prompts), max(totals)]),
+        bounds=torch.tensor(starts, dtype=torch.int32),
+        key_bounds=torch.tensor(np.cumsum([0, *map(len, keys)]), dtype=torch.int32),
+        key_rows=torch.from_numpy(np.concatenate(keys)),
+        sizes=torch.tensor([len(prompts), max(lengths), max(map(len, keys))]),
     )
 
 
@@ -123,35 +124,32 @@ def dense(query: Tensor, key: Tensor, value: Tensor, groups: Sequence[tuple[int,
     return torch.einsum("hqk,khd->qhd", probs, value.repeat_interleave(repeat, 1))
 
 
-def math_forward(query, key, value, query_bounds, key_bounds, longest_query, longest_key, causal, scale):
+def math_forward(query, key, value, bounds, key_bounds, longest, longest_keys, scale):
     """A FlashAttention kernel's contract in plain arithmetic: output and log-sum-exp of each query over its keys."""
     outs, lses = [], []
     repeat = query.shape[1] // key.shape[1]
-    assert longest_query == query_bounds.diff().max()
-    assert longest_key == key_bounds.diff().max()
-    for b in range(len(query_bounds) - 1):
-        q = query[query_bounds[b] : query_bounds[b + 1]]
-        k = key[key_bounds[b] : key_bounds[b + 1]].repeat_interleave(repeat, 1)
-        v = value[key_bounds[b] : key_bounds[b + 1]].repeat_interleave(repeat, 1)
+    assert longest == bounds.diff().max()
+    assert longest_keys == key_bounds.diff().max()
+    for b in range(len(bounds) - 1):
+        q = query[bounds[b] : bounds[b + 1]]
+        k, v = (x[key_bounds[b] : key_bounds[b + 1]].repeat_interleave(repeat, 1) for x in (key, value))
         scores = torch.einsum("qhd,khd->hqk", q, k) * scale
-        if causal:
-            scores = scores.masked_fill(torch.ones(len(q), len(k)).triu(1).bool(), -torch.inf)
+        scores = scores.masked_fill(torch.ones(len(q), len(k)).triu(1 + len(k) - len(q)).bool(), -torch.inf)
         outs.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), v))
-        lses.append(scores.logsumexp(-1))
+        lses.append(scores.logsumexp(-1).float())
     return torch.cat(outs), torch.cat(lses, dim=1)
 
 
-def math_backward(grad, query, key, value, out, lse, query_bounds, key_bounds, _lq, _lk, causal, scale):
+def math_backward(grad, query, key, value, out, lse, bounds, key_bounds, _longest, _longest_keys, scale):
     """As FlashAttention's backward: probabilities from the lse it is given, and the row sums of grad * out."""
     found = [torch.zeros_like(x) for x in (query, key, value)]
     repeat = query.shape[1] // key.shape[1]
-    for b in range(len(query_bounds) - 1):
-        qs, ks = slice(query_bounds[b], query_bounds[b + 1]), slice(key_bounds[b], key_bounds[b + 1])
+    for b in range(len(bounds) - 1):
+        qs, ks = slice(bounds[b], bounds[b + 1]), slice(key_bounds[b], key_bounds[b + 1])
         k, v = (x[ks].repeat_interleave(repeat, 1) for x in (key, value))
         scores = torch.einsum("qhd,khd->hqk", query[qs], k) * scale
-        if causal:
-            scores = scores.masked_fill(torch.ones(scores.shape[1:]).triu(1).bool(), -torch.inf)
-        probs = (scores - lse[:, qs, None]).exp()
+        later = torch.ones(scores.shape[1:]).triu(1 + scores.shape[2] - scores.shape[1]).bool()
+        probs = (scores.masked_fill(later, -torch.inf) - lse[:, qs, None]).exp()
         of_probs = torch.einsum("qhd,khd->hqk", grad[qs], v)
         of_scores = probs * (of_probs - (grad[qs] * out[qs]).sum(-1).t()[..., None]) * scale
         found[0][qs] += torch.einsum("hqk,khd->qhd", of_scores, k)
@@ -169,27 +167,46 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_two_kernel_calls_merged_and_the_padded_batch_equal_the_dense_mask(layout):
+def test_the_padded_batch_equals_the_dense_mask(layout):
     groups = LAYOUTS[layout]
     where = segments(groups)
-    ends = (where.bounds, where.prompt_bounds, where.group_bounds, where.sizes)
     generator = torch.Generator().manual_seed(0)
     total = int(where.bounds[-1])
     query, key, value, grad = (
         torch.randn(total, heads, 8, generator=generator, dtype=torch.float64) for heads in (4, 2, 2, 4)
     )
-    leaves = [x.clone().requires_grad_() for x in (query, key, value)]
+    leaves = [x.requires_grad_() for x in (query, key, value)]
     expected = dense(*leaves, groups)
-    wanted = torch.autograd.grad(expected, leaves, grad)
+    found = shared_prompt_attention(*leaves, where, SCALE)
+    assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    gradients = (torch.autograd.grad(x, leaves, grad) for x in (found, expected))
+    assert_close(*gradients, rtol=1e-11, atol=1e-12)
 
-    out, lse = merged_forward(math_forward, query, key, value, *ends, SCALE)
-    assert_close(out, expected, rtol=1e-12, atol=1e-12)
-    found = merged_backward(math_backward, grad, query, key, value, out, lse, *ends, SCALE)
-    assert_close(found, wanted, rtol=1e-11, atol=1e-12)
 
-    padded = shared_prompt_attention(*leaves, where, SCALE)
-    assert_close(padded, expected, rtol=1e-12, atol=1e-12)
-    assert_close(torch.autograd.grad(padded, leaves, grad), wanted, rtol=1e-11, atol=1e-12)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_operator_of_cuda_equals_the_dense_mask_and_compiles_whole(layout, monkeypatch):
+    """Plain arithmetic in the kernels' place; schema, shapes without data and autograd are checked by torch."""
+    monkeypatch.setattr(attention, "_flash_forward", math_forward)
+    monkeypatch.setattr(attention, "_flash_backward", math_backward)
+    for operator in (attention._attention, attention._attention_backward):
+        operator.register_kernel("cpu", operator._init_fn)
+    groups = LAYOUTS[layout]
+    where = segments(groups)
+    ends = (where.bounds, where.key_bounds, where.key_rows, where.sizes)
+    generator = torch.Generator().manual_seed(0)
+    total = int(where.bounds[-1])
+    query, key, value, grad = (torch.randn(heads, total, 8, generator=generator) for heads in (4, 2, 2, 4))
+    leaves = [x.transpose(0, 1).requires_grad_() for x in (query, key, value)]
+    torch.library.opcheck(attention.OPERATOR, (*leaves, *ends, SCALE))
+
+    def block(*parts: Tensor) -> Tensor:
+        return attention.OPERATOR(*(part * 2 for part in parts), *ends, SCALE)[0] + 1
+
+    expected = dense(*(leaf * 2 for leaf in leaves), groups) + 1
+    wanted = torch.autograd.grad(expected, leaves, grad.transpose(0, 1))
+    for found in (block(*leaves), torch.compile(block, fullgraph=True, dynamic=True, backend="aot_eager")(*leaves)):
+        assert_close(found, expected)
+        assert_close(torch.autograd.grad(found, leaves, grad.transpose(0, 1)), wanted, rtol=1e-4, atol=1e-5)
 
 
 # --- the whole policy ---
@@ -237,29 +254,3 @@ def test_a_prompt_is_shared_where_its_tokens_and_images_are_the_same(tiny_model:
     toy.PICTURES["another"] = toy.PICTURES[image.sha256]
     other = replace(samples[1], images=(replace(image, sha256="another"),))
     assert len(pack_([samples[0], other]).token_ids) == samples[0].num_tokens + other.num_tokens
-
-
-def test_the_operator_keeps_what_it_promises_to_autograd_and_to_the_compiler(monkeypatch):
-    """Schema, shapes without data, gradient and a whole graph, with plain arithmetic in the kernels' place."""
-    monkeypatch.setattr(attention, "_flash_forward", math_forward)
-    monkeypatch.setattr(attention, "_flash_backward", math_backward)
-    for operator in (attention._attention, attention._attention_backward):
-        operator.register_kernel("cpu", operator._init_fn)
-    groups = LAYOUTS["several"]
-    where = segments(groups)
-    ends = (where.bounds, where.prompt_bounds, where.group_bounds, where.sizes)
-    generator = torch.Generator().manual_seed(0)
-    total = int(where.bounds[-1])
-    query, key, value, grad = (torch.randn(heads, total, 8, generator=generator) for heads in (4, 2, 2, 4))
-    leaves = [x.transpose(0, 1).requires_grad_() for x in (query, key, value)]
-    torch.library.opcheck(attention.OPERATOR, (*leaves, *ends, SCALE))
-
-    def block(*parts: Tensor) -> Tensor:
-        return attention.OPERATOR(*(part * 2 for part in parts), *ends, SCALE)[0] + 1
-
-    out = torch.compile(block, fullgraph=True, dynamic=True, backend="aot_eager")(*leaves)
-    expected = dense(*(leaf * 2 for leaf in leaves), groups) + 1
-    assert_close(out, expected)
-    grad = grad.transpose(0, 1)
-    found, wanted = (torch.autograd.grad(x, leaves, grad) for x in (out, expected))
-    assert_close(found, wanted, rtol=1e-4, atol=1e-5)
