@@ -94,14 +94,14 @@ class StepSums:
 
     def all_reduce(self) -> StepSums:
         """The merge over all ranks, on CPU: one collective for everything."""
-        if not dist.is_initialized() or dist.get_world_size() == 1:
-            return self
         mine = [getattr(self, name) for name in _OWN]
         mine += [getattr(self.loss, name) for name in LossSums.__slots__]
         mine += [getattr(self.mismatch, name) for name in MismatchSums.__slots__]
         row = torch.stack([value.double() for value in mine])
-        rows = row.new_empty(dist.get_world_size(), len(mine))
-        dist.all_gather_into_tensor(rows.flatten(), row)
+        rows = row[None]
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            rows = row.new_empty(dist.get_world_size(), len(mine))
+            dist.all_gather_into_tensor(rows.flatten(), row)
         parts = [_from_row(values) for values in rows.cpu()]
         total = parts[0]
         for part in parts[1:]:
