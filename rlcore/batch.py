@@ -61,7 +61,7 @@ class Microbatch:
     log_kept: Tensor | None  # [N]
     ref_logprobs: Tensor | None  # [N]
     pixel_values: Tensor | None  # [patches of I images, ...]
-    image_grid_thw: Tensor | None  # [I, 3]
+    image_grid_thw: Tensor | None  # [I, 3], on the CPU, where it is read
     image_index: Tensor  # [M] int64: position in the row of each image token
     image_rows: Tensor  # [M] int64: row of the merged vision features that it takes
 
@@ -144,7 +144,7 @@ def pack(
     image_index = np.flatnonzero(image_row >= 0)
 
     def on_device(values: npt.NDArray[np.generic] | Tensor, dtype: torch.dtype) -> Tensor:
-        return _moved(torch.as_tensor(values).to(dtype), device)
+        return moved(torch.as_tensor(values).to(dtype), device)
 
     def of_trained(arrays: Sequence[Floats | None]) -> Tensor | None:
         present = [a[s.loss_mask] for a, s in zip(arrays, samples, strict=True) if a is not None]
@@ -159,22 +159,22 @@ def pack(
         token_ids=on_device(tokens[source], torch.int64),
         position_ids=on_device(positions[..., source], torch.int64),
         segments=Segments(
-            bounds=_moved(segments.bounds, device),
-            key_bounds=_moved(segments.key_bounds, device),
-            key_rows=_moved(segments.key_rows, device),
+            bounds=moved(segments.bounds, device),
+            key_bounds=moved(segments.key_bounds, device),
+            key_rows=moved(segments.key_rows, device),
             sizes=segments.sizes,
         ),
         predict_from=on_device(row_of[predict_from.numpy()], torch.int64),
         targets=on_device(tokens[token_index.numpy()], torch.int64),
-        sequence_index=_moved(sequence_index, device),
-        sequence_lengths=_moved(sequence_lengths, device),
+        sequence_index=moved(sequence_index, device),
+        sequence_lengths=moved(sequence_lengths, device),
         sampler_logprobs=required([s.sampler_logprobs for s in samples]),
         advantages=required([np.zeros(s.num_tokens) if s.advantages is None else s.advantages for s in samples]),
         old_logprobs=of_trained([s.old_logprobs for s in samples]),
         log_kept=of_trained([s.log_kept for s in samples]),
         ref_logprobs=of_trained([s.ref_logprobs for s in samples]),
-        pixel_values=_moved(torch.cat([f.pixel_values for f in images.values()]), device) if images else None,
-        image_grid_thw=_moved(torch.tensor([f.grid_thw for f in images.values()]), device) if images else None,
+        pixel_values=moved(torch.cat([f.pixel_values for f in images.values()]), device) if images else None,
+        image_grid_thw=torch.tensor([f.grid_thw for f in images.values()]) if images else None,
         image_index=on_device(image_index, torch.int64),
         image_rows=on_device(image_row[image_index], torch.int64),
     )
@@ -264,7 +264,7 @@ def _share_prompts(
     return row_of, np.concatenate(source), segments
 
 
-def _moved(values: Tensor, device: torch.device) -> Tensor:
+def moved(values: Tensor, device: torch.device) -> Tensor:
     """On ``device``, without waiting for what it is at work on."""
     return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
 

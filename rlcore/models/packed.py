@@ -10,10 +10,11 @@ from torch import Tensor, nn
 
 from rlcore.algorithms.flops import ModelShape, TowerShape
 from rlcore.algorithms.logprobs import linear_logprobs
-from rlcore.batch import Microbatch, VisionLayout
+from rlcore.batch import Microbatch, VisionLayout, moved
 from rlcore.errors import ModelError
 from rlcore.models.attention import use_packed_attention
 from rlcore.models.lora import is_adapter, language_model, vision_tower
+from rlcore.models.vision import tower_inputs
 
 
 class PackedModel(nn.Module):
@@ -78,7 +79,7 @@ class PackedModel(nn.Module):
         if batch.pixel_values is None:
             side = layout.merge_size
             pixels = embeddings.new_zeros(side * side, _patch_width(self.hf.config.vision_config))
-            grid = torch.tensor([[1, side, side]], device=embeddings.device)
+            grid = torch.tensor([[1, side, side]])
             return embeddings + 0.0 * self._features(pixels, grid).sum()
         features = self._features(batch.pixel_values.to(embeddings.dtype), batch.image_grid_thw)  # [R, H]
         rows = features.index_select(0, batch.image_rows).to(embeddings.dtype)  # [M, H]
@@ -86,7 +87,8 @@ class PackedModel(nn.Module):
 
     def _features(self, pixels: Tensor, grid: Tensor) -> Tensor:
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.tower_trains):
-            return self.hf.model.visual(pixels, grid_thw=grid).pooler_output
+            inputs = tower_inputs(self.hf.config.vision_config, grid, pixels.device)
+            return self.hf.model.visual(pixels, grid_thw=moved(grid, pixels.device), **inputs).pooler_output
 
 
 def vision_layout(config: object) -> VisionLayout | None:
