@@ -1,14 +1,20 @@
-"""Packing: many sequences in one row, no padding. The shape legend of the project.
+"""Packing: many sequences in one row, no padding, every prompt once. The shape legend of the project.
 
-Letters: B sequences of a microbatch, L tokens of one sequence, T = sum of L over the microbatch, N trained
-(completion) tokens of the microbatch, I distinct images, R = rows of their merged vision features, W ranks.
+A row holds K distinct prompts, then the completions of all B sequences in the order of their prompts; a sequence that
+was sampled from the same prompt as another one shares it. What a sequence is then is its prompt and its completion,
+wherever they lie in the row.
 
-Alignment: a value at index t describes token t. ``logprobs[t] = log p(token t | tokens < t)``.
+Letters: B sequences of a microbatch, L tokens of one sequence, K distinct prompts, S prompts and completions, T tokens
+of the row, N trained (completion) tokens of the microbatch, I distinct images, R = rows of their merged vision
+features, M image tokens of the row, W ranks.
+
+Alignment: a value at index t of a sequence describes token t. ``logprobs[t] = log p(token t | tokens < t)``. Values of
+a microbatch are those of its trained tokens alone, in the order in which the sequences were given.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,6 +22,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from rlcore.algorithms.logprobs import trained_positions, trained_sequences
 from rlcore.types import Floats, ImageRef, TrainingSample
 
 
@@ -28,22 +35,35 @@ class ImageFeatures:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Segments:
+    """Who sees whom in a packed row: a prompt sees itself, a completion its prompt and itself, both causally."""
+
+    bounds: Tensor  # [S+1] int32, starts of the K prompts and then of the completions, then T
+    key_bounds: Tensor  # [S+1] int32, the part of key_rows that each segment sees, the last rows of it being its own
+    key_rows: Tensor  # int64: row of each key, prompt before completion
+    sizes: Tensor  # [3] int64: K, longest segment, longest segment with its prompt; on the CPU, where they are read
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Microbatch:
-    """Sequences packed end to end for one forward pass."""
+    """Sequences packed for one forward pass."""
 
     token_ids: Tensor  # [T] int64
-    cu_seqlens: Tensor  # [B+1] int32, starts of the sequences, then T
-    max_seqlen: int
-    position_ids: Tensor  # [T], or [3, T] (time, height, width) for M-RoPE models
-    loss_mask: Tensor  # [T] bool
-    sampler_logprobs: Tensor  # [T]
-    advantages: Tensor  # [T]
-    old_logprobs: Tensor | None  # [T]
-    log_kept: Tensor | None  # [T]
-    ref_logprobs: Tensor | None  # [T]
+    position_ids: Tensor  # [T], or [3, T] (time, height, width) for M-RoPE models; of each sequence as if alone
+    segments: Segments
+    predict_from: Tensor  # [N] int64: position in the row whose hidden state predicts the token
+    targets: Tensor  # [N] int64: the token
+    sequence_index: Tensor  # [N] int64 in 0..B-1
+    sequence_lengths: Tensor  # [B] int64, in trained tokens
+    sampler_logprobs: Tensor  # [N]
+    advantages: Tensor  # [N]
+    old_logprobs: Tensor | None  # [N]
+    log_kept: Tensor | None  # [N]
+    ref_logprobs: Tensor | None  # [N]
     pixel_values: Tensor | None  # [patches of I images, ...]
-    image_grid_thw: Tensor | None  # [I, 3]
-    image_rows: Tensor  # [image tokens of T] int64: row of the merged vision features that each one takes
+    image_grid_thw: Tensor | None  # [I, 3], on the CPU, where it is read
+    image_index: Tensor  # [M] int64: position in the row of each image token
+    image_rows: Tensor  # [M] int64: row of the merged vision features that it takes
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +109,11 @@ def mrope_positions(
     return positions
 
 
+def prompt_key(sample: TrainingSample) -> Hashable:
+    """Samples of one key have the same prompt, images included."""
+    return tuple(image.sha256 for image in sample.images), sample.token_ids[: sample.num_prompt].tobytes()
+
+
 def pack(
     samples: Sequence[TrainingSample],
     *,
@@ -96,113 +121,153 @@ def pack(
     features: Callable[[ImageRef], ImageFeatures] | None,
     device: torch.device,
 ) -> Microbatch:
-    """Pack samples in the given order. Each distinct image appears once, however many sequences show it.
+    """Pack samples. Each distinct prompt and each distinct image appears once, however many sequences show it.
 
     Args:
         layout: None for a text model.
         features: reads one image; needed where samples have images.
+
+    Raises:
+        ValueError: the first token of a sample is to be trained; a text model is given images; image tokens that do
+            not match the images; log-probs on some samples and not on others.
     """
-    lengths = [sample.num_tokens for sample in samples]
-    images: dict[str, ImageFeatures] = {}
-    row_of: dict[str, int] = {}
-    rows_so_far = 0
-    image_rows: list[npt.NDArray[np.int64]] = []
-    positions: list[npt.NDArray[np.int64]] = []
-    for sample in samples:
-        grids = []
-        for image in sample.images:
-            if layout is None or features is None:
-                raise ValueError("a text model was given a sample with images")
-            if image.sha256 not in images:
-                images[image.sha256] = features(image)
-                row_of[image.sha256] = rows_so_far
-                rows_so_far += _merged(images[image.sha256].grid_thw, layout)
-            grid = images[image.sha256].grid_thw
-            grids.append(grid)
-            first = row_of[image.sha256]
-            image_rows.append(np.arange(first, first + _merged(grid, layout)))
-        if layout is None:
-            positions.append(np.arange(sample.num_tokens))
-        else:
-            positions.append(mrope_positions(sample.token_ids, grids, layout))
+    images = _read_images(samples, layout, features)
+    tokens = np.concatenate([s.token_ids for s in samples])
+    starts = np.cumsum([0, *(s.num_tokens for s in samples)])
+    mask = torch.from_numpy(np.concatenate([s.loss_mask for s in samples]))
+    predict_from, token_index = trained_positions(mask, torch.from_numpy(starts))
+    sequence_index, sequence_lengths = trained_sequences(mask, torch.from_numpy(starts))
+    row_of, source, segments = _share_prompts(samples, starts)
 
-    def joined(arrays: Sequence[npt.NDArray[np.generic]], dtype: torch.dtype) -> Tensor:
-        return torch.from_numpy(np.concatenate(arrays, axis=-1)).to(device, dtype)
+    positions, image_row = _places(samples, images, layout)
+    image_row = image_row[source]
+    image_index = np.flatnonzero(image_row >= 0)
 
-    def optional(arrays: list[Floats | None]) -> Tensor | None:
-        present = [a for a in arrays if a is not None]
+    def on_device(values: npt.NDArray[np.generic] | Tensor, dtype: torch.dtype) -> Tensor:
+        return moved(torch.as_tensor(values).to(dtype), device)
+
+    def of_trained(arrays: Sequence[Floats | None]) -> Tensor | None:
+        present = [a[s.loss_mask] for a, s in zip(arrays, samples, strict=True) if a is not None]
         if present and len(present) != len(arrays):
             raise ValueError("some samples of a microbatch carry log-probs and some do not")
-        return joined(present, torch.float32) if present else None
+        return on_device(np.concatenate(present), torch.float32) if present else None
 
-    grid_rows = [f.grid_thw for f in images.values()]
+    def required(arrays: Sequence[Floats]) -> Tensor:
+        return on_device(np.concatenate([a[s.loss_mask] for a, s in zip(arrays, samples, strict=True)]), torch.float32)
+
     return Microbatch(
-        token_ids=joined([s.token_ids for s in samples], torch.int64),
-        cu_seqlens=torch.from_numpy(np.cumsum([0, *lengths])).to(device, torch.int32),
-        max_seqlen=max(lengths),
-        position_ids=joined(positions, torch.int64),
-        loss_mask=joined([s.loss_mask for s in samples], torch.bool),
-        sampler_logprobs=joined([s.sampler_logprobs for s in samples], torch.float32),
-        advantages=joined([_or_zeros(s.advantages, s.num_tokens) for s in samples], torch.float32),
-        old_logprobs=optional([s.old_logprobs for s in samples]),
-        log_kept=optional([s.log_kept for s in samples]),
-        ref_logprobs=optional([s.ref_logprobs for s in samples]),
-        pixel_values=torch.cat([f.pixel_values for f in images.values()]).to(device) if images else None,
-        image_grid_thw=torch.tensor(grid_rows, dtype=torch.int64, device=device) if images else None,
-        image_rows=joined(image_rows, torch.int64) if image_rows else torch.empty(0, dtype=torch.int64, device=device),
+        token_ids=on_device(tokens[source], torch.int64),
+        position_ids=on_device(positions[..., source], torch.int64),
+        segments=Segments(
+            bounds=moved(segments.bounds, device),
+            key_bounds=moved(segments.key_bounds, device),
+            key_rows=moved(segments.key_rows, device),
+            sizes=segments.sizes,
+        ),
+        predict_from=on_device(row_of[predict_from.numpy()], torch.int64),
+        targets=on_device(tokens[token_index.numpy()], torch.int64),
+        sequence_index=moved(sequence_index, device),
+        sequence_lengths=moved(sequence_lengths, device),
+        sampler_logprobs=required([s.sampler_logprobs for s in samples]),
+        advantages=required([np.zeros(s.num_tokens) if s.advantages is None else s.advantages for s in samples]),
+        old_logprobs=of_trained([s.old_logprobs for s in samples]),
+        log_kept=of_trained([s.log_kept for s in samples]),
+        ref_logprobs=of_trained([s.ref_logprobs for s in samples]),
+        pixel_values=moved(torch.cat([f.pixel_values for f in images.values()]), device) if images else None,
+        image_grid_thw=torch.tensor([f.grid_thw for f in images.values()]) if images else None,
+        image_index=on_device(image_index, torch.int64),
+        image_rows=on_device(image_row[image_index], torch.int64),
     )
 
 
-def _or_zeros(values: Floats | None, length: int) -> Floats:
-    return np.zeros(length, np.float32) if values is None else values
+def _read_images(
+    samples: Sequence[TrainingSample],
+    layout: VisionLayout | None,
+    features: Callable[[ImageRef], ImageFeatures] | None,
+) -> dict[str, ImageFeatures]:
+    distinct = {image.sha256: image for sample in samples for image in sample.images}
+    if not distinct:
+        return {}
+    if layout is None or features is None:
+        raise ValueError("a text model was given a sample with images")
+    return {sha256: features(image) for sha256, image in distinct.items()}
+
+
+def _places(
+    samples: Sequence[TrainingSample], images: Mapping[str, ImageFeatures], layout: VisionLayout | None
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Positions ([sum L], or [3, sum L] for M-RoPE) of the sequences end to end, and the row of the vision features
+    that each of their tokens takes (-1: none)."""
+    if layout is None:
+        return np.concatenate([np.arange(s.num_tokens) for s in samples]), np.full(
+            sum(s.num_tokens for s in samples), -1
+        )
+    counts = [_merged(image.grid_thw, layout) for image in images.values()]
+    first_row = dict(zip(images, np.cumsum([0, *counts]), strict=False))
+    places, rows = [], []
+    for sample in samples:
+        grids = [images[image.sha256].grid_thw for image in sample.images]
+        places.append(mrope_positions(sample.token_ids, grids, layout))
+        row = np.full(sample.num_tokens, -1)
+        row[sample.token_ids == layout.image_token_id] = np.concatenate(
+            [
+                np.empty(0, np.int64),
+                *(
+                    first_row[image.sha256] + np.arange(_merged(grid, layout))
+                    for image, grid in zip(sample.images, grids, strict=True)
+                ),
+            ]
+        )
+        rows.append(row)
+    return np.concatenate(places, axis=-1), np.concatenate(rows)
+
+
+def _share_prompts(
+    samples: Sequence[TrainingSample], starts: npt.NDArray[np.int64]
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], Segments]:
+    """Where each token of the sequences end to end lies in the row ([sum L]), where each token of the row comes from
+    ([T]), and the row's segments."""
+    groups: dict[Hashable, list[int]] = {}
+    for index, sample in enumerate(samples):
+        groups.setdefault(prompt_key(sample), []).append(index)
+    row_of = np.empty(starts[-1], np.int64)
+    source: list[npt.NDArray[np.int64]] = []
+    keys: list[npt.NDArray[np.int64]] = []
+    prompts: list[npt.NDArray[np.int64]] = []
+    end, bounds = 0, [0]
+    for members in groups.values():
+        rows = np.arange(end, end + samples[members[0]].num_prompt)
+        for index in members:
+            row_of[starts[index] : starts[index] + len(rows)] = rows
+        source.append(np.arange(starts[members[0]], starts[members[0]] + len(rows)))
+        prompts.append(rows)
+        keys.append(rows)
+        end += len(rows)
+        bounds.append(end)
+    for prompt, members in zip(prompts, groups.values(), strict=True):
+        for index in members:
+            own = np.arange(starts[index] + len(prompt), starts[index + 1])
+            if len(own):  # nothing trained, nothing but a prompt
+                rows = np.arange(end, end + len(own))
+                row_of[own] = rows
+                source.append(own)
+                keys.append(np.concatenate([prompt, rows]))
+                end += len(own)
+                bounds.append(end)
+    key_lengths = [len(rows) for rows in keys]
+    segments = Segments(
+        bounds=torch.tensor(bounds, dtype=torch.int32),
+        key_bounds=torch.from_numpy(np.cumsum([0, *key_lengths])).to(torch.int32),
+        key_rows=torch.from_numpy(np.concatenate(keys)),
+        sizes=torch.tensor([len(prompts), int(np.diff(bounds).max()), max(key_lengths)]),
+    )
+    return row_of, np.concatenate(source), segments
+
+
+def moved(values: Tensor, device: torch.device) -> Tensor:
+    """On ``device``, without waiting for what it is at work on."""
+    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
 
 
 def _merged(grid_thw: tuple[int, int, int], layout: VisionLayout) -> int:
     return grid_thw[0] * grid_thw[1] * grid_thw[2] // layout.merge_size**2
-
-
-def plan_microbatches(
-    lengths: Sequence[int], *, num_ranks: int, token_budget: int, keys: Sequence[object] | None = None
-) -> list[list[list[int]]]:
-    """Spread sequences over ranks and microbatches: ``plan[rank][microbatch]`` lists indices into ``lengths``.
-
-    Every rank gets the same number of microbatches (ranks meet in collectives), none above ``token_budget`` tokens.
-    Sequences of one key (one problem) stay together where the budget allows it, so that their image is encoded once.
-    The plan depends on the arguments alone; a microbatch may be empty on a rank with little work.
-
-    Raises:
-        ValueError: one sequence alone exceeds the budget.
-    """
-    if lengths and max(lengths) > token_budget:
-        raise ValueError(f"a sequence of {max(lengths)} tokens exceeds the budget of {token_budget} per microbatch")
-    units = _units(lengths, token_budget, keys or list(range(len(lengths))))
-    per_rank = _spread(units, lengths, num_ranks)
-    count = max(1, *(-(-sum(lengths[i] for unit in rank for i in unit) // token_budget) for rank in per_rank))
-    while True:
-        plan = [_spread(rank, lengths, count) for rank in per_rank]
-        if all(sum(lengths[i] for unit in micro for i in unit) <= token_budget for rank in plan for micro in rank):
-            return [[sorted(i for unit in micro for i in unit) for micro in rank] for rank in plan]
-        count += 1
-
-
-def _units(lengths: Sequence[int], token_budget: int, keys: Sequence[object]) -> list[list[int]]:
-    """Runs of one key, cut where the budget would be exceeded."""
-    by_key: dict[object, list[list[int]]] = {}
-    for index, key in enumerate(keys):
-        runs = by_key.setdefault(key, [[]])
-        if sum(lengths[i] for i in runs[-1]) + lengths[index] > token_budget:
-            runs.append([])
-        runs[-1].append(index)
-    return [run for runs in by_key.values() for run in runs]
-
-
-def _spread(units: Sequence[list[int]], lengths: Sequence[int], bins: int) -> list[list[list[int]]]:
-    """Longest first onto the emptiest bin; ties go to the lower index."""
-    loads = [0] * bins
-    chosen: list[list[list[int]]] = [[] for _ in range(bins)]
-    sizes = {id(unit): sum(lengths[i] for i in unit) for unit in units}
-    for unit in sorted(units, key=lambda unit: (-sizes[id(unit)], unit[0])):
-        bin_ = loads.index(min(loads))
-        loads[bin_] += sizes[id(unit)]
-        chosen[bin_].append(unit)
-    return chosen

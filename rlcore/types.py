@@ -94,5 +94,10 @@ class TrainingSample:
         return len(self.token_ids)
 
     @property
+    def num_prompt(self) -> int:
+        """Tokens before the first trained one; all of them where nothing is trained."""
+        return int(self.loss_mask.argmax()) if self.loss_mask.any() else self.num_tokens
+
+    @property
     def num_trained(self) -> int:
         return int(self.loss_mask.sum())

@@ -1,24 +1,27 @@
 """Log-probs of the trained tokens, and the only home of the shift by one.
 
-The hidden state of token t - 1 predicts token t. Letters: T packed tokens, B sequences, N trained tokens,
+The hidden state of token t - 1 predicts token t. Letters: T tokens, B sequences, N trained tokens,
 H hidden width, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+
+LOGIT_BYTES = 2 << 30  # of float32 logits alive at a time; their gradient takes half as much again
 
 
 def trained_positions(loss_mask: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
-    """Where the trained tokens of a packed row are, and what predicts them.
+    """Where the trained tokens of sequences end to end are, and what predicts them.
 
     Args:
         loss_mask: [T] bool, True on trained tokens.
-        cu_seqlens: [B+1] int, starts of the sequences, then T.
+        cu_seqlens: [B+1] int, starts of the sequences, then T, their tokens together.
 
     Returns:
         predict_from [N] int64, the position whose hidden state predicts the token, and token_index [N] int64,
@@ -31,7 +34,7 @@ def trained_positions(loss_mask: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Te
     bad = starts[loss_mask[starts]]
     if bad.numel():
         raise ValueError(
-            f"loss_mask is True at packed position {bad[0]}, the first token of a sequence: nothing predicts "
+            f"loss_mask is True at position {bad[0]}, the first token of a sequence: nothing predicts "
             "it. A sequence starts with at least one prompt token."
         )
     token_index = loss_mask.nonzero()[:, 0]
@@ -101,46 +104,152 @@ def log_kept(logits: Tensor, targets: Tensor, *, top_p: float, top_k: int) -> Te
     return mass.clamp_max(1.0).log()[:, 0]
 
 
-def chunked_logprobs(
+def linear_logprobs(
     hidden: Tensor,
-    project: Callable[[Tensor], Tensor],
+    weight: Tensor,
     targets: Tensor,
     *,
     temperature: float,
-    chunk_size: int,
+    banned: Tensor | None = None,
     top_p: float = 1.0,
     top_k: int = 0,
+    with_entropy: bool = True,
+    chunk_size: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``logprobs_and_entropy`` of project(hidden) / temperature without ever holding [N, V] logits.
+    """``logprobs_and_entropy`` of hidden @ weight.T / temperature without ever holding [N, V] logits.
 
-    Forward keeps the hidden states alone; backward computes each chunk's logits again. So ``project`` runs
-    ceil(N / chunk_size) times per pass (once for N = 0) and must not communicate between ranks.
+    Forward keeps the hidden states and each row's log-sum-exp; backward computes each chunk's logits once more and
+    turns them into their gradient, (softmax - onehot) scaled. Logits are float32 whatever the dtype of the product, and
+    so is the sum of the weight's gradient over the chunks. No communication between ranks.
 
     Args:
         hidden: [N, H], the states that predict the targets.
-        project: [n, H] -> [n, V], the LM head; gradients reach its weights.
+        weight: [V, H], of the LM head.
         targets: [N] int64.
         temperature: the sampling temperature, so that the distribution is the one sampled from.
-        chunk_size: rows of logits alive at a time.
+        banned: [n] int64, tokens that have no share.
         top_p, top_k: what the sampler cut; the log-probs are of the whole distribution all the same.
+        with_entropy: it costs a pass over the logits.
+        chunk_size: rows of logits alive at a time; None: as many as ``LOGIT_BYTES`` hold.
 
     Returns:
-        logprobs [N], differentiable; entropy [N] and ``log_kept`` [N], detached. The last is 0 where nothing is cut.
+        logprobs [N], differentiable; entropy [N] and ``log_kept`` [N], detached. The entropy is 0 where it is not
+        wanted, the last where nothing is cut.
     """
+    rows = chunk_size or max(1, LOGIT_BYTES // (4 * weight.shape[0]))
+    cut = (top_p, top_k) if top_p < 1 or top_k else None
+    found: tuple[Tensor, Tensor, Tensor] = _LinearLogprobs.apply(  # type: ignore[no-untyped-call]
+        hidden, weight, targets, banned, temperature, rows, with_entropy, cut
+    )
+    return found
 
-    def of_chunk(states: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        logits = _at_least_float32(project(states)) / temperature
-        logprobs, entropy = logprobs_and_entropy(logits, wanted)
-        if top_p >= 1 and top_k == 0:
-            return logprobs, entropy, torch.zeros_like(entropy)
-        return logprobs, entropy, log_kept(logits, wanted, top_p=top_p, top_k=top_k)
 
-    parts = [
-        checkpoint(of_chunk, states, wanted, use_reentrant=False, preserve_rng_state=False)
-        for states, wanted in zip(torch.split(hidden, chunk_size), torch.split(targets, chunk_size), strict=True)
-    ]
-    logprobs, entropy, kept = zip(*parts, strict=True)
-    return torch.cat(logprobs), torch.cat(entropy), torch.cat(kept)
+class _LinearLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        banned: Tensor | None,
+        temperature: float,
+        rows_at_a_time: int,
+        with_entropy: bool,
+        cut: tuple[float, int] | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        logprobs, lse, entropy, kept = (hidden.new_zeros(len(hidden), dtype=dtype) for _ in range(4))
+        statistics = _fused(_statistics, hidden.device.type)
+        for rows in _slices(len(hidden), rows_at_a_time):
+            logits = _logits(hidden[rows], weight, banned, temperature)
+            logprobs[rows], lse[rows], of_rows = statistics(logits, targets[rows], with_entropy)
+            if with_entropy:
+                entropy[rows] = of_rows
+            if cut is not None:
+                kept[rows] = log_kept(logits, targets[rows], top_p=cut[0], top_k=cut[1])
+        ctx.save_for_backward(hidden, weight, targets, lse, banned)
+        ctx.temperature, ctx.rows_at_a_time = temperature, rows_at_a_time
+        ctx.mark_non_differentiable(entropy, kept)
+        return logprobs, entropy, kept
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, targets, lse, banned = ctx.saved_tensors
+        of_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        of_weight = torch.zeros_like(weight, dtype=lse.dtype) if ctx.needs_input_grad[1] else None
+        gradient = _fused(_logit_gradient, hidden.device.type)
+        scale = grad / ctx.temperature
+        for rows in _slices(len(hidden), ctx.rows_at_a_time):
+            logits = _logits(hidden[rows], weight, banned, ctx.temperature)
+            of_logits = gradient(logits, targets[rows], lse[rows], scale[rows], hidden.dtype)
+            if of_hidden is not None:
+                torch.mm(of_logits, weight, out=of_hidden[rows])
+            if of_weight is not None:
+                _add_product(of_weight, of_logits.t(), hidden[rows])
+        if of_weight is not None:
+            of_weight = of_weight.to(weight.dtype)
+        return of_hidden, of_weight, None, None, None, None, None, None
+
+
+def _logits(hidden: Tensor, weight: Tensor, banned: Tensor | None, temperature: float) -> Tensor:
+    """[n, V] float32 (float64 stays float64)."""
+    logits = _product(hidden, weight.t())
+    if temperature != 1:
+        logits.div_(temperature)
+    if banned is not None and len(banned):
+        logits.index_fill_(-1, banned, float("-inf"))
+    return logits
+
+
+def _statistics(logits: Tensor, targets: Tensor, with_entropy: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Log-prob of the target, log-sum-exp and entropy of each row."""
+    lse = logits.logsumexp(-1)
+    logprobs = logits.gather(-1, targets[:, None])[:, 0] - lse
+    if not with_entropy:
+        return logprobs, lse, None
+    every = (logits - lse[:, None]).clamp_min(torch.finfo(logits.dtype).min)  # 0 * -inf is not 0
+    return logprobs, lse, -(every.exp() * every).sum(-1)
+
+
+def _logit_gradient(logits: Tensor, targets: Tensor, lse: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """[n, V] (onehot - softmax) * scale, in ``dtype``."""
+    probs = (logits - lse[:, None]).exp()
+    is_target = torch.arange(logits.shape[-1], device=logits.device) == targets[:, None]
+    return (torch.where(is_target, 1 - probs, -probs) * scale[:, None]).to(dtype)
+
+
+@cache
+def _fused(function: Callable[..., Any], device_type: str) -> Callable[..., Any]:
+    """One pass over the logits instead of five where memory is what takes the time."""
+    if device_type != "cuda":
+        return function
+    compiled = torch.compile(function)
+
+    def of_any_rows(logits: Tensor, *rest: Any) -> Any:
+        for rows in (logits, *(part for part in rest if isinstance(part, Tensor))):
+            torch._dynamo.maybe_mark_dynamic(rows, 0)  # and not the vocabulary, whose size kernels are made for
+        return compiled(logits, *rest)
+
+    return of_any_rows
+
+
+def _slices(count: int, size: int) -> Iterator[slice]:
+    return (slice(start, min(start + size, count)) for start in range(0, count, size))
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b, float32 at least; on CUDA not rounded to the inputs' dtype in between."""
+    if a.is_cuda and a.dtype == torch.bfloat16:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return _at_least_float32(a @ b)
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a @ b, summed in total's dtype."""
+    if a.is_cuda and a.dtype == torch.bfloat16:
+        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+    else:
+        total.add_(a @ b)
 
 
 def _at_least_float32(values: Tensor) -> Tensor:

@@ -28,6 +28,9 @@ NOT_SCIENCE = (
     "health",
     "reward.processes",
     "training.tokens_per_microbatch",
+    "training.compile_blocks",
+    "training.reshard_after_forward",
+    "model.gradient_checkpointing",
     "rollout.gpu_memory_utilization",
     "rollout.kv_cache_mib",
     "rollout.max_sequences",
@@ -67,7 +70,10 @@ class ModelConfig(Frozen):
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Dtype of forward and backward. auto: bfloat16 on CUDA, float32 on CPU. Master weights are float32 unless
     training.optimizer is adamw_bf16."""
-    gradient_checkpointing: bool = True
+    gradient_checkpointing: Literal["none", "selective", "full"] = "full"
+    """What the backward pass computes again instead of keeping. full: every block from its input, for a third more
+    work; selective: all but the outputs of matrix products and attention, for little more work; none: nothing, or, in
+    compiled blocks, what the compiler finds cheaper to compute than to keep. The gradient stays the same."""
     freeze_vision_tower: bool = False
     """The vision tower is not trained."""
     lora: LoraConfig | None = None
@@ -188,6 +194,12 @@ class TrainingConfig(Frozen):
     no longer the one that sampled, and ratios and clipping do their work."""
     tokens_per_microbatch: int = Field(16384, ge=1)
     """Packed tokens per forward pass and worker. Changes memory and speed, never the gradient."""
+    compile_blocks: Literal["auto", "on", "off"] = "auto"
+    """torch.compile over each transformer block. auto: on CUDA. Costs a minute at the start of each process."""
+    reshard_after_forward: Literal["auto", "on", "off"] = "auto"
+    """Whether a block's whole weights are let go after its forward and its backward pass, and its gradient is reduced
+    over the workers, in each microbatch. on costs the least memory; off keeps a copy of the whole model in the compute
+    dtype, and its gradient in float32, until the last microbatch of a step. auto: on with more than one worker."""
     learning_rate: float = Field(1e-6, ge=0)
     optimizer: Literal["adamw", "adamw_bf16"] = "adamw"
     """adamw: float32 master weights and state. adamw_bf16: all of it in bfloat16, with Kahan-compensated updates: 10

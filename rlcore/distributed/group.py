@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from rlcore.algorithms.aggregation import StepTotals
-from rlcore.batch import plan_microbatches
+from rlcore.algorithms.flops import NOTHING, GroupSize, ModelShape, Work, pass_work
+from rlcore.batch import prompt_key
 from rlcore.config import ExperimentConfig
+from rlcore.distributed.plan import SequenceSize, plan_microbatches
 from rlcore.errors import SamplerError
 from rlcore.models.torch_policy import UpdateResult
 from rlcore.ports import SampledGroup, SampleRequest, ScoredTokens
@@ -74,6 +77,19 @@ class WorkerGroup:
         self._ranks = ranks
         self._config = config
 
+    @cached_property
+    def _model_shape(self) -> ModelShape:
+        return cast(ModelShape, self._everywhere("model_shape")[0])
+
+    @cached_property
+    def device_name(self) -> str:
+        """Of rank 0's device; the others are taken to be the same."""
+        return str(self._everywhere("device_name")[0])
+
+    @property
+    def size(self) -> int:
+        return self._ranks.size
+
     def _everywhere(self, method: str, *arguments: Any) -> list[Any]:
         return self._ranks.call(method, [arguments] * self._ranks.size)
 
@@ -112,12 +128,19 @@ class WorkerGroup:
         result: UpdateResult = self._ranks.call("update", arguments)[0]
         return result
 
+    def work(self, samples: Sequence[TrainingSample]) -> Work:
+        """What ``update`` computes for these samples, on all ranks together."""
+        samples = [s for s in samples if has_gradient(s)] or samples[:1]
+        microbatches = [[samples[i] for i in micro] for rank in self._plan(samples) for micro in rank if micro]
+        return sum((microbatch_work(self._model_shape, micro) for micro in microbatches), NOTHING)
+
     def _plan(self, samples: Sequence[TrainingSample]) -> list[list[list[int]]]:
         return plan_microbatches(
-            [s.num_tokens for s in samples],
+            [SequenceSize(s.num_prompt, s.num_tokens - s.num_prompt) for s in samples],
+            [prompt_key(s) for s in samples],
             num_ranks=self._ranks.size,
             token_budget=self._config.training.tokens_per_microbatch,
-            keys=[tuple(i.sha256 for i in s.images) or index for index, s in enumerate(samples)],
+            attention_weight=self._model_shape.attention_weight,
         )
 
     def sync_weights(self, version: int) -> None:
@@ -151,6 +174,23 @@ def has_gradient(sample: TrainingSample) -> bool:
     """False where the loss is 0 whatever the policy does: no advantage, no KL term, and a ratio of exactly 1."""
     moved = sample.advantages is not None and bool(sample.advantages.any())
     return moved or sample.old_logprobs is not None or sample.ref_logprobs is not None
+
+
+def microbatch_work(shape: ModelShape, samples: Sequence[TrainingSample]) -> Work:
+    """What one pass over a packed microbatch computes."""
+    groups: dict[Hashable, list[TrainingSample]] = {}
+    for sample in samples:
+        groups.setdefault(prompt_key(sample), []).append(sample)
+    sizes = [
+        GroupSize(
+            prompt=members[0].num_prompt,
+            completions=tuple(s.num_tokens - s.num_prompt for s in members),
+            trained=sum(s.num_trained for s in members),
+        )
+        for members in groups.values()
+    ]
+    images = {image.sha256: (image.width, image.height) for sample in samples for image in sample.images}
+    return pass_work(shape, sizes, list(images.values()))
 
 
 def _pick(samples: Sequence[TrainingSample], microbatches: Sequence[Sequence[int]]) -> list[list[TrainingSample]]:

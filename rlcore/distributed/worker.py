@@ -16,6 +16,7 @@ from rlcore.types import Floats, ImageRef, TrainingSample
 
 if TYPE_CHECKING:
     from rlcore.algorithms.aggregation import StepTotals
+    from rlcore.algorithms.flops import ModelShape
     from rlcore.batch import ImageFeatures
     from rlcore.data.prompts import PromptBuilder
     from rlcore.models.torch_policy import UpdateResult
@@ -93,6 +94,12 @@ class Worker:
 
     def logprobs(self, microbatches: Sequence[Sequence[TrainingSample]], reference: bool) -> list[list[ScoredTokens]]:
         return self.policy.logprobs(microbatches, reference=reference)
+
+    def model_shape(self) -> ModelShape:
+        return self.policy.model_shape()
+
+    def device_name(self) -> str:
+        return self.policy.device_name()
 
     def canary(self, samples: Sequence[TrainingSample]) -> list[Floats]:
         return self.policy.raw_logprobs(samples)

@@ -1,17 +1,26 @@
-"""Attention over packed sequences, registered with transformers as one implementation for text and vision.
+"""Attention over packed rows, registered with transformers as one implementation for text and vision.
 
-The only place that decides which kernel runs. A sequence never sees another one of the same microbatch.
+The only place that decides which kernel runs. In a text row a completion sees its prompt and itself, and nothing of
+another sequence; an image's patches see those of the same image, or window of it.
+
+On CUDA that is one FlashAttention call: a completion's keys are gathered to be its prompt's and its own, one behind the
+other, and the causal mask is aligned to their end (FlashAttention 2.1 and later; arXiv:2307.08691). The keys' gradients
+are added up where they came from, in float32. Two calls merged by their log-sum-exps (all completions of a group over
+the prompt, each over itself) gather nothing, and were slower on an H200: few keys under many queries fill few of its
+processors. FlexAttention wants a block mask for every microbatch and kernels of its own for the shapes.
 """
 
 from __future__ import annotations
 
-import inspect
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
+
+from rlcore.batch import Segments
 
 # "flash" in the name is what makes transformers hand the vision tower's cu_seqlens over in one call
 PACKED = "rlflow_packed_flash"
@@ -34,92 +43,208 @@ def packed_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
-    is_causal: bool | None = None,
+    segments: Segments | None = None,
     cu_seq_lens_q: Tensor | None = None,
     max_length_q: int | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
-    """Softmax attention within each sequence of a packed row; causal unless ``is_causal`` is False.
+    """Softmax attention within a packed row: causal along ``segments`` in text, within ``cu_seq_lens_q`` in images.
 
     Returns:
         ([1, T, Hq, D], None), as transformers expects.
 
     Raises:
-        ValueError: called without ``cu_seq_lens_q``, which would let sequences see each other.
+        ValueError: called without either, which would let sequences see each other.
     """
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, H, D]
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if segments is not None:
+        return shared_prompt_attention(q, k, v, segments, scale)[None], None
     if cu_seq_lens_q is None:
-        raise ValueError("packed attention was called without cu_seq_lens_q: sequences would see each other")
-    causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
-    arguments = (query[0], key[0], value[0], cu_seq_lens_q, max_length_q, scaling, causal)
-    out = _varlen(*arguments) if query.is_cuda else _padded(*arguments)
-    return out[None], None
+        raise ValueError("packed attention was called without segments or cu_seq_lens_q: sequences would see others")
+    return within(q, k, v, cu_seq_lens_q, max_length_q, scale)[None], None
 
 
-def _varlen(
+def shared_prompt_attention(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float) -> Tensor:
+    """Each prompt over itself, each completion over its prompt and itself, causal. [T, Hq, D], [T, Hkv, D] twice
+    -> [T, Hq, D]"""
+    if not query.is_cuda:
+        return _shared_prompt_padded(query, key, value, segments, scale)
+    where = (segments.bounds, segments.key_bounds, segments.key_rows, segments.sizes)
+    out, _ = OPERATOR(query, key, value, *where, scale)
+    return out  # type: ignore[no-any-return]
+
+
+def within(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: int | None, scale: float) -> Tensor:
+    """Each sequence over all of itself, not causal. [T, H, D] thrice -> [T, H, D]"""
+    if not query.is_cuda:
+        return _within_padded(query, key, value, bounds, scale)
+    if longest is None:
+        longest = int(bounds.diff().max())
+    from torch.nn.attention.varlen import varlen_attn
+
+    bounds = bounds.to(torch.int32)
+    return varlen_attn(query, key, value, bounds, bounds, longest, longest, scale=scale)  # type: ignore[return-value]
+
+
+# an operator of its own, so that torch.compile takes it whole and activation checkpointing can tell it apart
+@torch.library.custom_op("rlflow::shared_prompt_attention", mutates_args=(), device_types="cuda")
+def _attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    cu_seqlens: Tensor,
-    longest: int | None,
-    scaling: float | None,
-    causal: bool,
-) -> Tensor:
-    """FlashAttention through torch. [H, T, D] -> [T, H, D]"""
-    from torch.nn.attention.varlen import varlen_attn
+    bounds: Tensor,
+    key_bounds: Tensor,
+    key_rows: Tensor,
+    sizes: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Output [T, Hq, D] and log-sum-exp [Hq, T] float32."""
+    ends = (bounds, key_bounds, *sizes[1:].tolist())
+    out, lse = _flash_forward(query, key[key_rows], value[key_rows], *ends, scale)
+    return out.contiguous(), lse
 
-    if longest is None:
-        longest = int((cu_seqlens[1:] - cu_seqlens[:-1]).max())
-    cu_seqlens = cu_seqlens.to(torch.int32)
-    return varlen_attn(
-        query.transpose(0, 1).contiguous(),
-        key.transpose(0, 1).contiguous(),
-        value.transpose(0, 1).contiguous(),
-        cu_seqlens,
-        cu_seqlens,
-        longest,
-        longest,
-        scale=scaling,
-        window_size=(-1, 0) if causal else (-1, -1),
-        **_grouped(query.shape[0] != key.shape[0]),
+
+@torch.library.custom_op("rlflow::shared_prompt_attention_backward", mutates_args=(), device_types="cuda")
+def _attention_backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    bounds: Tensor,
+    key_bounds: Tensor,
+    key_rows: Tensor,
+    sizes: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    ends = (bounds, key_bounds, *sizes[1:].tolist())
+    found = _flash_backward(grad, query, key[key_rows], value[key_rows], out, lse, *ends, scale)
+    of_key, of_value = (_scattered(part, key_rows, len(key)) for part in found[1:])
+    return found[0].contiguous(), of_key, of_value
+
+
+def _flash_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bounds: Tensor,
+    key_bounds: Tensor,
+    longest: int,
+    longest_keys: int,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Causal, aligned to the end of each segment's keys."""
+    ends = (bounds, key_bounds, longest, longest_keys)
+    found = torch.ops.aten._flash_attention_forward(query, key, value, *ends, 0.0, True, False, scale=scale)
+    return found[0], found[1]
+
+
+def _flash_backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    bounds: Tensor,
+    key_bounds: Tensor,
+    longest: int,
+    longest_keys: int,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    ends = (bounds, key_bounds, longest, longest_keys)
+    no_dropout = (query.new_zeros(2, dtype=torch.uint64), query.new_empty(0))  # its generator's state
+    return torch.ops.aten._flash_attention_backward(  # type: ignore[no-any-return]
+        grad, query, key, value, out, lse, *ends, 0.0, True, *no_dropout, scale=scale
     )
 
 
-def _grouped(fewer_key_heads: bool) -> dict[str, bool]:
-    """torch 2.13 wants to be told that several query heads share a key head; 2.11 sees it, and takes no such word."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    takes_it = "enable_gqa" in inspect.signature(varlen_attn).parameters
-    return {"enable_gqa": fewer_key_heads} if takes_it else {}
+def _scattered(gradient: Tensor, rows: Tensor, count: int) -> Tensor:
+    """[count, H, D] sums of the gradients of each row's copies."""
+    total = gradient.new_zeros(count, *gradient.shape[1:], dtype=torch.float32)
+    return total.index_add_(0, rows, gradient.float()).to(gradient.dtype)
 
 
-def _padded(
+@_attention.register_fake
+def _(query: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    return query.new_empty(query.shape), query.new_empty(query.shape[1], query.shape[0], dtype=torch.float32)
+
+
+@_attention_backward.register_fake
+def _(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
+    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
+
+
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    query, key, value, *where, scale = inputs
+    ctx.save_for_backward(query, key, value, *output, *where)
+    ctx.scale = scale
+
+
+def _gradient(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    found = torch.ops.rlflow.shared_prompt_attention_backward(grad, *ctx.saved_tensors, ctx.scale)
+    return *found, None, None, None, None, None
+
+
+_attention.register_autograd(_gradient, setup_context=_remember)
+OPERATOR = torch.ops.rlflow.shared_prompt_attention.default
+
+
+# --- CPU: segments side by side in one batch, padded at the end inside these functions only ---
+
+
+def _shared_prompt_padded(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float) -> Tensor:
+    count = int(segments.sizes[0])
+    rows, inside = _padded_rows(segments.bounds[: count + 1])  # prompts, whose keys are their own
+    outs = [_attend(query, key, value, rows, rows, None, True, scale)[inside]]
+    if len(segments.bounds) > count + 1:
+        rows, inside = _padded_rows(segments.bounds[count:])  # [completions, longest]
+        keys, _ = _padded_rows(segments.key_bounds[count:])
+        lengths, key_lengths = segments.bounds[count:].diff(), segments.key_bounds[count:].diff()
+        last_seen = torch.arange(rows.shape[1]) + (key_lengths - lengths)[:, None]
+        mask = torch.arange(keys.shape[1]) <= last_seen[..., None]  # padded keys come after all that real queries see
+        outs.append(_attend(query, key, value, rows, segments.key_rows[keys], mask[:, None], False, scale)[inside])
+    return torch.cat(outs)
+
+
+def _within_padded(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, scale: float) -> Tensor:
+    rows, inside = _padded_rows(bounds)
+    mask = None if bool(inside.all()) else inside[:, None, None, :]
+    return _attend(query, key, value, rows, rows, mask, False, scale)[inside]
+
+
+def _padded_rows(bounds: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows [B, longest] of the segments between ``bounds``, 0 where there is none, and where there is one."""
+    starts, lengths = bounds[:-1].long(), bounds.diff().long()
+    column = torch.arange(int(lengths.max()))
+    inside = column[None] < lengths[:, None]
+    return torch.where(inside, starts[:, None] + column[None], 0), inside
+
+
+def _attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    cu_seqlens: Tensor,
-    longest: int | None,
-    scaling: float | None,
+    queries: Tensor,
+    keys: Tensor,
+    mask: Tensor | None,
     causal: bool,
+    scale: float,
 ) -> Tensor:
-    """CPU: sequences side by side in one batch, padded at the end inside this function only. [H, T, D] -> [T, H, D]"""
-    lengths = (cu_seqlens[1:] - cu_seqlens[:-1]).long()
-    longest = int(lengths.max()) if longest is None else longest
-    column = torch.arange(longest)
-    inside = column[None] < lengths[:, None]  # [B, longest]
-    row_of = torch.where(inside, cu_seqlens[:-1, None].long() + column[None], 0)  # padding reads token 0 ...
+    """[B, queries, Hq, D] of the rows ``queries`` [B, queries] over the rows ``keys``."""
 
-    def batched(x: Tensor) -> Tensor:  # [H, T, D] -> [B, H, longest, D]
-        return x.index_select(1, row_of.flatten()).unflatten(1, row_of.shape).transpose(0, 1)
+    def batched(x: Tensor, rows: Tensor) -> Tensor:  # [T, H, D] -> [B, H, rows, D]
+        return x.index_select(0, rows.flatten()).unflatten(0, rows.shape).transpose(1, 2)
 
-    # ... which no real query sees: a causal one looks back only, the others get a mask
-    mask = None if causal or bool(inside.all()) else inside[:, None, None, :]
     out = scaled_dot_product_attention(
-        batched(query),
-        batched(key),
-        batched(value),
+        batched(query, queries),
+        batched(key, keys),
+        batched(value, keys),
         attn_mask=mask,
         is_causal=causal,
-        scale=scaling,
-        enable_gqa=query.shape[0] != key.shape[0],
-    )  # [B, Hq, longest, D]
-    return out.transpose(1, 2)[inside]
+        scale=scale,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return out.transpose(1, 2)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from rlcore.algorithms.logprobs import chunked_logprobs, trained_positions
-from rlcore.batch import Microbatch, VisionLayout
+from rlcore.algorithms.flops import ModelShape, TowerShape
+from rlcore.algorithms.logprobs import linear_logprobs
+from rlcore.batch import Microbatch, VisionLayout, moved
+from rlcore.errors import ModelError
 from rlcore.models.attention import use_packed_attention
-from rlcore.models.lora import language_model, vision_tower
-
-LOGIT_CHUNK = 2048  # trained tokens whose [chunk, vocabulary] logits are alive at once
+from rlcore.models.lora import is_adapter, language_model, vision_tower
+from rlcore.models.vision import tower_inputs
 
 
 class PackedModel(nn.Module):
@@ -37,15 +39,17 @@ class PackedModel(nn.Module):
         self.hf = hf
         self.temperature, self.top_p, self.top_k = temperature, top_p, top_k
         use_packed_attention(hf)
-        config = hf.config
-        self.vision_layout = vision_layout(config)
+        if hf.lm_head.bias is not None:
+            raise ModelError(f"{type(hf).__name__} has a bias in its LM head; allowed are models without one.")
+        self.vision_layout = vision_layout(hf.config)
         self.decoder = language_model(hf)
         tower = vision_tower(hf)
         self.tower_trains = tower is not None and any(p.requires_grad for p in tower.parameters())
+        self.shape = model_shape(hf)
         self.register_buffer("banned", torch.tensor(list(banned_token_ids), dtype=torch.int64), persistent=False)
 
-    def forward(self, batch: Microbatch, raw: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-        """Log-probs [N] float32, differentiable; entropy [N] and log_kept [N] float32, detached; in nats.
+    def forward(self, batch: Microbatch, raw: bool = False, with_entropy: bool = True) -> tuple[Tensor, Tensor, Tensor]:
+        """Log-probs [N] float32, differentiable; entropy [N] (0 without it) and log_kept [N], detached; in nats.
 
         Args:
             raw: the model's own distribution instead: temperature 1, nothing banned.
@@ -58,38 +62,33 @@ class PackedModel(nn.Module):
             position_ids=batch.position_ids[..., None, :],  # [3, 1, T] or [1, T]
             attention_mask=None,
             use_cache=False,
-            cu_seq_lens_q=batch.cu_seqlens,
-            max_length_q=batch.max_seqlen,
+            segments=batch.segments,
         )
-        predict_from, token_index = trained_positions(batch.loss_mask, batch.cu_seqlens)
-        hidden = out.last_hidden_state[0].index_select(0, predict_from)  # [N, H]
-        return chunked_logprobs(
-            hidden,
-            self.hf.lm_head if raw else self._logits,
-            batch.token_ids[token_index],
+        return linear_logprobs(
+            out.last_hidden_state[0].index_select(0, batch.predict_from),  # [N, H]
+            self.hf.lm_head.weight,
+            batch.targets,
             temperature=1.0 if raw else self.temperature,
-            chunk_size=LOGIT_CHUNK,
+            banned=None if raw else self.banned,
             top_p=1.0 if raw else self.top_p,
             top_k=0 if raw else self.top_k,
+            with_entropy=with_entropy,
         )
-
-    def _logits(self, hidden: Tensor) -> Tensor:
-        logits: Tensor = self.hf.lm_head(hidden)
-        return logits.index_fill(-1, self.banned, float("-inf")) if len(self.banned) else logits
 
     def _with_images(self, embeddings: Tensor, batch: Microbatch, layout: VisionLayout) -> Tensor:
         if batch.pixel_values is None:
             side = layout.merge_size
             pixels = embeddings.new_zeros(side * side, _patch_width(self.hf.config.vision_config))
-            grid = torch.tensor([[1, side, side]], device=embeddings.device)
+            grid = torch.tensor([[1, side, side]])
             return embeddings + 0.0 * self._features(pixels, grid).sum()
         features = self._features(batch.pixel_values.to(embeddings.dtype), batch.image_grid_thw)  # [R, H]
-        where = (batch.token_ids == layout.image_token_id).nonzero()[:, 0]
-        return embeddings.index_copy(0, where, features.index_select(0, batch.image_rows).to(embeddings.dtype))
+        rows = features.index_select(0, batch.image_rows).to(embeddings.dtype)  # [M, H]
+        return embeddings.index_copy(0, batch.image_index, rows)
 
     def _features(self, pixels: Tensor, grid: Tensor) -> Tensor:
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.tower_trains):
-            return self.hf.model.visual(pixels, grid_thw=grid).pooler_output
+            inputs = tower_inputs(self.hf.config.vision_config, grid, pixels.device)
+            return self.hf.model.visual(pixels, grid_thw=moved(grid, pixels.device), **inputs).pooler_output
 
 
 def vision_layout(config: object) -> VisionLayout | None:
@@ -100,12 +99,47 @@ def vision_layout(config: object) -> VisionLayout | None:
     return VisionLayout(image_token_id=config.image_token_id, merge_size=vision.spatial_merge_size)  # type: ignore[attr-defined]
 
 
+def model_shape(hf: nn.Module) -> ModelShape:
+    """What there is to compute. Only matrices count: a token meets each of their elements once."""
+    decoder, text, tower = language_model(hf), hf.config.get_text_config(), vision_tower(hf)
+    head_size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return ModelShape(
+        parameters=_matrix_elements(decoder.layers),
+        head_parameters=hf.lm_head.weight.numel(),
+        layers=len(decoder.layers),
+        width=text.num_attention_heads * head_size,
+        weights_train=any(p.requires_grad and not is_adapter(name) for name, p in decoder.named_parameters()),
+        tower=None if tower is None else _tower_shape(tower, hf.config.vision_config),
+    )
+
+
+def _tower_shape(tower: nn.Module, vision: Any) -> TowerShape:
+    width = vision.hidden_size
+    full = len(getattr(vision, "fullatt_block_indexes", range(vision.depth)))  # without windows all are
+    return TowerShape(
+        parameters=_matrix_elements(tower.blocks) + _patch_width(vision) * width,
+        merger_parameters=_matrix_elements(tower.merger),
+        merged=vision.spatial_merge_size**2,
+        patch_size=vision.patch_size,
+        width=width,
+        full_layers=full,
+        window_layers=vision.depth - full,
+        window=(getattr(vision, "window_size", 0) // vision.patch_size) ** 2,
+        trains=any(p.requires_grad for p in tower.parameters()),
+    )
+
+
+def _matrix_elements(part: nn.Module) -> int:
+    return sum(p.numel() for p in part.parameters() if p.dim() == 2)
+
+
 def transformer_blocks(hf: nn.Module) -> list[nn.Module]:
-    """The units of sharding and of activation checkpointing: decoder layers and vision blocks."""
+    """The units of sharding, compilation and activation checkpointing in the order they run: vision blocks, decoder
+    layers."""
     tower = vision_tower(hf)
-    return [*language_model(hf).layers, *(tower.blocks if tower is not None else [])]
+    return [*(tower.blocks if tower is not None else []), *language_model(hf).layers]
 
 
-def _patch_width(vision: object) -> int:
+def _patch_width(vision: Any) -> int:
     channels = getattr(vision, "in_channels", None) or getattr(vision, "in_chans", 3)
-    return int(channels * vision.temporal_patch_size * vision.patch_size**2)  # type: ignore[attr-defined]
+    return int(channels * vision.temporal_patch_size * vision.patch_size**2)

@@ -11,7 +11,9 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -21,8 +23,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from rlcore.algorithms.aggregation import StepTotals
+from rlcore.algorithms.flops import ModelShape
 from rlcore.batch import ImageFeatures, Microbatch, pack
 from rlcore.config import ExperimentConfig
+from rlcore.models.blocks import checkpoint_blocks, compile_blocks
 from rlcore.models.checkpoint import BackgroundSaver, load_train_state
 from rlcore.models.lora import B, adapters_off, choose_trainable, is_adapter, lora_alpha
 from rlcore.models.optimizer import make_optimizer
@@ -61,6 +65,7 @@ class TorchPolicy:
             mesh.device_type, torch.cuda.current_device() if mesh.device_type == "cuda" else None
         )
         self._features = features
+        self._reshards = is_on(config.training.reshard_after_forward, auto=mesh.size() > 1)
         _convert(hf.parameters(), weights_dtype(config, mesh.device_type))
         with_reference = config.algorithm.kl.coefficient > 0 and config.model.lora is None
         reference = copy.deepcopy(hf) if with_reference else None
@@ -72,8 +77,7 @@ class TorchPolicy:
             "top_p": config.rollout.top_p,
             "top_k": config.rollout.top_k,
         }
-        if config.model.gradient_checkpointing:
-            hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        checkpoint_blocks(transformer_blocks(hf), config.model.gradient_checkpointing)
         self.model = self._shard(PackedModel(hf, **options), mesh)
         self.model.train()
         _without_dropout(self.model)
@@ -84,14 +88,19 @@ class TorchPolicy:
         self._saver = BackgroundSaver()
 
     def _shard(self, model: PackedModel, mesh: DeviceMesh) -> PackedModel:
+        training = self.config.training
+        if is_on(training.compile_blocks, auto=mesh.device_type == "cuda"):
+            compile_blocks(transformer_blocks(model.hf))
         precision = MixedPrecisionPolicy(
             param_dtype=compute_dtype(self.config, mesh.device_type),
             reduce_dtype=torch.float32,  # and no output_dtype: a block's output is the next layer's input
         )
         model.to(self.device)
         for block in transformer_blocks(model.hf):
-            fully_shard(block, mesh=mesh, mp_policy=precision)
+            fully_shard(block, mesh=mesh, mp_policy=precision, reshard_after_forward=self._reshards)
         fully_shard(model, mesh=mesh, mp_policy=precision)
+        for before, after in pairwise(model.decoder.layers):  # in backward FSDP2 does so by itself
+            before.set_modules_to_forward_prefetch([after])
         for module in model.modules():
             if isinstance(module, FSDPModule):  # a plain sum over ranks: every token's weight is already global
                 module.set_force_sum_reduction_for_comms(True)
@@ -112,22 +121,27 @@ class TorchPolicy:
         model = self.reference if reference else self.model
         if model is None:
             raise ValueError("this policy holds no reference model: algorithm.kl.coefficient is 0")
-        return [self._logprobs_of(model, samples) for samples in microbatches]
+        found = [self._logprobs_of(model, samples) for samples in microbatches]
+        _reshard(model)
+        return found
 
     @torch.no_grad()
     def raw_logprobs(self, samples: Sequence[TrainingSample]) -> list[Floats]:
         """[L] per sample of the model's own distribution: temperature 1, no token banned. One microbatch."""
-        return [scored.logprobs for scored in self._logprobs_of(self.model, samples, raw=True)]
+        found = [scored.logprobs for scored in self._logprobs_of(self.model, samples, raw=True)]
+        _reshard(self.model)
+        return found
 
     def _logprobs_of(
         self, model: PackedModel, samples: Sequence[TrainingSample], raw: bool = False
     ) -> list[ScoredTokens]:
-        batch = self._pack(samples or [FILLER])
-        values, _, kept = model(batch, raw)
-        rows = torch.zeros(2, len(batch.token_ids), device=values.device)
-        rows = rows.masked_scatter(batch.loss_mask.expand(2, -1), torch.stack([values, kept]))
-        parts = np.split(rows.cpu().numpy(), np.cumsum([s.num_tokens for s in samples])[:-1], axis=1)
-        return [ScoredTokens(logprobs=part[0], log_kept=part[1]) for part in parts] if samples else []
+        values, _, kept = model(self._pack(samples or [FILLER]), raw, with_entropy=False)
+        counts = [sample.num_trained for sample in samples]
+        parts = np.split(torch.stack([values, kept]).cpu().numpy(), np.cumsum(counts)[:-1], axis=1)
+        return [
+            ScoredTokens(logprobs=_placed(part[0], sample), log_kept=_placed(part[1], sample))
+            for part, sample in zip(parts, samples, strict=False)  # of no samples there is one part
+        ]
 
     def update(
         self,
@@ -143,7 +157,10 @@ class TorchPolicy:
             kl_coefficient: of the KL term in the loss.
         """
         sums = StepSums.zero(self.device)
-        for samples in microbatches:
+        for number, samples in enumerate(microbatches, start=1):
+            last = number == len(microbatches)
+            self.model.set_reshard_after_backward(self._reshards or last)
+            self.model.set_requires_gradient_sync(self._reshards or last)
             batch = self._pack(samples or [FILLER])
             tokens = PolicyTokens(*self.model(batch))
             loss, part = microbatch_loss(
@@ -186,6 +203,13 @@ class TorchPolicy:
             tensors[name] = tensors[name] * (alpha / tensors[name].shape[1])
         return gather_whole(list(tensors.items()), dtype, bucket_bytes)
 
+    def model_shape(self) -> ModelShape:
+        return self.model.shape
+
+    def device_name(self) -> str:
+        """As its vendor calls it; what ``flops.peak_flops`` looks for."""
+        return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
+
     @property
     def sync_dtype(self) -> torch.dtype:
         """Dtype that the sampler takes weights in."""
@@ -201,11 +225,30 @@ class TorchPolicy:
         load_train_state(self.model.hf, self.optimizer, folder)
 
 
+def _reshard(model: nn.Module) -> None:
+    """Let go of the whole weights that a forward pass without a backward pass leaves behind."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def _placed(values: Floats, sample: TrainingSample) -> Floats:
+    """[L] the values on the trained tokens, 0 elsewhere."""
+    placed = np.zeros(sample.num_tokens, np.float32)
+    placed[sample.loss_mask] = values
+    return placed
+
+
 def _without_dropout(model: nn.Module) -> None:
     # the sampler has none, so ratios would not start at 1; and a step would depend on torch's generator
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
+
+
+def is_on(choice: Literal["auto", "on", "off"], *, auto: bool) -> bool:
+    """What a three-way choice of the config comes to."""
+    return auto if choice == "auto" else choice == "on"
 
 
 def compute_dtype(config: ExperimentConfig, device_type: str) -> torch.dtype:

@@ -57,7 +57,7 @@ class Adjustments(BaseModel):
                 f"out of memory with training.tokens_per_microbatch at {now}, which is the longest sequence that "
                 f"data.max_prompt_tokens ({experiment.data.max_prompt_tokens}) and rollout.max_completion_tokens "
                 f"({experiment.rollout.max_completion_tokens}) allow, so it cannot be halved. Lower one of these two, "
-                "rollout.gpu_memory_utilization or rollout.max_sequences, set model.gradient_checkpointing to true, "
+                "rollout.gpu_memory_utilization or rollout.max_sequences, set model.gradient_checkpointing to full, "
                 "or raise resources.workers."
             )
         return self.model_copy(update={"tokens_per_microbatch": max(least, now // 2)})

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from rlcore.algorithms.flops import NOTHING
 from rlcore.algorithms.kl import next_coefficient
 from rlcore.config import ExperimentConfig
 from rlcore.config.algorithm import KlConfig
@@ -22,7 +23,7 @@ from rlcore.segment.adjustments import Adjustments
 from rlcore.training.advantages import attach_advantages
 from rlcore.training.clock import Clock
 from rlcore.training.collection import collect, split
-from rlcore.training.metrics import collection_metrics, rollout_metrics, update_metrics
+from rlcore.training.metrics import collection_metrics, performance_metrics, rollout_metrics, update_metrics
 from rlcore.training.schedule import learning_rate
 from rlcore.training.state import TrainState
 from rlcore.types import Problem, RolloutGroup
@@ -60,10 +61,12 @@ def train(run: TrainingRun, state: TrainState, *, until_step: int, should_stop: 
         advantages = attach_advantages(collected.groups, config.algorithm, kl_coefficient=kl_coefficient)
 
         metrics: list[dict[str, float]] = []
+        work = NOTHING
         for part in split(advantages.samples, training.updates_per_batch) * training.passes_per_batch:
             rate = learning_rate(state.step + 1, training) * run.adjustments.learning_rate_factor(state.step + 1)
             with clock("update"):
                 result = workers.update(part, rate, kl_coefficient)
+            work += workers.work(part)
             streak = state.nonfinite_in_a_row + 1 if result.skipped else 0
             state = replace(state, step=state.step + 1, nonfinite_in_a_row=streak)
             metrics.append(update_metrics(result, kl_coefficient) | {"optim/learning_rate": rate})
@@ -79,6 +82,7 @@ def train(run: TrainingRun, state: TrainState, *, until_step: int, should_stop: 
             workers.sync_weights(state.step)
 
         metrics[-1] |= rollout_metrics(collected.generated, clock.seconds, workers.peak_memory_bytes())
+        metrics[-1] |= performance_metrics(work, clock.seconds["update"], workers.size, workers.device_name)
         metrics[-1] |= collection_metrics(collected, advantages, state)
         run.on_batch(state.step, collected.generated)
         for step, values in enumerate(metrics, start=state.step - training.steps_per_batch + 1):

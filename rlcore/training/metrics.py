@@ -1,7 +1,8 @@
 """Names and denominators of what is logged each step.
 
 ``reward/ rollout/`` describe the batch that was sampled, ``loss/ optim/`` the optimizer step, ``time/`` seconds per
-phase, ``system/`` the machine. Token means divide by the trained tokens of the step, sequence means by its sequences.
+phase, ``perf/`` what the updates computed and how near to the chip's limit, ``system/`` the machine. Token means divide
+by the trained tokens of the step, sequence means by its sequences.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import numpy as np
 
 from rlcore.algorithms.advantage import MIN_SPREAD
 from rlcore.algorithms.filtering import OutcomeCounts, count_outcomes, group_outcome
+from rlcore.algorithms.flops import Work, utilisation
 from rlcore.models.torch_policy import UpdateResult
 from rlcore.training.advantages import StepAdvantages
 from rlcore.training.collection import Collected
@@ -51,6 +53,25 @@ def update_metrics(result: UpdateResult, kl_coefficient: float) -> dict[str, flo
         "rollout/importance_weight_mean": per_token(sums.importance),
         "rollout/importance_masked": per_token(sums.importance_zero),
     }
+
+
+def performance_metrics(work: Work, seconds: float, devices: int, device_name: str) -> dict[str, float]:
+    """perf/ of the updates of one rollout batch, over all devices.
+
+    ``update_mfu`` is there where the device's peak is known: forward and backward FLOPs as ``algorithms.flops`` counts
+    them, per second, over the peak. ``update_tokens_per_second`` counts the tokens that are computed; what a group
+    shares of its prompt comes on top of these, in ``update_prompt_tokens_shared``.
+    """
+    flops = work.forward_flops + work.backward_flops
+    found = {
+        "perf/update_tokens": float(work.tokens),
+        "perf/update_prompt_tokens": float(work.prompt_tokens),
+        "perf/update_prompt_tokens_shared": float(work.shared_tokens),
+        "perf/update_tokens_per_second": work.tokens / seconds,
+        "perf/update_tflops_per_second": flops / seconds / 1e12,
+    }
+    mfu = utilisation(flops, seconds, devices, device_name)
+    return found if mfu is None else {**found, "perf/update_mfu": mfu}
 
 
 def collection_metrics(collected: Collected, advantages: StepAdvantages, state: TrainState) -> dict[str, float]:

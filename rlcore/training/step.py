@@ -11,7 +11,6 @@ from torch import Tensor
 
 from rlcore.algorithms import kl
 from rlcore.algorithms.aggregation import StepTotals, token_weights
-from rlcore.algorithms.logprobs import trained_sequences
 from rlcore.algorithms.loss import (
     LossSums,
     TokenLosses,
@@ -95,14 +94,14 @@ class StepSums:
 
     def all_reduce(self) -> StepSums:
         """The merge over all ranks, on CPU: one collective for everything."""
-        if not dist.is_initialized() or dist.get_world_size() == 1:
-            return self
         mine = [getattr(self, name) for name in _OWN]
         mine += [getattr(self.loss, name) for name in LossSums.__slots__]
         mine += [getattr(self.mismatch, name) for name in MismatchSums.__slots__]
         row = torch.stack([value.double() for value in mine])
-        rows = row.new_empty(dist.get_world_size(), len(mine))
-        dist.all_gather_into_tensor(rows.flatten(), row)
+        rows = row[None]
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            rows = row.new_empty(dist.get_world_size(), len(mine))
+            dist.all_gather_into_tensor(rows.flatten(), row)
         parts = [_from_row(values) for values in rows.cpu()]
         total = parts[0]
         for part in parts[1:]:
@@ -134,9 +133,7 @@ def microbatch_loss(
         totals: of the whole optimizer step.
         kl_coefficient: of the KL term, which is there where the batch carries reference log-probs.
     """
-    mask = batch.loss_mask
-    logprobs = tokens.logprobs
-    sequence_index, lengths = trained_sequences(mask, batch.cu_seqlens)
+    logprobs, sequence_index, lengths = tokens.logprobs, batch.sequence_index, batch.sequence_lengths
     weights = token_weights(
         sequence_index,
         lengths,
@@ -144,21 +141,21 @@ def microbatch_loss(
         totals=totals,
         max_completion_tokens=max_completion_tokens,
     ).to(logprobs.dtype)
-    old = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs[mask]
+    old = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
     # under top-p and top-k the sampler tells log-probs of what they left; the trainer's are of the whole distribution
-    sampler = batch.sampler_logprobs[mask] + (tokens.log_kept if batch.log_kept is None else batch.log_kept[mask])
+    sampler = batch.sampler_logprobs + (tokens.log_kept if batch.log_kept is None else batch.log_kept)
 
-    losses = policy_loss(algorithm.loss, logprobs, old, batch.advantages[mask], sequence_index, lengths)
+    losses = policy_loss(algorithm.loss, logprobs, old, batch.advantages, sequence_index, lengths)
     importance = importance_weights(algorithm.correction, old, sampler, sequence_index)
     loss = policy = (weights * importance * losses.values).sum()
     kl_loss = kl_ref = logprobs.new_zeros(())
     if batch.ref_logprobs is not None:
-        per_token = kl_estimate(algorithm.kl.estimator, logprobs, batch.ref_logprobs[mask])
+        per_token = kl_estimate(algorithm.kl.estimator, logprobs, batch.ref_logprobs)
         weighted = (weights * per_token).sum()
         loss = policy + kl_coefficient * weighted
         kl_loss, kl_ref = weighted.detach(), per_token.detach().sum()
     sums = StepSums(
-        tokens=mask.sum(),
+        tokens=lengths.sum(),
         policy_loss=policy.detach(),
         kl_loss=kl_loss,
         kl_ref=kl_ref,

@@ -34,7 +34,7 @@ def main(folder: Path, workers: int, segment_steps: int) -> dict[str, object]:
     config = build_experiment(
         {
             "name": "tiny",
-            "model": {"gradient_checkpointing": False},
+            "model": {"gradient_checkpointing": "none"},
             "data": {"max_prompt_tokens": 200, "template": "tiny", "synthetic_problems": 64},
             "rollout": {"max_completion_tokens": 32},
             "reward": {"name": "user", "file": str(folder / "letters.py")},

@@ -21,7 +21,7 @@ def experiment(**overrides: Any) -> ExperimentConfig:
     return build_experiment(
         {
             "name": "tiny",
-            "model": {"gradient_checkpointing": False},
+            "model": {"gradient_checkpointing": "none"},
             "data": {"max_prompt_tokens": 200, "template": "tiny", "synthetic_problems": 24},
             "rollout": {"group_size": 4, "max_completion_tokens": 16, "temperature": 0.8},
             "algorithm": {"kl": {"coefficient": 0.01}, "recompute_old_logprobs": True},

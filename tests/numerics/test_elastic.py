@@ -18,7 +18,6 @@ import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
 
 from rlcore.algorithms.aggregation import StepTotals
-from rlcore.batch import plan_microbatches
 from rlcore.data.stream import ProblemStream
 from rlcore.distributed.group import SamplerGroup
 from rlcore.models.torch_policy import TorchPolicy, UpdateResult
@@ -49,12 +48,7 @@ def _rank(rank: int, world: int, port: int, model: str, source: str | None, out:
 
 
 def _update(policy: TorchPolicy, samples: Sequence[TrainingSample], rank: int, world: int) -> UpdateResult:
-    plan = plan_microbatches(
-        [s.num_tokens for s in samples],
-        num_ranks=world,
-        token_budget=200,
-        keys=[s.images or i for i, s in enumerate(samples)],
-    )
+    plan = toy.plan(samples, num_ranks=world, token_budget=200)
     totals = StepTotals(sum(s.num_trained for s in samples), len(samples))
     return policy.update([[samples[i] for i in micro] for micro in plan[rank]], totals, 1e-3, 0.0)
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from torch import Tensor, tensor
 from torch.testing import assert_close
 
-from rlcore.algorithms.logprobs import chunked_logprobs, log_kept, logprobs_and_entropy
+from rlcore.algorithms.logprobs import linear_logprobs, log_kept, logprobs_and_entropy
 from tests.numerics import reference
 
 CUTS = [(1.0, 0), (1.0, 3), (0.8, 0), (0.3, 0), (0.7, 4), (0.95, 2), (1.0, 1), (0.01, 0), (1.0, 100)]
@@ -98,9 +98,8 @@ def test_sampler_logprobs_plus_log_kept_are_the_policys(top_p, top_k, dtype):
     found = log_kept(logits, targets, top_p=top_p, top_k=top_k)
     assert_close(sampler + found, full, rtol=0, atol=noise)
 
-    chunked = chunked_logprobs(
-        raw, lambda x: x, targets, temperature=temperature, chunk_size=10, top_p=top_p, top_k=top_k
-    )
+    identity = torch.eye(raw.shape[1], dtype=raw.dtype)
+    chunked = linear_logprobs(raw, identity, targets, temperature=temperature, chunk_size=10, top_p=top_p, top_k=top_k)
     assert_close(sampler + chunked[2], chunked[0], rtol=0, atol=noise)
     assert (chunked[2] <= 0).all()
 

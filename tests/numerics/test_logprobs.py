@@ -4,7 +4,7 @@ from torch import tensor
 from torch.testing import assert_close
 
 from rlcore.algorithms.logprobs import (
-    chunked_logprobs,
+    linear_logprobs,
     logprobs_and_entropy,
     trained_positions,
     trained_sequences,
@@ -23,9 +23,9 @@ def test_positions_shift_by_one_inside_each_sequence():
 
 
 def test_a_trained_first_token_is_refused():
-    with pytest.raises(ValueError, match="packed position 3, the first token"):
+    with pytest.raises(ValueError, match="position 3, the first token"):
         trained_positions(tensor([False, True, True, True]), tensor([0, 3, 4]))
-    with pytest.raises(ValueError, match="packed position 0"):
+    with pytest.raises(ValueError, match="position 0"):
         trained_positions(tensor([True, True]), tensor([0, 2]))
 
 
@@ -92,7 +92,7 @@ def test_chunked_equals_unchunked_in_value_and_gradient(chunk_size):
 
     whole = logprobs_and_entropy(hidden @ head.T / 0.7, targets)
     expected = torch.autograd.grad((whole[0] * upstream).sum(), (hidden, head))
-    chunked = chunked_logprobs(hidden, lambda h: h @ head.T, targets, temperature=0.7, chunk_size=chunk_size)
+    chunked = linear_logprobs(hidden, head, targets, temperature=0.7, chunk_size=chunk_size)
     got = torch.autograd.grad((chunked[0] * upstream).sum(), (hidden, head))
 
     assert_close(chunked[:2], whole, rtol=1e-12, atol=1e-12)
@@ -105,23 +105,53 @@ def test_chunked_keeps_no_logits_for_backward():
     kept: list[int] = []
     hidden, head = torch.randn(64, 4, requires_grad=True), torch.randn(1000, 4, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):
-        chunked_logprobs(
-            hidden, lambda h: h @ head.T, torch.zeros(64, dtype=torch.int64), temperature=1.0, chunk_size=8
-        )
-    assert max(kept, default=0) < 8 * 1000
+        linear_logprobs(hidden, head, torch.zeros(64, dtype=torch.int64), temperature=1.0, chunk_size=8)
+    assert max(kept) == head.numel()
 
 
 def test_chunked_runs_where_nothing_is_trained_and_without_gradients():
     head = torch.randn(5, 4, requires_grad=True)
     hidden = torch.empty(0, 4, requires_grad=True)
     none = torch.empty(0, dtype=torch.int64)
-    found = chunked_logprobs(hidden, lambda h: h @ head.T, none, temperature=1.0, chunk_size=8, top_p=0.9, top_k=2)
+    found = linear_logprobs(hidden, head, none, temperature=1.0, chunk_size=8, top_p=0.9, top_k=2)
     logprobs, entropy, kept = found
     logprobs.sum().backward()
     assert logprobs.shape == entropy.shape == kept.shape == (0,)
     assert torch.equal(head.grad, torch.zeros(5, 4))  # the head takes part: with sharded weights it has to
     with torch.no_grad():
-        logprobs, _, _ = chunked_logprobs(
-            torch.randn(3, 4), lambda h: h @ head.T, tensor([0, 1, 2]), temperature=1.0, chunk_size=2
-        )
+        logprobs, _, _ = linear_logprobs(torch.randn(3, 4), head, tensor([0, 1, 2]), temperature=1.0, chunk_size=2)
     assert logprobs.shape == (3,)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_the_fused_head_equals_the_plain_one_with_banned_tokens_and_without_entropy(dtype):
+    """Loss and both gradients, against autograd through float64 logits of the same rounded inputs."""
+    generator = torch.Generator().manual_seed(3)
+    hidden = torch.randn(37, 16, generator=generator).to(dtype).requires_grad_()
+    head = (torch.randn(101, 16, generator=generator) / 3).to(dtype).requires_grad_()
+    targets = torch.randint(0, 99, (37,), generator=generator)
+    upstream = torch.randn(37, generator=generator, dtype=torch.float64)
+    banned = tensor([99, 100])
+
+    exact = [x.detach().double().requires_grad_() for x in (hidden, head)]
+    logits = (exact[0] @ exact[1].T / 0.9).index_fill(-1, banned, float("-inf"))
+    values, entropy = logprobs_and_entropy(logits, targets)
+    expected = torch.autograd.grad((values * upstream).sum(), exact)
+    for with_entropy in (True, False):
+        found = linear_logprobs(
+            hidden, head, targets, temperature=0.9, banned=banned, with_entropy=with_entropy, chunk_size=10
+        )
+        gradients = torch.autograd.grad((found[0] * upstream.to(found[0].dtype)).sum(), (hidden, head))
+        slack = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 1e-2}[dtype]
+        assert_close(found[0].double(), values, rtol=slack, atol=slack)
+        assert_close(found[1].double(), entropy if with_entropy else torch.zeros_like(entropy), rtol=slack, atol=slack)
+        for got, wanted in zip(gradients, expected, strict=True):
+            assert got.dtype == dtype
+            assert (got.double() - wanted).norm() <= slack * wanted.norm()
+
+
+def test_a_frozen_head_gets_no_gradient():
+    hidden, head = torch.randn(5, 4, requires_grad=True), torch.randn(9, 4)
+    linear_logprobs(hidden, head, torch.zeros(5, dtype=torch.int64), temperature=1.0)[0].sum().backward()
+    assert head.grad is None
+    assert hidden.grad.norm() > 0

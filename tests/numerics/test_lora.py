@@ -42,7 +42,7 @@ def settings(
     optimizer: str = "adamw",
 ) -> ExperimentConfig:
     config = toy.config(kl={"coefficient": kl})
-    model = {"lora": lora, "freeze_vision_tower": freeze, "gradient_checkpointing": checkpointing}
+    model = {"lora": lora, "freeze_vision_tower": freeze, "gradient_checkpointing": "full" if checkpointing else "none"}
     return config.model_copy(
         update={
             "model": config.model.model_copy(update=model),

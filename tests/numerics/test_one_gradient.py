@@ -13,7 +13,7 @@ from torch.testing import assert_close
 from rlcore.algorithms import advantage
 from rlcore.algorithms.aggregation import StepTotals, token_weights
 from rlcore.algorithms.kl import k3
-from rlcore.algorithms.logprobs import chunked_logprobs, trained_positions, trained_sequences
+from rlcore.algorithms.logprobs import linear_logprobs, trained_positions, trained_sequences
 from rlcore.config import AlgorithmConfig
 from rlcore.training.step import importance_weights, policy_loss
 from tests.numerics import reference
@@ -124,9 +124,9 @@ def step_gradient(
         bounds = torch.tensor([0, *np.cumsum([len(s.tokens) for s in batch])])
         predict_from, token_index = trained_positions(mask, bounds)
         sequence_index, lengths = trained_sequences(mask, bounds)
-        logprobs, _, _ = chunked_logprobs(
+        logprobs, _, _ = linear_logprobs(
             torch.cat([s.hidden for s in batch])[predict_from],
-            lambda hidden: hidden @ head.T,
+            head,
             torch.cat([s.tokens for s in batch])[token_index],
             temperature=TEMPERATURE,
             chunk_size=4,

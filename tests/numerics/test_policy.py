@@ -104,12 +104,29 @@ def test_the_gradient_does_not_depend_on_microbatches_or_order(tiny_model: Path,
     assert relative(shuffled, whole) < 2e-6
 
 
-def test_gradient_checkpointing_does_not_change_the_gradient(tiny_model: Path) -> None:
+@pytest.mark.parametrize(
+    ("model", "training"),
+    [
+        ({"gradient_checkpointing": "full"}, {}),
+        ({"gradient_checkpointing": "selective"}, {}),
+        ({}, {"reshard_after_forward": "on"}),
+        ({"gradient_checkpointing": "selective"}, {"reshard_after_forward": "on"}),
+        ({"gradient_checkpointing": "full"}, {"compile_blocks": "on"}),
+    ],
+)
+def test_what_is_kept_for_backward_does_not_change_the_gradient(
+    tiny_model: Path, model: dict[str, str], training: dict[str, str]
+) -> None:
     samples = toy.samples(4)
     plain = toy.config()
-    checkpointed = plain.model_copy(update={"model": plain.model.model_copy(update={"gradient_checkpointing": True})})
+    other = plain.model_copy(
+        update={
+            "model": plain.model.model_copy(update=model),
+            "training": plain.training.model_copy(update=training),
+        }
+    )
     a, _ = step_gradient(toy.policy(tiny_model, plain), [samples])
-    b, _ = step_gradient(toy.policy(tiny_model, checkpointed), [samples])
+    b, _ = step_gradient(toy.policy(tiny_model, other), [samples])
     assert relative(b, a) < 1e-6
 
 

@@ -16,7 +16,6 @@ import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
 
 from rlcore.algorithms.aggregation import Aggregation, StepTotals
-from rlcore.batch import plan_microbatches
 from rlcore.config import ExperimentConfig
 from rlcore.ports import ScoredTokens
 from rlcore.training.metrics import update_metrics
@@ -38,12 +37,7 @@ def _rank(rank: int, world: int, port: int, model: str, out: str) -> None:
     policy = toy.policy(Path(model), _settings(LAST), init_device_mesh("cpu", (world,)))
     samples = toy.samples(12, group=4)
     samples += toy.samples(1, group=1, seed=5, text_only=True)  # one rank may meet a microbatch without a picture
-    plan = plan_microbatches(
-        [s.num_tokens for s in samples],
-        num_ranks=world,
-        token_budget=400,
-        keys=[s.images or i for i, s in enumerate(samples)],
-    )
+    plan = toy.plan(samples, num_ranks=world, token_budget=400)
     mine = [[samples[i] for i in micro] for micro in plan[rank]]
     reference = policy.logprobs(mine, reference=True)
     mine = [[_beside(s, r) for s, r in zip(m, rs, strict=True)] for m, rs in zip(mine, reference, strict=True)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -12,10 +13,11 @@ import torch.distributed as dist
 from PIL import Image
 from torch.distributed.device_mesh import init_device_mesh
 
-from rlcore.batch import ImageFeatures
+from rlcore.batch import ImageFeatures, prompt_key
 from rlcore.config import ExperimentConfig, build_experiment
 from rlcore.data.prompts import PromptBuilder
 from rlcore.data.synthetic import draw_problem
+from rlcore.distributed.plan import SequenceSize, plan_microbatches
 from rlcore.models.tiny import build_processor
 from rlcore.models.torch_policy import TorchPolicy
 from rlcore.types import ImageRef, TrainingSample
@@ -33,7 +35,7 @@ def config(**algorithm: object) -> ExperimentConfig:
             "rollout": {"group_size": 4, "max_completion_tokens": 32, "temperature": 0.9},
             "algorithm": algorithm,
             "training": {"problems_per_step": 2, "tokens_per_microbatch": 4096, "learning_rate": 1e-3},
-            "model": {"gradient_checkpointing": False},
+            "model": {"gradient_checkpointing": "none"},
         }
     )
 
@@ -73,6 +75,17 @@ def samples(count: int = 8, *, group: int = 4, seed: int = 0, text_only: bool = 
             )
         )
     return found
+
+
+def plan(samples: Sequence[TrainingSample], *, num_ranks: int, token_budget: int) -> list[list[list[int]]]:
+    """As the worker group plans it."""
+    return plan_microbatches(
+        [SequenceSize(s.num_prompt, s.num_tokens - s.num_prompt) for s in samples],
+        [prompt_key(s) for s in samples],
+        num_ranks=num_ranks,
+        token_budget=token_budget,
+        attention_weight=1e-3,
+    )
 
 
 def one_rank_mesh() -> object:

@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from rlcore.algorithms.flops import Work
 from rlcore.models.torch_policy import UpdateResult
 from rlcore.segment.adjustments import Adjustments
 from rlcore.segment.checkpointing import CheckpointSeconds
 from rlcore.segment.health import HealthWatch
 from rlcore.segment.journal import MetricJournal, read_journal
 from rlcore.segment.run import TrainerSink
-from rlcore.training.metrics import update_metrics
+from rlcore.training.metrics import performance_metrics, update_metrics
 from rlcore.training.step import StepSums
 
 
@@ -41,6 +42,15 @@ def test_token_means_divide_by_the_steps_tokens() -> None:
     assert metrics["loss/entropy"] == pytest.approx(3.0)
     assert metrics["loss/clip_fraction"] == pytest.approx(0.3)
     assert metrics["rollout/abs_delta_logprob_mean"] == pytest.approx(0.005)
+
+
+def test_performance_counts_computed_tokens_and_knows_only_chips_of_the_table() -> None:
+    work = Work(forward_flops=1e15, backward_flops=2e15, tokens=600, prompt_tokens=100, shared_tokens=700)
+    metrics = performance_metrics(work, 2.0, 4, "NVIDIA H200")
+    assert metrics["perf/update_tokens_per_second"] == 300
+    assert metrics["perf/update_prompt_tokens_shared"] == 700
+    assert metrics["perf/update_mfu"] == pytest.approx(3e15 / (2.0 * 4 * 989e12))
+    assert "perf/update_mfu" not in performance_metrics(work, 2.0, 4, "cpu")
 
 
 def test_a_mismatch_raises_the_alarm(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,0 +1,124 @@
+"""What a training pass computes, and how that compares with the chip: model FLOPs utilisation.
+
+Only what the model needs is counted: padding never, recomputed activations never, a prompt that a group shares once.
+Norms, activations and the optimizer are left out, as everywhere (PaLM, arXiv:2204.02311, appendix B).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+PEAK_BF16 = {"H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "GH200": 989e12, "B200": 2250e12, "A100": 312e12}
+"""FLOP/s, dense, by what is in the device's name; the longest match counts. From the vendors' data sheets."""
+
+
+@dataclass(frozen=True, slots=True)
+class TowerShape:
+    """A vision tower: widths in elements, areas in patches."""
+
+    parameters: int  # that every patch meets
+    merger_parameters: int  # that every merged patch meets
+    merged: int  # patches that become one
+    patch_size: int  # pixels per side
+    width: int  # heads * head size
+    full_layers: int  # whose patches see their whole frame
+    window_layers: int
+    window: int  # patches of a window
+    trains: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    parameters: int  # of the decoder's layers
+    head_parameters: int  # of the LM head, which the trained tokens meet
+    layers: int
+    width: int  # of attention: query heads * head size
+    weights_train: bool  # False beside adapters: the backward pass has no weight gradients
+    tower: TowerShape | None
+
+    @property
+    def attention_weight(self) -> float:
+        """Cost of a token that looks at another one, where the token's matrix products cost 1."""
+        return 2 * self.layers * self.width / self.parameters
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a pass over some microbatches computes."""
+
+    forward_flops: float
+    backward_flops: float
+    tokens: int  # computed: a prompt once in each microbatch
+    prompt_tokens: int  # of these
+    shared_tokens: int  # not computed, because another sequence of the microbatch has the same prompt
+
+    def __add__(self, other: Work) -> Work:
+        return Work(
+            self.forward_flops + other.forward_flops,
+            self.backward_flops + other.backward_flops,
+            self.tokens + other.tokens,
+            self.prompt_tokens + other.prompt_tokens,
+            self.shared_tokens + other.shared_tokens,
+        )
+
+
+NOTHING = Work(0.0, 0.0, 0, 0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSize:
+    """Sequences of one microbatch that share a prompt."""
+
+    prompt: int
+    completions: tuple[int, ...]
+    trained: int  # of the completions' tokens
+
+
+def pass_work(shape: ModelShape, groups: Sequence[GroupSize], images: Sequence[tuple[int, int]]) -> Work:
+    """One microbatch through the model.
+
+    Forward FLOPs: 2 N per token (N the layers' parameters), 2 V H per trained token for the head, 4 * layers * width
+    per pair of a token and one that it sees (itself counted half), and the tower's in the same way. Backward twice that
+    where weights train, once for a decoder whose weights do not, nothing for a tower that does not train.
+
+    Args:
+        images: (width, height) in pixels of each distinct image.
+    """
+    prompt_tokens = sum(group.prompt for group in groups)
+    tokens = prompt_tokens + sum(sum(group.completions) for group in groups)
+    pairs = sum(g.prompt**2 / 2 + sum(c * (g.prompt + c / 2) for c in g.completions) for g in groups)
+    decoder = (
+        2.0 * shape.parameters * tokens
+        + 2.0 * shape.head_parameters * sum(group.trained for group in groups)
+        + 4.0 * shape.layers * shape.width * pairs
+    )
+    tower = sum(_tower_flops(shape.tower, *size) for size in images) if shape.tower is not None else 0.0
+    tower_trains = shape.tower is not None and shape.tower.trains
+    return Work(
+        forward_flops=decoder + tower,
+        backward_flops=decoder * (2 if shape.weights_train else 1) + (2 * tower if tower_trains else 0.0),
+        tokens=tokens,
+        prompt_tokens=prompt_tokens,
+        shared_tokens=sum(group.prompt * (max(1, len(group.completions)) - 1) for group in groups),
+    )
+
+
+def _tower_flops(tower: TowerShape, width: int, height: int) -> float:
+    patches = (width // tower.patch_size) * (height // tower.patch_size)
+    seen = tower.full_layers * patches + tower.window_layers * min(tower.window, patches)
+    return (
+        2.0 * patches * (tower.parameters + tower.merger_parameters / tower.merged) + 4.0 * tower.width * patches * seen
+    )
+
+
+def peak_flops(device_name: str) -> float | None:
+    """Dense bf16 FLOP/s of one device; None where the table does not know it."""
+    known = [name for name in PEAK_BF16 if name in device_name]
+    return PEAK_BF16[max(known, key=len)] if known else None
+
+
+def utilisation(flops: float, seconds: float, devices: int, device_name: str) -> float | None:
+    """Share of what the devices could have computed in that time; None for a device of unknown peak."""
+    peak = peak_flops(device_name)
+    return None if peak is None else flops / (seconds * devices * peak)

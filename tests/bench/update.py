@@ -1,0 +1,314 @@
+"""How fast the update of one optimizer step is: ``python -m tests.bench.update`` prints one JSON object.
+
+A random-init model of a real shape (text: Qwen2.5-1.5B, vl: Qwen2.5-VL-3B with its tower trained) takes one AdamW step
+on groups of eight completions, everything at the cap (fixed) or with lengths of a geometric distribution cut at the
+cap (ragged). Each variant adds one thing to the one before it; ``plain`` is the packed path without any of them, with a
+prompt of its own for every sequence. Seconds are those of the whole update, packing, clipping and optimizer included,
+between device synchronisations; medians over ``--repeats`` after one warm-up.
+
+MFU counts what a microbatch needs computed (``rlcore.algorithms.flops``): a shared prompt once, the head on trained
+tokens, no recomputation. ``tokens_per_second`` counts every sequence whole, so that variants can be compared by it.
+
+    python -m tests.bench.update --model text --lengths fixed ragged --variants plain shared --out update.json
+    python -m tests.bench.update --tiny
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from rlcore.algorithms.aggregation import StepTotals
+from rlcore.algorithms.flops import NOTHING, utilisation
+from rlcore.batch import ImageFeatures, prompt_key
+from rlcore.config import ExperimentConfig, build_experiment
+from rlcore.distributed.group import microbatch_work
+from rlcore.distributed.plan import SequenceSize, plan_microbatches
+from rlcore.models.torch_policy import TorchPolicy
+from rlcore.types import ImageRef, TrainingSample
+
+GROUP = 8
+VOCABULARY = 151_936
+VISION_START, VISION_END, IMAGE, VIDEO = 151_652, 151_653, 151_655, 151_656
+MEAN_OF_CAP = 0.535  # ragged: mean completion length over the cap
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    shared: bool = True
+    checkpointing: str = "full"
+    compiled: bool = False
+    reshard: str = "auto"
+
+
+VARIANTS: Mapping[str, Variant] = {
+    "plain": Variant(shared=False, reshard="on"),
+    "shared": Variant(),
+    "compiled": Variant(compiled=True),
+    "selective": Variant(checkpointing="selective", compiled=True),
+    "kept": Variant(checkpointing="none", compiled=True),
+    "kept_eager": Variant(checkpointing="none"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    prompt: int  # tokens, image tokens included
+    cap: int
+    side: int  # of the image in pixels; 0: none
+
+
+SHAPES = {"text": Shape(256, 1024, 0), "vl": Shape(431, 512, 504)}  # 512 pixels are rounded to 36 patches of 14
+TINY_SHAPES = {"text": Shape(12, 16, 0), "vl": Shape(24, 16, 56)}
+
+
+def build_model(kind: str, tiny: bool, device: torch.device) -> nn.Module:
+    """Random weights, float32, made where they will be used."""
+    from transformers import (
+        Qwen2_5_VLConfig,
+        Qwen2_5_VLForConditionalGeneration,
+        Qwen2Config,
+        Qwen2ForCausalLM,
+    )
+
+    text = {
+        "text": _text(1536, 8960, 28, 12, 2),
+        "vl": _text(2048, 11_008, 36, 16, 2),
+    }[kind]
+    vision = {"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16}
+    vision |= {"fullatt_block_indexes": [7, 15, 23, 31], "out_hidden_size": text["hidden_size"]}
+    section = [16, 24, 24]
+    if tiny:
+        text = _text(128, 256, 2, 4, 2)
+        vision = {"depth": 2, "hidden_size": 64, "intermediate_size": 128, "num_heads": 4}
+        vision |= {"fullatt_block_indexes": [1], "out_hidden_size": 128}
+        section = [4, 6, 6]
+    torch.manual_seed(0)
+    with torch.device(device):
+        if kind == "text":
+            rope = {"rope_type": "default", "rope_theta": 1e6}
+            return Qwen2ForCausalLM(Qwen2Config(rope_parameters=rope, **text)).float()
+        rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": section}
+        return Qwen2_5_VLForConditionalGeneration(
+            Qwen2_5_VLConfig(
+                text_config={"rope_parameters": rope, **text},
+                vision_config={"window_size": 112, "patch_size": 14, "spatial_merge_size": 2, **vision},
+                image_token_id=IMAGE,
+                video_token_id=VIDEO,
+                vision_start_token_id=VISION_START,
+                vision_end_token_id=VISION_END,
+                tie_word_embeddings=True,
+            )
+        ).float()
+
+
+def _text(hidden: int, intermediate: int, layers: int, heads: int, key_heads: int) -> dict[str, Any]:
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": key_heads,
+        "vocab_size": VOCABULARY,
+        "max_position_embeddings": 32_768,
+        "tie_word_embeddings": True,
+    }
+
+
+def make_samples(shape: Shape, problems: int, lengths: str, shared: bool, seed: int = 0) -> list[TrainingSample]:
+    """Groups of eight; without ``shared`` each sequence begins with words of its own, behind the group's image."""
+    random = np.random.default_rng(seed)
+    stop = _stop_probability(shape.cap, MEAN_OF_CAP * shape.cap)
+    found = []
+    for problem in range(problems):
+        image = ImageRef(f"{problem}", shape.side, shape.side) if shape.side else None
+        tokens = (shape.side // 28) ** 2
+        vision = [VISION_START, *[IMAGE] * tokens, VISION_END] if image else []
+        words = random.integers(0, 150_000, shape.prompt - len(vision))
+        for member in range(GROUP):
+            own = words.copy()
+            own[0] = words[0] if shared else (words[0] + member) % 150_000
+            prompt = np.array([own[0], *vision, *own[1:]], np.int32)
+            count = shape.cap if lengths == "fixed" else min(shape.cap, int(random.geometric(stop)))
+            mask = np.arange(shape.prompt + count) >= shape.prompt
+            found.append(
+                TrainingSample(
+                    token_ids=np.concatenate([prompt, random.integers(0, 150_000, count).astype(np.int32)]),
+                    loss_mask=mask,
+                    sampler_logprobs=np.where(mask, -12.0, 0.0).astype(np.float32),
+                    images=(image,) if image else (),
+                    policy_version=0,
+                    advantages=np.where(mask, random.normal(), 0.0).astype(np.float32),
+                )
+            )
+    return found
+
+
+def _stop_probability(cap: int, mean: float) -> float:
+    """p with E[min(Geometric(p), cap)] = (1 - (1 - p)^cap) / p = mean, by bisection."""
+    low, high = 1e-9, 0.999
+    for _ in range(100):
+        middle = (low * high) ** 0.5
+        low, high = (middle, high) if (1 - (1 - middle) ** cap) / middle > mean else (low, middle)
+    return low
+
+
+def settings(shape: Shape, variant: Variant, budget: int) -> ExperimentConfig:
+    return build_experiment(
+        {
+            "name": "update",
+            "model": {"gradient_checkpointing": variant.checkpointing},
+            "data": {"max_prompt_tokens": shape.prompt},
+            "rollout": {"group_size": GROUP, "max_completion_tokens": shape.cap},
+            "algorithm": {"aggregation": "token_mean", "kl": {"coefficient": 0.0}},
+            "training": {
+                "tokens_per_microbatch": budget,
+                "compile_blocks": "on" if variant.compiled else "off",
+                "reshard_after_forward": variant.reshard,
+            },
+        }
+    )
+
+
+def measure(
+    kind: str,
+    variant: Variant,
+    regimes: list[str],
+    *,
+    tiny: bool,
+    budget: int,
+    problems: int,
+    repeats: int,
+    profile: Path | None,
+) -> dict[str, Any]:
+    device = torch.device("cuda" if torch.cuda.is_available() and not tiny else "cpu")
+    shape = (TINY_SHAPES if tiny else SHAPES)[kind]
+    start = time.perf_counter()
+    policy = TorchPolicy(
+        build_model(kind, tiny, device),
+        settings(shape, variant, budget),
+        mesh=init_device_mesh(device.type, (1,)),
+        banned_token_ids=[VISION_START, VISION_END, IMAGE, VIDEO],
+        features=_features(shape),
+    )
+    found: dict[str, Any] = {"built_seconds": time.perf_counter() - start}
+    for lengths in regimes:
+        samples = make_samples(shape, problems, lengths, variant.shared)
+        found[lengths] = _measure(policy, samples, budget, repeats, profile if lengths == regimes[0] else None)
+    return found
+
+
+def _features(shape: Shape) -> Callable[[ImageRef], ImageFeatures]:
+    side = shape.side // 14
+    pixels = torch.randn(side * side, 3 * 2 * 14 * 14, generator=torch.Generator().manual_seed(0))
+    return lambda image: ImageFeatures(pixels, (1, side, side))
+
+
+def _measure(
+    policy: TorchPolicy, samples: list[TrainingSample], budget: int, repeats: int, profile: Path | None
+) -> dict[str, Any]:
+    plan = plan_microbatches(
+        [SequenceSize(s.num_prompt, s.num_tokens - s.num_prompt) for s in samples],
+        [prompt_key(s) for s in samples],
+        num_ranks=1,
+        token_budget=budget,
+        attention_weight=policy.model_shape().attention_weight,
+    )
+    microbatches = [[samples[i] for i in micro] for micro in plan[0]]
+    work = sum((microbatch_work(policy.model_shape(), micro) for micro in microbatches), NOTHING)
+    totals = StepTotals(tokens=sum(s.num_trained for s in samples), sequences=len(samples))
+    cuda = policy.device.type == "cuda"
+    seconds = []
+    for _ in range(repeats + 1):
+        if cuda:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+        start = time.perf_counter()
+        result = policy.update(microbatches, totals, 1e-6, 0.0)
+        if cuda:
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    if profile is not None:
+        with torch.profiler.profile() as kept:
+            policy.update(microbatches[:1], totals, 1e-6, 0.0)
+            if cuda:
+                torch.cuda.synchronize()
+        order = "self_cuda_time_total" if cuda else "self_cpu_time_total"
+        profile.write_text(kept.key_averages().table(sort_by=order, row_limit=60, max_name_column_width=110))
+    middle = statistics.median(seconds[1:])
+    real = sum(s.num_tokens for s in samples)
+    return {
+        "seconds": middle,
+        "seconds_each": seconds[1:],
+        "warm_up_seconds": seconds[0],
+        "mfu": utilisation(work.forward_flops + work.backward_flops, middle, 1, policy.device_name()),
+        "tokens_per_second": real / middle,
+        "sequence_tokens": real,
+        "computed_tokens": work.tokens,
+        "prompt_tokens_shared": work.shared_tokens,
+        "mean_completion": float(np.mean([s.num_trained for s in samples])),
+        "microbatches": len(microbatches),
+        "grad_norm": result.grad_norm,
+        "loss": float(result.sums.policy_loss),
+        "entropy": float(result.sums.entropy) / totals.tokens,
+        "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if cuda else None,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=list(SHAPES), nargs="+", default=list(SHAPES))
+    parser.add_argument("--lengths", choices=["fixed", "ragged"], nargs="+", default=["fixed", "ragged"])
+    parser.add_argument("--variants", choices=list(VARIANTS), nargs="+", default=list(VARIANTS))
+    parser.add_argument("--problems", type=int, default=32)
+    parser.add_argument("--repeats", type=int, default=8)
+    parser.add_argument("--budget", type=int, default=16_384, help="tokens of a microbatch")
+    parser.add_argument("--tiny", action="store_true", help="a plumbing check on the CPU")
+    parser.add_argument("--profile", type=Path, help="folder for a table of one microbatch's kernels, by variant")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    if args.tiny:
+        args.problems, args.repeats, args.budget = 2, 1, 256
+    backend = "gloo" if args.tiny or not torch.cuda.is_available() else "nccl"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    report: dict[str, Any] = {
+        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),
+        "problems": args.problems,
+        "budget": args.budget,
+        "results": {},
+    }
+    for kind in args.model:
+        for name in args.variants:
+            options = {"tiny": args.tiny, "budget": args.budget, "problems": args.problems, "repeats": args.repeats}
+            profile = args.profile / f"{kind}-{name}.txt" if args.profile else None
+            try:
+                found = measure(kind, VARIANTS[name], args.lengths, profile=profile, **options)
+            except torch.OutOfMemoryError as error:
+                found = {"out_of_memory": str(error)}
+            report["results"].setdefault(kind, {})[name] = {"variant": asdict(VARIANTS[name]), **found}
+            sys.stderr.write(json.dumps({kind: {name: found}}) + "\n")
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+            if args.out:
+                args.out.write_text(json.dumps(report, indent=1))
+    sys.stdout.write(json.dumps(report) + "\n")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

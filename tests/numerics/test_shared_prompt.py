@@ -1,0 +1,256 @@
+"""A prompt that is computed once for its group against the same sequences one by one: values, loss, gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from rlcore.algorithms.aggregation import StepTotals
+from rlcore.algorithms.flops import ModelShape
+from rlcore.batch import Microbatch, Segments, pack
+from rlcore.distributed.group import microbatch_work
+from rlcore.models import attention
+from rlcore.models.attention import shared_prompt_attention
+from rlcore.models.torch_policy import TorchPolicy
+from rlcore.types import TrainingSample
+from tests.numerics import toy
+
+CPU = torch.device("cpu")
+SCALE = 0.3
+
+
+def sample(prompt: Sequence[int], completion: Sequence[int], trained: Sequence[bool] | None = None) -> TrainingSample:
+    mask = np.array([*[False] * len(prompt), *(trained or [True] * len(completion))], np.bool_)
+    values = np.arange(len(mask), dtype=np.float32)
+    return TrainingSample(
+        token_ids=np.array([*prompt, *completion], np.int32),
+        loss_mask=mask,
+        sampler_logprobs=-values * mask,
+        advantages=(100 + values) * mask,
+        images=(),
+        policy_version=0,
+    )
+
+
+def packed(*samples: TrainingSample) -> Microbatch:
+    return pack(samples, layout=None, features=None, device=CPU)
+
+
+def test_the_row_by_hand():
+    """Two prompts, 10 11 and 20 21 22; the first has two completions, given around the other one's."""
+    batch = packed(
+        sample([10, 11], [1, 2, 3], [True, False, True]), sample([20, 21, 22], [4]), sample([10, 11], [5, 6])
+    )
+    assert batch.token_ids.tolist() == [10, 11, 20, 21, 22, 1, 2, 3, 5, 6, 4]
+    assert batch.position_ids.tolist() == [0, 1, 0, 1, 2, 2, 3, 4, 2, 3, 3]
+    assert batch.segments.bounds.tolist() == [0, 2, 5, 8, 10, 11]
+    assert batch.segments.key_rows.tolist() == [0, 1, 2, 3, 4, 0, 1, 5, 6, 7, 0, 1, 8, 9, 2, 3, 4, 10]
+    assert batch.segments.key_bounds.tolist() == [0, 2, 5, 10, 14, 18]
+    assert batch.segments.sizes.tolist() == [2, 3, 5]
+    assert batch.targets.tolist() == [1, 3, 4, 5, 6]  # in the order given
+    assert batch.predict_from.tolist() == [1, 6, 4, 1, 8]  # the first of both completions from the one prompt's end
+    assert batch.sequence_index.tolist() == [0, 0, 1, 2, 2]
+    assert batch.sequence_lengths.tolist() == [2, 1, 2]
+    assert batch.advantages.tolist() == [102, 104, 103, 102, 103]
+
+
+def test_a_sequence_without_anything_trained_is_all_prompt_and_keeps_its_place():
+    batch = packed(sample([1, 2], [3], [False]), sample([1, 2], [3]))
+    assert batch.token_ids.tolist() == [1, 2, 3, 1, 2, 3]
+    assert batch.segments.key_bounds.tolist() == [0, 3, 5, 8]
+    assert batch.sequence_lengths.tolist() == [0, 1]
+    assert batch.predict_from.tolist() == [4]
+
+
+def test_a_trained_first_token_is_refused():
+    with pytest.raises(ValueError, match="the first token of a sequence"):
+        packed(sample([], [1, 2]))
+
+
+def test_tokens_packed_are_tokens_counted():
+    samples = toy.samples(8, text_only=True)
+    shape = ModelShape(parameters=1, head_parameters=1, layers=1, width=1, weights_train=True, tower=None)
+    batch = packed(*samples)
+    work = microbatch_work(shape, samples)
+    assert work.tokens == len(batch.token_ids) < sum(s.num_tokens for s in samples)
+    assert work.tokens + work.shared_tokens == sum(s.num_tokens for s in samples)
+    assert work.prompt_tokens == int(batch.segments.bounds[batch.segments.sizes[0]])
+
+
+# --- attention alone ---
+
+
+def segments(groups: Sequence[tuple[int, Sequence[int]]]) -> Segments:
+    """Of (prompt, completions) lengths."""
+    prompts = [prompt for prompt, _ in groups]
+    lengths = [*prompts, *(length for _, lengths in groups for length in lengths)]
+    starts = np.cumsum([0, *lengths])
+    keys = [np.arange(starts[i], starts[i + 1]) for i in range(len(groups))]
+    for group, (_, completions) in enumerate(groups):
+        for _ in completions:
+            own = np.arange(starts[len(keys)], starts[len(keys) + 1])
+            keys.append(np.concatenate([keys[group], own]))
+    return Segments(
+        bounds=torch.tensor(starts, dtype=torch.int32),
+        key_bounds=torch.tensor(np.cumsum([0, *map(len, keys)]), dtype=torch.int32),
+        key_rows=torch.from_numpy(np.concatenate(keys)),
+        sizes=torch.tensor([len(prompts), max(lengths), max(map(len, keys))]),
+    )
+
+
+def dense(query: Tensor, key: Tensor, value: Tensor, groups: Sequence[tuple[int, Sequence[int]]]) -> Tensor:
+    """Every sequence alone, written as a mask over the whole row."""
+    total = len(query)
+    seen = torch.zeros(total, total, dtype=torch.bool)
+    start, completion = 0, sum(prompt for prompt, _ in groups)
+    for prompt, lengths in groups:
+        seen[start : start + prompt, start : start + prompt] = torch.ones(prompt, prompt).tril().bool()
+        for length in lengths:
+            rows = slice(completion, completion + length)
+            seen[rows, start : start + prompt] = True
+            seen[rows, rows] = torch.ones(length, length).tril().bool()
+            completion += length
+        start += prompt
+    repeat = query.shape[1] // key.shape[1]
+    scores = torch.einsum("qhd,khd->hqk", query, key.repeat_interleave(repeat, 1)) * SCALE
+    probs = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+    return torch.einsum("hqk,khd->qhd", probs, value.repeat_interleave(repeat, 1))
+
+
+def math_forward(query, key, value, bounds, key_bounds, longest, longest_keys, scale):
+    """A FlashAttention kernel's contract in plain arithmetic: output and log-sum-exp of each query over its keys."""
+    outs, lses = [], []
+    repeat = query.shape[1] // key.shape[1]
+    assert longest == bounds.diff().max()
+    assert longest_keys == key_bounds.diff().max()
+    for b in range(len(bounds) - 1):
+        q = query[bounds[b] : bounds[b + 1]]
+        k, v = (x[key_bounds[b] : key_bounds[b + 1]].repeat_interleave(repeat, 1) for x in (key, value))
+        scores = torch.einsum("qhd,khd->hqk", q, k) * scale
+        scores = scores.masked_fill(torch.ones(len(q), len(k)).triu(1 + len(k) - len(q)).bool(), -torch.inf)
+        outs.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), v))
+        lses.append(scores.logsumexp(-1).float())
+    return torch.cat(outs), torch.cat(lses, dim=1)
+
+
+def math_backward(grad, query, key, value, out, lse, bounds, key_bounds, _longest, _longest_keys, scale):
+    """As FlashAttention's backward: probabilities from the lse it is given, and the row sums of grad * out."""
+    found = [torch.zeros_like(x) for x in (query, key, value)]
+    repeat = query.shape[1] // key.shape[1]
+    for b in range(len(bounds) - 1):
+        qs, ks = slice(bounds[b], bounds[b + 1]), slice(key_bounds[b], key_bounds[b + 1])
+        k, v = (x[ks].repeat_interleave(repeat, 1) for x in (key, value))
+        scores = torch.einsum("qhd,khd->hqk", query[qs], k) * scale
+        later = torch.ones(scores.shape[1:]).triu(1 + scores.shape[2] - scores.shape[1]).bool()
+        probs = (scores.masked_fill(later, -torch.inf) - lse[:, qs, None]).exp()
+        of_probs = torch.einsum("qhd,khd->hqk", grad[qs], v)
+        of_scores = probs * (of_probs - (grad[qs] * out[qs]).sum(-1).t()[..., None]) * scale
+        found[0][qs] += torch.einsum("hqk,khd->qhd", of_scores, k)
+        found[1][ks] += torch.einsum("hqk,qhd->khd", of_scores, query[qs]).unflatten(1, (-1, repeat)).sum(2)
+        found[2][ks] += torch.einsum("hqk,qhd->khd", probs, grad[qs]).unflatten(1, (-1, repeat)).sum(2)
+    return tuple(found)
+
+
+LAYOUTS = {
+    "one group": [(5, [3, 1, 7])],
+    "several": [(5, [3, 1, 7]), (1, [4]), (2, [2, 2])],
+    "one without completions": [(3, [2]), (4, []), (2, [5, 1])],
+    "nothing but a prompt": [(6, [])],
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_padded_batch_equals_the_dense_mask(layout):
+    groups = LAYOUTS[layout]
+    where = segments(groups)
+    generator = torch.Generator().manual_seed(0)
+    total = int(where.bounds[-1])
+    query, key, value, grad = (
+        torch.randn(total, heads, 8, generator=generator, dtype=torch.float64) for heads in (4, 2, 2, 4)
+    )
+    leaves = [x.requires_grad_() for x in (query, key, value)]
+    expected = dense(*leaves, groups)
+    found = shared_prompt_attention(*leaves, where, SCALE)
+    assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    gradients = (torch.autograd.grad(x, leaves, grad) for x in (found, expected))
+    assert_close(*gradients, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_operator_of_cuda_equals_the_dense_mask_and_compiles_whole(layout, monkeypatch):
+    """Plain arithmetic in the kernels' place; schema, shapes without data and autograd are checked by torch."""
+    monkeypatch.setattr(attention, "_flash_forward", math_forward)
+    monkeypatch.setattr(attention, "_flash_backward", math_backward)
+    for operator in (attention._attention, attention._attention_backward):
+        operator.register_kernel("cpu", operator._init_fn)
+    groups = LAYOUTS[layout]
+    where = segments(groups)
+    ends = (where.bounds, where.key_bounds, where.key_rows, where.sizes)
+    generator = torch.Generator().manual_seed(0)
+    total = int(where.bounds[-1])
+    query, key, value, grad = (torch.randn(heads, total, 8, generator=generator) for heads in (4, 2, 2, 4))
+    leaves = [x.transpose(0, 1).requires_grad_() for x in (query, key, value)]
+    torch.library.opcheck(attention.OPERATOR, (*leaves, *ends, SCALE))
+
+    def block(*parts: Tensor) -> Tensor:
+        return attention.OPERATOR(*(part * 2 for part in parts), *ends, SCALE)[0] + 1
+
+    expected = dense(*(leaf * 2 for leaf in leaves), groups) + 1
+    wanted = torch.autograd.grad(expected, leaves, grad.transpose(0, 1))
+    for found in (block(*leaves), torch.compile(block, fullgraph=True, dynamic=True, backend="aot_eager")(*leaves)):
+        assert_close(found, expected)
+        assert_close(torch.autograd.grad(found, leaves, grad.transpose(0, 1)), wanted, rtol=1e-4, atol=1e-5)
+
+
+# --- the whole policy ---
+
+
+def gradient(policy: TorchPolicy, microbatches: list[list[TrainingSample]]) -> tuple[float, Tensor]:
+    """Loss and gradient of one optimizer step that is not taken."""
+    taken: list[Tensor] = []
+    policy.optimizer.step = lambda: taken.append(  # type: ignore[method-assign]
+        torch.cat([p.grad.full_tensor().flatten() for p in policy.model.parameters()])
+    )
+    every = [s for m in microbatches for s in m]
+    totals = StepTotals(tokens=sum(s.num_trained for s in every), sequences=len(every))
+    result = policy.update(microbatches, totals, 1e-3, 0.0)
+    return float(result.sums.policy_loss), taken[0] * max(1.0, result.grad_norm)
+
+
+@pytest.mark.parametrize("text_only", [False, True])
+@pytest.mark.parametrize(("count", "group"), [(4, 4), (8, 4), (9, 3), (5, 4)])
+def test_sharing_changes_neither_loss_nor_gradient_nor_logprobs(tiny_model: Path, count, group, text_only):
+    """One group, several, and one whose last member lies in another microbatch."""
+    policy = toy.policy(tiny_model, toy.config())
+    samples = toy.samples(count, group=group, text_only=text_only)
+    alone = [[s] for s in samples]
+    loss, expected = gradient(policy, alone)
+    splits = [[samples], [samples[: group - 1], samples[group - 1 :]], [samples[::-1]]]
+    for split in splits:
+        found_loss, found = gradient(policy, split)
+        assert found_loss == pytest.approx(loss, rel=1e-5, abs=1e-6)
+        assert float((found - expected).norm() / expected.norm()) < 2e-6
+    together = policy.logprobs([samples])[0]
+    for one, (by_itself,) in zip(together, policy.logprobs(alone), strict=True):
+        np.testing.assert_allclose(one.logprobs, by_itself.logprobs, atol=1e-5)
+
+
+def test_a_prompt_is_shared_where_its_tokens_and_images_are_the_same(tiny_model: Path):
+    pack_ = toy.policy(tiny_model, toy.config())._pack
+    samples = toy.samples(8, group=4)
+    row = pack_(samples)
+    prompts = {s.token_ids[: s.num_prompt].tobytes(): s.num_prompt for s in samples}
+    assert len(row.token_ids) == sum(prompts.values()) + sum(s.num_trained for s in samples)
+    assert len(row.image_index) == len(set(row.image_index.tolist())) == len(row.image_rows)
+
+    image = samples[1].images[0]
+    toy.PICTURES["another"] = toy.PICTURES[image.sha256]
+    other = replace(samples[1], images=(replace(image, sha256="another"),))
+    assert len(pack_([samples[0], other]).token_ids) == samples[0].num_tokens + other.num_tokens
