@@ -59,7 +59,7 @@ class Worker:
         self.sampler = VllmSampler(
             spec.model, config, prompts=prompts, images=self._images, device=spec.device, lora=config.model.lora
         )
-        self._base_checked = False
+        self._base_checked = self._has_trained = False
         self.sampler.sleep()
         torch.set_num_threads(spec.threads)  # vLLM changes it
         self.policy = TorchPolicy(
@@ -104,11 +104,14 @@ class Worker:
         learning_rate: float,
         kl_coefficient: float,
     ) -> UpdateResult:
+        self._has_trained = True
         return self.policy.update(microbatches, totals, learning_rate, kl_coefficient)
 
-    def sync_weights(self, version: int) -> tuple[float, float]:
+    def sync_weights(self, version: int) -> int:
         """Policy -> sampler, in place: all weights, or the adapters if these are what trains. Returns the checksum of
         what was sent."""
+        if self._has_trained:
+            self.sampler.sleep_no_more_if_there_is_room()
         stops = self.sampler.wake()
         next(stops)
         dtype = None if self._spec.device == "cpu" else self.policy.sync_dtype

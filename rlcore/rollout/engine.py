@@ -43,6 +43,7 @@ def build_engine(
     max_pixels: int,
     trust_remote_code: bool,
     dtype: str,
+    can_sleep: bool = False,
     lora: LoraConfig | None = None,
 ) -> LLM:
     """A vLLM engine in this process, with what every engine of ours shares.
@@ -50,6 +51,7 @@ def build_engine(
     Args:
         join_world: RANK, WORLD_SIZE and MASTER_* are set and the engine is one rank of that world; else it makes a
             world of one.
+        can_sleep: its GPU memory can be given back for a while.
         lora: makes room for one adapter of this shape.
     """
     set_engine_environment(device)
@@ -69,8 +71,10 @@ def build_engine(
         # which CPU generators cannot do
         options["enable_chunked_prefill"] = False
     else:
-        options["enable_sleep_mode"] = True
+        options["enable_sleep_mode"] = can_sleep
         options["gpu_memory_utilization"] = gpu_memory_utilization
+        # vLLM's own sizes end at 512 sequences, and beyond the last one every layer is launched by itself
+        options["compilation_config"] = {"cudagraph_capture_sizes": capture_sizes(max_num_seqs)}
     if lora is not None:
         options |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": padded_rank(lora.rank)}
         if lora.vision_tower:
@@ -93,6 +97,12 @@ def build_engine(
         distributed_executor_backend="external_launcher",  # this process is the worker; nothing is started
         **options,
     )
+
+
+def capture_sizes(max_num_seqs: int) -> list[int]:
+    """Batch sizes to record CUDA graphs for: above 64 sequences at most an eighth of a batch is padding."""
+    above = [size * step // 8 for size in (64 << k for k in range(10)) for step in range(9, 17)]
+    return sorted({size for size in (1, 2, 4, *range(8, 65, 8), *above) if size < max_num_seqs} | {max_num_seqs})
 
 
 def set_engine_environment(device: str) -> None:
@@ -127,6 +137,32 @@ def engine_prompt(token_ids: Sequence[int], images: Sequence[ImageRef], store: I
         prompt["multi_modal_data"] = {"image": [store.read(image) for image in images]}
         prompt["multi_modal_uuids"] = {"image": [image.sha256 for image in images]}
     return prompt
+
+
+def enqueue(
+    llm: LLM, prompts: Sequence[dict[str, Any]], params: Sequence[Any], adapter: LoRARequest | None
+) -> list[list[str]]:
+    """Add requests to the engine without running it; the names of each one's samples, in their order."""
+    names = llm.enqueue(cast(Any, prompts), params, use_tqdm=False, lora_request=adapter)
+    return [
+        [name] if of.n == 1 else [f"{sample}_{name}" for sample in range(of.n)]
+        for name, of in zip(names, params, strict=True)
+    ]
+
+
+def engine_core(llm: LLM) -> Any:
+    """What schedules and runs the requests, in this process."""
+    return cast(Any, llm.llm_engine.engine_core).engine_core
+
+
+def waiting_prompt(llm: LLM, name: str) -> Sequence[int]:
+    """The prompt of an enqueued sample, as the engine expanded it."""
+    return cast(Sequence[int], engine_core(llm).scheduler.requests[name].prompt_token_ids)
+
+
+def forget_outputs(llm: LLM, names: Sequence[str]) -> None:
+    """Drop what the engine keeps of samples to turn into its own kind of output."""
+    llm.llm_engine.output_processor.abort_requests(names, internal=True)
 
 
 def reset_caches(llm: LLM) -> None:
@@ -240,9 +276,12 @@ def _adapter_manager(llm: LLM) -> Any:
     return manager
 
 
-def reload_weights(llm: LLM, weights: Iterator[tuple[str, Tensor]]) -> None:
-    """Put Hugging Face tensors into the engine's parameters in place."""
-    llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights, "is_checkpoint_format": True})
+def load_weights_in_place(llm: LLM, weights: Iterator[tuple[str, Tensor]], device: str) -> None:
+    """Put Hugging Face tensors into the engine's parameters, which keep their addresses: CUDA graphs stay valid."""
+    if device == "cpu":  # its linear layers keep no parameter to load into, and have to be packed again
+        llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights, "is_checkpoint_format": True})
+    else:
+        llm.apply_model(lambda model: model.load_weights(weights))
 
 
 def held_weights(llm: LLM) -> Iterator[Tensor]:
