@@ -87,7 +87,7 @@ def build_engine(
         dtype=cast(Any, dtype),
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max(8192, max_model_len),
+        max_num_batched_tokens=max(8192 if device == "cpu" else 16384, max_model_len),
         enforce_eager=enforce_eager,
         enable_prefix_caching=True,
         logprobs_mode="processed_logprobs",
@@ -160,9 +160,11 @@ def waiting_prompt(llm: LLM, name: str) -> Sequence[int]:
     return cast(Sequence[int], engine_core(llm).scheduler.requests[name].prompt_token_ids)
 
 
-def forget_outputs(llm: LLM, names: Sequence[str]) -> None:
+def forget_outputs(llm: LLM) -> None:
     """Drop what the engine keeps of samples to turn into its own kind of output."""
-    llm.llm_engine.output_processor.abort_requests(names, internal=True)
+    outputs = llm.llm_engine.output_processor
+    outputs.abort_requests(list(outputs.request_states), internal=True)
+    outputs.abort_requests(list(outputs.parent_requests), internal=True)
 
 
 def reset_caches(llm: LLM) -> None:
@@ -274,14 +276,6 @@ def _adapter_manager(llm: LLM) -> Any:
     """vLLM's LoRAModelManager of the worker that lives in this process."""
     (manager,) = llm.collective_rpc(lambda worker: worker.model_runner.lora_manager._adapter_manager)
     return manager
-
-
-def load_weights_in_place(llm: LLM, weights: Iterator[tuple[str, Tensor]], device: str) -> None:
-    """Put Hugging Face tensors into the engine's parameters, which keep their addresses: CUDA graphs stay valid."""
-    if device == "cpu":  # its linear layers keep no parameter to load into, and have to be packed again
-        llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights, "is_checkpoint_format": True})
-    else:
-        llm.apply_model(lambda model: model.load_weights(weights))
 
 
 def held_weights(llm: LLM) -> Iterator[Tensor]:

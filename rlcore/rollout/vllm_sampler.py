@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import cast
 
 import numpy as np
 import torch
@@ -28,11 +28,11 @@ from rlcore.rollout.engine import (
     held_adapter,
     held_weights,
     install_adapter,
-    load_weights_in_place,
     reset_caches,
     sampling_params,
     waiting_prompt,
 )
+from rlcore.rollout.weights import WeightLoader, added, bit_sum, checksum
 from rlcore.types import Completion, FinishReason, Ints
 
 logger = logging.getLogger(__name__)
@@ -99,6 +99,7 @@ class VllmSampler:
             can_sleep=self._can_sleep,
             lora=lora,
         )
+        self._loader = WeightLoader(self._llm, device)
 
     def generate(self, requests: Sequence[SampleRequest]) -> list[SampledGroup]:
         """Sample every request; groups and completions come back in the order asked for.
@@ -109,25 +110,22 @@ class VllmSampler:
         if self._version is None or self._asleep:
             raise SamplerError("the sampler holds no current weights: call load_weights (and wake) before generate")
         params = [sampling_params(n=r.count, **self._params | _draw(r)) for r in requests]
-        named = enqueue(self._llm, [self._prompt(r) for r in requests], params, self._adapter)
-        prompts = [self._checked_prompt(r, names[0]) for r, names in zip(requests, named, strict=True)]
-        flat = [name for names in named for name in names]
+        bare = [self._prompts.unexpanded_tokens(r.problem.question, len(r.problem.images)) for r in requests]
+        asked = [engine_prompt(t.tolist(), r.problem.images, self._images) for r, t in zip(requests, bare, strict=True)]
+        named = enqueue(self._llm, asked, params, self._adapter)
+        prompts = [self._expanded(r, t, names[0]) for r, t, names in zip(requests, bare, named, strict=True)]
         done = {found.request_id: found for found in decode(engine_core(self._llm), self._burst)}
-        forget_outputs(self._llm, flat)
-        texts = self._prompts.tokenizer.batch_decode([done[n].token_ids.tolist() for n in flat], skip_special_tokens=True)
-        completions = iter([self._completion(done[name], text) for name, text in zip(flat, texts, strict=True)])
+        forget_outputs(self._llm)
+        flat = [done[name] for names in named for name in names]
+        texts = self._prompts.texts([found.token_ids for found in flat])
+        completions = iter([self._completion(found, text) for found, text in zip(flat, texts, strict=True)])
         return [
             SampledGroup(prompt, tuple(next(completions) for _ in names))
             for prompt, names in zip(prompts, named, strict=True)
         ]
 
-    def _prompt(self, request: SampleRequest) -> Any:
-        problem = request.problem
-        tokens = self._prompts.unexpanded_tokens(problem.question, len(problem.images))
-        return engine_prompt(tokens.tolist(), problem.images, self._images)
-
-    def _checked_prompt(self, request: SampleRequest, name: str) -> Ints:
-        expected, found = self._prompts.tokens(request.problem), waiting_prompt(self._llm, name)
+    def _expanded(self, request: SampleRequest, bare: Ints, name: str) -> Ints:
+        expected, found = self._prompts.expand(bare, request.problem.images), waiting_prompt(self._llm, name)
         if not np.array_equal(expected, found):
             raise SamplerError(
                 f"problem {request.problem.problem_id}: vLLM sees a prompt of {len(found)} tokens, "
@@ -161,7 +159,7 @@ class VllmSampler:
                 came.append(bit_sum(value.to(self._dtype)))
                 yield name, value
 
-        load_weights_in_place(self._llm, counted(), self._device)
+        self._loader.load(counted())
         reset_caches(self._llm)
         sent, held = added(came), checksum(held_weights(self._llm))
         if sent != held:
@@ -268,29 +266,6 @@ def _free_memory() -> int:
 
 def _draw(request: SampleRequest) -> dict[str, object]:
     return {"temperature": 0.0} if request.greedy else {"seed": request.seed & 0x7FFFFFFF}
-
-
-def checksum(values: Iterable[Tensor]) -> int:
-    """Sum of the bit patterns of every element, as integers modulo 2^64.
-
-    Exact, so equal for fused and unfused, padded (zeros) and unpadded layouts of the same values, and changed by a
-    single element that is stale or rounded. One reduction per tensor and one wait for the device.
-    """
-    return added([bit_sum(value) for value in values])
-
-
-def bit_sum(value: Tensor) -> Tensor:
-    """[] int64 on the value's device."""
-    value = value.detach()
-    if value.device.type == "cpu":  # what is read through a kernel has lost the sign of its zeros
-        value = value + 0.0
-    bits = torch.int32 if value.element_size() == 4 else torch.int16
-    return value.view(bits).sum(dtype=torch.int64)
-
-
-def added(sums: Sequence[Tensor]) -> int:
-    """The sums of single tensors as one number."""
-    return int(torch.stack(list(sums)).sum())
 
 
 def _finish_reason(reason: str | None) -> FinishReason:
