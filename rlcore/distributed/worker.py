@@ -105,7 +105,12 @@ class Worker:
         kl_coefficient: float,
     ) -> UpdateResult:
         self._has_trained = True
-        return self.policy.update(microbatches, totals, learning_rate, kl_coefficient)
+        result = self.policy.update(microbatches, totals, learning_rate, kl_coefficient)
+        if self._spec.device == "cuda":  # the optimizer's kernels are only queued: they belong to this phase's time
+            import torch
+
+            torch.cuda.synchronize()
+        return result
 
     def sync_weights(self, version: int) -> int:
         """Policy -> sampler, in place: all weights, or the adapters if these are what trains. Returns the checksum of

@@ -4,7 +4,8 @@ With hundreds of short sequences, what vLLM's scheduler and its output objects d
 takes longer than the model on the GPU. Between two tokens there is nothing to decide, though, unless a request
 ends or another can begin: so key-value blocks are allocated for a burst of tokens ahead, the model runs that often on
 one plan, its steps queued behind each other, and each request is updated once for all of its tokens. A request that
-ends inside a burst runs on to the burst's end, and what it draws there is dropped.
+ends inside a burst runs on to the burst's end, and what it draws there is dropped. While nothing waits for a place, the
+first steps of the next burst are queued before the last one is looked at, so that the device has work meanwhile.
 
 Nothing here imports vLLM (0.26 to 0.32); ``core`` is its in-process EngineCore.
 """
@@ -41,9 +42,10 @@ class _Drawn:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Burst:
-    """What n requests drew, up to and including the token that ends them; rows in the order of ``first.req_ids``."""
+    """What the planned requests drew, up to and including the token that ends each; rows in the order of the plan."""
 
-    first: Any  # vLLM's ModelRunnerOutput of the planned step
+    first: Any  # vLLM's ModelRunnerOutput of the first step
+    names: list[str]  # [n]
     token_ids: Ints  # [n, depth]
     logprobs: Floats  # [n, depth]
     lengths: npt.NDArray[np.int64]  # [n]; 0 for a prompt that is not read to its end
@@ -56,16 +58,25 @@ def decode(core: Any, burst: int) -> Iterator[Decoded]:
         burst: most tokens that a request draws between two looks of the scheduler.
     """
     scheduler, executor = core.scheduler, core.model_executor
-    scheduler.num_lookahead_tokens = burst - 1
+    most_ahead = burst // 8  # some of the device's time, for the scheduler to take its own in
+    scheduler.num_lookahead_tokens = burst - 1 + most_ahead
     drawn: defaultdict[str, _Drawn] = defaultdict(_Drawn)
+    ahead: list[Future[Any]] = []
     while scheduler.has_requests():
         plan = scheduler.schedule()
-        if plan.total_num_scheduled_tokens == 0:  # tells the runner which requests are finished
+        left = _tokens_left(scheduler, plan)
+        if not left:  # tells the runner which requests are finished
+            ahead = []
             scheduler.update_from_output(plan, executor.execute_model(plan))
             continue
-        left = _tokens_left(scheduler, plan)
-        depth = min(burst, max(left.values())) if _only_decodes(scheduler, plan) else 1
-        result = _collect(list(_launch(executor, plan, left, depth)), _stop_ids(scheduler, plan))
+        only_decodes = _only_decodes(scheduler, plan)
+        depth = min(burst, max(left.values())) if only_decodes else 1
+        steps = [*ahead, *_told(executor, plan, left, len(ahead))]
+        steps += [_launch(executor, _continued(plan, left, offset)) for offset in range(len(steps), depth)]
+        nothing_waits = scheduler.get_num_unfinished_requests() == len(scheduler.running)
+        end = min(depth + most_ahead, max(left.values())) if only_decodes and nothing_waits else depth
+        ahead = [_launch(executor, _continued(plan, left, offset)) for offset in range(depth, end)]
+        result = _collect([step.result() for step in steps[:depth]], list(left), _stop_ids(scheduler, plan))
         yield from _update(scheduler, plan, result, drawn)
 
 
@@ -96,33 +107,48 @@ def _stop_ids(scheduler: Any, plan: Any) -> list[int]:
     return [*eos, *(params.stop_token_ids or ())]
 
 
-def _launch(executor: Any, plan: Any, left: dict[str, int], depth: int) -> Iterator[Future[Any]]:
-    """The planned step and ``depth - 1`` more; on a GPU they are only queued."""
-    for offset in range(depth):
-        step = plan if offset == 0 else _continued(plan, left, offset)
-        executor.execute_model(step, non_block=True).result()  # no output yet: raises what went wrong
-        yield executor.sample_tokens(None, non_block=True)
+def _launch(executor: Any, step: Any) -> Future[Any]:
+    """On a GPU the step is only queued."""
+    executor.execute_model(step, non_block=True).result()  # no output yet: raises what went wrong
+    future: Future[Any] = executor.sample_tokens(None, non_block=True)
+    return future
 
 
-def _continued(plan: Any, left: dict[str, int], offset: int) -> Any:
-    """The plan of a step that follows ``offset`` tokens behind: the same requests, less those at their cap."""
+def _told(executor: Any, plan: Any, left: dict[str, int], offset: int) -> list[Future[Any]]:
+    """The first step that is launched for a plan, at ``offset``: it tells the runner of new blocks and of requests that
+    are finished. Every request may be at its cap there; then only that is told."""
+    step = plan if offset == 0 else _continued(plan, left, offset, tells=True)
+    if step.total_num_scheduled_tokens == 0:
+        executor.execute_model(step)
+        return []
+    return [_launch(executor, step)]
+
+
+def _continued(plan: Any, left: dict[str, int], offset: int, *, tells: bool = False) -> Any:
+    """The plan of a step that follows ``offset`` tokens behind: the same requests, less those at their cap.
+
+    Args:
+        tells: the planned step itself was not launched.
+    """
     cached = plan.scheduled_cached_reqs
     rows = [row for row, name in enumerate(cached.req_ids) if left[name] > offset]
     names = [cached.req_ids[row] for row in rows]
-    return replace(
+    step = replace(
         plan,
         scheduled_cached_reqs=replace(
             cached,
             req_ids=names,
-            resumed_req_ids=set(),
-            all_token_ids={},
-            new_block_ids=[None] * len(names),
+            new_block_ids=[cached.new_block_ids[row] if tells else None for row in rows],
             num_computed_tokens=[cached.num_computed_tokens[row] + offset for row in rows],
             num_output_tokens=[cached.num_output_tokens[row] + offset for row in rows],
         ),
         num_scheduled_tokens=dict.fromkeys(names, 1),
         total_num_scheduled_tokens=len(names),
-        scheduled_encoder_inputs={},
+    )
+    if tells:
+        return step
+    return replace(
+        step,
         finished_req_ids=set(),
         free_encoder_mm_hashes=[],
         preempted_req_ids=None,
@@ -130,27 +156,29 @@ def _continued(plan: Any, left: dict[str, int], offset: int) -> Any:
     )
 
 
-def _collect(steps: Sequence[Future[Any]], stop_ids: Sequence[int]) -> _Burst:
-    first = steps[0].result()
-    token_ids = np.full((len(first.req_ids), len(steps)), -1, np.int32)
+def _collect(outputs: Sequence[Any], names: list[str], stop_ids: Sequence[int]) -> _Burst:
+    token_ids = np.full((len(names), len(outputs)), -1, np.int32)
     logprobs = np.zeros(token_ids.shape, np.float32)
-    for column, step in enumerate(steps):
-        output = step.result()
-        drew = [bool(tokens) for tokens in output.sampled_token_ids]
-        same = output.req_ids == first.req_ids
-        rows = np.arange(len(drew)) if same else np.array([first.req_id_to_index[name] for name in output.req_ids])
-        token_ids[rows[drew], column] = [tokens[0] for tokens in output.sampled_token_ids if tokens]
-        logprobs[rows[drew], column] = output.logprobs.logprobs[: len(drew)][drew, 0]
+    places = {name: row for row, name in enumerate(names)}
+    for column, output in enumerate(outputs):
+        # a step that was launched ahead still holds requests that have ended since
+        found = [
+            (places[name], tokens[0], index)
+            for index, (name, tokens) in enumerate(zip(output.req_ids, output.sampled_token_ids, strict=True))
+            if tokens and name in places
+        ]
+        rows, drew, indices = (list(values) for values in zip(*found, strict=True)) if found else ([], [], [])
+        token_ids[rows, column] = drew
+        logprobs[rows, column] = output.logprobs.logprobs[indices, 0]
     ends = np.isin(token_ids, stop_ids)
     lengths = np.where(ends.any(axis=1), ends.argmax(axis=1) + 1, (token_ids >= 0).sum(axis=1))
-    return _Burst(first, token_ids, logprobs, lengths)
+    return _Burst(outputs[0], names, token_ids, logprobs, lengths)
 
 
 def _update(scheduler: Any, plan: Any, burst: _Burst, drawn: defaultdict[str, _Drawn]) -> Iterator[Decoded]:
     """Tell the scheduler, as if each request had drawn its last token only, behind others that it already had."""
     last: list[list[int]] = []
-    lengths = burst.lengths.tolist()
-    for row, (name, length) in enumerate(zip(burst.first.req_ids, lengths, strict=True)):
+    for row, (name, length) in enumerate(zip(burst.names, burst.lengths.tolist(), strict=True)):
         tokens = burst.token_ids[row, :length]
         last.append(tokens[-1:].tolist())
         if length > 1:
@@ -160,8 +188,9 @@ def _update(scheduler: Any, plan: Any, burst: _Burst, drawn: defaultdict[str, _D
         if length > 0:
             drawn[name].tokens.append(tokens)
             drawn[name].logprobs.append(burst.logprobs[row, :length])
-    outputs = scheduler.update_from_output(plan, replace(burst.first, sampled_token_ids=last, logprobs=None))
-    for client in outputs.values():
+    places = {name: row for row, name in enumerate(burst.names)}
+    told = replace(burst.first, req_ids=burst.names, req_id_to_index=places, sampled_token_ids=last, logprobs=None)
+    for client in scheduler.update_from_output(plan, told).values():
         for output in client.outputs:
             if output.finish_reason is not None:
                 done = drawn.pop(output.request_id)

@@ -86,7 +86,7 @@ def main() -> None:
 def measure(arguments: argparse.Namespace) -> None:
     import torch
 
-    from rlcore.rollout.engine import engine_core, sampling_params, set_engine_environment
+    from rlcore.rollout.engine import engine_core, engine_prompt, sampling_params, set_engine_environment
     from tests.bench.peer import experiment, text_case, vl_case, write
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -110,9 +110,8 @@ def measure(arguments: argparse.Namespace) -> None:
         load_processor(config.model), str(case.template), config.data.min_pixels, config.data.max_pixels
     )
     started = time.perf_counter()
-    sampler = VllmSampler(
-        case.model, config, prompts=prompts, images=ImageStore(case.dataset), device=device, join_world=False
-    )
+    images = ImageStore(case.dataset)
+    sampler = VllmSampler(case.model, config, prompts=prompts, images=images, device=device, join_world=False)
     result: dict[str, Any] = {"device": torch.cuda.get_device_name() if device == "cuda" else "cpu"}
     result |= {"settings": {k: str(v) for k, v in vars(arguments).items()}, "start": time.perf_counter() - started}
     sampler._params["ignore_eos"] = True  # a fixed amount of work; no experiment has a setting for it
@@ -143,7 +142,12 @@ def measure(arguments: argparse.Namespace) -> None:
         sampler._llm.reset_prefix_cache()
         requests = sample_requests(case.problems, arguments.group, seed=1, batch="0")
         params = [sampling_params(n=r.count, seed=r.seed, flat_logprobs=True, **sampler._params) for r in requests]
-        made = [sampler._prompt(r) for r in requests]
+        made = [
+            engine_prompt(
+                prompts.unexpanded_tokens(r.problem.question, len(r.problem.images)).tolist(), r.problem.images, images
+            )
+            for r in requests
+        ]
         start = time.perf_counter()
         outputs = sampler._llm.generate(made, params, use_tqdm=False)
         seconds = time.perf_counter() - start

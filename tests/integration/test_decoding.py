@@ -12,7 +12,7 @@ from tests.integration.test_weight_sync import measured
 
 
 def drawn(model: Path) -> dict[str, Any]:
-    """What 24 requests of 3 samples draw on 7 places, for bursts of several lengths and by vLLM's own loop."""
+    """What 24 requests of 3 samples draw on 20 places, for bursts of several lengths and by vLLM's own loop."""
     from rlcore.rollout.decoding import decode
     from rlcore.rollout.engine import (
         build_engine,
@@ -29,9 +29,9 @@ def drawn(model: Path) -> dict[str, Any]:
         device="cpu",
         join_world=False,
         max_model_len=64,
-        max_num_seqs=7,
+        max_num_seqs=20,
         gpu_memory_utilization=0.5,
-        kv_cache_mib=4,
+        kv_cache_mib=8,
         enforce_eager=True,
         seed=0,
         images_per_prompt=0,
@@ -49,7 +49,7 @@ def drawn(model: Path) -> dict[str, Any]:
         return [sampling_params(**base, seed=100 * i, logit_bias=often, **other) for i in range(len(prompts))]
 
     result: dict[str, Any] = {}
-    for burst in (1, 4, 13, 100):
+    for burst in (1, 4, 16, 100):
         named = enqueue(llm, prompts, params(), None)
         done = {found.request_id: found for found in decode(engine_core(llm), burst)}
         forget_outputs(llm)
@@ -80,7 +80,7 @@ def test_bursts_draw_what_single_steps_draw(tmp_path: Path) -> None:
     reasons = [reason for _, _, reason in plain]
     assert {"stop", "length"} == set(reasons)
     assert len({len(tokens) for tokens, _, _ in plain}) > 5
-    for burst in (1, 4, 13, 100):
+    for burst in (1, 4, 16, 100):
         found = result[f"burst {burst}"]
         assert [tokens for tokens, _, _ in found] == [tokens for tokens, _, _ in plain]
         assert [reason for _, _, reason in found] == reasons
