@@ -51,14 +51,14 @@ class _Burst:
     lengths: npt.NDArray[np.int64]  # [n]; 0 for a prompt that is not read to its end
 
 
-def decode(core: Any, burst: int) -> Iterator[Decoded]:
+def decode(core: Any, burst: int, most_ahead: int) -> Iterator[Decoded]:
     """Run every request that waits in the engine to its end; each comes out when it is finished.
 
     Args:
         burst: most tokens that a request draws between two looks of the scheduler.
+        most_ahead: steps of the next burst to queue before a look, for a device that works meanwhile; below ``burst``.
     """
     scheduler, executor = core.scheduler, core.model_executor
-    most_ahead = burst // 8  # some of the device's time, for the scheduler to take its own in
     scheduler.num_lookahead_tokens = burst - 1 + most_ahead
     drawn: defaultdict[str, _Drawn] = defaultdict(_Drawn)
     ahead: list[Future[Any]] = []

@@ -70,7 +70,9 @@ class VllmSampler:
         self._asleep, self._can_sleep = False, rollout.sleep != "never" and device != "cpu"
         self._sleep_is_auto = rollout.sleep == "auto"
         self._slept_bytes = 0
-        self._burst = rollout.tokens_per_burst
+        # on CPU a step takes longer than a look of the scheduler, and the same core does both
+        self._burst = rollout.tokens_per_burst or (1 if device == "cpu" else 16)
+        self._ahead = 0 if device == "cpu" else min(4, self._burst // 2)
         self._lora, self._adapter = lora, None  # the second is what requests carry
         self._params = {
             "temperature": rollout.temperature if temperature is None else temperature,
@@ -114,7 +116,7 @@ class VllmSampler:
         asked = [engine_prompt(t.tolist(), r.problem.images, self._images) for r, t in zip(requests, bare, strict=True)]
         named = enqueue(self._llm, asked, params, self._adapter)
         prompts = [self._expanded(r, t, names[0]) for r, t, names in zip(requests, bare, named, strict=True)]
-        done = {found.request_id: found for found in decode(engine_core(self._llm), self._burst)}
+        done = {found.request_id: found for found in decode(engine_core(self._llm), self._burst, self._ahead)}
         forget_outputs(self._llm)
         flat = [done[name] for names in named for name in names]
         texts = self._prompts.texts([found.token_ids for found in flat])

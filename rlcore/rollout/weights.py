@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -92,6 +93,13 @@ def replay_load(copies: Mapping[str, list[_Copy]], weights: Iterator[tuple[str, 
             into, values, held = [], [], 0
     if into:
         torch._foreach_copy_(into, values)
+
+
+def unsharded(tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+    """Of a world of one rank, where each shard is the whole tensor: no packing, no collective."""
+    for name, value in tensors:
+        local = value.to_local() if isinstance(value, DTensor) else value
+        yield name, local.detach().to(dtype or local.dtype)
 
 
 def checksum(values: Iterable[Tensor]) -> int:

@@ -113,7 +113,8 @@ def measure(arguments: argparse.Namespace) -> None:
     images = ImageStore(case.dataset)
     sampler = VllmSampler(case.model, config, prompts=prompts, images=images, device=device, join_world=False)
     result: dict[str, Any] = {"device": torch.cuda.get_device_name() if device == "cuda" else "cpu"}
-    result |= {"settings": {k: str(v) for k, v in vars(arguments).items()}, "start": time.perf_counter() - started}
+    settings = {key: value for key, value in vars(arguments).items() if not isinstance(value, Path)}
+    result |= {"settings": settings, "start": time.perf_counter() - started}
     sampler._params["ignore_eos"] = True  # a fixed amount of work; no experiment has a setting for it
     sampler.keep_loaded_weights(0)
     core = engine_core(sampler._llm)
@@ -125,7 +126,7 @@ def measure(arguments: argparse.Namespace) -> None:
     }
 
     def draw(burst: int, seed: int) -> dict[str, Any]:
-        sampler._burst = burst
+        sampler._burst, sampler._ahead = burst, min(4, burst // 2) if device == "cuda" else 0
         sampler._llm.reset_prefix_cache()
         inside: defaultdict[str, float] = defaultdict(float)
         requests = sample_requests(case.problems, arguments.group, seed=seed, batch="0")

@@ -10,6 +10,8 @@ import pytest
 
 from tests.integration.test_weight_sync import measured
 
+BURSTS = ((1, 0), (4, 0), (4, 3), (16, 2), (100, 12))
+
 
 def drawn(model: Path) -> dict[str, Any]:
     """What 24 requests of 3 samples draw on 20 places, for bursts of several lengths and by vLLM's own loop."""
@@ -49,11 +51,11 @@ def drawn(model: Path) -> dict[str, Any]:
         return [sampling_params(**base, seed=100 * i, logit_bias=often, **other) for i in range(len(prompts))]
 
     result: dict[str, Any] = {}
-    for burst in (1, 4, 16, 100):
+    for burst, ahead in BURSTS:
         named = enqueue(llm, prompts, params(), None)
-        done = {found.request_id: found for found in decode(engine_core(llm), burst)}
+        done = {found.request_id: found for found in decode(engine_core(llm), burst, ahead)}
         forget_outputs(llm)
-        result[f"burst {burst}"] = [
+        result[f"{burst} + {ahead}"] = [
             (f.token_ids.tolist(), f.logprobs.tolist(), f.finish_reason)
             for f in (done[name] for names in named for name in names)
         ]
@@ -80,8 +82,8 @@ def test_bursts_draw_what_single_steps_draw(tmp_path: Path) -> None:
     reasons = [reason for _, _, reason in plain]
     assert {"stop", "length"} == set(reasons)
     assert len({len(tokens) for tokens, _, _ in plain}) > 5
-    for burst in (1, 4, 16, 100):
-        found = result[f"burst {burst}"]
+    for burst, ahead in BURSTS:
+        found = result[f"{burst} + {ahead}"]
         assert [tokens for tokens, _, _ in found] == [tokens for tokens, _, _ in plain]
         assert [reason for _, _, reason in found] == reasons
         for (_, here, _), (_, there, _) in zip(found, plain, strict=True):
