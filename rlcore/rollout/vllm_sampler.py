@@ -158,7 +158,8 @@ class VllmSampler:
 
         def counted() -> Iterator[tuple[str, Tensor]]:
             for name, value in weights:  # lm_head.weight included, tied or not: vLLM on CPU holds a second copy
-                came.append(bit_sum(value.to(self._dtype)))
+                value = value.to(self._device, self._dtype)
+                came.append(bit_sum(value))
                 yield name, value
 
         self._loader.load(counted())
