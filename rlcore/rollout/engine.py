@@ -115,6 +115,10 @@ def set_engine_environment(device: str) -> None:
     }
     if device == "cpu":
         defaults |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCH_COMPILE_DISABLE": "1"}
+    else:
+        # its runner that keeps requests on the device: steps can be queued behind each other, and all sequences draw
+        # by seed and position in one kernel, where the other one calls a generator for each sequence and token
+        defaults["VLLM_USE_V2_MODEL_RUNNER"] = "1"
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
 
