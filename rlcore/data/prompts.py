@@ -6,7 +6,10 @@ itself; the trainer needs the same prompt expanded (``tokens``). Both come from 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -195,6 +198,16 @@ class PromptBuilder:
     def tokens(self, problem: Problem) -> Ints:
         """[P] token ids with every image expanded: what the model sees."""
         return self.expand(self.unexpanded_tokens(problem.question, len(problem.images)), problem.images)
+
+    def texts(self, completions: Sequence[Ints]) -> list[str]:
+        """What completions say, special tokens removed."""
+        if self.tokenizer.clean_up_tokenization_spaces:
+            return list(self.tokenizer.batch_decode([c.tolist() for c in completions], skip_special_tokens=True))
+        # the tokenizer behind it: one call for many, which lets other threads run
+        decode = partial(self.tokenizer.backend_tokenizer.decode_batch, skip_special_tokens=True)
+        parts = [[c.tolist() for c in completions[i : i + 64]] for i in range(0, len(completions), 64)]
+        with ThreadPoolExecutor(min(8, len(os.sched_getaffinity(0)))) as pool:
+            return [text for part in pool.map(decode, parts) for text in part]
 
     def expand(self, tokens: Ints, images: Sequence[ImageRef]) -> Ints:
         """Repeat the i-th placeholder as often as image i has tokens."""

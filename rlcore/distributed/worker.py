@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import resource
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -38,6 +39,27 @@ class WorkerSpec:
     config: ExperimentConfig
 
 
+class ReadAhead:
+    """What ``read`` makes of an image, made by a thread from ``start`` on; the last ``kept`` ones stay."""
+
+    def __init__(self, read: Callable[[ImageRef], ImageFeatures], kept: int = 4096) -> None:
+        self._read, self._kept = read, kept
+        self._pool = ThreadPoolExecutor(1)  # what reads images is not made for several threads
+        self._found: OrderedDict[ImageRef, Future[ImageFeatures]] = OrderedDict()
+
+    def start(self, image: ImageRef) -> None:
+        if image not in self._found:
+            self._found[image] = self._pool.submit(self._read, image)
+            if len(self._found) > self._kept:
+                self._found.popitem(last=False)
+
+    def of(self, image: ImageRef) -> ImageFeatures:
+        """Waits for it; raises what reading it raised."""
+        self.start(image)
+        self._found.move_to_end(image)
+        return self._found[image].result()
+
+
 class Worker:
     """One rank. Every method that touches the policy is collective: all ranks call it in the same order."""
 
@@ -56,11 +78,12 @@ class Worker:
         prompts = _prompts(spec)
         self._image_processor = prompts.image_processor
         self._images = ImageStore(spec.dataset)
+        self._features = ReadAhead(self._read_features)
         # the engine first: on a GPU it measures free memory, which the policy's shard must not have taken yet
         self.sampler = VllmSampler(
             spec.model, config, prompts=prompts, images=self._images, device=spec.device, lora=config.model.lora
         )
-        self._base_checked = False
+        self._base_checked = self._has_trained = False
         self.sampler.sleep()
         torch.set_num_threads(spec.threads)  # vLLM changes it
         self.policy = TorchPolicy(
@@ -70,10 +93,10 @@ class Worker:
             config,
             mesh=init_device_mesh(spec.device, (spec.world_size,)),
             banned_token_ids=prompts.banned_token_ids,
-            features=lru_cache(maxsize=4096)(self._features),
+            features=self._features.of,
         )
 
-    def _features(self, image: ImageRef) -> ImageFeatures:
+    def _read_features(self, image: ImageRef) -> ImageFeatures:
         from rlcore.batch import ImageFeatures
 
         data = self._spec.config.data
@@ -86,6 +109,9 @@ class Worker:
         return ImageFeatures(out["pixel_values"], (time_, height, width))
 
     def generate(self, requests: Sequence[SampleRequest]) -> list[SampledGroup]:
+        for request in requests:  # what training will want of these images is made while the sampler draws
+            for image in request.problem.images:
+                self._features.start(image)
         return self.sampler.generate(requests)
 
     def release_sampler(self) -> None:
@@ -111,16 +137,29 @@ class Worker:
         learning_rate: float,
         kl_coefficient: float,
     ) -> UpdateResult:
-        return self.policy.update(microbatches, totals, learning_rate, kl_coefficient)
+        self._has_trained = True
+        result = self.policy.update(microbatches, totals, learning_rate, kl_coefficient)
+        if self._spec.device == "cuda":  # the optimizer's kernels are only queued: they belong to this phase's time
+            import torch
 
-    def sync_weights(self, version: int) -> tuple[float, float]:
+            torch.cuda.synchronize()
+        return result
+
+    def sync_weights(self, version: int) -> int:
         """Policy -> sampler, in place: all weights, or the adapters if these are what trains. Returns the checksum of
         what was sent."""
+        from rlcore.rollout.weights import unsharded
+
+        if self._has_trained:
+            self.sampler.sleep_no_more_if_there_is_room()
         stops = self.sampler.wake()
         next(stops)
         dtype = None if self._spec.device == "cpu" else self.policy.sync_dtype
         if self._spec.config.model.lora is None:
-            checksum = self.sampler.load_weights(self.policy.full_weights(dtype), version)
+            whole = self.policy.full_weights(dtype)
+            if self._spec.world_size == 1:
+                whole = unsharded(self.policy.model.hf.state_dict().items(), dtype)
+            checksum = self.sampler.load_weights(whole, version)
         else:
             if not self._base_checked:
                 self.sampler.check_base(self.policy.full_weights(dtype))

@@ -43,6 +43,7 @@ def build_engine(
     max_pixels: int,
     trust_remote_code: bool,
     dtype: str,
+    can_sleep: bool = False,
     lora: LoraConfig | None = None,
 ) -> LLM:
     """A vLLM engine in this process, with what every engine of ours shares.
@@ -50,6 +51,7 @@ def build_engine(
     Args:
         join_world: RANK, WORLD_SIZE and MASTER_* are set and the engine is one rank of that world; else it makes a
             world of one.
+        can_sleep: its GPU memory can be given back for a while.
         lora: makes room for one adapter of this shape.
     """
     set_engine_environment(device)
@@ -69,8 +71,10 @@ def build_engine(
         # which CPU generators cannot do
         options["enable_chunked_prefill"] = False
     else:
-        options["enable_sleep_mode"] = True
+        options["enable_sleep_mode"] = can_sleep
         options["gpu_memory_utilization"] = gpu_memory_utilization
+        # vLLM's own sizes end at 512 sequences, and beyond the last one every layer is launched by itself
+        options["compilation_config"] = {"cudagraph_capture_sizes": capture_sizes(max_num_seqs)}
     if lora is not None:
         options |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": padded_rank(lora.rank)}
         if lora.vision_tower:
@@ -83,7 +87,7 @@ def build_engine(
         dtype=cast(Any, dtype),
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max(8192, max_model_len),
+        max_num_batched_tokens=max(8192 if device == "cpu" else 16384, max_model_len),
         enforce_eager=enforce_eager,
         enable_prefix_caching=True,
         logprobs_mode="processed_logprobs",
@@ -93,6 +97,12 @@ def build_engine(
         distributed_executor_backend="external_launcher",  # this process is the worker; nothing is started
         **options,
     )
+
+
+def capture_sizes(max_num_seqs: int) -> list[int]:
+    """Batch sizes to record CUDA graphs for: above 64 sequences at most an eighth of a batch is padding."""
+    above = [size * step // 8 for size in (64 << k for k in range(10)) for step in range(9, 17)]
+    return sorted({size for size in (1, 2, 4, *range(8, 65, 8), *above) if size < max_num_seqs} | {max_num_seqs})
 
 
 def set_engine_environment(device: str) -> None:
@@ -105,6 +115,10 @@ def set_engine_environment(device: str) -> None:
     }
     if device == "cpu":
         defaults |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCH_COMPILE_DISABLE": "1"}
+    else:
+        # its runner that keeps requests on the device: steps can be queued behind each other, and all sequences draw
+        # by seed and position in one kernel, where the other one calls a generator for each sequence and token
+        defaults["VLLM_USE_V2_MODEL_RUNNER"] = "1"
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
 
@@ -127,6 +141,34 @@ def engine_prompt(token_ids: Sequence[int], images: Sequence[ImageRef], store: I
         prompt["multi_modal_data"] = {"image": [store.read(image) for image in images]}
         prompt["multi_modal_uuids"] = {"image": [image.sha256 for image in images]}
     return prompt
+
+
+def enqueue(
+    llm: LLM, prompts: Sequence[dict[str, Any]], params: Sequence[Any], adapter: LoRARequest | None
+) -> list[list[str]]:
+    """Add requests to the engine without running it; the names of each one's samples, in their order."""
+    names = llm.enqueue(cast(Any, prompts), params, use_tqdm=False, lora_request=adapter)
+    return [
+        [name] if of.n == 1 else [f"{sample}_{name}" for sample in range(of.n)]
+        for name, of in zip(names, params, strict=True)
+    ]
+
+
+def engine_core(llm: LLM) -> Any:
+    """What schedules and runs the requests, in this process."""
+    return cast(Any, llm.llm_engine.engine_core).engine_core
+
+
+def waiting_prompt(llm: LLM, name: str) -> Sequence[int]:
+    """The prompt of an enqueued sample, as the engine expanded it."""
+    return cast(Sequence[int], engine_core(llm).scheduler.requests[name].prompt_token_ids)
+
+
+def forget_outputs(llm: LLM) -> None:
+    """Drop what the engine keeps of samples to turn into its own kind of output."""
+    outputs = llm.llm_engine.output_processor
+    outputs.abort_requests(list(outputs.request_states), internal=True)
+    outputs.abort_requests(list(outputs.parent_requests), internal=True)
 
 
 def reset_caches(llm: LLM) -> None:
@@ -238,11 +280,6 @@ def _adapter_manager(llm: LLM) -> Any:
     """vLLM's LoRAModelManager of the worker that lives in this process."""
     (manager,) = llm.collective_rpc(lambda worker: worker.model_runner.lora_manager._adapter_manager)
     return manager
-
-
-def reload_weights(llm: LLM, weights: Iterator[tuple[str, Tensor]]) -> None:
-    """Put Hugging Face tensors into the engine's parameters in place."""
-    llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights, "is_checkpoint_format": True})
 
 
 def held_weights(llm: LLM) -> Iterator[Tensor]:

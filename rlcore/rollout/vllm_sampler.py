@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import cast
 
 import numpy as np
 import torch
@@ -15,19 +16,26 @@ from rlcore.data.images import ImageStore
 from rlcore.data.prompts import PromptBuilder
 from rlcore.errors import SamplerError
 from rlcore.ports import SampledGroup, SampleRequest
+from rlcore.rollout.decoding import Decoded, decode
 from rlcore.rollout.engine import (
     adapter_request,
     build_engine,
+    engine_core,
     engine_dtype,
     engine_prompt,
+    enqueue,
+    forget_outputs,
     held_adapter,
     held_weights,
     install_adapter,
-    reload_weights,
     reset_caches,
     sampling_params,
+    waiting_prompt,
 )
-from rlcore.types import Completion, FinishReason
+from rlcore.rollout.weights import WeightLoader, added, bit_sum, checksum
+from rlcore.types import Completion, FinishReason, Ints
+
+logger = logging.getLogger(__name__)
 
 
 class VllmSampler:
@@ -59,7 +67,12 @@ class VllmSampler:
         rollout = config.rollout
         self._prompts, self._images, self._device = prompts, images, device
         self._version: int | None = None
-        self._asleep = False
+        self._asleep, self._can_sleep = False, rollout.sleep != "never" and device != "cpu"
+        self._sleep_is_auto = rollout.sleep == "auto"
+        self._slept_bytes = 0
+        # on CPU a step takes longer than a look of the scheduler, and the same core does both
+        self._burst = rollout.tokens_per_burst or (1 if device == "cpu" else 16)
+        self._ahead = 0 if device == "cpu" else min(4, self._burst // 2)
         self._lora, self._adapter = lora, None  # the second is what requests carry
         self._params = {
             "temperature": rollout.temperature if temperature is None else temperature,
@@ -67,7 +80,6 @@ class VllmSampler:
             "top_k": rollout.top_k,
             "max_tokens": rollout.max_completion_tokens,
             "logprobs": 0,  # of the sampled token alone
-            "flat_logprobs": True,
             "detokenize": False,
             "logit_bias": {token: -100.0 for token in prompts.banned_token_ids} or None,
         }
@@ -86,8 +98,10 @@ class VllmSampler:
             max_pixels=config.data.max_pixels,
             trust_remote_code=config.model.trust_remote_code,
             dtype=engine_dtype(device),
+            can_sleep=self._can_sleep,
             lora=lora,
         )
+        self._loader = WeightLoader(self._llm, device)
 
     def generate(self, requests: Sequence[SampleRequest]) -> list[SampledGroup]:
         """Sample every request; groups and completions come back in the order asked for.
@@ -97,70 +111,68 @@ class VllmSampler:
         """
         if self._version is None or self._asleep:
             raise SamplerError("the sampler holds no current weights: call load_weights (and wake) before generate")
-        outputs = self._llm.generate(
-            [self._prompt(request) for request in requests],
-            [sampling_params(n=r.count, **self._params | _draw(r)) for r in requests],
-            use_tqdm=False,
-            lora_request=self._adapter,
-        )
-        return [self._group(r, output) for r, output in zip(requests, outputs, strict=True)]
+        params = [sampling_params(n=r.count, **self._params | _draw(r)) for r in requests]
+        bare = [self._prompts.unexpanded_tokens(r.problem.question, len(r.problem.images)) for r in requests]
+        asked = [engine_prompt(t.tolist(), r.problem.images, self._images) for r, t in zip(requests, bare, strict=True)]
+        named = enqueue(self._llm, asked, params, self._adapter)
+        prompts = [self._expanded(r, t, names[0]) for r, t, names in zip(requests, bare, named, strict=True)]
+        done = {found.request_id: found for found in decode(engine_core(self._llm), self._burst, self._ahead)}
+        forget_outputs(self._llm)
+        flat = [done[name] for names in named for name in names]
+        texts = self._prompts.texts([found.token_ids for found in flat])
+        completions = iter([self._completion(found, text) for found, text in zip(flat, texts, strict=True)])
+        return [
+            SampledGroup(prompt, tuple(next(completions) for _ in names))
+            for prompt, names in zip(prompts, named, strict=True)
+        ]
 
-    def _prompt(self, request: SampleRequest) -> Any:
-        problem = request.problem
-        tokens = self._prompts.unexpanded_tokens(problem.question, len(problem.images))
-        return engine_prompt(tokens.tolist(), problem.images, self._images)
-
-    def _group(self, request: SampleRequest, output: Any) -> SampledGroup:
-        expected = self._prompts.tokens(request.problem)
-        if not np.array_equal(expected, output.prompt_token_ids):
+    def _expanded(self, request: SampleRequest, bare: Ints, name: str) -> Ints:
+        expected, found = self._prompts.expand(bare, request.problem.images), waiting_prompt(self._llm, name)
+        if not np.array_equal(expected, found):
             raise SamplerError(
-                f"problem {request.problem.problem_id}: vLLM sees a prompt of {len(output.prompt_token_ids)} tokens, "
+                f"problem {request.problem.problem_id}: vLLM sees a prompt of {len(found)} tokens, "
                 f"the trainer one of {len(expected)}. Image resizing differs between the two; "
                 "check that data.min_pixels and data.max_pixels are those the dataset was prepared with."
             )
-        samples = sorted(output.outputs, key=lambda sample: sample.index)
-        texts = self._prompts.tokenizer.batch_decode([s.token_ids for s in samples], skip_special_tokens=True)
-        return SampledGroup(
-            prompt_token_ids=expected,
-            completions=tuple(
-                Completion(
-                    token_ids=np.asarray(s.token_ids, np.int32),
-                    logprobs=np.asarray(s.logprobs.logprobs, np.float32),
-                    text=text,
-                    finish_reason=_finish_reason(s.finish_reason),
-                    policy_version=cast(int, self._version),
-                )
-                for s, text in zip(samples, texts, strict=True)
-            ),
+        return expected
+
+    def _completion(self, done: Decoded, text: str) -> Completion:
+        return Completion(
+            token_ids=done.token_ids,
+            logprobs=done.logprobs,
+            text=text,
+            finish_reason=_finish_reason(done.finish_reason),
+            policy_version=cast(int, self._version),
         )
 
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> tuple[float, float]:
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> int:
         """Take Hugging Face tensors in place, drop every cache that depends on weights, and prove the result.
 
         Returns:
-            The checksum (sum, sum of squares; float64) of the tensors that came in.
+            The ``checksum`` of the tensors that came in.
 
         Raises:
             SamplerError: the engine's parameters do not have the checksum of what was sent.
         """
-        sent = Checksum()
+        came: list[Tensor] = []
 
         def counted() -> Iterator[tuple[str, Tensor]]:
             for name, value in weights:  # lm_head.weight included, tied or not: vLLM on CPU holds a second copy
-                sent.add(value.to(self._dtype))
+                value = value.to(self._device, self._dtype)
+                came.append(bit_sum(value))
                 yield name, value
 
-        reload_weights(self._llm, counted())
+        self._loader.load(counted())
         reset_caches(self._llm)
-        held = Checksum.of(held_weights(self._llm))
-        if not sent.matches(held):
+        sent, held = added(came), checksum(held_weights(self._llm))
+        if sent != held:
             raise SamplerError(
-                f"after the weight sync to version {version} the sampler's parameters sum to {held}, the trainer's to "
-                f"{sent}: not every weight arrived. Check that vLLM loads each tensor of this architecture by its "
-                "Hugging Face name."
+                f"after the weight sync to version {version} the bits of the sampler's parameters sum to {held}, those "
+                f"of the trainer's to {sent}: not every weight arrived. Check that vLLM loads each tensor of this "
+                "architecture by its Hugging Face name."
             )
         self._version = version
-        return sent.total, sent.squares
+        return sent
 
     def check_base(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Prove once that the engine read the same weights from the model folder as the trainer.
@@ -168,22 +180,23 @@ class VllmSampler:
         Raises:
             SamplerError: their checksums differ.
         """
-        theirs = Checksum.of(value.to(self._dtype) for _, value in weights)
-        held = Checksum.of(held_weights(self._llm))
-        if not theirs.matches(held):
+        theirs = checksum(value.to(self._dtype) for _, value in weights)
+        held = checksum(held_weights(self._llm))
+        if theirs != held:
             raise SamplerError(
-                f"the sampler's weights sum to {held}, those that the trainer's adapters change to {theirs}: with one "
-                "adapter these are two policies. Check that the model folder did not change since the run started."
+                f"the bits of the sampler's weights sum to {held}, of those that the trainer's adapters change to "
+                f"{theirs}: with one adapter these are two policies. Check that the model folder did not change since "
+                "the run started."
             )
 
-    def load_adapter(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> tuple[float, float]:
+    def load_adapter(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> int:
         """Take an adapter in place of the last one, drop every cache that depends on weights, and prove the result.
 
         Args:
             tensors: ``lora_A.weight`` and ``lora_B.weight`` of Hugging Face's modules, B times alpha / rank.
 
         Returns:
-            The checksum (sum, sum of squares; float64) of the tensors that came in.
+            The ``checksum`` of the tensors that came in.
 
         Raises:
             SamplerError: the engine's adapter does not have the checksum of what was sent.
@@ -192,18 +205,18 @@ class VllmSampler:
             raise SamplerError("this sampler was built without room for an adapter: give lora to VllmSampler")
         # copies, because vLLM keeps them, and what came in may be the trainer's own memory
         adapter = {name: value.detach().to(self._dtype, copy=True) for name, value in tensors}
-        sent = Checksum.of(adapter.values())
+        sent = checksum(adapter.values())
         install_adapter(self._llm, adapter, self._lora.rank)
         reset_caches(self._llm)
-        held = Checksum.of(held_adapter(self._llm))
-        if not sent.matches(held):
+        held = checksum(held_adapter(self._llm))
+        if sent != held:
             raise SamplerError(
-                f"after the sync to version {version} the sampler's adapter sums to {held}, the trainer's to {sent}: "
-                "not every tensor arrived. Check that vLLM has adapters for each linear layer of this architecture; "
-                "model.lora.vision_tower needs it for the vision tower as well."
+                f"after the sync to version {version} the bits of the sampler's adapter sum to {held}, of the "
+                f"trainer's to {sent}: not every tensor arrived. Check that vLLM has adapters for each linear layer of "
+                "this architecture; model.lora.vision_tower needs it for the vision tower as well."
             )
         self._version, self._adapter = version, adapter_request(version)
-        return sent.total, sent.squares
+        return sent
 
     @property
     def _dtype(self) -> torch.dtype:
@@ -214,15 +227,34 @@ class VllmSampler:
         self._version = version
 
     def sleep(self) -> None:
-        """Give the engine's GPU memory back until ``wake``. On CPU nothing is held that training needs."""
-        if self._device != "cpu":
+        """Give the engine's GPU memory back until ``wake``, where it sleeps at all (``rollout.sleep``)."""
+        if self._can_sleep and not self._asleep:
+            free = _free_memory()
             # a sync of all weights would overwrite them anyway; one of an adapter leaves them, so they go to the host
             self._llm.sleep(level=2 if self._lora is None else 1)
-            self._asleep = True
+            self._asleep, self._slept_bytes = True, _free_memory() - free
+
+    def sleep_no_more_if_there_is_room(self) -> None:
+        """Under ``rollout.sleep: auto`` the engine stays awake from here on if it fits beside training.
+
+        To be called while it sleeps, after a step: torch then still holds as much as that step took at its most.
+        """
+        if not (self._asleep and self._sleep_is_auto):
+            return
+        free, total = torch.cuda.mem_get_info()
+        self._can_sleep = free - self._slept_bytes < total / 10
+        logger.info(
+            "the sampler needs %.1f GiB and training left %.1f of %.1f GiB free: it %s while the policy trains",
+            *(value / 2**30 for value in (self._slept_bytes, free, total)),
+            "sleeps" if self._can_sleep else "stays awake",
+        )
+        self._sleep_is_auto = False
 
     def wake(self) -> Iterator[None]:
         """A generator of two stops: weights are back (load them now), then the key-value cache is back."""
         if self._asleep:
+            if self._can_sleep:
+                torch.cuda.empty_cache()  # what training took in between; else there was room beside it
             self._llm.wake_up(tags=["weights"])
         yield
         if self._asleep:
@@ -231,36 +263,12 @@ class VllmSampler:
         yield
 
 
+def _free_memory() -> int:
+    return torch.cuda.mem_get_info()[0]
+
+
 def _draw(request: SampleRequest) -> dict[str, object]:
     return {"temperature": 0.0} if request.greedy else {"seed": request.seed & 0x7FFFFFFF}
-
-
-class Checksum:
-    """Sum and sum of squares over tensors in float64: equal for fused and unfused, padded and unpadded layouts."""
-
-    def __init__(self) -> None:
-        self.total = 0.0
-        self.squares = 0.0
-
-    @classmethod
-    def of(cls, values: Iterable[Tensor]) -> Self:
-        checksum = cls()
-        for value in values:
-            checksum.add(value)
-        return checksum
-
-    def add(self, value: Tensor) -> None:
-        wide = value.detach().double()
-        self.total += float(wide.sum())
-        self.squares += float((wide * wide).sum())
-
-    def matches(self, other: Checksum) -> bool:
-        """Equal up to the order of summation."""
-        scale = max(1.0, self.squares)
-        return abs(self.squares - other.squares) <= 1e-9 * scale and abs(self.total - other.total) <= 1e-9 * scale
-
-    def __str__(self) -> str:
-        return f"{self.total:.9g} (squares {self.squares:.9g})"
 
 
 def _finish_reason(reason: str | None) -> FinishReason:

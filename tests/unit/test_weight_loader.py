@@ -1,0 +1,89 @@
+"""A load that is watched once and repeated by its copies puts every element where the loaders would."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from rlcore.rollout.engine import capture_sizes
+from rlcore.rollout.weights import checksum, replay_load, watched_load
+
+
+class Fused(nn.Module):
+    """Loads the way vLLM's layers do: q, k, v into slices of one parameter, a padded and tied embedding, a reshape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Parameter(torch.zeros(10, 6, dtype=torch.bfloat16))
+        self.embedding = nn.Parameter(torch.zeros(8, 6, dtype=torch.bfloat16))
+        self.patch = nn.Parameter(torch.zeros(4, 12, dtype=torch.bfloat16))
+        self.experts = nn.Parameter(torch.zeros(2, 6, 3, dtype=torch.bfloat16))
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        rows = {"q": (0, 6), "k": (6, 2), "v": (8, 2)}
+        for name, value in weights:
+            if name in rows:
+                self.qkv.data.narrow(0, *rows[name]).copy_(value)
+            elif name == "embedding":
+                self.embedding[: len(value)].data.copy_(value)
+            elif name == "patch":
+                self.patch.data.copy_(value.view(4, 12))
+            elif name == "experts":  # one source, two copies, each transposed
+                for expert in range(2):
+                    self.experts.data[expert].copy_(value[expert].t())
+            # lm_head: tied, left out
+
+
+def tensors(seed: int) -> list[tuple[str, Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {"q": (6, 6), "k": (2, 6), "v": (2, 6), "embedding": (7, 6), "patch": (4, 3, 2, 2), "experts": (2, 3, 6)}
+    found = [(name, torch.randn(shape, generator=generator).bfloat16()) for name, shape in shapes.items()]
+    return [*found, ("lm_head", found[3][1])]
+
+
+def test_a_repeated_load_equals_a_load() -> None:
+    model, plain = Fused(), Fused()
+    copies = watched_load(model, iter(tensors(0)))
+    plain.load_weights(tensors(0))
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+    plain.load_weights(tensors(1))
+    addresses = [p.data_ptr() for p in model.parameters()]
+    for bucket_bytes in (1, 1 << 30):
+        replay_load(copies, iter(tensors(1)), bucket_bytes)
+        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+    assert [p.data_ptr() for p in model.parameters()] == addresses
+
+
+def test_a_repeated_load_takes_sources_that_lie_elsewhere_in_memory() -> None:
+    """As they come out of a packed all-gather: views into one buffer; or not contiguous, as no loader saw them."""
+    model, plain = Fused(), Fused()
+    copies = watched_load(model, iter(tensors(0)))
+    flat = torch.cat([value.flatten() for _, value in tensors(2)])
+    views, offset = [], 0
+    for name, value in tensors(2):
+        views.append((name, flat[offset : offset + value.numel()].view(value.shape)))
+        offset += value.numel()
+    views[1] = ("k", views[1][1].t().contiguous().t())
+    replay_load(copies, iter(views), 100)
+    plain.load_weights(tensors(2))
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+
+
+def test_the_checksum_is_blind_to_layout_and_to_nothing_smaller_than_a_bit() -> None:
+    parts = [torch.randn(3, 4), -torch.zeros(2, 4), torch.randn(1, 4)]
+    whole = checksum(parts)
+    assert checksum([torch.cat([*reversed(parts), torch.zeros(2, 4)])]) == whole
+    changed = parts[0].clone()
+    changed[1, 2] = torch.nextafter(changed[1, 2], torch.tensor(9.0))
+    assert checksum([changed, *parts[1:]]) != whole
+    assert checksum(part.bfloat16() for part in parts) == checksum([torch.cat(parts).bfloat16()])
+
+
+def test_graphs_are_recorded_up_to_the_largest_batch() -> None:
+    assert capture_sizes(1) == [1]
+    assert capture_sizes(20) == [1, 2, 4, 8, 16, 20]
+    sizes = capture_sizes(1000)
+    assert sizes[-1] == 1000
+    assert all(above <= below * 9 / 8 for below, above in zip(sizes, sizes[1:], strict=False) if below >= 64)
