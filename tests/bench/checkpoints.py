@@ -1,7 +1,8 @@
-"""What a checkpoint costs the real trainer on the tiny policy: seconds blocked, and seconds written beside training.
+"""What cutting a run into segments costs the real trainer, on the demo's policy and batch.
 
-``python -m tests.bench.checkpoints [WORKERS] [STEPS_PER_SEGMENT]``; one JSON line. A save that training waits for would
-block for the sum of both.
+``python -m tests.bench.checkpoints [WORKERS] [STEPS_PER_SEGMENT] [TURNS]``; one JSON line: a run in three segments and
+one in a single segment by turns, in seconds from the first step to the last; seconds that training was blocked by a
+checkpoint, and seconds that one was written beside training. A save that training waits for would block for both.
 """
 
 from __future__ import annotations
@@ -23,24 +24,36 @@ from rlcore.segment.spec import SegmentSpec
 from rlcore.segment.store import LocalCheckpointStore, read_manifest
 from tests.integration.test_train_tiny import prepared
 
-SEGMENTS = 8
+SEGMENTS = 3
 REWARD = """def reward(text, problem, num_tokens, finish_reason):
     return sum(map(str.isalpha, text)) / max(1, len(text))
 """
 
 
-def main(folder: Path, workers: int, segment_steps: int) -> dict[str, object]:
+def main(folder: Path, workers: int, segment_steps: int, turns: int) -> dict[str, object]:
+    steps = SEGMENTS * segment_steps
+    found: dict[str, list[dict[str, object]]] = {"cut": [], "whole": []}
+    for turn in range(turns):
+        found["cut"].append(trained(folder / f"cut-{turn}", workers, steps, segment_steps))
+        found["whole"].append(trained(folder / f"whole-{turn}", workers, steps, steps))
+    seconds = {name: [run["seconds"] for run in runs] for name, runs in found.items()}
+    ratio = statistics.median(seconds["cut"]) / statistics.median(seconds["whole"])
+    return {"ratio": round(ratio, 4), "seconds": seconds, "cut": found["cut"][-1]}
+
+
+def trained(folder: Path, workers: int, steps: int, segment_steps: int) -> dict[str, object]:
+    folder.mkdir()
     (folder / "letters.py").write_text(REWARD)
     config = build_experiment(
         {
             "name": "tiny",
             "model": {"gradient_checkpointing": "none"},
             "data": {"max_prompt_tokens": 200, "template": "tiny", "synthetic_problems": 64},
-            "rollout": {"max_completion_tokens": 32},
+            "rollout": {"group_size": 8, "max_completion_tokens": 32},
             "reward": {"name": "user", "file": str(folder / "letters.py")},
             "training": {
-                "problems_per_step": 8,
-                "steps": SEGMENTS * segment_steps,
+                "problems_per_step": 32,
+                "steps": steps,
                 "learning_rate": 3e-4,
                 "tokens_per_microbatch": 8192,
             },
@@ -77,12 +90,14 @@ def main(folder: Path, workers: int, segment_steps: int) -> dict[str, object]:
         sys.exit(trainer.returncode)
     records = read_journal(spec.run_dir / "journal.jsonl")
     checkpoint = LocalCheckpointStore(spec.run_dir, "run").newest_first()[0]
-    found: dict[str, list[float]] = {
-        name: [round(r.metrics[f"time/{name}"], 3) for r in records if r.metrics[f"time/{name}"]]
+    blocked, written = (
+        [round(r.metrics[f"time/{name}"], 3) for r in records if r.metrics[f"time/{name}"]]
         for name in ("checkpoint_blocked", "checkpoint_written")
-    }
+    )
     return {
-        **found,
+        "blocked": blocked,
+        "written": written,
+        "seconds": round((records[-1].timestamp_ms - records[0].timestamp_ms) / 1000, 2),
         "step_median": round(statistics.median(record.metrics["time/step"] for record in records), 3),
         "mib": round(sum(entry.size for entry in read_manifest(checkpoint).files.values()) / 2**20, 1),
     }
@@ -90,5 +105,5 @@ def main(folder: Path, workers: int, segment_steps: int) -> dict[str, object]:
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as scratch:
-        counts = [int(word) for word in sys.argv[1:]] + [1, 4][len(sys.argv) - 1 :]
+        counts = [int(word) for word in sys.argv[1:]] + [2, 20, 3][len(sys.argv) - 1 :]
         sys.stdout.write(json.dumps(main(Path(scratch), *counts)) + "\n")
