@@ -63,7 +63,7 @@ def test_a_model_s_dropout_is_off(tiny_model: Path) -> None:
     from transformers import AutoModelForImageTextToText
 
     hf = AutoModelForImageTextToText.from_pretrained(tiny_model, dtype=torch.float32)
-    hf.lm_head = nn.Sequential(nn.Dropout(0.5), hf.lm_head)
+    hf.model.language_model.norm = nn.Sequential(hf.model.language_model.norm, nn.Dropout(0.5))
     policy = TorchPolicy(hf, toy.config(), mesh=toy.one_rank_mesh(), banned_token_ids=[], features=toy.features)
     assert [m.p for m in policy.model.modules() if isinstance(m, nn.Dropout)] == [0.0]
     assert policy.model.training
