@@ -19,7 +19,7 @@ help:
 	@echo 'make demo-gsm8k, -countdown    the same with a tiny text policy: sums, the countdown game'
 	@echo 'make demo-geo3k DATA=FOLDER    the same on real Geometry3K files, two steps'
 	@echo 'make demo-algorithms           does every algorithm learn? A table of three seeds each, under 40 minutes'
-	@echo 'make chaos                     kill everything, at random; is anything lost? A table, about 15 minutes'
+	@echo 'make chaos                     kill everything, at random; is anything lost? A table, 15 to 20 minutes'
 	@echo 'make ui                        the Prefect and MLflow pages over the data folder'
 	@echo 'make test, make check          the tests; lint, format and types'
 	@echo 'make install, lock, clean      environment; pinned requirements; remove what make made'
