@@ -6,7 +6,7 @@ import hashlib
 import json
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -221,10 +221,10 @@ def tracked(run: Run) -> Iterator[Tracker]:
     try:
         yield tracker
     except Exception:
-        _close_after_error(tracker, "FAILED")
+        _close_after_error(lambda: tracker, "FAILED")
         raise
     except BaseException:  # Ctrl-C or a cancelled flow
-        _close_after_error(tracker, "KILLED")
+        _close_after_error(lambda: tracker, "KILLED")
         raise
     tracker.finish("FINISHED")
     write_json_atomically(run.finished_marker, "")
@@ -232,18 +232,12 @@ def tracked(run: Run) -> Iterator[Tracker]:
 
 def close_as_killed(run: Run, settings: Settings) -> None:
     """The MLflow run of a flow that was killed before it could close it itself."""
-    if not (run.run_dir / "mlflow.json").exists() or run.finished_marker.exists():
-        return
-    try:
-        tracker = tracker_of(run, settings)
-    except InfraError as error:
-        get_logger().warning("MLflow was not told that run %s is KILLED: %s", run.run_id, error)
-        return
-    _close_after_error(tracker, "KILLED")
+    if (run.run_dir / "mlflow.json").exists() and not run.finished_marker.exists():
+        _close_after_error(lambda: tracker_of(run, settings), "KILLED")
 
 
-def _close_after_error(tracker: Tracker, status: str) -> None:
+def _close_after_error(tracker: Callable[[], Tracker], status: str) -> None:
     try:
-        tracker.finish(status)
+        tracker().finish(status)
     except (InfraError, OSError) as error:  # the error that ended the run says more
         get_logger().warning("MLflow was not told that the run is %s: %s", status, error)

@@ -53,6 +53,7 @@ class Scene:
 
 
 def command(process: psutil.Process) -> str:
+    """Empty for one that has ended, zombies included."""
     with contextlib.suppress(psutil.Error):
         return " ".join(process.cmdline())
     return ""

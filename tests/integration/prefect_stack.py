@@ -20,6 +20,7 @@ from infra import environment, processes
 from infra.servers import prefect_server
 from infra.settings import Settings
 from rlcore.segment.journal import read_journal
+from tests.chaos.victims import command
 from tests.flows.conftest import fake_interpreter
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -51,9 +52,7 @@ class Stack:
 
     def stop_worker(self) -> None:
         """As systemctl stop does."""
-        ours = {process.pid for process in processes.marked(WORKER)}
-        running = psutil.process_iter(["pid", "cmdline"])
-        (worker,) = [item for item in running if item.pid in ours and "worker" in (item.info["cmdline"] or [])]
+        (worker,) = [item for item in processes.marked(WORKER) if "worker" in command(item).split()]
         worker.terminate()
         worker.wait(60)
 

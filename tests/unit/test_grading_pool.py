@@ -16,6 +16,7 @@ from rlcore.errors import RewardError
 from rlcore.rewards import make_reward
 from rlcore.rewards.pool import UNGRADED, GradingPool
 from rlcore.types import Completion, Problem, Score
+from tests.chaos.victims import command
 
 MATH = make_reward(MathReward(), max_completion_tokens=64)
 WAIT = 60  # seconds for what should take one: a test must fail, not hang
@@ -71,10 +72,7 @@ def grade(pool: GradingPool, *texts: str, answer: str = "5") -> list[Score]:
 
 
 def workers() -> set[int]:
-    # asked by psutil itself, which leaves out what is gone meanwhile: children of other tests end as zombies
-    ours = {process.pid for process in psutil.Process().children(recursive=True)}
-    running = psutil.process_iter(["pid", "cmdline"])
-    return {p.pid for p in running if p.pid in ours and "rlcore.rewards.worker" in " ".join(p.info["cmdline"] or [])}
+    return {p.pid for p in psutil.Process().children(recursive=True) if "rlcore.rewards.worker" in command(p)}
 
 
 @pytest.fixture(scope="module")
