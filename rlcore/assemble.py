@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import os
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from rlcore.config import ExperimentConfig
 from rlcore.data.problems import load_problems
-from rlcore.distributed.actors import RayRanks, start_ray, stop_ray
-from rlcore.distributed.group import WatchedRanks, WorkerGroup
-from rlcore.distributed.worker import Worker, WorkerSpec
+from rlcore.distributed.actors import RayRanks, worker_environment
+from rlcore.distributed.cluster import cluster_address, has_gpus, start_ray, stop_ray
+from rlcore.distributed.group import LocalRanks, Ranks, WatchedRanks, WorkerGroup
+from rlcore.distributed.trace import ProfiledRanks
+from rlcore.distributed.worker import WorkerSpec, make_worker
 from rlcore.ports import MetricSink
 from rlcore.rewards import make_reward
 from rlcore.rewards.pool import GradingPool
 from rlcore.segment.adjustments import Adjustments
-from rlcore.training.loop import TrainingRun
-from rlcore.types import RolloutGroup
+from rlcore.startup import making_what_stays
+from rlcore.training.loop import OnBatch, TrainingRun
 
 
 @contextmanager
@@ -26,26 +29,24 @@ def training_run(
     model: Path,
     dataset: Path,
     sink: MetricSink,
-    on_batch: Callable[[int, Sequence[RolloutGroup]], None],
+    on_batch: OnBatch,
     on_progress: Callable[[], None],
     adjustments: Adjustments,
+    run_dir: Path,
     stacks: Path,
-    ray_address: str | None = None,
 ) -> Iterator[TrainingRun]:
     """Workers up, run wired; on exit everything that was started here is gone.
 
     Args:
         on_progress: called after everything that all ranks have done.
+        run_dir: where requests for a trace are looked for and traces are left.
         stacks: folder for the stacks of a worker that gets SIGUSR1.
     """
-    with graded_ranks(config, Worker, model=model, dataset=dataset, stacks=stacks, ray_address=ray_address) as (
-        ranks,
-        grader,
-    ):
+    with graded_ranks(config, make_worker, model=model, dataset=dataset, stacks=stacks) as (ranks, grader):
         yield TrainingRun(
             config=config,
             problems=load_problems(dataset),
-            workers=WorkerGroup(WatchedRanks(ranks, on_progress), config),
+            workers=WorkerGroup(ProfiledRanks(WatchedRanks(ranks, on_progress), run_dir), config),
             grader=grader,
             sink=sink,
             on_batch=on_batch,
@@ -61,18 +62,47 @@ def graded_ranks(
     model: Path,
     dataset: Path,
     stacks: Path | None = None,
-    ray_address: str | None = None,
 ) -> Iterator[tuple[RayRanks, GradingPool]]:
-    """Ray, its workers and the grading processes; all gone on exit."""
-    reward = make_reward(config.reward, max_completion_tokens=config.rollout.max_completion_tokens)
-    grader = GradingPool(reward, config.reward.processes, config.reward.deadline_seconds)
-    start_ray(ray_address, num_cpus=config.resources.workers)
+    """Ray, its workers and the grading processes; all gone on exit, but for a cluster that was running before."""
+    address, grader = cluster_address(), _grader(config)
+    start_ray(address, num_cpus=config.resources.devices)
     try:
-        device = pick_device(config)
-        yield RayRanks(make, model=model, dataset=dataset, config=config, device=device, stacks=stacks), grader
+        # the machine of the driver may be one of a cluster that has no GPU
+        device = "cuda" if config.resources.device == "auto" and address and has_gpus() else pick_device(config)
+        ranks = RayRanks(make, model=model, dataset=dataset, config=config, device=device, stacks=stacks)
+        try:
+            yield ranks, grader
+        finally:
+            ranks.close()
     finally:
         grader.close()
         stop_ray()
+
+
+@contextmanager
+def graded_samplers(
+    config: ExperimentConfig, make: Callable[[WorkerSpec], object], *, model: Path, dataset: Path
+) -> Iterator[tuple[Ranks, GradingPool]]:
+    """The same for an evaluation. A single sampler on this machine lives in this process: starting Ray for it would
+    take about as long as starting the sampler."""
+    if cluster_address() or config.resources.devices > 1:
+        with graded_ranks(config, make, model=model, dataset=dataset) as found:
+            yield found
+        return
+    grader = _grader(config)
+    try:
+        device = pick_device(config)
+        os.environ.update(worker_environment(device, config.resources))
+        with making_what_stays():
+            sampler = make(WorkerSpec.alone(model, dataset, config, device))
+        yield LocalRanks(sampler), grader
+    finally:
+        grader.close()
+
+
+def _grader(config: ExperimentConfig) -> GradingPool:
+    reward = make_reward(config.reward, max_completion_tokens=config.rollout.max_completion_tokens)
+    return GradingPool(reward, config.reward.processes, config.reward.deadline_seconds)
 
 
 def pick_device(config: ExperimentConfig) -> str:

@@ -6,7 +6,8 @@ wherever they lie in the row.
 
 Letters: B sequences of a microbatch, L tokens of one sequence, K distinct prompts, S prompts and completions, T tokens
 of the row, N trained (completion) tokens of the microbatch, I distinct images, R = rows of their merged vision
-features, M image tokens of the row, W ranks.
+features, M image tokens of the row, W ranks. Where the ranks of a sequence group compute a row together
+(``rlcore.models.sequence``), a rank holds t of its T tokens, m of the M, i of the I, and n of the N.
 
 Alignment: a value at index t of a sequence describes token t. ``logprobs[t] = log p(token t | tokens < t)``. Values of
 a microbatch are those of its trained tokens alone, in the order in which the sequences were given.
@@ -15,7 +16,8 @@ a microbatch are those of its trained tokens alone, in the order in which the se
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -28,10 +30,11 @@ from rlcore.types import Floats, ImageRef, TrainingSample
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ImageFeatures:
-    """One image as the vision tower takes it."""
+    """One image as the vision tower takes it, and what it has made of it where that is known."""
 
     pixel_values: Tensor  # [patches, channels * temporal * patch * patch]
     grid_thw: tuple[int, int, int]  # in patches, before merging
+    embedded: Tensor | None = None  # [patches / merge^2, H]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,14 +48,25 @@ class Segments:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class RowShare:
+    """Where one rank's share of a row lies in the whole."""
+
+    trained: Tensor  # [n] int64: which of the N trained tokens this rank predicts
+    places: Tensor  # [N] int64: where each is among all ranks' own, ``most_trained`` places a rank
+    most_trained: int  # n of the rank with most
+    most_features: int  # rows of merged vision features of the rank with most; 0: the row has no image
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Microbatch:
-    """Sequences packed for one forward pass."""
+    """Sequences packed for one forward pass. What is said of the row is of this rank's share if it has one; segments
+    and the values of the trained tokens are always whole."""
 
     token_ids: Tensor  # [T] int64
     position_ids: Tensor  # [T], or [3, T] (time, height, width) for M-RoPE models; of each sequence as if alone
     segments: Segments
-    predict_from: Tensor  # [N] int64: position in the row whose hidden state predicts the token
-    targets: Tensor  # [N] int64: the token
+    predict_from: Tensor  # [N] int64: position in the row whose hidden state predicts the token; [n] of a share
+    targets: Tensor  # [N] int64: the token; [n] of a share
     sequence_index: Tensor  # [N] int64 in 0..B-1
     sequence_lengths: Tensor  # [B] int64, in trained tokens
     sampler_logprobs: Tensor  # [N]
@@ -62,8 +76,10 @@ class Microbatch:
     ref_logprobs: Tensor | None  # [N]
     pixel_values: Tensor | None  # [patches of I images, ...]
     image_grid_thw: Tensor | None  # [I, 3], on the CPU, where it is read
+    image_features: Tensor | None  # [R, H] where they are known; then the two above are None
     image_index: Tensor  # [M] int64: position in the row of each image token
     image_rows: Tensor  # [M] int64: row of the merged vision features that it takes
+    share: RowShare | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,13 +135,12 @@ def pack(
     *,
     layout: VisionLayout | None,
     features: Callable[[ImageRef], ImageFeatures] | None,
-    device: torch.device,
 ) -> Microbatch:
-    """Pack samples. Each distinct prompt and each distinct image appears once, however many sequences show it.
+    """Pack samples, on the CPU. Each distinct prompt and each distinct image appears once, whoever shows it.
 
     Args:
         layout: None for a text model.
-        features: reads one image; needed where samples have images.
+        features: reads one image; needed where samples have images. Either all are embedded or none is.
 
     Raises:
         ValueError: the first token of a sample is to be trained; a text model is given images; image tokens that do
@@ -138,45 +153,40 @@ def pack(
     predict_from, token_index = trained_positions(mask, torch.from_numpy(starts))
     sequence_index, sequence_lengths = trained_sequences(mask, torch.from_numpy(starts))
     row_of, source, segments = _share_prompts(samples, starts)
+    embedded = [image.embedded for image in images.values() if image.embedded is not None]
+    raw = [] if embedded else list(images.values())
 
     positions, image_row = _places(samples, images, layout)
     image_row = image_row[source]
     image_index = np.flatnonzero(image_row >= 0)
 
-    def on_device(values: npt.NDArray[np.generic] | Tensor, dtype: torch.dtype) -> Tensor:
-        return moved(torch.as_tensor(values).to(dtype), device)
-
     def of_trained(arrays: Sequence[Floats | None]) -> Tensor | None:
         present = [a[s.loss_mask] for a, s in zip(arrays, samples, strict=True) if a is not None]
         if present and len(present) != len(arrays):
             raise ValueError("some samples of a microbatch carry log-probs and some do not")
-        return on_device(np.concatenate(present), torch.float32) if present else None
+        return _floats(present) if present else None
 
     def required(arrays: Sequence[Floats]) -> Tensor:
-        return on_device(np.concatenate([a[s.loss_mask] for a, s in zip(arrays, samples, strict=True)]), torch.float32)
+        return _floats([a[s.loss_mask] for a, s in zip(arrays, samples, strict=True)])
 
     return Microbatch(
-        token_ids=on_device(tokens[source], torch.int64),
-        position_ids=on_device(positions[..., source], torch.int64),
-        segments=Segments(
-            bounds=moved(segments.bounds, device),
-            key_bounds=moved(segments.key_bounds, device),
-            key_rows=moved(segments.key_rows, device),
-            sizes=segments.sizes,
-        ),
-        predict_from=on_device(row_of[predict_from.numpy()], torch.int64),
-        targets=on_device(tokens[token_index.numpy()], torch.int64),
-        sequence_index=moved(sequence_index, device),
-        sequence_lengths=moved(sequence_lengths, device),
+        token_ids=torch.from_numpy(tokens[source]).long(),
+        position_ids=torch.from_numpy(positions[..., source]),
+        segments=segments,
+        predict_from=torch.from_numpy(row_of[predict_from.numpy()]),
+        targets=torch.from_numpy(tokens[token_index.numpy()]).long(),
+        sequence_index=sequence_index,
+        sequence_lengths=sequence_lengths,
         sampler_logprobs=required([s.sampler_logprobs for s in samples]),
         advantages=required([np.zeros(s.num_tokens) if s.advantages is None else s.advantages for s in samples]),
         old_logprobs=of_trained([s.old_logprobs for s in samples]),
         log_kept=of_trained([s.log_kept for s in samples]),
         ref_logprobs=of_trained([s.ref_logprobs for s in samples]),
-        pixel_values=moved(torch.cat([f.pixel_values for f in images.values()]), device) if images else None,
-        image_grid_thw=torch.tensor([f.grid_thw for f in images.values()]) if images else None,
-        image_index=on_device(image_index, torch.int64),
-        image_rows=on_device(image_row[image_index], torch.int64),
+        pixel_values=torch.cat([f.pixel_values for f in raw]) if raw else None,
+        image_grid_thw=torch.tensor([f.grid_thw for f in raw]) if raw else None,
+        image_features=torch.cat(embedded) if embedded else None,
+        image_index=torch.from_numpy(image_index),
+        image_rows=torch.from_numpy(image_row[image_index]),
     )
 
 
@@ -264,9 +274,27 @@ def _share_prompts(
     return row_of, np.concatenate(source), segments
 
 
+def _floats(arrays: Sequence[Floats]) -> Tensor:
+    return torch.from_numpy(np.concatenate(arrays)).float()
+
+
+def on_device(batch: Microbatch, device: torch.device) -> Microbatch:
+    """The microbatch where it is computed; what is read on the CPU stays there."""
+    stay = ("image_grid_thw", "sizes")
+
+    def with_moved(part: Any) -> Any:
+        found = {field.name: getattr(part, field.name) for field in fields(part) if field.name not in stay}
+        return replace(part, **{k: moved(v, device) for k, v in found.items() if isinstance(v, Tensor)})
+
+    share = None if batch.share is None else with_moved(batch.share)
+    return replace(with_moved(batch), segments=with_moved(batch.segments), share=share)
+
+
 def moved(values: Tensor, device: torch.device) -> Tensor:
     """On ``device``, without waiting for what it is at work on."""
-    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
+    if values.device.type == device.type:
+        return values
+    return values.pin_memory().to(device, non_blocking=True)
 
 
 def _merged(grid_thw: tuple[int, int, int], layout: VisionLayout) -> int:

@@ -18,6 +18,7 @@ from typing import Literal, TypeVar
 from pydantic import BaseModel, ConfigDict
 
 from rlcore import errors
+from rlcore.algorithms.estimate import Architecture
 from rlcore.artifacts import CheckpointRef, DatasetRef, ModelRef
 from rlcore.config import DataConfig, ExperimentConfig, ModelConfig
 from rlcore.segment.spec import EXIT_BAD_CONFIG
@@ -57,6 +58,18 @@ class BootstrapSpec(JobSpec):
     models_dir: Path
 
 
+class ArchitectureSpec(JobSpec):
+    """rlcore.models.architecture: ModelConfig -> ArchitectureRef, from config.json alone."""
+
+    model: ModelConfig
+
+
+class ArchitectureRef(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    architecture: Architecture
+
+
 class EvaluateSpec(JobSpec):
     """rlcore.evaluation: policy and dataset -> EvalReport."""
 
@@ -75,6 +88,11 @@ class MergeSpec(JobSpec):
     base: ModelRef
     dataset: DatasetRef  # holds the pictures of the canary
     models_dir: Path
+
+    @property
+    def out(self) -> Path:
+        """The folder of the merged model."""
+        return self.models_dir / f"merged-{self.checkpoint.run_id}-step-{self.checkpoint.step}"
 
 
 class JobError(BaseModel):

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
+
+import numpy as np
 
 from rlcore.types import Completion, FinishReason, Floats, Ints, Problem, Score, TrainingSample
 
 
-@dataclass(frozen=True, slots=True)
+def _nothing() -> Ints:
+    return np.zeros(0, np.int32)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class SampleRequest:
     """Ask for ``count`` completions of one problem. ``seed`` is distinct per (run, step, problem)."""
 
@@ -19,13 +25,16 @@ class SampleRequest:
     count: int
     seed: int
     greedy: bool = False  # take the likeliest token each time; count is then 1
+    max_tokens: int | None = None  # to draw now; None: to the end of the completion's own budget
+    drawn: Ints = field(default_factory=_nothing)  # [D] tokens to go on from; count is then 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SampledGroup:
-    """What a sampler returns for one request."""
+    """What a sampler returns for one request: of a completion that was drawn in part before, the tokens and log-probs
+    behind these, and the text of all."""
 
-    prompt_token_ids: Ints  # [P], image tokens expanded
+    prompt_token_ids: Ints  # [P], image tokens expanded; not what was drawn before
     completions: tuple[Completion, ...]
 
 
@@ -38,8 +47,14 @@ class ScoredTokens:
 
 
 class Sampler(Protocol):
-    def generate(self, requests: Sequence[SampleRequest]) -> list[SampledGroup]:
-        """Sample every request with the current weights; order kept."""
+    def generate(self, requests: Sequence[SampleRequest]) -> Iterator[dict[int, SampledGroup]]:
+        """Sample every request with the current weights.
+
+        Yields:
+            What has ended since the last time, by its place in ``requests``: a group comes when its last completion
+            ends, so that it can be graded while others are still drawn. What is drawn does not depend on the order.
+            A completion that ``max_tokens`` cuts before its own budget is ``unfinished``.
+        """
 
 
 class RewardFn(Protocol):

@@ -13,7 +13,8 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-FinishReason = Literal["stop", "length", "abort"]
+# length: of its own budget. unfinished: it is to be continued (rollout.partial), and never graded or trained like that
+FinishReason = Literal["stop", "length", "abort", "unfinished"]
 Ints = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float32]
 Bools = npt.NDArray[np.bool_]
@@ -48,7 +49,9 @@ class Completion:
     logprobs: Floats  # [C], of the distribution sampled from (after temperature, top-p and top-k)
     text: str  # special tokens removed
     finish_reason: FinishReason
-    policy_version: int  # number of optimizer steps behind the weights that sampled it
+    policy_version: (
+        int  # number of optimizer steps behind the weights that sampled it, its first token where they differ
+    )
 
 
 @dataclass(frozen=True, slots=True)

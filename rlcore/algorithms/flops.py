@@ -80,7 +80,8 @@ def pass_work(shape: ModelShape, groups: Sequence[GroupSize], images: Sequence[t
 
     Forward FLOPs: 2 N per token (N the layers' parameters), 2 V H per trained token for the head, 4 * layers * width
     per pair of a token and one that it sees (itself counted half), and the tower's in the same way. Backward twice that
-    where weights train, once for a decoder whose weights do not, nothing for a tower that does not train.
+    where weights train, once for a decoder whose weights do not. A tower that does not train counts nothing: what it
+    makes of an image is kept from pass to pass.
 
     Args:
         images: (width, height) in pixels of each distinct image.
@@ -93,11 +94,11 @@ def pass_work(shape: ModelShape, groups: Sequence[GroupSize], images: Sequence[t
         + 2.0 * shape.head_parameters * sum(group.trained for group in groups)
         + 4.0 * shape.layers * shape.width * pairs
     )
-    tower = sum(_tower_flops(shape.tower, *size) for size in images) if shape.tower is not None else 0.0
-    tower_trains = shape.tower is not None and shape.tower.trains
+    running = shape.tower if shape.tower is not None and shape.tower.trains else None
+    tower = sum(_tower_flops(running, *size) for size in images) if running is not None else 0.0
     return Work(
         forward_flops=decoder + tower,
-        backward_flops=decoder * (2 if shape.weights_train else 1) + (2 * tower if tower_trains else 0.0),
+        backward_flops=decoder * (2 if shape.weights_train else 1) + 2 * tower,
         tokens=tokens,
         prompt_tokens=prompt_tokens,
         shared_tokens=sum(group.prompt * (max(1, len(group.completions)) - 1) for group in groups),

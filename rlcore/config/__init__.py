@@ -1,5 +1,6 @@
 """Everything that defines an experiment: one frozen tree, typos refused. Start at ``experiment.py``."""
 
+from rlcore.config.ablation import AblationConfig
 from rlcore.config.algorithm import AlgorithmConfig, KlConfig
 from rlcore.config.base import Frozen
 from rlcore.config.build import build_experiment
@@ -20,9 +21,11 @@ from rlcore.config.experiment import (
     TrainingConfig,
 )
 from rlcore.config.health import HealthRule
+from rlcore.config.partial import PartialRolloutConfig
 from rlcore.config.reward import RewardConfig
 
 __all__ = [
+    "AblationConfig",
     "AlgorithmConfig",
     "Change",
     "CountdownConfig",
@@ -35,6 +38,7 @@ __all__ = [
     "HealthRule",
     "LoraConfig",
     "ModelConfig",
+    "PartialRolloutConfig",
     "RecoveryConfig",
     "ResourceConfig",
     "RewardConfig",

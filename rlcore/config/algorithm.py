@@ -54,6 +54,7 @@ class PassAtKAdvantage(_GroupAdvantage):
 
     name: Literal["pass_at_k"] = "pass_at_k"
     k: int = Field(4, ge=1)
+    """Size of the subsets; below rollout.group_size."""
 
 
 class ReinforcePlusPlusAdvantage(Frozen):
@@ -96,7 +97,9 @@ class PpoClipLoss(Frozen):
 
     name: Literal["ppo_clip"] = "ppo_clip"
     clip_low: float = Field(0.2, ge=0, le=1)
+    """The ratio counts down to 1 - clip_low."""
     clip_high: float = Field(0.28, ge=0)
+    """The ratio counts up to 1 + clip_high."""
     dual_clip: float | None = Field(None, gt=1)
     """Bounds the loss of a token with a negative advantage whose ratio has run away: at this ratio at most."""
 
@@ -116,7 +119,9 @@ class GspoLoss(Frozen):
 
     name: Literal["gspo"] = "gspo"
     clip_low: float = Field(3e-4, ge=0, le=1)
+    """The sequence ratio counts down to 1 - clip_low."""
     clip_high: float = Field(4e-4, ge=0)
+    """The sequence ratio counts up to 1 + clip_high."""
 
 
 class GspoTokenLoss(Frozen):
@@ -124,7 +129,9 @@ class GspoTokenLoss(Frozen):
 
     name: Literal["gspo_token"] = "gspo_token"
     clip_low: float = Field(3e-4, ge=0, le=1)
+    """The sequence ratio counts down to 1 - clip_low."""
     clip_high: float = Field(4e-4, ge=0)
+    """The sequence ratio counts up to 1 + clip_high."""
 
 
 class CispoLoss(Frozen):
@@ -132,6 +139,7 @@ class CispoLoss(Frozen):
 
     name: Literal["cispo"] = "cispo"
     max_ratio: float = Field(5.0, ge=1)
+    """Largest weight of a token."""
 
 
 class SapoLoss(Frozen):
@@ -139,7 +147,9 @@ class SapoLoss(Frozen):
 
     name: Literal["sapo"] = "sapo"
     tau_positive: float = Field(1.0, gt=0)
+    """Steepness of the gate where the advantage is positive."""
     tau_negative: float = Field(1.05, gt=0)
+    """Steepness of the gate elsewhere."""
 
 
 class VespoLoss(Frozen):
@@ -147,9 +157,13 @@ class VespoLoss(Frozen):
 
     name: Literal["vespo"] = "vespo"
     k_positive: float = Field(2.0, ge=0)
+    """Power of the ratio in the kernel where the advantage is positive."""
     lambda_positive: float = Field(3.0, gt=0)
+    """Rate of its decay where the advantage is positive."""
     k_negative: float = Field(3.0, ge=0)
+    """Power of the ratio in the kernel elsewhere."""
     lambda_negative: float = Field(2.0, gt=0)
+    """Rate of its decay elsewhere."""
 
 
 PolicyLoss = Annotated[
@@ -177,9 +191,11 @@ class KlConfig(Frozen):
     coefficient: float = Field(0.01, ge=0)
     """0: no KL term, no reference model. With ``adaptive`` the first value."""
     place: Literal["loss", "reward"] = "loss"
+    """Where the penalty is added; in the reward it has no gradient."""
     estimator: KlEstimator = "k3"
     """straight_through has the value of k3 and the gradient of k2."""
     adaptive: AdaptiveKl | None = None
+    """null: the coefficient stays."""
 
     @model_validator(mode="after")
     def _estimator_fits_its_place(self) -> Self:
@@ -206,7 +222,9 @@ class TruncatedImportance(Frozen):
 
     name: Literal["truncate"] = "truncate"
     level: Literal["token", "sequence"] = "token"
+    """One weight per token, or the product of these per sequence."""
     max_weight: float = Field(2.0, ge=1)
+    """Larger weights are cut to it."""
 
 
 class MaskedImportance(Frozen):
@@ -214,8 +232,11 @@ class MaskedImportance(Frozen):
 
     name: Literal["mask"] = "mask"
     level: Literal["token", "sequence"] = "token"
+    """One weight per token, or the product of these per sequence."""
     min_weight: float = Field(0.5, ge=0, le=1)
+    """Smaller weights become 0."""
     max_weight: float = Field(2.0, ge=1)
+    """Larger weights become 0."""
 
 
 ImportanceCorrection = Annotated[
@@ -243,11 +264,13 @@ class AlgorithmConfig(Frozen):
     """How per-token losses become one number. ``constant`` is Dr.GRPO: sum over tokens, divided by
     sequences * rollout.max_completion_tokens."""
     correction: ImportanceCorrection | None = None
-    """Weights against the mismatch of sampler and trainer. Effective sample size is logged with or without."""
+    """Weights against the mismatch of sampler and trainer, and against staleness (training.max_staleness). Effective
+    sample size is logged with or without."""
     dynamic_sampling: DynamicSamplingConfig | None = None
+    """null: a batch is trained as it was sampled."""
     mask_truncated: bool = False
     """Completions cut at rollout.max_completion_tokens take part in their group's statistics and train no token."""
     recompute_old_logprobs: bool = False
-    """With one update per rollout batch the policy that sampled is the policy that trains, so the old log-probs are
-    the new ones and the extra forward pass is skipped. True runs it all the same. Several updates, KL in the reward
+    """With one update per rollout batch the old log-probs, of the policy that the batch's updates start from, are the
+    new ones and the extra forward pass is skipped. True runs it all the same. Several updates, KL in the reward
     and a buffer of stale groups always run it."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
+from rlcore.config.secrets import refuse_secret
 from rlcore.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -31,13 +32,15 @@ def build_experiment(values: dict[str, Any], overrides: Sequence[str] = ()) -> E
     An override of a choice's ``name`` drops the other settings of the choice that was there before.
 
     Raises:
-        ConfigError: an override without ``=``, an unknown key, or a value that breaks a rule; lists every finding.
+        ConfigError: an override without ``=``, a secret, an unknown key, or a value that breaks a rule; lists every
+            finding.
     """
     from rlcore.config.experiment import ExperimentConfig
 
     tree = json.loads(json.dumps(values))
     for override in overrides:
         key, equals, text = override.partition("=")
+        refuse_secret(key.strip() if equals else "an override", override)
         if not equals or not key.strip():
             raise ConfigError(f"override {override!r} is not key=value. Write for example training.steps=40.")
         *parents, leaf = key.strip().split(".")
@@ -52,6 +55,8 @@ def build_experiment(values: dict[str, Any], overrides: Sequence[str] = ()) -> E
         if leaf == "name" and parents and node.get("name", value) != value:
             node.clear()
         node[leaf] = value
+    for key, found in flatten(tree):
+        refuse_secret(key, str(found))
     try:
         return ExperimentConfig.model_validate(tree)
     except ValidationError as error:

@@ -16,6 +16,7 @@ from rlcore.config.algorithm import AlgorithmConfig, PassAtKAdvantage
 from rlcore.config.base import Frozen
 from rlcore.config.build import flatten
 from rlcore.config.health import HealthRule
+from rlcore.config.partial import PartialRolloutConfig, check_staleness
 from rlcore.config.reward import MathReward, RewardConfig
 
 # Keys (or beginnings of keys) of what may change in the middle of a run: memory, speed, cutting and measuring. Every
@@ -30,9 +31,12 @@ NOT_SCIENCE = (
     "training.tokens_per_microbatch",
     "training.compile_blocks",
     "training.reshard_after_forward",
+    "training.sequence_parallel",
+    "training.offload",
     "model.gradient_checkpointing",
     "rollout.gpu_memory_utilization",
     "rollout.kv_cache_mib",
+    "rollout.tensor_parallel",
     "rollout.max_sequences",
     "rollout.tokens_per_burst",
     "rollout.sleep",
@@ -45,6 +49,7 @@ class TinyModelConfig(Frozen):
     """The embedded default policy: a few million parameters, warm-started on synthetic problems."""
 
     seed: int = 0
+    """Of the first weights and of the warm start."""
     task: Literal["geometry", "sums", "countdown"] = "geometry"
     """What the warm start teaches. geometry: a Qwen2.5-VL that begins to read drawn pictures; sums, countdown: a Qwen2
     text model that begins to add numbers ("#### 42") or to find expressions."""
@@ -59,6 +64,7 @@ class LoraConfig(Frozen):
     rank: int = Field(64, ge=1, le=512)
     """At most what vLLM serves."""
     alpha: float = Field(64.0, gt=0)
+    """Scale of the adapters, divided by rank."""
     vision_tower: bool = False
     """Adapters in the vision tower as well."""
 
@@ -67,7 +73,9 @@ class ModelConfig(Frozen):
     path: str = "tiny"
     """``tiny``, a Hugging Face id, or a folder with config.json and safetensors."""
     revision: str | None = None
+    """Commit, branch or tag of a Hugging Face id. null: its main branch."""
     trust_remote_code: bool = False
+    """Run Python code that comes with the model."""
     tiny: TinyModelConfig = TinyModelConfig()
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Dtype of forward and backward. auto: bfloat16 on CUDA, float32 on CPU. Master weights are float32 unless
@@ -97,7 +105,9 @@ class CountdownConfig(Frozen):
     numbers: tuple[int, int] = (3, 4)
     """Fewest and most numbers of a problem."""
     max_number: int = Field(99, ge=1)
+    """Largest number of a game."""
     max_target: int = Field(99, ge=1)
+    """Largest target of a game."""
     operations: tuple[Literal["+", "-", "*", "/"], ...] = ("+", "*", "-", "/")
     """Those that a game is drawn with; an answer may use all four."""
 
@@ -137,9 +147,13 @@ class DataConfig(Frozen):
     fsspec URI, or ``NAME@{train,validation,test}`` with NAME one of synthetic-geometry, countdown, sums, drawn from
     ``synthetic_seed``."""
     validation: str = "synthetic-geometry@validation"
+    """As ``train``, for evaluation."""
     problem_column: str = "problem"
+    """Text, or chat messages. A dotted name is a path into nested columns, here and below."""
     answer_column: str = "answer"
+    """What the reward compares with."""
     images_column: str = "images"
+    """Lists of images: bytes, or paths beside the source. May be missing in a source of text."""
     videos_column: str = "videos"
     """Lists of frames; a ``<video>`` marker stands for one image per frame."""
     max_images: int = Field(8, ge=1)
@@ -147,15 +161,20 @@ class DataConfig(Frozen):
     template: str = "math"
     """Prompt template: a name under rlcore/data/templates, or the path of a Jinja file that uses ``content``."""
     min_pixels: int = Field(56 * 56, ge=1)
+    """Smaller images are scaled up to it."""
     max_pixels: int = Field(1024 * 1024, ge=1)
+    """Larger images are scaled down to it. Image tokens grow with it."""
     max_prompt_tokens: int = Field(2048, ge=1)
     """Problems with a longer prompt (image tokens included) are rejected with that reason, never cut."""
     synthetic_seed: int = 0
+    """Seed of what is drawn."""
     synthetic_problems: int = Field(2048, ge=1)
     """Training problems that a drawn source has; validation and test have an eighth of it each."""
     countdown: CountdownConfig = CountdownConfig()
     shuffle_seed: int = 0
+    """Seed of the order of problems."""
     curriculum: CurriculumConfig | None = None
+    """null: every problem in every epoch."""
 
     @model_validator(mode="after")
     def _pixels_in_order(self) -> Self:
@@ -171,10 +190,17 @@ class RolloutConfig(Frozen):
     group_size: int = Field(8, ge=1)
     """G: completions sampled per problem."""
     max_completion_tokens: int = Field(2048, ge=1)
+    """A completion is cut there (rollout/truncated)."""
     temperature: float = Field(1.0, gt=0)
+    """Of sampling; logits are divided by it wherever log-probs are taken."""
     top_p: float = Field(1.0, gt=0, le=1)
+    """1 keeps the whole distribution."""
     top_k: int = Field(0, ge=0)
     """0 keeps the whole vocabulary."""
+    tensor_parallel: int = Field(1, ge=1)
+    """Workers that hold one engine together, every one a part of each weight and of the key-value cache (vLLM's tensor
+    parallelism), on one node. Divides resources.workers, resources.rollout_workers and the model's attention heads. For
+    policies of which one GPU cannot hold a whole copy; otherwise 1 is faster."""
     gpu_memory_utilization: float = Field(0.6, gt=0, lt=1)
     """vLLM's share of each GPU. Unused on CPU."""
     kv_cache_mib: int = Field(64, ge=1)
@@ -189,6 +215,9 @@ class RolloutConfig(Frozen):
     """Whether the engine gives its GPU memory back while the policy trains. auto: until a step has shown that both fit
     beside each other with a tenth of the memory to spare. Unused on CPU."""
     enforce_eager: bool = False
+    """GPU only: no CUDA graphs, which saves some memory and the time of capturing them."""
+    partial: PartialRolloutConfig | None = None
+    """null: every completion is drawn to its end by the policy that began it."""
 
 
 class TrainingConfig(Frozen):
@@ -201,26 +230,49 @@ class TrainingConfig(Frozen):
     passes_per_batch: int = Field(1, ge=1)
     """Times that a rollout batch is gone through. From the second optimizer step on a batch, the policy that trains is
     no longer the one that sampled, and ratios and clipping do their work."""
+    max_staleness: int = Field(0, ge=0)
+    """Rollout batches between the policy that drew a sample's oldest token and the one that trains on it, at most. 1:
+    batch t + 1 is sampled by the policy that batch t starts from, beside the training on batch t where
+    resources.rollout_workers are set. With rollout.partial: what a completion that is carried over may reach. The
+    difference of the policies is weighted by algorithm.correction."""
     tokens_per_microbatch: int = Field(16384, ge=1)
     """Packed tokens per forward pass and worker. Changes memory and speed, never the gradient."""
+    sequence_parallel: int = Field(1, ge=1)
+    """Workers that compute each microbatch together, every one a part of its tokens (Ulysses, arXiv:2309.14509), so
+    that it may have this many times tokens_per_microbatch. Divides resources.workers and the model's attention heads.
+    For sequences that are too long for one worker; otherwise 1 is faster."""
     compile_blocks: Literal["auto", "on", "off"] = "auto"
     """torch.compile over each transformer block. auto: on CUDA. Costs a minute at the start of each process."""
     reshard_after_forward: Literal["auto", "on", "off"] = "auto"
     """Whether a block's whole weights are let go after its forward and its backward pass, and its gradient is reduced
     over the workers, in each microbatch. on costs the least memory; off keeps a copy of the whole model in the compute
     dtype, and its gradient in float32, until the last microbatch of a step. auto: on with more than one worker."""
+    offload: bool = False
+    """Optimizer state lies in the host's page-locked memory except for the optimizer's own step, and weights (the
+    reference's as well) while the sampler draws. For models that do not fit otherwise: each step waits for the copies.
+    Changes no number."""
     learning_rate: float = Field(1e-6, ge=0)
+    """AdamW's learning rate."""
     optimizer: Literal["adamw", "adamw_bf16"] = "adamw"
     """adamw: float32 master weights and state. adamw_bf16: all of it in bfloat16, with Kahan-compensated updates: 10
     bytes per parameter, gradient included, instead of 16."""
     warmup_steps: int = Field(0, ge=0)
     """Linear warm-up. The first step already learns: step k runs at k / warmup_steps of the rate, counted from 1."""
     beta1: float = Field(0.9, ge=0, lt=1)
+    """Decay of the mean of gradients."""
     beta2: float = Field(0.999, ge=0, lt=1)
+    """Decay of the mean of squared gradients."""
     weight_decay: float = Field(0.01, ge=0)
+    """Decoupled, times the learning rate."""
     max_grad_norm: float = Field(1.0, gt=0)
+    """A longer gradient, over all parameters and ranks, is scaled to it."""
     max_nonfinite_steps: int = Field(3, ge=1)
     """Steps in a row with a non-finite gradient (each is skipped and counted) before the run ends as diverged."""
+
+    @property
+    def tokens_per_row(self) -> int:
+        """Packed tokens of one microbatch, on all the workers that compute it together."""
+        return self.tokens_per_microbatch * self.sequence_parallel
 
     @property
     def steps_per_batch(self) -> int:
@@ -263,10 +315,13 @@ class EvaluationConfig(Frozen):
     problems: int | None = Field(None, ge=1)
     """Validation problems used, from the front. None: all."""
     samples: int = Field(1, ge=1)
+    """Completions per problem."""
     temperature: float = Field(1.0, ge=0)
     """0 is greedy."""
     top_p: float = Field(1.0, gt=0, le=1)
+    """1 keeps the whole distribution."""
     seed: int = 0
+    """Of sampling."""
 
     @model_validator(mode="after")
     def _greedy_is_one_sample(self) -> Self:
@@ -280,19 +335,35 @@ class EvaluationConfig(Frozen):
 
 class ResourceConfig(Frozen):
     workers: int = Field(1, ge=1)
-    """Ray actors, one per GPU (or per CPU core): each holds a policy shard and a sampler."""
+    """Ray actors that train, one per GPU (or per CPU core): each holds a policy shard and, without rollout_workers, a
+    sampler."""
+    rollout_workers: int = Field(0, ge=0)
+    """Ray actors that only sample, on devices of their own. With training.max_staleness 1, or with
+    rollout.partial.one_ahead, they sample the next rollout batch while this one trains. 0: every worker samples as well
+    as trains."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: cuda where there is a GPU."""
     threads_per_worker: int = Field(1, ge=1)
     """CPU only: threads of each worker."""
+    wait_minutes: float = Field(10.0, gt=0)
+    """How long workers may wait for devices of a Ray cluster that are taken, or whose node died and is being replaced,
+    before the try counts as failed."""
     deterministic: bool = False
     """GPU only: kernels that give the same bits for the same input, slower. On the CPU every run is exact as it is."""
+
+    @property
+    def devices(self) -> int:
+        """GPUs, or CPU cores, of all workers."""
+        return self.workers + self.rollout_workers
 
 
 class ExperimentConfig(Frozen):
     """One experiment, complete."""
 
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9-]*$", max_length=60)
+    """Of the experiment in prefect.yaml and in MLflow; runs, artifacts and models are named after it."""
     seed: int = 0
+    """Seed of everything that training draws: completions, and the first adapters of LoRA."""
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     rollout: RolloutConfig = RolloutConfig()
@@ -350,13 +421,36 @@ class ExperimentConfig(Frozen):
                 f"Set it to a divisor of {per_step}."
             )
         longest = self.data.max_prompt_tokens + self.rollout.max_completion_tokens
-        if longest > self.training.tokens_per_microbatch:
+        sequence = self.training.sequence_parallel
+        if longest > self.training.tokens_per_row:
             raise ValueError(
                 f"training.tokens_per_microbatch ({self.training.tokens_per_microbatch}) cannot hold one sequence: "
                 f"data.max_prompt_tokens ({self.data.max_prompt_tokens}) + rollout.max_completion_tokens "
-                f"({self.rollout.max_completion_tokens}) = {longest}. Raise the first to at least {longest}, "
-                "or lower a length."
+                f"({self.rollout.max_completion_tokens}) = {longest}. Raise the first to at least "
+                f"{-(-longest // sequence)}, or training.sequence_parallel, or lower a length."
             )
+        if self.resources.workers % sequence:
+            raise ValueError(
+                f"training.sequence_parallel ({sequence}) does not divide resources.workers "
+                f"({self.resources.workers}). Set it to a divisor of {self.resources.workers}; 1 turns it off."
+            )
+        tensor = self.rollout.tensor_parallel
+        for name, workers in (
+            ("resources.workers", self.resources.workers),
+            ("resources.rollout_workers", self.resources.rollout_workers),
+        ):
+            if workers % tensor:
+                raise ValueError(
+                    f"rollout.tensor_parallel ({tensor}) does not divide {name} ({workers}). Set it to a divisor of "
+                    f"{workers}; 1 gives each worker an engine of its own."
+                )
+        if tensor > 1 and self.model.lora is not None:
+            raise ValueError(
+                f"rollout.tensor_parallel is {tensor} and model.lora set: that each part of an adapter reached its "
+                "place in an engine of several workers cannot be proved. Set rollout.tensor_parallel to 1, or "
+                "model.lora to null."
+            )
+        check_staleness(self)
         if per_step % self.resources.workers:
             raise ValueError(
                 f"training.problems_per_step ({per_step}) does not split evenly over resources.workers "
@@ -367,6 +461,12 @@ class ExperimentConfig(Frozen):
     @property
     def max_sequence_tokens(self) -> int:
         return self.data.max_prompt_tokens + self.rollout.max_completion_tokens
+
+    @property
+    def one_ahead(self) -> bool:
+        """Whether each batch is sampled by the policy that the batch before it starts from."""
+        partial = self.rollout.partial
+        return self.training.max_staleness > 0 if partial is None else partial.one_ahead
 
     @property
     def num_segments(self) -> int:

@@ -16,10 +16,13 @@ class HealthRule(Frozen):
     metric: str
     """A name of the journal and of MLflow, such as ``loss/kl_ref``."""
     above: float | None = None
+    """Breached by values above it."""
     below: float | None = None
+    """Breached by values below it."""
     below_best_by: float | None = Field(None, gt=0)
     """The mean of the last ``for_steps`` values is this much below the best mean of as many values before."""
     for_steps: int = Field(1, ge=1)
+    """Steps in a row that log the metric."""
     action: Literal["warn", "pause", "rollback"] = "warn"
     """warn: an event and a page, training goes on. pause: the same, a committed checkpoint, and the run ends until
     somebody continues it. rollback: the same, and the run goes on from the last checkpoint, changed as below."""

@@ -16,13 +16,16 @@ class OverlongPenalty(Frozen):
     budget (rollout.max_completion_tokens), then falling in a straight line to -``penalty`` at its end."""
 
     buffer_tokens: int = Field(ge=1)
+    """Tokens before the end of the budget at which the penalty begins."""
     penalty: float = Field(1.0, gt=0)
+    """Taken off the reward of a completion that fills the budget."""
 
 
 class _Reward(Frozen):
     deadline_seconds: float = Field(10.0, gt=0)
     """A grading that takes longer is killed and counted as ungraded: left out of the advantage."""
     processes: int = Field(1, ge=1)
+    """Grading processes; more where a reward is slow."""
     max_ungraded_share: float = Field(0.5, ge=0, le=1)
     """A round of sampling of which more than this share could not be graded fails the step."""
     overlong: OverlongPenalty | None = None
@@ -42,6 +45,7 @@ class MathVerifyReward(_Reward):
 
     name: Literal["math_verify"] = "math_verify"
     format_weight: float = Field(0.1, ge=0, le=1)
+    """The reward is (1 - format_weight) * accuracy + format_weight * format."""
 
 
 class R1vReward(_Reward):
@@ -49,6 +53,7 @@ class R1vReward(_Reward):
 
     name: Literal["r1v"] = "r1v"
     format_weight: float = Field(0.5, ge=0, le=1)
+    """The reward is (1 - format_weight) * accuracy + format_weight * format."""
 
 
 class DapoReward(_Reward):
@@ -62,6 +67,7 @@ class Gsm8kReward(_Reward):
 
     name: Literal["gsm8k"] = "gsm8k"
     method: Literal["strict", "flexible"] = "strict"
+    """Which number of the text is the answer."""
 
 
 class CountdownReward(_Reward):
@@ -77,6 +83,7 @@ class ClevrCountReward(_Reward):
 
     name: Literal["clevr_count"] = "clevr_count"
     format_weight: float = Field(0.5, ge=0, le=1)
+    """The reward is (1 - format_weight) * accuracy + format_weight * format."""
 
 
 class GeoqaReward(_Reward):
@@ -84,6 +91,7 @@ class GeoqaReward(_Reward):
 
     name: Literal["geoqa"] = "geoqa"
     format_weight: float = Field(0.5, ge=0, le=1)
+    """The reward is (1 - format_weight) * accuracy + format_weight * format."""
 
 
 class MultipleChoiceReward(_Reward):
@@ -91,6 +99,7 @@ class MultipleChoiceReward(_Reward):
 
     name: Literal["multiple_choice"] = "multiple_choice"
     format_weight: float = Field(0.1, ge=0, le=1)
+    """The reward is (1 - format_weight) * accuracy + format_weight * format."""
 
 
 class UserReward(_Reward):
@@ -103,7 +112,9 @@ class UserReward(_Reward):
     """Called as function(text, problem, num_tokens, finish_reason, **arguments), or, with ``batch``, with lists of
     the first four; returns a float, a Score, or a mapping with "reward" and named parts (a list of them)."""
     batch: bool = False
+    """The function takes lists."""
     arguments: dict[str, Any] = {}
+    """Given to the function by name."""
 
     @field_validator("file")
     @classmethod

@@ -56,6 +56,16 @@ def resized_key(spec: ResizeSpec) -> str:
     return _digest({"version": RESIZE_VERSION, "dataset": spec.dataset.digest})
 
 
+def prepared_folder(spec: PrepareSpec) -> Path:
+    """Where ``prepare`` puts the dataset."""
+    return spec.datasets_dir / f"raw-{dataset_key(spec)}"
+
+
+def resized_folder(spec: ResizeSpec) -> Path:
+    """Where ``resize`` puts the dataset."""
+    return spec.datasets_dir / resized_key(spec)
+
+
 def template_text(name_or_path: str) -> str:
     """Text of a prompt template: a name under ``templates`` or the path of a file.
 

@@ -19,7 +19,7 @@ from typing import Any
 from PIL import Image
 
 from rlcore.artifacts import DatasetRef
-from rlcore.data.digest import resized_key
+from rlcore.data.digest import resized_folder
 from rlcore.data.folder import (
     IMAGES,
     ORIGINALS,
@@ -56,8 +56,7 @@ def resize(spec: ResizeSpec) -> DatasetRef:
         StorageError: an original is missing or changed, no space, or an existing folder with parts missing.
         RlflowError: a worker process died.
     """
-    raw, digest = Path(spec.dataset.path), resized_key(spec)
-    final = spec.datasets_dir / digest
+    raw, final = Path(spec.dataset.path), resized_folder(spec)
     if found := existing_dataset(final):
         return found
     rows, before = load_rows(raw), load_report(raw)
@@ -77,7 +76,7 @@ def resize(spec: ResizeSpec) -> DatasetRef:
         return finish_folder(
             aside,
             final,
-            digest=digest,
+            digest=final.name,
             source=spec.dataset.source,
             columns=before.columns,
             data=spec.data,

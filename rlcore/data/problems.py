@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rlcore.artifacts import DatasetRef
-from rlcore.data.digest import dataset_key
+from rlcore.data.digest import prepared_folder
 from rlcore.data.folder import (
     ORIGINALS,
     building,
@@ -29,7 +29,7 @@ from rlcore.data.table import PreparedRow, load_rows
 from rlcore.job import PrepareSpec, job_main
 from rlcore.types import ImageRef, Problem
 
-__all__ = ["dataset_key", "load_problems", "prepare"]
+__all__ = ["load_problems", "prepare"]
 
 
 def prepare(spec: PrepareSpec) -> DatasetRef:
@@ -44,8 +44,7 @@ def prepare(spec: PrepareSpec) -> DatasetRef:
         ServerError: the hub cannot be reached.
         StorageError: no space, no permission, or an existing folder with parts missing.
     """
-    digest = dataset_key(spec)
-    final = spec.datasets_dir / f"raw-{digest}"
+    final = prepared_folder(spec)
     if found := existing_dataset(final):
         return found
     data = spec.data
@@ -60,7 +59,7 @@ def prepare(spec: PrepareSpec) -> DatasetRef:
         return finish_folder(
             aside,
             final,
-            digest=digest,
+            digest=final.name.removeprefix("raw-"),
             source=spec.source,
             columns=source.columns,
             data=data,

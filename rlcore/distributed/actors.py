@@ -2,53 +2,58 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import socket
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import psutil
 import ray
-from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskError
+from ray.exceptions import OutOfMemoryError, RayError, RayTaskError
 
 from rlcore.config import ExperimentConfig, ResourceConfig
+from rlcore.distributed import placement
 from rlcore.distributed.blame import Failed, first_of, portable
+from rlcore.distributed.cluster import package_versions
+from rlcore.distributed.placement import Listing, Seat
 from rlcore.distributed.worker import WorkerSpec
 from rlcore.errors import MemoryExhaustedError, RlflowError, WorkerLostError
 from rlcore.oom import oom_kills
 from rlcore.stacks import dump_on_signal
+from rlcore.startup import making_what_stays
 
+_CLOSE_SECONDS = 1.0  # that ``close`` may have to wait
 _BLAME_SECONDS = 5.0  # in which a death shows that other ranks have already failed of
 
 
 class WorkerActor:
     """Constructs, forwards, returns."""
 
-    def address(self) -> tuple[str, int]:
-        """This node's address with a free port, for rank 0 to host the rendezvous."""
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            return ray.util.get_node_ip_address(), probe.getsockname()[1]
+    def seat(self, shared: Mapping[Path, Listing]) -> Seat:
+        """Where this is, with free ports for rank 0 to host what all ranks meet at."""
+        with socket.socket() as one, socket.socket() as other:
+            one.bind(("", 0))
+            other.bind(("", 0))
+            ports = one.getsockname()[1], other.getsockname()[1]
+        address = ray.util.get_node_ip_address()
+        return Seat(address, ports, os.getpid(), package_versions(), placement.unseen(shared))
 
-    def pid(self) -> int:
-        return os.getpid()
-
-    def build(self, make: Callable[[WorkerSpec], object], spec: WorkerSpec, stacks: Path | None) -> Failed | None:
+    def build(
+        self, make: Callable[[WorkerSpec], object], spec: WorkerSpec, stacks: Path | None, several_nodes: bool
+    ) -> Failed | None:
         self._rank = spec.rank
         if stacks is not None:
             dump_on_signal(stacks, f"rank-{spec.rank}", os.getpid())
-        # imports and engine start make millions of objects that stay: looking through them again and again is a
-        # third of the start-up time
-        gc.disable()
         try:
-            self._worker = make(spec)
+            if several_nodes:
+                for name, value in placement.network_variables(ray.util.get_node_ip_address()).items():
+                    os.environ.setdefault(name, value)  # who started the node may know better
+            with making_what_stays():
+                self._worker = make(spec)
         except Exception as error:  # noqa: BLE001 - the driver raises it, without Ray's wrapper
             return Failed.of(spec.rank, error)
-        gc.freeze()
-        gc.enable()
         return None
 
     def call(self, method: str, *arguments: Any) -> Any:
@@ -56,6 +61,12 @@ class WorkerActor:
             return getattr(self._worker, method)(*arguments)
         except Exception as error:  # noqa: BLE001 - the driver raises it, without Ray's wrapper
             return Failed.of(self._rank, error)
+
+    def stream(self, method: str, *arguments: Any) -> Iterator[Any]:
+        try:
+            yield from getattr(self._worker, method)(*arguments)
+        except Exception as error:  # noqa: BLE001 - the driver raises it, without Ray's wrapper
+            yield Failed.of(self._rank, error)
 
 
 class RayRanks:
@@ -73,46 +84,90 @@ class RayRanks:
     ) -> None:
         """
         Args:
-            make: builds what each actor holds; ``Worker`` for training.
+            make: builds what each actor holds; ``make_worker`` for training.
             stacks: folder for the stacks of an actor that gets SIGUSR1.
         """
         self._oom_kills = oom_kills()
-        self.size = size = config.resources.workers
-        options: dict[str, Any] = {"num_gpus": 1} if device == "cuda" else {"num_cpus": 1}
+        self._streaming, self._closed = threading.Lock(), False
+        self.size, engine = config.resources.devices, config.rollout.tensor_parallel
+        group, sizes = placement.reserve(config, device), placement.bundle_sizes(config)
+        options: dict[str, Any] = {"num_gpus": 1, "num_cpus": 1} if device == "cuda" else {"num_cpus": 1}
         options["runtime_env"] = {"env_vars": worker_environment(device, config.resources)}
         actor = ray.remote(**options)(WorkerActor)
-        self._actors = [actor.remote() for _ in range(size)]
+        actors = [
+            actor.options(scheduling_strategy=place.strategy()).remote() for place in placement.places(group, sizes)
+        ]
+        folders = [folder for folder in (model, dataset, stacks) if folder is not None and folder.is_dir()]
+        shared = {folder: placement.listing(folder) for folder in folders}
         try:
-            addresses: list[tuple[str, int]] = ray.get([a.address.remote() for a in self._actors])
-            self.pids: list[int] = ray.get([a.pid.remote() for a in self._actors])
-        except RayActorError as error:
+            seats: list[Seat] = ray.get([a.seat.remote(shared) for a in actors])
+        except RayError as error:
             raise WorkerLostError(f"a worker ended while it started. Ray says: {str(error).strip()}") from None
-        address, port = addresses[0]
-        self._nodes = [node for node, _ in addresses]
+        placement.check_seats(seats)
+        order = placement.by_node([seat.address for seat in seats], sizes, config.resources.workers)
+        self._actors, self._seats = [actors[i] for i in order], [seats[i] for i in order]
         specs = [
             WorkerSpec(
                 rank=rank,
-                world_size=size,
+                world_size=config.resources.workers,
                 local_rank=0,  # Ray shows each actor its own device only
                 device=device,
                 threads=config.resources.threads_per_worker,
-                master_address=address,
-                master_port=port,
+                master_address=self._seats[0].address,
+                master_port=self._seats[0].ports[0],
                 model=model,
                 dataset=dataset,
                 config=config,
+                channel_port=self._seats[0].ports[1],
+                engine_address=self._seats[rank - rank % engine].address,
+                engine_port=self._seats[rank - rank % engine].ports[0],
             )
-            for rank in range(size)
+            for rank in range(self.size)
         ]
-        self._get([a.build.remote(make, spec, stacks) for a, spec in zip(self._actors, specs, strict=True)])
+        several = len({seat.address for seat in seats}) > 1
+        self._get([a.build.remote(make, spec, stacks, several) for a, spec in zip(self._actors, specs, strict=True)])
 
-    def call(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-        return self._get([a.call.remote(method, *args) for a, args in zip(self._actors, arguments, strict=True)])
+    @property
+    def pids(self) -> list[int]:
+        """Of each rank, on its node."""
+        return [seat.pid for seat in self._seats]
 
-    def _get(self, references: list[Any]) -> list[Any]:
-        """Results by rank; if some fail, the error of the one that failed first, although others may still wait in a
-        collective."""
-        ranks = {reference: rank for rank, reference in enumerate(references)}
+    def call(self, method: str, arguments: Sequence[tuple[Any, ...]], first: int = 0) -> list[Any]:
+        actors = self._actors[first : first + len(arguments)]
+        return self._get([a.call.remote(method, *args) for a, args in zip(actors, arguments, strict=True)], first)
+
+    def stream(self, method: str, arguments: Sequence[tuple[Any, ...]], first: int = 0) -> Iterator[tuple[int, Any]]:
+        actors = self._actors[first : first + len(arguments)]
+        streams = {
+            actor.stream.options(num_returns="streaming").remote(method, *args): place
+            for place, (actor, args) in enumerate(zip(actors, arguments, strict=True))
+        }
+        while streams:
+            with self._streaming:
+                if self._closed:
+                    raise WorkerLostError("the ranks were let go while they were still sampling")
+                ready, _ = ray.wait(list(streams), num_returns=1, timeout=_CLOSE_SECONDS)
+                if not ready:
+                    continue
+                place, reference = streams[ready[0]], next(ready[0], None)
+                if reference is None:  # that was its end
+                    del streams[ready[0]]
+                    continue
+                outcome = self._outcome(first + place, reference)
+            if isinstance(outcome, Failed):
+                raise outcome.raised()
+            yield place, outcome
+
+    def close(self) -> None:
+        """End what another thread still streams; before ``stop_ray``, behind which Ray would start anew for it."""
+        self._closed = True
+        with self._streaming:  # it looks again before it asks Ray for more
+            return
+
+    def _get(self, references: list[Any], first: int = 0) -> list[Any]:
+        """Results in order, the first one of rank ``first``; if some fail, the error of the one that failed first,
+        although others may still wait in a collective."""
+        ranks = {reference: rank for rank, reference in enumerate(references, first)}
         results: dict[int, Any] = {}
         pending = references
         while pending:
@@ -122,7 +177,7 @@ class RayRanks:
                 late = [] if outcome.died else _done_within(pending, _BLAME_SECONDS)
                 others = [self._outcome(ranks[reference], reference) for reference in late]
                 raise first_of([outcome, *(other for other in others if isinstance(other, Failed))]).raised()
-        return [results[rank] for rank in range(len(references))]
+        return [results[rank] for rank in ranks.values()]
 
     def _outcome(self, rank: int, reference: Any) -> Any:
         try:
@@ -136,7 +191,8 @@ class RayRanks:
     def _loss(self, rank: int, error: RayError) -> RlflowError:
         """What to raise for a process that is gone."""
         said = f"rank {rank} ({self._where(rank)}) is gone. Ray says: {type(error).__name__}: {str(error).strip()}"
-        kills = oom_kills() - self._oom_kills
+        here = self._seats[rank].address == ray.util.get_node_ip_address()
+        kills = oom_kills() - self._oom_kills if here else 0  # another node's kernel counts for itself
         if isinstance(error, OutOfMemoryError) or "low on memory" in str(error):
             return MemoryExhaustedError(f"{said}\nIts node was short of memory.")
         if kills > 0:
@@ -144,7 +200,7 @@ class RayRanks:
         return WorkerLostError(said)
 
     def _where(self, rank: int) -> str:
-        return f"pid {self.pids[rank]} on {self._nodes[rank]}"
+        return f"pid {self._seats[rank].pid} on {self._seats[rank].address}"
 
 
 def worker_environment(device: str, resources: ResourceConfig) -> dict[str, str]:
@@ -156,29 +212,6 @@ def worker_environment(device: str, resources: ResourceConfig) -> dict[str, str]
     elif resources.deterministic:
         quiet |= {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     return quiet
-
-
-def start_ray(address: str | None, num_cpus: int) -> None:
-    """Join a cluster, or start a local one that ends with this process."""
-    ray.init(
-        address=address,
-        num_cpus=None if address else num_cpus,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level="ERROR",
-        configure_logging=False,
-        # A head of our own that died does not come back; by default its processes would look for it for a minute.
-        _system_config=None if address else {"gcs_rpc_server_reconnect_timeout_s": 5},
-    )
-
-
-def stop_ray() -> None:
-    """Leave the cluster; of a local one no process stays. Ray's agents would outlive it by some seconds."""
-    children = psutil.Process().children(recursive=True)
-    ray.shutdown()
-    _, alive = psutil.wait_procs(children, timeout=1.0)
-    for process in alive:
-        process.kill()
 
 
 def _done_within(references: list[Any], seconds: float) -> list[Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -11,11 +11,12 @@ from rlcore.algorithms.aggregation import StepTotals
 from rlcore.algorithms.flops import NOTHING, GroupSize, ModelShape, Work, pass_work
 from rlcore.batch import prompt_key
 from rlcore.config import ExperimentConfig
+from rlcore.distributed.lockstep import agreed
 from rlcore.distributed.plan import SequenceSize, plan_microbatches
 from rlcore.errors import SamplerError
-from rlcore.models.torch_policy import UpdateResult
 from rlcore.ports import SampledGroup, SampleRequest, ScoredTokens
-from rlcore.types import Floats, TrainingSample
+from rlcore.training.step import UpdateResult
+from rlcore.types import Floats, Problem, TrainingSample
 
 
 class Ranks(Protocol):
@@ -23,8 +24,12 @@ class Ranks(Protocol):
 
     size: int
 
-    def call(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Call ``method(*arguments[rank])`` on every rank at once; results by rank. The first failure is raised."""
+    def call(self, method: str, arguments: Sequence[tuple[Any, ...]], first: int = 0) -> list[Any]:
+        """Call ``method(*arguments[i])`` on rank ``first + i``, for all i at once; results in this order. The first
+        failure is raised."""
+
+    def stream(self, method: str, arguments: Sequence[tuple[Any, ...]], first: int = 0) -> Iterator[tuple[int, Any]]:
+        """The same for a method that yields: i and item, as they come."""
 
 
 class LocalRanks:
@@ -35,68 +40,105 @@ class LocalRanks:
     def __init__(self, worker: object) -> None:
         self._worker = worker
 
-    def call(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+    def call(self, method: str, arguments: Sequence[tuple[Any, ...]], first: int = 0) -> list[Any]:
         (only,) = arguments
         return [getattr(self._worker, method)(*only)]
 
+    def stream(self, method: str, arguments: Sequence[tuple[Any, ...]], first: int = 0) -> Iterator[tuple[int, Any]]:
+        (only,) = arguments
+        return ((0, item) for item in getattr(self._worker, method)(*only))
+
 
 class WatchedRanks:
-    """Ranks that say after every call that there was progress."""
+    """Ranks that say after every call, and every item of a stream, that there was progress."""
 
     def __init__(self, ranks: Ranks, on_progress: Callable[[], None]) -> None:
         self._ranks = ranks
         self._on_progress = on_progress
         self.size = ranks.size
 
-    def call(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-        results = self._ranks.call(method, arguments)
+    def call(self, method: str, arguments: Sequence[tuple[Any, ...]], first: int = 0) -> list[Any]:
+        results = self._ranks.call(method, arguments, first)
         self._on_progress()
         return results
+
+    def stream(self, method: str, arguments: Sequence[tuple[Any, ...]], first: int = 0) -> Iterator[tuple[int, Any]]:
+        for item in self._ranks.stream(method, arguments, first):
+            self._on_progress()
+            yield item
+
+
+class RankRange:
+    """Some ranks that follow each other, as if they were all."""
+
+    def __init__(self, ranks: Ranks, start: int, size: int) -> None:
+        self._ranks, self._start, self.size = ranks, start, size
+
+    def call(self, method: str, arguments: Sequence[tuple[Any, ...]], first: int = 0) -> list[Any]:
+        return self._ranks.call(method, arguments, self._start + first)
+
+    def stream(self, method: str, arguments: Sequence[tuple[Any, ...]], first: int = 0) -> Iterator[tuple[int, Any]]:
+        return self._ranks.stream(method, arguments, self._start + first)
 
 
 class SamplerGroup:
     """The samplers of all ranks as one. Implements ``ports.Sampler``."""
 
-    def __init__(self, ranks: Ranks) -> None:
-        self._ranks = ranks
+    def __init__(self, ranks: Ranks, tensor_parallel: int = 1) -> None:
+        """
+        Args:
+            tensor_parallel: ranks, one behind the other, that hold each engine together.
+        """
+        self._ranks, self._tensor_parallel = ranks, tensor_parallel
 
-    def generate(self, requests: Sequence[SampleRequest]) -> list[SampledGroup]:
-        """Rank r takes requests r, r + W, ...: neighbours in the stream spread over the ranks."""
-        size = self._ranks.size
-        parts = self._ranks.call("generate", [(list(requests[rank::size]),) for rank in range(size)])
-        groups: list[SampledGroup | None] = [None] * len(requests)
-        for rank, part in enumerate(parts):
-            groups[rank::size] = part
-        return [group for group in groups if group is not None]
+    def generate(self, requests: Sequence[SampleRequest]) -> Iterator[dict[int, SampledGroup]]:
+        """Engine e of E takes requests e, e + E, ...: neighbours in the stream spread over the engines.
+
+        Raises:
+            SamplerError: ranks of one engine drew other tokens.
+        """
+        size, width = self._ranks.size, self._tensor_parallel
+        parts = [(list(requests[rank // width :: size // width]),) for rank in range(size)]
+        yield from agreed(self._ranks.stream("generate", parts), requests, size, width)
 
 
 class WorkerGroup:
-    """Policy and samplers of all ranks as one. Implements ``ports.Sampler`` and ``ports.Policy``."""
+    """Policy and samplers of all ranks as one, wherever they are placed. Implements ``ports.Sampler`` and
+    ``ports.Policy``."""
 
     def __init__(self, ranks: Ranks, config: ExperimentConfig) -> None:
-        self._ranks = ranks
         self._config = config
+        self._everyone = self._trainers = self._samplers = ranks
+        # sampling then takes nothing from training: both can go on at once
+        self.apart = config.resources.rollout_workers > 0
+        if self.apart:
+            self._trainers = RankRange(ranks, 0, config.resources.workers)
+            self._samplers = RankRange(ranks, config.resources.workers, config.resources.rollout_workers)
 
     @cached_property
     def _model_shape(self) -> ModelShape:
-        return cast(ModelShape, self._everywhere("model_shape")[0])
+        return cast(ModelShape, self._train("model_shape")[0])
 
     @cached_property
     def device_name(self) -> str:
         """Of rank 0's device; the others are taken to be the same."""
-        return str(self._everywhere("device_name")[0])
+        return str(self._train("device_name")[0])
 
     @property
     def size(self) -> int:
-        return self._ranks.size
+        """Ranks that train."""
+        return self._trainers.size
 
-    def _everywhere(self, method: str, *arguments: Any) -> list[Any]:
-        return self._ranks.call(method, [arguments] * self._ranks.size)
+    def _train(self, method: str, *arguments: Any) -> list[Any]:
+        return _on_each(self._trainers, method, *arguments)
 
-    def generate(self, requests: Sequence[SampleRequest]) -> list[SampledGroup]:
-        groups = SamplerGroup(self._ranks).generate(requests)
-        self._everywhere("release_sampler")
-        return groups
+    def generate(self, requests: Sequence[SampleRequest]) -> Iterator[dict[int, SampledGroup]]:
+        return SamplerGroup(self._samplers, self._config.rollout.tensor_parallel).generate(requests)
+
+    def release_sampler(self) -> None:
+        """Nothing more is sampled before the next sync: hand the samplers' memory to training, where the two share."""
+        if not self.apart:
+            _on_each(self._samplers, "release_sampler")
 
     def logprobs(self, samples: Sequence[TrainingSample]) -> list[ScoredTokens]:
         return self._logprobs(samples, reference=False)
@@ -106,7 +148,7 @@ class WorkerGroup:
 
     def _logprobs(self, samples: Sequence[TrainingSample], *, reference: bool) -> list[ScoredTokens]:
         plan = self._plan(samples)
-        results = self._ranks.call("logprobs", [(_pick(samples, rank), reference) for rank in plan])
+        results = self._call_planned("logprobs", [(_pick(samples, rank), reference) for rank in plan])
         values: list[ScoredTokens | None] = [None] * len(samples)
         for rank, result in zip(plan, results, strict=True):
             for indices, found in zip(rank, result, strict=True):
@@ -125,7 +167,7 @@ class WorkerGroup:
         samples = [s for s in samples if has_gradient(s)] or samples[:1]  # AdamW's own step goes on without gradient
         plan = self._plan(samples)
         arguments = [(_pick(samples, rank), totals, learning_rate, kl_coefficient) for rank in plan]
-        result: UpdateResult = self._ranks.call("update", arguments)[0]
+        result: UpdateResult = self._call_planned("update", arguments)[0]
         return result
 
     def work(self, samples: Sequence[TrainingSample]) -> Work:
@@ -134,12 +176,18 @@ class WorkerGroup:
         microbatches = [[samples[i] for i in micro] for rank in self._plan(samples) for micro in rank if micro]
         return sum((microbatch_work(self._model_shape, micro) for micro in microbatches), NOTHING)
 
+    def _call_planned(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """By sequence group: its ranks all get the group's arguments, and its first rank's result counts."""
+        size = self._config.training.sequence_parallel
+        return self._trainers.call(method, [own for own in arguments for _ in range(size)])[::size]
+
     def _plan(self, samples: Sequence[TrainingSample]) -> list[list[list[int]]]:
+        """Microbatches of each sequence group."""
         return plan_microbatches(
             [SequenceSize(s.num_prompt, s.num_tokens - s.num_prompt) for s in samples],
             [prompt_key(s) for s in samples],
-            num_ranks=self._ranks.size,
-            token_budget=self._config.training.tokens_per_microbatch,
+            num_ranks=self._trainers.size // self._config.training.sequence_parallel,
+            token_budget=self._config.training.tokens_per_row,
             attention_weight=self._model_shape.attention_weight,
         )
 
@@ -148,26 +196,37 @@ class WorkerGroup:
         Raises:
             SamplerError: the ranks' samplers do not all hold the same weights.
         """
-        checksums = set(self._everywhere("sync_weights", version))
+        checksums = set(_on_each(self._everyone, "sync_weights", version))
         if len(checksums) != 1:
-            raise SamplerError(f"the ranks sent different weights at version {version}: checksums {sorted(checksums)}")
+            raise SamplerError(
+                f"at version {version} not all ranks sent or hold the same weights: checksums {sorted(checksums)}"
+            )
+
+    def canary_samples(self, problems: Sequence[Problem]) -> list[TrainingSample]:
+        """Fixed inputs made of ``problems``, by which weights are known again."""
+        (found,) = self._trainers.call("canary_samples", [(list(problems),)])
+        return cast(list[TrainingSample], found)
 
     def canary(self, samples: Sequence[TrainingSample]) -> list[Floats]:
         """[L] log-probs of fixed inputs at temperature 1 with no token banned, to know these weights by."""
-        results: list[list[Floats]] = self._everywhere("canary", list(samples))
+        results: list[list[Floats]] = self._train("canary", list(samples))
         return results[0]
 
     def begin_save(self, folder: Path) -> None:
-        self._everywhere("begin_save", folder)
+        self._train("begin_save", folder)
 
     def saved(self) -> bool:
-        return all(self._everywhere("saved"))
+        return all(self._train("saved"))
 
     def load(self, folder: Path) -> None:
-        self._everywhere("load", folder)
+        self._train("load", folder)
 
     def peak_memory_bytes(self) -> int:
-        return max(self._everywhere("peak_memory_bytes"))
+        return max(_on_each(self._everyone, "peak_memory_bytes"))
+
+
+def _on_each(ranks: Ranks, method: str, *arguments: Any) -> list[Any]:
+    return ranks.call(method, [arguments] * ranks.size)
 
 
 def has_gradient(sample: TrainingSample) -> bool:

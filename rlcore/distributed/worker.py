@@ -1,34 +1,43 @@
-"""What one rank holds: a shard of the policy and, on the same device, a sampler. Runs with or without Ray."""
+"""What one rank holds: a shard of the policy and, on the same device, a sampler; or one of them, where the two are
+placed apart. Runs with or without Ray."""
 
 from __future__ import annotations
 
 import os
 import resource
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from rlcore.config import ExperimentConfig
-from rlcore.ports import SampledGroup, SampleRequest, ScoredTokens
-from rlcore.types import Floats, ImageRef, TrainingSample
+from rlcore.distributed.lockstep import Answer, answers
+from rlcore.distributed.trace import Trace
+from rlcore.errors import SamplerError
+from rlcore.models.canary import canary_samples
+from rlcore.ports import SampleRequest, ScoredTokens
+from rlcore.types import Floats, ImageRef, Problem, TrainingSample
 
 if TYPE_CHECKING:
+    import torch
+
     from rlcore.algorithms.aggregation import StepTotals
     from rlcore.algorithms.flops import ModelShape
     from rlcore.batch import ImageFeatures
     from rlcore.data.prompts import PromptBuilder
-    from rlcore.models.torch_policy import UpdateResult
+    from rlcore.rollout.channel import WeightChannel, WeightSender
+    from rlcore.rollout.vllm_sampler import VllmSampler
+    from rlcore.training.step import UpdateResult
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:
     """Everything a rank needs to build itself. Picklable; no torch."""
 
-    rank: int
-    world_size: int
+    rank: int  # those that only sample come behind those that train
+    world_size: int  # ranks that train
     local_rank: int
     device: str  # "cpu" or "cuda"
     threads: int
@@ -37,6 +46,18 @@ class WorkerSpec:
     model: Path
     dataset: Path
     config: ExperimentConfig
+    channel_port: int = 0  # at the master's address, for weights that go to ranks that only sample
+    # where the ranks meet that hold this rank's engine together, unless they meet among all that train
+    engine_address: str = ""
+    engine_port: int = 0
+
+    @classmethod
+    def alone(
+        cls, model: Path, dataset: Path, config: ExperimentConfig, device: str, master_port: int = 0
+    ) -> WorkerSpec:
+        """Of the only rank there is, on the first device of this machine; one that trains needs a free port."""
+        threads = config.resources.threads_per_worker
+        return cls(0, 1, 0, device, threads, "127.0.0.1", master_port, model, dataset, config)
 
 
 class ReadAhead:
@@ -60,31 +81,47 @@ class ReadAhead:
         return self._found[image].result()
 
 
+def make_worker(spec: WorkerSpec) -> Worker | RolloutWorker:
+    """What the rank is in the experiment's placement."""
+    return Worker(spec) if spec.rank < spec.world_size else RolloutWorker(spec)
+
+
 class Worker:
-    """One rank. Every method that touches the policy is collective: all ranks call it in the same order."""
+    """One rank that trains, and samples unless other ranks do. Every method that touches the policy is collective: all
+    ranks that train call it in the same order."""
 
     def __init__(self, spec: WorkerSpec) -> None:
-        _enter_world(spec)
+        _enter_world(spec, spec.rank, spec.world_size, spec.master_address, spec.master_port)
         import torch
         from torch.distributed.device_mesh import init_device_mesh
 
         from rlcore.data.images import ImageStore
-        from rlcore.models.loading import load_hf_model
+        from rlcore.models.loading import load_hf_config, load_hf_model
+        from rlcore.models.support import require_supported
         from rlcore.models.torch_policy import TorchPolicy, weights_dtype
         from rlcore.rollout.vllm_sampler import VllmSampler
 
         config = spec.config
         self._spec = spec
-        prompts = _prompts(spec)
-        self._image_processor = prompts.image_processor
+        require_supported(  # as the policy does, but before an engine is started for nothing
+            load_hf_config(spec.model, config.model.trust_remote_code),
+            longest=config.max_sequence_tokens,
+            sequence_parallel=config.training.sequence_parallel,
+            tensor_parallel=config.rollout.tensor_parallel,
+        )
+        self._prompts = prompts = _prompts(spec)
         self._images = ImageStore(spec.dataset)
         self._features = ReadAhead(self._read_features)
-        # the engine first: on a GPU it measures free memory, which the policy's shard must not have taken yet
-        self.sampler = VllmSampler(
-            spec.model, config, prompts=prompts, images=self._images, device=spec.device, lora=config.model.lora
-        )
         self._base_checked = self._has_trained = False
-        self.sampler.sleep()
+        self._trace = Trace()
+        self._sender: WeightSender | None = None
+        self.sampler: VllmSampler | None = None
+        if not config.resources.rollout_workers:
+            # before the policy: on a GPU the engine measures free memory, which a shard must not have taken yet
+            self.sampler = VllmSampler(
+                spec.model, config, prompts=prompts, images=self._images, device=spec.device, lora=config.model.lora
+            )
+            self.sampler.sleep()
         torch.set_num_threads(spec.threads)  # vLLM changes it
         self.policy = TorchPolicy(
             load_hf_model(
@@ -100,7 +137,7 @@ class Worker:
         from rlcore.batch import ImageFeatures
 
         data = self._spec.config.data
-        out = self._image_processor(
+        out = self._prompts.image_processor(
             images=[self._images.read(image)],
             size={"shortest_edge": data.min_pixels, "longest_edge": data.max_pixels},  # pixels per image
             return_tensors="pt",
@@ -108,15 +145,21 @@ class Worker:
         time_, height, width = out["image_grid_thw"][0].tolist()
         return ImageFeatures(out["pixel_values"], (time_, height, width))
 
-    def generate(self, requests: Sequence[SampleRequest]) -> list[SampledGroup]:
+    def generate(self, requests: Sequence[SampleRequest]) -> Iterator[dict[int, Answer]]:
         for request in requests:  # what training will want of these images is made while the sampler draws
             for image in request.problem.images:
                 self._features.start(image)
-        return self.sampler.generate(requests)
+        return answers(self._own_sampler.generate(requests), self._spec.rank, self._spec.config.rollout.tensor_parallel)
 
     def release_sampler(self) -> None:
         """Hand the sampler's memory to training."""
-        self.sampler.sleep()
+        self._own_sampler.sleep()
+
+    @property
+    def _own_sampler(self) -> VllmSampler:
+        if self.sampler is None:
+            raise SamplerError(f"rank {self._spec.rank} only trains: ask the ranks from {self._spec.world_size} on")
+        return self.sampler
 
     def logprobs(self, microbatches: Sequence[Sequence[TrainingSample]], reference: bool) -> list[list[ScoredTokens]]:
         return self.policy.logprobs(microbatches, reference=reference)
@@ -126,6 +169,9 @@ class Worker:
 
     def device_name(self) -> str:
         return self.policy.device_name()
+
+    def canary_samples(self, problems: Sequence[Problem]) -> list[TrainingSample]:
+        return canary_samples(problems, self._prompts)
 
     def canary(self, samples: Sequence[TrainingSample]) -> list[Floats]:
         return self.policy.raw_logprobs(samples)
@@ -146,27 +192,42 @@ class Worker:
         return result
 
     def sync_weights(self, version: int) -> int:
-        """Policy -> sampler, in place: all weights, or the adapters if these are what trains. Returns the checksum of
-        what was sent."""
-        from rlcore.rollout.weights import unsharded
-
+        """Policy -> sampler, in place, or to the ranks that sample: all weights, or the adapters if these are what
+        trains. Returns the checksum of what was sent."""
+        if self.sampler is None:
+            self._sender = self._sender or self._make_sender()
+            checksum = self._give(self._sender, version)
+            self.policy.rest()
+            return checksum
         if self._has_trained:
             self.sampler.sleep_no_more_if_there_is_room()
         stops = self.sampler.wake()
         next(stops)
+        checksum = self._give(self.sampler, version)
+        self.policy.rest()  # before the engine takes the memory for its cache
+        next(stops)
+        return checksum
+
+    def _make_sender(self) -> WeightSender:
+        """At the first sync, when all ranks are up: it waits for those that sample."""
+        from rlcore.rollout.channel import WeightSender
+
+        channel = _channel(self._spec, 0) if self._spec.rank == 0 else None
+        return WeightSender(channel, _engine_dtype(self._spec))
+
+    def _give(self, taker: VllmSampler | WeightSender, version: int) -> int:
+        from rlcore.rollout.weights import unsharded
+
         dtype = None if self._spec.device == "cpu" else self.policy.sync_dtype
         if self._spec.config.model.lora is None:
             whole = self.policy.full_weights(dtype)
             if self._spec.world_size == 1:
-                whole = unsharded(self.policy.model.hf.state_dict().items(), dtype)
-            checksum = self.sampler.load_weights(whole, version)
-        else:
-            if not self._base_checked:
-                self.sampler.check_base(self.policy.full_weights(dtype))
-                self._base_checked = True
-            checksum = self.sampler.load_adapter(self.policy.adapter_weights(dtype), version)
-        next(stops)
-        return checksum
+                whole = unsharded(self.policy.tensors().items(), dtype)
+            return taker.load_weights(whole, version)
+        if not self._base_checked:
+            taker.check_base(self.policy.full_weights(dtype))
+            self._base_checked = True
+        return taker.load_adapter(self.policy.adapter_weights(dtype), version)
 
     def begin_save(self, folder: Path) -> None:
         self.policy.begin_save(folder)
@@ -177,19 +238,64 @@ class Worker:
     def load(self, folder: Path) -> None:
         self.policy.load(folder)
 
+    def start_trace(self) -> None:
+        self._trace.start()
+
+    def stop_trace(self) -> bytes:
+        return self._trace.stop()
+
     def peak_memory_bytes(self) -> int:
-        """Since the last call on a GPU; of the whole process so far on CPU."""
-        if self._spec.device == "cpu":
-            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return _peak_memory_bytes(self._spec.device)
+
+
+class RolloutWorker:
+    """One rank that samples, with weights that come from rank 0, and does not train. Collective is ``sync_weights``,
+    and what ranks of one engine do."""
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        from rlcore.rollout.engine import set_engine_environment
+
+        set_engine_environment(spec.device)
         import torch
 
-        peak = torch.cuda.max_memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        return int(peak)
+        from rlcore.data.images import ImageStore
+        from rlcore.rollout.vllm_sampler import VllmSampler
+
+        torch.set_num_threads(spec.threads)
+        self._spec = spec
+        self._channel: WeightChannel | None = None
+        self._base_checked = False
+        self.sampler = VllmSampler(
+            spec.model,
+            spec.config,
+            prompts=_prompts(spec),
+            images=ImageStore(spec.dataset),
+            device=spec.device,
+            join_world=_joined_engine_world(spec),
+            lora=spec.config.model.lora,
+        )
+
+    def generate(self, requests: Sequence[SampleRequest]) -> Iterator[dict[int, Answer]]:
+        return answers(self.sampler.generate(requests), self._spec.rank, self._spec.config.rollout.tensor_parallel)
+
+    def sync_weights(self, version: int) -> int:
+        """Take what ``Worker.sync_weights`` sends. Returns the checksum of what came, which the engine holds."""
+        if self._channel is None:
+            self._channel = _channel(self._spec, 1 + self._spec.rank - self._spec.world_size)
+        if self._spec.config.model.lora is None:
+            return self.sampler.load_weights(self._channel.receive(), version)
+        if not self._base_checked:
+            self.sampler.check_base(self._channel.receive())
+            self._base_checked = True
+        return self.sampler.load_adapter(self._channel.receive(), version)
+
+    def peak_memory_bytes(self) -> int:
+        return _peak_memory_bytes(self._spec.device)
 
 
 class SamplingWorker:
-    """One rank of an evaluation: an engine of its own and no policy. Nothing is collective."""
+    """One rank of an evaluation: an engine, or a part of one, and no policy. Only what ranks of one engine do is
+    collective."""
 
     def __init__(
         self, spec: WorkerSpec, *, checkpoint: Path | None, version: int, temperature: float, top_p: float
@@ -209,6 +315,7 @@ class SamplingWorker:
         from rlcore.models.checkpoint import load_full_weights
 
         torch.set_num_threads(spec.threads)
+        self._spec = spec
         self.sampler = VllmSampler(
             spec.model,
             spec.config,
@@ -217,7 +324,7 @@ class SamplingWorker:
             device=spec.device,
             temperature=temperature,
             top_p=top_p,
-            join_world=False,
+            join_world=_joined_engine_world(spec),
         )
         if checkpoint is None:
             self.sampler.keep_loaded_weights(version)
@@ -226,8 +333,40 @@ class SamplingWorker:
             weights = load_full_weights(checkpoint, spec.model, trust_remote_code=spec.config.model.trust_remote_code)
             self.sampler.load_weights(weights.items(), version)
 
-    def generate(self, requests: Sequence[SampleRequest]) -> list[SampledGroup]:
-        return self.sampler.generate(requests)
+    def generate(self, requests: Sequence[SampleRequest]) -> Iterator[dict[int, Answer]]:
+        return answers(self.sampler.generate(requests), self._spec.rank, self._spec.config.rollout.tensor_parallel)
+
+
+def _channel(spec: WorkerSpec, member: int) -> WeightChannel:
+    from rlcore.rollout.channel import WeightChannel
+
+    return WeightChannel(
+        member,
+        1 + spec.config.resources.rollout_workers,
+        address=spec.master_address,
+        port=spec.channel_port,
+        device=spec.device,
+        dtype=_engine_dtype(spec),
+    )
+
+
+def _engine_dtype(spec: WorkerSpec) -> torch.dtype:
+    import torch
+
+    from rlcore.rollout.engine import engine_dtype
+
+    return cast("torch.dtype", getattr(torch, engine_dtype(spec.device)))
+
+
+def _peak_memory_bytes(device: str) -> int:
+    """Since the last call on a GPU; of the whole process so far on CPU."""
+    if device == "cpu":
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    import torch
+
+    peak = torch.cuda.max_memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    return int(peak)
 
 
 def _prompts(spec: WorkerSpec) -> PromptBuilder:
@@ -240,17 +379,25 @@ def _prompts(spec: WorkerSpec) -> PromptBuilder:
     )
 
 
-def _enter_world(spec: WorkerSpec) -> None:
+def _joined_engine_world(spec: WorkerSpec) -> bool:
+    """Join the world of the ranks that hold this one's engine together, where there are others and no trainers."""
+    ranks = spec.config.rollout.tensor_parallel
+    if ranks > 1:
+        _enter_world(spec, spec.rank % ranks, ranks, spec.engine_address, spec.engine_port)
+    return ranks > 1
+
+
+def _enter_world(spec: WorkerSpec, rank: int, world_size: int, address: str, port: int) -> None:
     """Join torch.distributed, the way vLLM's external launcher expects to find it."""
     from rlcore.rollout.engine import set_engine_environment
 
     set_engine_environment(spec.device)
     os.environ.update(
-        RANK=str(spec.rank),
+        RANK=str(rank),
         LOCAL_RANK=str(spec.local_rank),
-        WORLD_SIZE=str(spec.world_size),
-        MASTER_ADDR=spec.master_address,
-        MASTER_PORT=str(spec.master_port),
+        WORLD_SIZE=str(world_size),
+        MASTER_ADDR=address,
+        MASTER_PORT=str(port),
     )
     import torch
     import torch.distributed as dist

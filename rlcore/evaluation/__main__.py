@@ -11,7 +11,7 @@ from rlcore.job import EvaluateSpec, job_main
 
 
 def run(spec: EvaluateSpec) -> EvalReport:
-    from rlcore.assemble import graded_ranks
+    from rlcore.assemble import graded_samplers
     from rlcore.data.problems import load_problems
     from rlcore.distributed.group import SamplerGroup
     from rlcore.distributed.worker import SamplingWorker
@@ -30,8 +30,9 @@ def run(spec: EvaluateSpec) -> EvalReport:
     )
     dataset = Path(spec.dataset.path)
     model = Path(spec.base.path if trained else spec.policy.path)
-    with graded_ranks(spec.experiment, make, model=model, dataset=dataset) as (ranks, grader):
-        rows = evaluate(SamplerGroup(ranks), grader, load_problems(dataset), settings)
+    with graded_samplers(spec.experiment, make, model=model, dataset=dataset) as (ranks, grader):
+        sampler = SamplerGroup(ranks, spec.experiment.rollout.tensor_parallel)
+        rows = evaluate(sampler, grader, load_problems(dataset), settings)
     table = spec.out_dir / "completions.parquet"
     write_rows(rows, table)
     return summarise(

@@ -17,6 +17,7 @@ from rlcore.config import EvaluationConfig
 from rlcore.errors import RewardError
 from rlcore.evaluation.pass_at_k import bootstrap_interval
 from rlcore.ports import Grader, Sampler, SampleRequest
+from rlcore.rollout.collect import in_order
 from rlcore.types import Completion, FinishReason, Problem, Score
 
 
@@ -66,7 +67,7 @@ def evaluate(sampler: Sampler, grader: Grader, problems: Sequence[Problem], conf
     pairs = [(problem, sample) for problem in chosen for sample in range(config.samples)]
     # One request per sample, so that sample i of a problem is the same however many are drawn.
     requests = [SampleRequest(p, 1, sample_seed(config.seed, p.problem_id, sample)) for p, sample in pairs]
-    completions = [group.completions[0] for group in sampler.generate(requests)]
+    completions = [group.completions[0] for group in in_order(sampler.generate(requests))]
     scores = grader.submit([problem for problem, _ in pairs], completions).result()
     return [
         _row(problem, sample, completion, score)

@@ -21,6 +21,7 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from rlcore.batch import Segments
+from rlcore.models.sequence import SequenceGroup, heads_of_all_tokens, tokens_of_all_heads
 
 # "flash" in the name is what makes transformers hand the vision tower's cu_seqlens over in one call
 PACKED = "rlflow_packed_flash"
@@ -44,11 +45,15 @@ def packed_attention(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     segments: Segments | None = None,
+    sequence: SequenceGroup | None = None,
     cu_seq_lens_q: Tensor | None = None,
     max_length_q: int | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
     """Softmax attention within a packed row: causal along ``segments`` in text, within ``cu_seq_lens_q`` in images.
+
+    Args:
+        sequence: the ranks that hold the other parts of a text row, if this one has only a part.
 
     Returns:
         ([1, T, Hq, D], None), as transformers expects.
@@ -58,6 +63,9 @@ def packed_attention(
     """
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, H, D]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if segments is not None and sequence is not None:
+        q, k, v = heads_of_all_tokens(q, k, v, sequence)
+        return tokens_of_all_heads(shared_prompt_attention(q, k, v, segments, scale), sequence)[None], None
     if segments is not None:
         return shared_prompt_attention(q, k, v, segments, scale)[None], None
     if cu_seq_lens_q is None:

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from rlcore.models import attention
+from rlcore.models import attention, sequence
 
 _KEPT = {  # what takes long: matrix products and attention; norms, rotations and activations are memory traffic
     torch.ops.aten.mm.default,
@@ -25,6 +25,7 @@ _KEPT = {  # what takes long: matrix products and attention; norms, rotations an
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.torch_attn._varlen_attn.default,
     attention.OPERATOR,
+    sequence.EXCHANGE,
 }
 
 

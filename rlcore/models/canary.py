@@ -13,8 +13,7 @@ from typing import Protocol, Self
 
 import numpy as np
 
-from rlcore.config import ExperimentConfig
-from rlcore.data.prompts import PromptBuilder, load_processor
+from rlcore.data.prompts import PromptBuilder
 from rlcore.types import Floats, Problem, TrainingSample
 
 NUM_SEQUENCES = 4
@@ -22,6 +21,7 @@ FILE = "canary.json"
 
 
 class CanaryPolicy(Protocol):
+    def canary_samples(self, problems: Sequence[Problem]) -> list[TrainingSample]: ...
     def canary(self, samples: Sequence[TrainingSample]) -> list[Floats]: ...
 
 
@@ -30,28 +30,9 @@ class Canary:
     samples: tuple[TrainingSample, ...]
 
     @classmethod
-    def fixed(cls, problems: Sequence[Problem], model: Path, config: ExperimentConfig) -> Self:
-        """The first problems of the dataset, each with its answer in a box as the completion."""
-        processor = load_processor(config.model.model_copy(update={"path": str(model), "revision": None}))
-        prompts = PromptBuilder(
-            processor, config.data.template, min_pixels=config.data.min_pixels, max_pixels=config.data.max_pixels
-        )
-        samples = []
-        for problem in problems[:NUM_SEQUENCES]:
-            prompt = prompts.tokens(problem)
-            answer = prompts.tokenizer.encode(f"\\boxed{{{problem.answer}}}", add_special_tokens=False)
-            mask = np.zeros(len(prompt) + len(answer), np.bool_)
-            mask[len(prompt) :] = True
-            samples.append(
-                TrainingSample(
-                    token_ids=np.concatenate([prompt, np.asarray(answer, np.int32)]),
-                    loss_mask=mask,
-                    sampler_logprobs=np.zeros(len(mask), np.float32),
-                    images=problem.images,
-                    policy_version=0,
-                )
-            )
-        return cls(tuple(samples))
+    def of(cls, problems: Sequence[Problem], policy: CanaryPolicy) -> Self:
+        """The first problems of the dataset, as the policy's workers make them into sequences."""
+        return cls(tuple(policy.canary_samples(problems[:NUM_SEQUENCES])))
 
     def write(self, folder: Path, policy: CanaryPolicy) -> None:
         """Put ``canary.json`` into a checkpoint that is being staged."""
@@ -65,3 +46,23 @@ class Canary:
             for sample, logprobs in zip(self.samples, policy.canary(self.samples), strict=True)
         ]
         (folder / FILE).write_text(json.dumps({"sequences": sequences}))
+
+
+def canary_samples(problems: Sequence[Problem], prompts: PromptBuilder) -> list[TrainingSample]:
+    """Each problem with its answer in a box as the completion."""
+    samples = []
+    for problem in problems:
+        prompt = prompts.tokens(problem)
+        answer = prompts.tokenizer.encode(f"\\boxed{{{problem.answer}}}", add_special_tokens=False)
+        mask = np.zeros(len(prompt) + len(answer), np.bool_)
+        mask[len(prompt) :] = True
+        samples.append(
+            TrainingSample(
+                token_ids=np.concatenate([prompt, np.asarray(answer, np.int32)]),
+                loss_mask=mask,
+                sampler_logprobs=np.zeros(len(mask), np.float32),
+                images=problem.images,
+                policy_version=0,
+            )
+        )
+    return samples

@@ -79,6 +79,12 @@ def vision_tower(hf: nn.Module) -> nn.Module | None:
     return getattr(getattr(hf, "model", None), "visual", None)
 
 
+def frozen_tower(hf: nn.Module) -> nn.Module | None:
+    """The vision tower if nothing of it trains."""
+    tower = vision_tower(hf)
+    return None if tower is None or any(p.requires_grad for p in tower.parameters()) else tower
+
+
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
     """Inside, the model is the one that the adapters were put into."""

@@ -174,9 +174,8 @@ def verify_merged(
 def merge(spec: MergeSpec) -> ModelRef:
     """The job: merge, verify with transformers and vLLM, mark as verified. A verified model is kept."""
     config = spec.experiment
-    out = spec.models_dir / f"merged-{spec.checkpoint.run_id}-step-{spec.checkpoint.step}"
     verify = partial(_verify_for, spec)
-    return merge_once(spec.checkpoint, spec.base, out, verify, trust_remote_code=config.model.trust_remote_code)
+    return merge_once(spec.checkpoint, spec.base, spec.out, verify, trust_remote_code=config.model.trust_remote_code)
 
 
 def merge_once(

@@ -14,6 +14,7 @@ from rlcore.batch import Microbatch, VisionLayout, moved
 from rlcore.errors import ModelError
 from rlcore.models.attention import use_packed_attention
 from rlcore.models.lora import is_adapter, language_model, vision_tower
+from rlcore.models.sequence import SequenceGroup, gathered, of_all_trained
 from rlcore.models.vision import tower_inputs
 
 
@@ -23,7 +24,10 @@ class PackedModel(nn.Module):
     The log-probs are those of the distribution that is sampled: logits divided by ``temperature``, banned tokens
     left out. Of top-p and top-k only what they keep is told, ``log_kept``. The vision tower runs once per distinct
     image of the microbatch, and on a blank image when there is none, because with sharded weights every rank has to
-    take part in every layer's collectives. A tower that does not train runs without a graph.
+    take part in every layer's collectives; not at all if the images come embedded. A tower that does not train runs
+    without a graph.
+
+    With a sequence group its ranks call it with their shares of one row, and each gets the values of the whole.
     """
 
     def __init__(
@@ -34,9 +38,12 @@ class PackedModel(nn.Module):
         banned_token_ids: Sequence[int],
         top_p: float = 1.0,
         top_k: int = 0,
+        sequence: SequenceGroup | None = None,
+        images_embedded: bool = False,
     ) -> None:
         super().__init__()
         self.hf = hf
+        self.sequence, self.images_embedded = sequence, images_embedded
         self.temperature, self.top_p, self.top_k = temperature, top_p, top_k
         use_packed_attention(hf)
         if hf.lm_head.bias is not None:
@@ -55,16 +62,19 @@ class PackedModel(nn.Module):
             raw: the model's own distribution instead: temperature 1, nothing banned.
         """
         embeddings = self.hf.get_input_embeddings()(batch.token_ids)  # [T, H]
-        if self.vision_layout is not None:
+        if self.vision_layout is not None and not self.images_embedded:
             embeddings = self._with_images(embeddings, batch, self.vision_layout)
+        elif batch.image_features is not None:
+            embeddings = _placed(embeddings, batch.image_features, batch)
         out = self.decoder(
             inputs_embeds=embeddings[None],
             position_ids=batch.position_ids[..., None, :],  # [3, 1, T] or [1, T]
             attention_mask=None,
             use_cache=False,
             segments=batch.segments,
+            sequence=self.sequence,
         )
-        return linear_logprobs(
+        found = linear_logprobs(
             out.last_hidden_state[0].index_select(0, batch.predict_from),  # [N, H]
             self.hf.lm_head.weight,
             batch.targets,
@@ -74,21 +84,33 @@ class PackedModel(nn.Module):
             top_k=0 if raw else self.top_k,
             with_entropy=with_entropy,
         )
+        if batch.share is None or self.sequence is None:
+            return found
+        logprobs, entropy, kept = of_all_trained(found, batch.share, self.sequence)
+        return logprobs, entropy, kept
 
     def _with_images(self, embeddings: Tensor, batch: Microbatch, layout: VisionLayout) -> Tensor:
-        if batch.pixel_values is None:
+        if batch.pixel_values is not None:
+            features = self._features(batch.pixel_values.to(embeddings.dtype), batch.image_grid_thw)  # [R, H]
+        else:
             side = layout.merge_size
             pixels = embeddings.new_zeros(side * side, _patch_width(self.hf.config.vision_config))
-            grid = torch.tensor([[1, side, side]])
-            return embeddings + 0.0 * self._features(pixels, grid).sum()
-        features = self._features(batch.pixel_values.to(embeddings.dtype), batch.image_grid_thw)  # [R, H]
-        rows = features.index_select(0, batch.image_rows).to(embeddings.dtype)  # [M, H]
-        return embeddings.index_copy(0, batch.image_index, rows)
+            features = self._features(pixels, torch.tensor([[1, side, side]]))
+        if batch.share is not None and batch.share.most_features and self.sequence is not None:
+            features = gathered(features, batch.share.most_features, self.sequence)
+        elif batch.pixel_values is None:
+            return embeddings + 0.0 * features.sum()
+        return _placed(embeddings, features, batch)
 
     def _features(self, pixels: Tensor, grid: Tensor) -> Tensor:
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.tower_trains):
             inputs = tower_inputs(self.hf.config.vision_config, grid, pixels.device)
             return self.hf.model.visual(pixels, grid_thw=moved(grid, pixels.device), **inputs).pooler_output
+
+
+def _placed(embeddings: Tensor, features: Tensor, batch: Microbatch) -> Tensor:
+    rows = features.index_select(0, batch.image_rows).to(embeddings.dtype)  # [M, H]
+    return embeddings.index_copy(0, batch.image_index, rows)
 
 
 def vision_layout(config: object) -> VisionLayout | None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Literal
@@ -24,25 +23,20 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from rlcore.algorithms.aggregation import StepTotals
 from rlcore.algorithms.flops import ModelShape
-from rlcore.batch import ImageFeatures, Microbatch, pack
+from rlcore.batch import ImageFeatures, Microbatch, on_device, pack
 from rlcore.config import ExperimentConfig
 from rlcore.models.blocks import checkpoint_blocks, compile_blocks
 from rlcore.models.checkpoint import BackgroundSaver, load_train_state
-from rlcore.models.lora import B, adapters_off, choose_trainable, is_adapter, lora_alpha
+from rlcore.models.lora import B, adapters_off, choose_trainable, frozen_tower, is_adapter, lora_alpha
+from rlcore.models.offload import HostRest
 from rlcore.models.optimizer import make_optimizer
 from rlcore.models.packed import PackedModel, transformer_blocks
+from rlcore.models.sequence import cut, sequence_group
+from rlcore.models.support import require_supported
+from rlcore.models.vision import FrozenTower
 from rlcore.ports import ScoredTokens
-from rlcore.training.step import PolicyTokens, StepSums, microbatch_loss
+from rlcore.training.step import PolicyTokens, StepSums, UpdateResult, microbatch_loss
 from rlcore.types import Floats, ImageRef, TrainingSample
-
-
-@dataclass(frozen=True, slots=True)
-class UpdateResult:
-    """What one optimizer step did; the same on every rank."""
-
-    sums: StepSums
-    grad_norm: float
-    skipped: bool  # the gradient was not finite
 
 
 class TorchPolicy:
@@ -58,20 +52,30 @@ class TorchPolicy:
         """
         Args:
             hf: weights on CPU, the same on every rank, best in ``weights_dtype``: others are converted.
+            mesh: of one dimension, all ranks; sequence groups are of neighbours in it.
             features: reads one image of the prepared dataset.
         """
+        require_supported(
+            hf.config,
+            longest=config.max_sequence_tokens,
+            sequence_parallel=config.training.sequence_parallel,
+        )
         self.config = config
         self.device = torch.device(
             mesh.device_type, torch.cuda.current_device() if mesh.device_type == "cuda" else None
         )
-        self._features = features
         self._reshards = is_on(config.training.reshard_after_forward, auto=mesh.size() > 1)
         _convert(hf.parameters(), weights_dtype(config, mesh.device_type))
-        with_reference = config.algorithm.kl.coefficient > 0 and config.model.lora is None
-        reference = copy.deepcopy(hf) if with_reference else None
         choose_trainable(hf, config.model, config.seed)
         _convert((p for p in hf.parameters() if p.requires_grad), master_dtype(config))
+        self._frozen_tower = frozen_tower(hf)
+        with_reference = config.algorithm.kl.coefficient > 0 and config.model.lora is None
+        shared = {} if self._frozen_tower is None else {id(self._frozen_tower): self._frozen_tower}
+        reference = copy.deepcopy(hf, shared) if with_reference else None
+        self._sequence = sequence_group(mesh, config.training.sequence_parallel)
         options = {
+            "sequence": self._sequence,
+            "images_embedded": self._frozen_tower is not None,
             "temperature": config.rollout.temperature,
             "banned_token_ids": banned_token_ids,
             "top_p": config.rollout.top_p,
@@ -79,26 +83,39 @@ class TorchPolicy:
         }
         checkpoint_blocks(transformer_blocks(hf), config.model.gradient_checkpointing)
         self.model = self._shard(PackedModel(hf, **options), mesh)
+        self._features = features
+        if self._frozen_tower is not None and features is not None:
+            dtype = compute_dtype(config, mesh.device_type)
+            self._features = FrozenTower(self._frozen_tower, features, device=self.device, dtype=dtype).of
         self.model.train()
         _without_dropout(self.model)
         self.reference = None
         if reference is not None:
             self.reference = self._shard(PackedModel(reference.requires_grad_(False), **options), mesh).eval()
         self.optimizer = make_optimizer(self.model.parameters(), config.training)
+        self._weights = HostRest(self.model.parameters)
+        self._reference_weights = HostRest(self._own_of_reference)
+        self._optimizer_state = HostRest(lambda: _tensors_of(self.optimizer))
         self._saver = BackgroundSaver()
+        self.rest()
+
+    def _own_of_reference(self) -> list[nn.Parameter]:
+        shared = {id(parameter) for parameter in self.model.parameters()}  # a frozen tower's
+        return [p for p in self.reference.parameters() if id(p) not in shared] if self.reference is not None else []
 
     def _shard(self, model: PackedModel, mesh: DeviceMesh) -> PackedModel:
-        training = self.config.training
-        if is_on(training.compile_blocks, auto=mesh.device_type == "cuda"):
-            compile_blocks(transformer_blocks(model.hf))
+        whole = set() if self._frozen_tower is None else set(self._frozen_tower.parameters())
+        blocks = [block for block in transformer_blocks(model.hf) if whole.isdisjoint(block.parameters())]
+        if is_on(self.config.training.compile_blocks, auto=mesh.device_type == "cuda"):
+            compile_blocks(blocks)
         precision = MixedPrecisionPolicy(
             param_dtype=compute_dtype(self.config, mesh.device_type),
             reduce_dtype=torch.float32,  # and no output_dtype: a block's output is the next layer's input
         )
         model.to(self.device)
-        for block in transformer_blocks(model.hf):
+        for block in blocks:
             fully_shard(block, mesh=mesh, mp_policy=precision, reshard_after_forward=self._reshards)
-        fully_shard(model, mesh=mesh, mp_policy=precision)
+        fully_shard(model, mesh=mesh, mp_policy=precision, ignored_params=whole)
         for before, after in pairwise(model.decoder.layers):  # in backward FSDP2 does so by itself
             before.set_modules_to_forward_prefetch([after])
         for module in model.modules():
@@ -108,7 +125,13 @@ class TorchPolicy:
         return model
 
     def _pack(self, samples: Sequence[TrainingSample]) -> Microbatch:
-        return pack(samples, layout=self.model.vision_layout, features=self._features, device=self.device)
+        if self._frozen_tower is not None:  # it is at work here, for the reference as well
+            self._weights.come_back()
+        layout, sequence = self.model.vision_layout, self._sequence
+        batch = pack(samples, layout=layout, features=self._features)
+        if sequence is not None:
+            batch = cut(batch, sequence.rank, sequence.size, layout)
+        return on_device(batch, self.device)
 
     @torch.no_grad()
     def logprobs(
@@ -121,13 +144,17 @@ class TorchPolicy:
         model = self.reference if reference else self.model
         if model is None:
             raise ValueError("this policy holds no reference model: algorithm.kl.coefficient is 0")
+        (self._reference_weights if reference else self._weights).come_back()
         found = [self._logprobs_of(model, samples) for samples in microbatches]
         _reshard(model)
+        if reference:
+            self._leave(self._reference_weights)
         return found
 
     @torch.no_grad()
     def raw_logprobs(self, samples: Sequence[TrainingSample]) -> list[Floats]:
         """[L] per sample of the model's own distribution: temperature 1, no token banned. One microbatch."""
+        self._weights.come_back()
         found = [scored.logprobs for scored in self._logprobs_of(self.model, samples, raw=True)]
         _reshard(self.model)
         return found
@@ -152,10 +179,13 @@ class TorchPolicy:
     ) -> UpdateResult:
         """Accumulate the gradient over the microbatches, clip it by its global norm and take one AdamW step.
 
+        The ranks of a sequence group get the same microbatches; the sums of each are those of its first rank.
+
         Args:
             totals: counts over all microbatches and ranks of this step, the denominators of the loss.
             kl_coefficient: of the KL term in the loss.
         """
+        self._weights.come_back()
         sums = StepSums.zero(self.device)
         for number, samples in enumerate(microbatches, start=1):
             last = number == len(microbatches)
@@ -172,16 +202,24 @@ class TorchPolicy:
                 max_completion_tokens=self.config.rollout.max_completion_tokens,
             )
             loss.backward()
-            sums = sums.merge(part)
+            if self._sequence is None or self._sequence.rank == 0:
+                sums = sums.merge(part)
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.config.training.max_grad_norm)
         grad_norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
         skipped = not np.isfinite(grad_norm)
         if not skipped:
             for group in self.optimizer.param_groups:
                 group["lr"] = learning_rate
+            self._optimizer_state.come_back()
             self.optimizer.step()
+            self._leave(self._optimizer_state)
         self.optimizer.zero_grad(set_to_none=True)
         return UpdateResult(sums=sums.all_reduce(), grad_norm=grad_norm, skipped=skipped)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The state dict as it is sharded, on the device."""
+        self._weights.come_back()
+        return self.model.hf.state_dict()
 
     def full_weights(
         self, dtype: torch.dtype | None = None, bucket_bytes: int = 512 << 20
@@ -190,14 +228,14 @@ class TorchPolicy:
 
         Collective: all ranks iterate in step.
         """
-        tensors = self.model.hf.state_dict().items()
+        tensors = self.tensors().items()
         return gather_whole([(name, value) for name, value in tensors if not is_adapter(name)], dtype, bucket_bytes)
 
     def adapter_weights(
         self, dtype: torch.dtype | None = None, bucket_bytes: int = 512 << 20
     ) -> Iterator[tuple[str, Tensor]]:
         """A and (alpha / rank) B of every adapter, whole: B A is then what is added to the weight. Collective."""
-        tensors = {name: value for name, value in self.model.hf.state_dict().items() if is_adapter(name)}
+        tensors = {name: value for name, value in self.tensors().items() if is_adapter(name)}
         alpha = lora_alpha(self.model) or 0.0
         for name in (name for name in tensors if name.endswith(B)):  # before any rounding to ``dtype``
             tensors[name] = tensors[name] * (alpha / tensors[name].shape[1])
@@ -215,14 +253,36 @@ class TorchPolicy:
         """Dtype that the sampler takes weights in."""
         return compute_dtype(self.config, self.device.type)
 
+    def rest(self) -> None:
+        """Nothing of the policy is needed until the next call of another method: with ``training.offload`` it gives its
+        device memory back."""
+        for part in (self._weights, self._reference_weights, self._optimizer_state):
+            self._leave(part)
+        if self.config.training.offload and self.device.type == "cuda":
+            torch.cuda.empty_cache()  # what the sampler takes is not torch's
+
+    def _leave(self, part: HostRest) -> None:
+        if self.config.training.offload:
+            part.leave()
+
     def begin_save(self, folder: Path) -> None:
+        self._weights.come_back()
+        self._optimizer_state.come_back()
         self._saver.begin(self.model.hf, self.optimizer, folder)
+        self.rest()
 
     def saved(self) -> bool:
         return self._saver.done()
 
     def load(self, folder: Path) -> None:
+        self._weights.come_back()
+        self._optimizer_state.come_back()
         load_train_state(self.model.hf, self.optimizer, folder)
+        self.rest()
+
+
+def _tensors_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
 
 
 def _reshard(model: nn.Module) -> None:

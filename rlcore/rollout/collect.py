@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -20,6 +20,12 @@ def sampling_seed(seed: int, batch: str, problem_id: str) -> int:
     """31 bits. vLLM gives completion i of a request this seed + i, so completions of a group differ."""
     digest = hashlib.sha256(f"{seed}/{batch}/{problem_id}".encode()).digest()
     return int.from_bytes(digest[:4], "big") >> 1
+
+
+def in_order(ended: Iterable[Mapping[int, SampledGroup]]) -> list[SampledGroup]:
+    """Everything that a sampler yields, in the order of the requests."""
+    groups = {index: group for some in ended for index, group in some.items()}
+    return [groups[index] for index in sorted(groups)]
 
 
 def to_sample(

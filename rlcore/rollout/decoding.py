@@ -51,8 +51,8 @@ class _Burst:
     lengths: npt.NDArray[np.int64]  # [n]; 0 for a prompt that is not read to its end
 
 
-def decode(core: Any, burst: int, most_ahead: int) -> Iterator[Decoded]:
-    """Run every request that waits in the engine to its end; each comes out when it is finished.
+def decode(core: Any, burst: int, most_ahead: int) -> Iterator[list[Decoded]]:
+    """Run every request that waits in the engine to its end; after each look, those that have ended.
 
     Args:
         burst: most tokens that a request draws between two looks of the scheduler.
@@ -77,7 +77,8 @@ def decode(core: Any, burst: int, most_ahead: int) -> Iterator[Decoded]:
         end = min(depth + most_ahead, max(left.values())) if only_decodes and nothing_waits else depth
         ahead = [_launch(executor, _continued(plan, left, offset)) for offset in range(depth, end)]
         result = _collect([step.result() for step in steps[:depth]], list(left), _stop_ids(scheduler, plan))
-        yield from _update(scheduler, plan, result, drawn)
+        if ended := _update(scheduler, plan, result, drawn):
+            yield ended
 
 
 def _only_decodes(scheduler: Any, plan: Any) -> bool:
@@ -175,8 +176,9 @@ def _collect(outputs: Sequence[Any], names: list[str], stop_ids: Sequence[int]) 
     return _Burst(outputs[0], names, token_ids, logprobs, lengths)
 
 
-def _update(scheduler: Any, plan: Any, burst: _Burst, drawn: defaultdict[str, _Drawn]) -> Iterator[Decoded]:
-    """Tell the scheduler, as if each request had drawn its last token only, behind others that it already had."""
+def _update(scheduler: Any, plan: Any, burst: _Burst, drawn: defaultdict[str, _Drawn]) -> list[Decoded]:
+    """Tell the scheduler, as if each request had drawn its last token only, behind others that it already had. Returns
+    the requests that have ended."""
     last: list[list[int]] = []
     for row, (name, length) in enumerate(zip(burst.names, burst.lengths.tolist(), strict=True)):
         tokens = burst.token_ids[row, :length]
@@ -190,13 +192,17 @@ def _update(scheduler: Any, plan: Any, burst: _Burst, drawn: defaultdict[str, _D
             drawn[name].logprobs.append(burst.logprobs[row, :length])
     places = {name: row for row, name in enumerate(burst.names)}
     told = replace(burst.first, req_ids=burst.names, req_id_to_index=places, sampled_token_ids=last, logprobs=None)
+    ended = []
     for client in scheduler.update_from_output(plan, told).values():
         for output in client.outputs:
             if output.finish_reason is not None:
                 done = drawn.pop(output.request_id)
-                yield Decoded(
-                    output.request_id,
-                    np.concatenate(done.tokens),
-                    np.concatenate(done.logprobs),
-                    str(output.finish_reason),
+                ended.append(
+                    Decoded(
+                        output.request_id,
+                        np.concatenate(done.tokens),
+                        np.concatenate(done.logprobs),
+                        str(output.finish_reason),
+                    )
                 )
+    return ended

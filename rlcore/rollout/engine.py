@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
+import torch._dynamo
+import torch.distributed as dist
 from torch import Tensor
 
 from rlcore.config import ExperimentConfig, LoraConfig
@@ -23,6 +26,8 @@ if TYPE_CHECKING:
 
     from rlcore.models.merge import CanarySequence
 
+T = TypeVar("T")
+
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM's adapter buffers can have; smaller ranks are padded
 _ADAPTER = 1  # the one adapter's id
 
@@ -32,6 +37,7 @@ def build_engine(
     *,
     device: str,
     join_world: bool,
+    tensor_parallel: int = 1,
     max_model_len: int,
     max_num_seqs: int,
     gpu_memory_utilization: float,
@@ -51,6 +57,7 @@ def build_engine(
     Args:
         join_world: RANK, WORLD_SIZE and MASTER_* are set and the engine is one rank of that world; else it makes a
             world of one.
+        tensor_parallel: neighbours in that world that hold this engine together; each of them builds it.
         can_sleep: its GPU memory can be given back for a while.
         lora: makes room for one adapter of this shape.
     """
@@ -58,6 +65,7 @@ def build_engine(
     from vllm import LLM
 
     _register_model_class(model)
+    gc.freeze()  # vLLM looks for garbage five times while it starts, in what the imports have left and keep
     if not join_world:
         _world_of_one()
     options: dict[str, Any] = {}
@@ -73,6 +81,8 @@ def build_engine(
     else:
         options["enable_sleep_mode"] = can_sleep
         options["gpu_memory_utilization"] = gpu_memory_utilization
+        # its own kernels for that look for the other devices in this process, which sees one
+        options["disable_custom_all_reduce"] = tensor_parallel > 1
         # vLLM's own sizes end at 512 sequences, and beyond the last one every layer is launched by itself
         options["compilation_config"] = {"cudagraph_capture_sizes": capture_sizes(max_num_seqs)}
     if lora is not None:
@@ -94,7 +104,9 @@ def build_engine(
         seed=seed,
         trust_remote_code=trust_remote_code,
         disable_log_stats=True,
-        distributed_executor_backend="external_launcher",  # this process is the worker; nothing is started
+        tensor_parallel_size=tensor_parallel,
+        # this process is the worker; nothing is started
+        distributed_executor_backend=_launcher() if device == "cpu" and tensor_parallel > 1 else "external_launcher",
         **options,
     )
 
@@ -106,7 +118,7 @@ def capture_sizes(max_num_seqs: int) -> list[int]:
 
 
 def set_engine_environment(device: str) -> None:
-    """What vLLM and torch read from the environment; before either is imported."""
+    """What vLLM and torch read from the environment; before vLLM is imported."""
     defaults = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_NO_USAGE_STATS": "1",
@@ -119,8 +131,12 @@ def set_engine_environment(device: str) -> None:
         # its runner that keeps requests on the device: steps can be queued behind each other, and all sequences draw
         # by seed and position in one kernel, where the other one calls a generator for each sequence and token
         defaults["VLLM_USE_V2_MODEL_RUNNER"] = "1"
+        defaults["VLLM_ALLREDUCE_USE_SYMM_MEM"] = "0"  # as disable_custom_all_reduce
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
+    if os.environ.get("TORCH_COMPILE_DISABLE") == "1":
+        # torch may have read it already; vLLM would then have a C++ compiler at work for half a minute
+        torch._dynamo.config.disable = True
 
 
 def engine_dtype(device: str) -> str:
@@ -152,6 +168,16 @@ def enqueue(
         [name] if of.n == 1 else [f"{sample}_{name}" for sample in range(of.n)]
         for name, of in zip(names, params, strict=True)
     ]
+
+
+def over_engine(value: T) -> list[T]:
+    """What each rank that holds this process's engine gives. Collective, on the host."""
+    from vllm.distributed.parallel_state import get_tp_group
+
+    group = get_tp_group().cpu_group
+    values: list[Any] = [None] * group.size()
+    dist.all_gather_object(values, value, group=group)
+    return values
 
 
 def engine_core(llm: LLM) -> Any:
@@ -309,6 +335,23 @@ def _through_kernel(module: Any, kernel: Any, weight: Tensor) -> Tensor:
     inputs = module.embedding_dim if hasattr(module, "embedding_dim") else module.input_size_per_partition
     held: Tensor = kernel(torch.eye(inputs, dtype=weight.dtype), weight, None)
     return held
+
+
+def _launcher() -> Any:
+    """vLLM's external launcher on CPU, with ranks that talk through torch.distributed.
+
+    By itself vLLM takes shared memory there, under a name that is the same for all engines of a machine and stays when
+    a process is killed. It does not where the ranks disagree about that name, which comes from what is given here; the
+    world that it would open exists already.
+    """
+    from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
+
+    class GlooLauncher(ExecutorWithExternalLauncher):
+        def _distributed_args(self) -> tuple[str, int, int]:
+            method, rank, local_rank = super()._distributed_args()
+            return f"{method}:{rank}", rank, local_rank
+
+    return GlooLauncher
 
 
 def _world_of_one() -> None:

@@ -28,11 +28,13 @@ from rlcore.rollout.engine import (
     held_adapter,
     held_weights,
     install_adapter,
+    over_engine,
     reset_caches,
     sampling_params,
     waiting_prompt,
 )
-from rlcore.rollout.weights import WeightLoader, added, bit_sum, checksum
+from rlcore.rollout.proof import Parts, checksum
+from rlcore.rollout.weights import WeightLoader
 from rlcore.types import Completion, FinishReason, Ints
 
 logger = logging.getLogger(__name__)
@@ -62,7 +64,9 @@ class VllmSampler:
         Args:
             lora: sample with an adapter, which ``load_adapter`` brings, on the weights of ``model``.
             temperature, top_p: of this sampler, where they differ from ``config.rollout`` (evaluation).
-            join_world: the calling process is one rank of a torch.distributed world, which the engine joins.
+            join_world: the calling process is one rank of a torch.distributed world, which the engine joins. With
+                ``rollout.tensor_parallel`` it has to be, and that many neighbours in it hold each engine together: they
+                make every call alike.
         """
         rollout = config.rollout
         self._prompts, self._images, self._device = prompts, images, device
@@ -87,6 +91,7 @@ class VllmSampler:
             model,
             device=device,
             join_world=join_world,
+            tensor_parallel=rollout.tensor_parallel,
             max_model_len=config.max_sequence_tokens,
             max_num_seqs=rollout.max_sequences,
             gpu_memory_utilization=rollout.gpu_memory_utilization,
@@ -101,47 +106,70 @@ class VllmSampler:
             can_sleep=self._can_sleep,
             lora=lora,
         )
-        self._loader = WeightLoader(self._llm, device)
+        self._loader = WeightLoader(self._llm, device, Parts(over_engine) if rollout.tensor_parallel > 1 else None)
 
-    def generate(self, requests: Sequence[SampleRequest]) -> list[SampledGroup]:
-        """Sample every request; groups and completions come back in the order asked for.
+    def generate(self, requests: Sequence[SampleRequest]) -> Iterator[dict[int, SampledGroup]]:
+        """Sample every request; groups come when their last completion ends, as ``ports.Sampler`` says.
 
         Raises:
             SamplerError: no weights yet, asleep, or the engine expanded a prompt to other tokens than the trainer will.
         """
         if self._version is None or self._asleep:
             raise SamplerError("the sampler holds no current weights: call load_weights (and wake) before generate")
-        params = [sampling_params(n=r.count, **self._params | _draw(r)) for r in requests]
+        params = [sampling_params(n=r.count, **self._params | self._draw(r)) for r in requests]
         bare = [self._prompts.unexpanded_tokens(r.problem.question, len(r.problem.images)) for r in requests]
-        asked = [engine_prompt(t.tolist(), r.problem.images, self._images) for r, t in zip(requests, bare, strict=True)]
+        asked = [
+            engine_prompt([*t.tolist(), *r.drawn.tolist()], r.problem.images, self._images)
+            for r, t in zip(requests, bare, strict=True)
+        ]
         named = enqueue(self._llm, asked, params, self._adapter)
         prompts = [self._expanded(r, t, names[0]) for r, t, names in zip(requests, bare, named, strict=True)]
-        done = {found.request_id: found for found in decode(engine_core(self._llm), self._burst, self._ahead)}
+        place = {name: index for index, names in enumerate(named) for name in names}
+        missing = [len(names) for names in named]
+        done: dict[str, Completion] = {}
+        for ended in decode(engine_core(self._llm), self._burst, self._ahead):
+            asking = [requests[place[found.request_id]] for found in ended]
+            texts = self._prompts.texts(
+                [np.concatenate([r.drawn, found.token_ids]) for r, found in zip(asking, ended, strict=True)]
+            )
+            for request, found, text in zip(asking, ended, texts, strict=True):
+                done[found.request_id] = self._completion(request, found, text)
+                missing[place[found.request_id]] -= 1
+            whole = dict.fromkeys(index for found in ended if not missing[index := place[found.request_id]])
+            if whole:
+                yield {i: SampledGroup(prompts[i], tuple(done.pop(name) for name in named[i])) for i in whole}
         forget_outputs(self._llm)
-        flat = [done[name] for names in named for name in names]
-        texts = self._prompts.texts([found.token_ids for found in flat])
-        completions = iter([self._completion(found, text) for found, text in zip(flat, texts, strict=True)])
-        return [
-            SampledGroup(prompt, tuple(next(completions) for _ in names))
-            for prompt, names in zip(prompts, named, strict=True)
-        ]
 
     def _expanded(self, request: SampleRequest, bare: Ints, name: str) -> Ints:
-        expected, found = self._prompts.expand(bare, request.problem.images), waiting_prompt(self._llm, name)
+        prompt, found = self._prompts.expand(bare, request.problem.images), waiting_prompt(self._llm, name)
+        expected = np.concatenate([prompt, request.drawn])
         if not np.array_equal(expected, found):
             raise SamplerError(
                 f"problem {request.problem.problem_id}: vLLM sees a prompt of {len(found)} tokens, "
                 f"the trainer one of {len(expected)}. Image resizing differs between the two; "
                 "check that data.min_pixels and data.max_pixels are those the dataset was prepared with."
             )
-        return expected
+        return prompt
 
-    def _completion(self, done: Decoded, text: str) -> Completion:
+    @property
+    def _budget(self) -> int:
+        """Tokens of a whole completion."""
+        return cast(int, self._params["max_tokens"])
+
+    def _draw(self, request: SampleRequest) -> dict[str, object]:
+        left = self._budget - len(request.drawn)
+        most = left if request.max_tokens is None else min(left, request.max_tokens)
+        how: dict[str, object] = {"temperature": 0.0} if request.greedy else {"seed": request.seed & 0x7FFFFFFF}
+        return {"max_tokens": most, **how}
+
+    def _completion(self, request: SampleRequest, done: Decoded, text: str) -> Completion:
+        more = len(request.drawn) + len(done.token_ids) < self._budget
+        cut = done.finish_reason == "length" and len(done.token_ids) == request.max_tokens and more
         return Completion(
             token_ids=done.token_ids,
             logprobs=done.logprobs,
             text=text,
-            finish_reason=_finish_reason(done.finish_reason),
+            finish_reason="unfinished" if cut else _finish_reason(done.finish_reason),
             policy_version=cast(int, self._version),
         )
 
@@ -152,24 +180,18 @@ class VllmSampler:
             The ``checksum`` of the tensors that came in.
 
         Raises:
-            SamplerError: the engine's parameters do not have the checksum of what was sent.
+            SamplerError: the engine's parameters do not have the checksum of what was sent; or, of an engine of several
+                ranks, this rank's part of them that of what it took, or no rank took some element.
         """
-        came: list[Tensor] = []
-
-        def counted() -> Iterator[tuple[str, Tensor]]:
-            for name, value in weights:  # lm_head.weight included, tied or not: vLLM on CPU holds a second copy
-                value = value.to(self._device, self._dtype)
-                came.append(bit_sum(value))
-                yield name, value
-
-        self._loader.load(counted())
+        # lm_head.weight included, tied or not: vLLM on CPU holds a second copy
+        sent, due = self._loader.load((name, value.to(self._device, self._dtype)) for name, value in weights)
         reset_caches(self._llm)
-        sent, held = added(came), checksum(held_weights(self._llm))
-        if sent != held:
+        held = checksum(held_weights(self._llm))
+        if due != held:
             raise SamplerError(
                 f"after the weight sync to version {version} the bits of the sampler's parameters sum to {held}, those "
-                f"of the trainer's to {sent}: not every weight arrived. Check that vLLM loads each tensor of this "
-                "architecture by its Hugging Face name."
+                f"of the trainer's, or of what this rank took of them, to {due}: not every weight arrived. Check that "
+                "vLLM loads each tensor of this architecture by its Hugging Face name."
             )
         self._version = version
         return sent
@@ -265,10 +287,6 @@ class VllmSampler:
 
 def _free_memory() -> int:
     return torch.cuda.mem_get_info()[0]
-
-
-def _draw(request: SampleRequest) -> dict[str, object]:
-    return {"temperature": 0.0} if request.greedy else {"seed": request.seed & 0x7FFFFFFF}
 
 
 def _finish_reason(reason: str | None) -> FinishReason:

@@ -51,14 +51,14 @@ class Adjustments(BaseModel):
             ConfigError: half of it could not hold one sequence.
         """
         now = self.tokens_per_microbatch or experiment.training.tokens_per_microbatch
-        least = experiment.max_sequence_tokens
+        least = -(-experiment.max_sequence_tokens // experiment.training.sequence_parallel)
         if now <= least:
             raise ConfigError(
-                f"out of memory with training.tokens_per_microbatch at {now}, which is the longest sequence that "
+                f"out of memory with training.tokens_per_microbatch at {now}: the longest sequence that "
                 f"data.max_prompt_tokens ({experiment.data.max_prompt_tokens}) and rollout.max_completion_tokens "
-                f"({experiment.rollout.max_completion_tokens}) allow, so it cannot be halved. Lower one of these two, "
+                f"({experiment.rollout.max_completion_tokens}) allow needs {least}. Lower one of these two, "
                 "rollout.gpu_memory_utilization or rollout.max_sequences, set model.gradient_checkpointing to full, "
-                "or raise resources.workers."
+                "or raise resources.workers or training.sequence_parallel."
             )
         return self.model_copy(update={"tokens_per_microbatch": max(least, now // 2)})
 

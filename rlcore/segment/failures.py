@@ -85,7 +85,7 @@ POLICIES: tuple[Policy, ...] = (
         (5, 5, 10, 10, 10, 10),
         "half of `training.tokens_per_microbatch`, down to one longest sequence; the gradient stays the same",
         "Lower training.tokens_per_microbatch, rollout.max_sequences or rollout.gpu_memory_utilization, or set "
-        "rollout.sleep to always.",
+        "rollout.sleep to always or training.offload to true.",
     ),
     Policy(
         Failure.WORKER_LOST,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from rlcore.config import SegmentConfig
@@ -15,20 +15,31 @@ from rlcore.segment.spec import SegmentManifest
 logger = logging.getLogger(__name__)
 
 
-def pinned(segments: Sequence[SegmentManifest], records: Sequence[StepRecord], config: SegmentConfig) -> list[Path]:
+def pinned(
+    segments: Sequence[SegmentManifest],
+    records: Sequence[StepRecord],
+    config: SegmentConfig,
+    *,
+    present: Collection[str] | None = None,
+) -> list[Path]:
     """Folders of every ``keep_every``-th segment's checkpoint, and of the ``keep_best`` best segments'.
 
     Args:
         segments: that ended in a checkpoint, in order.
         records: the journal; a segment is as good as the mean of ``best_metric`` over its steps.
+        present: names of the checkpoints among which the best are chosen. None: those on this disk.
     """
     every, best = config.keep_every, config.keep_best
     kept = [s for s in segments if every is not None and s.complete and (s.segment + 1) % every == 0]
     if best:
-        present = [segment for segment in segments if Path(segment.checkpoint.path).is_dir()]
-        scored = [(score, s.segment, s) for s in present if (score := _score(s, records, config)) is not None]
+        there = [segment for segment in segments if _is_there(Path(segment.checkpoint.path), present)]
+        scored = [(score, s.segment, s) for s in there if (score := _score(s, records, config)) is not None]
         kept += [segment for _, _, segment in sorted(scored, key=lambda item: item[:2], reverse=True)[:best]]
     return [Path(segment.checkpoint.path) for segment in kept]
+
+
+def _is_there(checkpoint: Path, present: Collection[str] | None) -> bool:
+    return checkpoint.is_dir() if present is None else checkpoint.name in present
 
 
 def _score(segment: SegmentManifest, records: Sequence[StepRecord], config: SegmentConfig) -> float | None:

@@ -6,7 +6,6 @@ What counts is the manifest ``segments/0000.json``, written last, by one rename.
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import shutil
@@ -35,6 +34,7 @@ from rlcore.segment.spec import (
 )
 from rlcore.segment.store import LocalCheckpointStore
 from rlcore.stacks import dump_on_signal
+from rlcore.startup import making_what_stays
 
 if TYPE_CHECKING:
     from rlcore.segment.checkpointing import Checkpointer, CheckpointSeconds
@@ -122,13 +122,12 @@ def main(spec_path: Path) -> int:
 
 
 def _train_segments(spec: SegmentSpec, stop: StopRequest, lease: Lease) -> int:
-    gc.disable()  # imports allocate much and free little; a third of their time would go to looking
-    from rlcore.assemble import training_run
-    from rlcore.models.canary import Canary
-    from rlcore.segment.checkpointing import Checkpointer, CheckpointSeconds
-    from rlcore.training.samples import SampleLog
+    with making_what_stays():
+        from rlcore.assemble import training_run
+        from rlcore.models.canary import Canary
+        from rlcore.segment.checkpointing import Checkpointer, CheckpointSeconds
+        from rlcore.training.samples import BatchLog
 
-    gc.enable()
     store = LocalCheckpointStore(spec.run_dir, spec.run_id)
     start = find_resume_point(spec.run_dir, store)
     logger.info("run %s from step %d, code %s", spec.run_id, start.step, code_digest())
@@ -143,15 +142,16 @@ def _train_segments(spec: SegmentSpec, stop: StopRequest, lease: Lease) -> int:
         model=Path(spec.model.path),
         dataset=Path(spec.dataset.path),
         sink=TrainerSink(journal, seconds, health),
-        on_batch=SampleLog(spec.run_dir / "samples"),
+        on_batch=BatchLog(spec.run_dir),
         on_progress=stop.progress,
         adjustments=spec.adjustments,
+        run_dir=spec.run_dir,
         stacks=live_stacks(spec.run_dir),
     ) as run:
         stop.listen()
         state = _restored(run, store, start)
         run.workers.sync_weights(state.step)
-        canary = Canary.fixed(run.problems, Path(spec.model.path), spec.experiment)
+        canary = Canary.of(run.problems, run.workers)
         with Checkpointer(
             spec, store, run.workers, canary, start=start, seconds=seconds, renew_lease=lease.renew
         ) as checkpoints:

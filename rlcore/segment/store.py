@@ -23,7 +23,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from rlcore.artifacts import CheckpointRef
-from rlcore.errors import CheckpointError, StorageError
+from rlcore.errors import CheckpointError
 from rlcore.segment.facts import code_digest, installed_versions
 from rlcore.segment.spec import SegmentEnd
 
@@ -269,21 +269,6 @@ def read_manifest(checkpoint: CheckpointRef | Path) -> CheckpointManifest:
         CheckpointError: no manifest, or a damaged one.
     """
     return _read_manifest(_path(checkpoint))[0]
-
-
-def check_free_space(folder: Path, needed_bytes: int, *, setting: str = "segment.keep_checkpoints") -> None:
-    """Refuse early when the disk of ``folder`` (which need not exist yet) cannot take ``needed_bytes``.
-
-    Raises:
-        StorageError: names free and needed space and ``setting``, the one to change.
-    """
-    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-    free = shutil.disk_usage(existing).free
-    if free < needed_bytes:
-        raise StorageError(
-            f"the disk of {folder} has {free / 2**30:.2f} GiB free, {needed_bytes / 2**30:.2f} are needed. "
-            f"Free space there, change {setting}, or put the folder on a larger disk."
-        )
 
 
 def _path(checkpoint: CheckpointRef | Path) -> Path:

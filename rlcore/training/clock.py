@@ -20,7 +20,11 @@ class Clock:
         try:
             yield
         finally:
-            self._phases[phase] = self._phases.get(phase, 0.0) + time.perf_counter() - start
+            self.note(phase, time.perf_counter() - start)
+
+    def note(self, phase: str, seconds: float) -> None:
+        """Add seconds that a phase took beside the others."""
+        self._phases[phase] = self._phases.get(phase, 0.0) + seconds
 
     @property
     def seconds(self) -> dict[str, float]:

@@ -1,24 +1,27 @@
 """One rollout batch: draw problems, sample, score, and get the log-probs that the update will need.
 
-With dynamic sampling, rounds of this until the step is full of groups with signal.
+With dynamic sampling, rounds of this until the step is full of groups with signal; with partial rollouts
+(``partial.py``), rounds of so many tokens until it is full of groups that are whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from rlcore.config import ExperimentConfig
 from rlcore.config.algorithm import DynamicSamplingConfig, RemaxAdvantage
-from rlcore.data.curriculum import next_problems
-from rlcore.data.stream import ProblemStream
 from rlcore.errors import StarvedError
 from rlcore.ports import SampledGroup, SampleRequest
 from rlcore.rollout.collect import sample_requests, to_group, to_sample
 from rlcore.training.advantages import ScoredGroup
+from rlcore.training.background import in_background
 from rlcore.training.clock import Clock
+from rlcore.training.drawing import Drawn, draw_problems, with_pass_rates
+from rlcore.training.partial import partial_batch
 from rlcore.training.state import TrainState
 from rlcore.training.ungraded import require_graded
 from rlcore.types import Problem, RolloutGroup, Score, TrainingSample
@@ -32,24 +35,47 @@ class Collected:
     """What a step trains on, and what became of everything that was sampled for it."""
 
     groups: list[ScoredGroup]  # of the step
-    generated: list[RolloutGroup]  # in this step, kept or not; never empty
-    rounds: int
-    filled: int  # groups without signal that take the place of groups with it
-    from_buffer: int
-    dropped_stale: int  # groups that waited in the buffer for too long
-    age_max: int  # optimizer steps between the policy that sampled a group and the one that trains on it
+    generated: list[RolloutGroup]  # for this step, kept or not; never empty
+    drawn: Drawn
+    age_max: int  # optimizer steps between the policy of the oldest token and the one that trains on it
+    stale: bool = False  # the sampler's log-probs are those of older policies
+    filled: int = 0  # groups without signal that take the place of groups with it
+    from_buffer: int = 0
+    following: Future[_Following] | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Following:
+    """The rollout batch after the one that is trained on."""
+
+    state: TrainState  # with the batch in ``ahead``
+    drawn: Drawn
+    seconds: float  # of sampling beside the training; 0 where it was not beside
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Grading:
+    """Completions that ended together, and their scores; these may still be on their way."""
+
+    places: list[int]  # of each completion's group: in the problems, then in the baselines
+    scores: Future[list[Score]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Draw:
-    """One round, sampled; the scores may still be on their way."""
+    """One round, sampled."""
 
     epoch: int  # of the stream, when the round was drawn
     indices: list[int]
     problems: list[Problem]
     sampled: list[SampledGroup]
     baselines: list[SampledGroup]  # one greedy completion each; empty where no estimator wants them
-    scores: Future[list[Score]]
+    gradings: list[_Grading]
+
+    @property
+    def drawn(self) -> Drawn:
+        groups = (*self.sampled, *self.baselines)
+        return Drawn(rounds=1, tokens=sum(len(c.token_ids) for group in groups for c in group.completions))
 
 
 def collect(run: TrainingRun, state: TrainState, clock: Clock) -> tuple[Collected, TrainState]:
@@ -59,42 +85,126 @@ def collect(run: TrainingRun, state: TrainState, clock: Clock) -> tuple[Collecte
         StarvedError: dynamic sampling found too few groups with signal, and the config says to end the run then.
         UngradedError: more of a round than the config allows could not be graded.
     """
-    dynamic = run.config.algorithm.dynamic_sampling
-    stream = ProblemStream.at(
-        {"num_problems": len(run.problems), "seed": run.config.data.shuffle_seed, "position": state.problems_seen}
-    )
+    state, dropped = _what_fits(run.config, state)
+    collected, state = _collected(run, state, clock)
+    return replace(collected, drawn=collected.drawn + Drawn(dropped_stale=dropped)), state
+
+
+def _what_fits(config: ExperimentConfig, state: TrainState) -> tuple[TrainState, int]:
+    """The state without groups that a run which is continued with another staleness has no use for; how many."""
+    ahead = state.ahead if config.one_ahead else ()
+    in_flight = () if config.rollout.partial is None else state.in_flight
+    dropped = len(state.ahead) - len(ahead) + len(state.in_flight) - len(in_flight)
+    return replace(state, ahead=ahead, in_flight=in_flight), dropped
+
+
+def _collected(run: TrainingRun, state: TrainState, clock: Clock) -> tuple[Collected, TrainState]:
+    dynamic, partial = run.config.algorithm.dynamic_sampling, run.config.rollout.partial
     if dynamic is not None:
-        return _until_full(run, state, stream, dynamic, clock)
-    draw, state = _sample(run, state, stream, "", clock)
+        return _until_full(run, state, dynamic, clock)
+    if run.config.one_ahead:
+        return _one_ahead(run, state, clock)
+    if partial is not None:
+        groups, state, drawn = partial_batch(run, state, state.step, partial, clock)
+        _end_sampling(run, clock)
+        return _perhaps_stale(run, state, groups, drawn, clock), state
+    draw, state = _sample(run, state, state.step, "", clock)
+    _end_sampling(run, clock)
     samples = with_policy_logprobs(run, _samples(draw, run.config), clock)  # beside the grading
     groups = _graded(run, draw, samples, clock)
-    state = _with_pass_rates(state, draw, groups, run)
-    return Collected(groups, [g.group for g in groups], 1, 0, 0, 0, 0), state
+    state = _with_pass_rates(state, draw, groups, run.config)
+    return Collected(groups, [g.group for g in groups], draw.drawn, age_max=0), state
+
+
+def with_following(state: TrainState, collected: Collected, clock: Clock) -> tuple[TrainState, Collected]:
+    """The state with the batch that is sampled ahead, once that is whole: the sampler gets other weights next, and a
+    checkpoint needs no policy that is gone. What was drawn for it is added to what was collected.
+
+    Raises:
+        UngradedError: more of the batch than the config allows could not be graded.
+    """
+    if collected.following is None:
+        return state, collected
+    with clock("wait_for_batch"):
+        following = collected.following.result()
+    if following.seconds:
+        clock.note("generate_beside", following.seconds)
+    found = following.state
+    state = replace(
+        state,
+        ahead=found.ahead,
+        in_flight=found.in_flight,
+        problems_seen=found.problems_seen,
+        pass_rates=found.pass_rates,
+    )
+    return state, replace(collected, drawn=collected.drawn + following.drawn)
+
+
+def _one_ahead(run: TrainingRun, state: TrainState, clock: Clock) -> tuple[Collected, TrainState]:
+    """The batch that was sampled ahead, while the one after it is started."""
+    drawn = Drawn()
+    if not state.ahead:  # the first batch of a run
+        state, drawn = _with_batch(run, state, state.step, clock)
+    groups, state = state.ahead, replace(state, ahead=())
+    step = state.step + run.config.training.steps_per_batch
+    if run.workers.apart:
+        following = in_background(lambda: _beside(run, state, step))
+    else:
+        following = Future()
+        following.set_result(_Following(*_with_batch(run, state, step, clock), 0.0))
+        _end_sampling(run, clock)
+    return replace(_perhaps_stale(run, state, groups, drawn, clock), following=following), state
+
+
+def _perhaps_stale(
+    run: TrainingRun, state: TrainState, groups: Sequence[ScoredGroup], drawn: Drawn, clock: Clock
+) -> Collected:
+    trained = _completed(run, groups, clock)
+    age = max(state.step - sample.policy_version for group in trained for sample in group.samples)
+    return Collected(trained, [g.group for g in groups], drawn, age, stale=age > 0)
+
+
+def _beside(run: TrainingRun, state: TrainState, step: int) -> _Following:
+    clock = Clock()
+    state, drawn = _with_batch(run, state, step, clock)
+    return _Following(state, drawn, clock.seconds["generate"])
+
+
+def _with_batch(run: TrainingRun, state: TrainState, step: int, clock: Clock) -> tuple[TrainState, Drawn]:
+    """The state with a batch in ``ahead``, for the update behind ``step`` steps."""
+    partial = run.config.rollout.partial
+    if partial is not None:
+        groups, state, drawn = partial_batch(run, state, step, partial, clock)
+        return replace(state, ahead=tuple(groups)), drawn
+    draw, state = _sample(run, state, step, "", clock)
+    groups = _graded(run, draw, _samples(draw, run.config), clock)
+    return replace(_with_pass_rates(state, draw, groups, run.config), ahead=tuple(groups)), draw.drawn
 
 
 def _until_full(
-    run: TrainingRun, state: TrainState, stream: ProblemStream, dynamic: DynamicSamplingConfig, clock: Clock
+    run: TrainingRun, state: TrainState, dynamic: DynamicSamplingConfig, clock: Clock
 ) -> tuple[Collected, TrainState]:
     wanted = run.config.training.problems_per_step
     ages = [state.step - group.samples[0].policy_version for group in state.buffer]
     waiting = [group for group, age in zip(state.buffer, ages, strict=True) if age <= dynamic.max_staleness]
     found: list[ScoredGroup] = []
     without_signal: list[ScoredGroup] = []
-    rounds = 0
-    while len(waiting) + len(found) < wanted and rounds < dynamic.max_rounds:
-        draw, state = _sample(run, state, stream, f"+{rounds}" if rounds else "", clock)
+    drawn = Drawn(dropped_stale=len(state.buffer) - len(waiting))
+    while len(waiting) + len(found) < wanted and drawn.rounds < dynamic.max_rounds:
+        draw, state = _sample(run, state, state.step, f"+{drawn.rounds}" if drawn.rounds else "", clock)
         groups = _graded(run, draw, _samples(draw, run.config), clock)
-        state = _with_pass_rates(state, draw, groups, run)
+        state = _with_pass_rates(state, draw, groups, run.config)
         for group in groups:
             (found if group.has_signal(run.config.algorithm) else without_signal).append(group)
-        rounds += 1
+        drawn += draw.drawn
+    _end_sampling(run, clock)
     generated = [g.group for g in (*found, *without_signal)]
     missing = max(0, wanted - len(waiting) - len(found))
     if missing and dynamic.if_short == "fail":
         raise StarvedError(
-            f"step {state.step + 1}: {len(generated)} groups in {rounds} rounds gave {len(found)} with signal, and "
-            f"{wanted - len(waiting)} were needed. Raise algorithm.dynamic_sampling.max_rounds, take easier or harder "
-            "problems, or set algorithm.dynamic_sampling.if_short to fill."
+            f"step {state.step + 1}: {len(generated)} groups in {drawn.rounds} rounds gave {len(found)} with signal, "
+            f"and {wanted - len(waiting)} were needed. Raise algorithm.dynamic_sampling.max_rounds, take easier or "
+            "harder problems, or set algorithm.dynamic_sampling.if_short to fill."
         )
     room = wanted - len(waiting)  # at least 1: what is left of a round is always less than a step
     step = _completed(run, [*found[:room], *without_signal[:missing]], clock)
@@ -102,35 +212,43 @@ def _until_full(
     collected = Collected(
         groups=[*waiting, *step],
         generated=generated,
-        rounds=rounds,
+        drawn=drawn,
+        age_max=max((age for age in ages if age <= dynamic.max_staleness), default=0),
         filled=missing,
         from_buffer=len(waiting),
-        dropped_stale=len(state.buffer) - len(waiting),
-        age_max=max((age for age in ages if age <= dynamic.max_staleness), default=0),
     )
     return collected, replace(state, buffer=tuple(surplus))
 
 
-def _sample(
-    run: TrainingRun, state: TrainState, stream: ProblemStream, round_: str, clock: Clock
-) -> tuple[_Draw, TrainState]:
-    """Draw, sample and start grading one round."""
+def _sample(run: TrainingRun, state: TrainState, step: int, round_: str, clock: Clock) -> tuple[_Draw, TrainState]:
+    """Draw and sample one round, for the update behind ``step`` steps; what has ended is graded while the rest is
+    sampled."""
     config = run.config
-    count, curriculum = config.training.problems_per_step, config.data.curriculum
-    indices = stream.take(count) if curriculum is None else next_problems(stream, count, state.pass_rates, curriculum)
     epoch = state.problems_seen // len(run.problems)
+    indices, state = draw_problems(config.data, len(run.problems), state, config.training.problems_per_step)
     problems = [run.problems[i] for i in indices]
-    batch = f"{state.step}{round_}"
-    seed = run.adjustments.seed(state.step + 1, config.seed)
+    batch = f"{step}{round_}"
+    seed = run.adjustments.seed(step + 1, config.seed)
     requests = sample_requests(problems, config.rollout.group_size, seed=seed, batch=batch)
     if isinstance(config.algorithm.advantage, RemaxAdvantage):
         requests += [SampleRequest(problem, 1, 0, greedy=True) for problem in problems]
+    groups: dict[int, SampledGroup] = {}
+    gradings: list[_Grading] = []
     with clock("generate"):
-        sampled = run.workers.generate(requests)
-    every = [(request.problem, c) for request, group in zip(requests, sampled, strict=True) for c in group.completions]
-    scores = run.grader.submit([p for p, _ in every], [c for _, c in every])
-    draw = _Draw(epoch, indices, problems, sampled[: len(problems)], sampled[len(problems) :], scores)
-    return draw, replace(state, problems_seen=stream.taken)
+        for ended in run.workers.generate(requests):
+            every = [(place, completion) for place, group in ended.items() for completion in group.completions]
+            asked = [requests[place].problem for place, _ in every]
+            scores = run.grader.submit(asked, [completion for _, completion in every])
+            gradings.append(_Grading([place for place, _ in every], scores))
+            groups |= ended
+    sampled = [groups[place] for place in range(len(requests))]
+    draw = _Draw(epoch, indices, problems, sampled[: len(problems)], sampled[len(problems) :], gradings)
+    return draw, state
+
+
+def _end_sampling(run: TrainingRun, clock: Clock) -> None:
+    with clock("generate"):
+        run.workers.release_sampler()
 
 
 def _samples(draw: _Draw, config: ExperimentConfig) -> list[TrainingSample]:
@@ -144,19 +262,22 @@ def _samples(draw: _Draw, config: ExperimentConfig) -> list[TrainingSample]:
 
 def _graded(run: TrainingRun, draw: _Draw, samples: Sequence[TrainingSample], clock: Clock) -> list[ScoredGroup]:
     with clock("reward"):  # what grading takes beyond what it ran beside
-        found = draw.scores.result()
-    require_graded(found, run.config.reward.max_ungraded_share, run.grader)
-    scores = iter(found)
+        found = [(grading.places, grading.scores.result()) for grading in draw.gradings]
+    require_graded([score for _, scores in found for score in scores], run.config.reward.max_ungraded_share, run.grader)
+    by_place: defaultdict[int, list[Score]] = defaultdict(list)
+    for places, scores in found:
+        for place, score in zip(places, scores, strict=True):
+            by_place[place].append(score)
     rest = iter(samples)
-    scored = [
-        (
-            to_group(problem, group, [next(scores) for _ in group.completions]),
+    count = len(draw.problems)
+    return [
+        ScoredGroup(
+            to_group(problem, group, by_place[place]),
             tuple(next(rest) for _ in group.completions),
+            by_place[count + place][0] if draw.baselines else None,
         )
-        for problem, group in zip(draw.problems, draw.sampled, strict=True)
+        for place, (problem, group) in enumerate(zip(draw.problems, draw.sampled, strict=True))
     ]
-    baselines = [next(scores) for _ in draw.baselines] or [None] * len(scored)
-    return [ScoredGroup(group, own, base) for (group, own), base in zip(scored, baselines, strict=True)]
 
 
 def with_policy_logprobs(
@@ -204,15 +325,11 @@ def _completed(
     return [replace(group, samples=tuple(next(rest) for _ in group.samples)) for group in groups]
 
 
-def _with_pass_rates(state: TrainState, draw: _Draw, groups: Iterable[ScoredGroup], run: TrainingRun) -> TrainState:
-    if run.config.data.curriculum is None:
-        return state
-    found: dict[int, float] = {}
-    for index, scored in zip(draw.indices, groups, strict=True):
-        graded = [r.score for r in scored.group.rollouts if r.score.graded]
-        if graded:
-            found[index] = sum(score.parts.get("accuracy", score.reward) >= 1 for score in graded) / len(graded)
-    return replace(state, pass_rates=state.pass_rates.updated(found, draw.epoch))
+def _with_pass_rates(
+    state: TrainState, draw: _Draw, groups: Sequence[ScoredGroup], config: ExperimentConfig
+) -> TrainState:
+    measured = [(index, draw.epoch, found.group) for index, found in zip(draw.indices, groups, strict=True)]
+    return with_pass_rates(state, config.data, measured)
 
 
 def split(samples: Sequence[TrainingSample], parts: int) -> list[Sequence[TrainingSample]]:

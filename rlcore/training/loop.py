@@ -22,11 +22,15 @@ from rlcore.ports import Grader, MetricSink
 from rlcore.segment.adjustments import Adjustments
 from rlcore.training.advantages import attach_advantages
 from rlcore.training.clock import Clock
-from rlcore.training.collection import collect, split
+from rlcore.training.collection import collect, split, with_following
 from rlcore.training.metrics import collection_metrics, performance_metrics, rollout_metrics, update_metrics
 from rlcore.training.schedule import learning_rate
 from rlcore.training.state import TrainState
 from rlcore.types import Problem, RolloutGroup
+
+OnBatch = Callable[[int, Sequence[RolloutGroup], Sequence[RolloutGroup]], None]
+"""Told of each rollout batch at the end of its last step: that step, what was generated for it, and the groups that it
+was trained on, in their order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +42,16 @@ class TrainingRun:
     workers: WorkerGroup  # policy and sampler
     grader: Grader
     sink: MetricSink
-    on_batch: Callable[[int, Sequence[RolloutGroup]], None]  # keeps sample completions for people to read
+    on_batch: OnBatch
     adjustments: Adjustments = Adjustments()  # what rollbacks have changed
 
 
 def train(run: TrainingRun, state: TrainState, *, until_step: int, should_stop: Callable[[], bool]) -> TrainState:
     """Train from ``state`` to ``until_step`` optimizer steps, or to the end of the batch in which
     ``should_stop`` turns true. The sampler must hold the weights of ``state.step``.
+
+    With ``training.max_staleness`` the next batch is sampled while this one trains, by the policy that it starts from;
+    or, with ``rollout.partial``, what was too long for this batch is continued in the next.
 
     Raises:
         DivergedError: non-finite gradients in more consecutive steps than the config allows.
@@ -69,7 +76,9 @@ def train(run: TrainingRun, state: TrainState, *, until_step: int, should_stop: 
             work += workers.work(part)
             streak = state.nonfinite_in_a_row + 1 if result.skipped else 0
             state = replace(state, step=state.step + 1, nonfinite_in_a_row=streak)
-            metrics.append(update_metrics(result, kl_coefficient) | {"optim/learning_rate": rate})
+            metrics.append(
+                update_metrics(result, kl_coefficient, stale=collected.stale) | {"optim/learning_rate": rate}
+            )
             if streak > training.max_nonfinite_steps:
                 raise DivergedError(
                     f"the gradient was not finite in {streak} steps in a row, the last one step {state.step}. "
@@ -78,13 +87,15 @@ def train(run: TrainingRun, state: TrainState, *, until_step: int, should_stop: 
         seen_kl = metrics[-1]["loss/kl_ref"] if advantages.kl_penalty is None else advantages.kl_penalty
         state = replace(state, kl_coefficient=adapted(kl, kl_coefficient, seen_kl, len(advantages.samples)))
 
+        state, collected = with_following(state, collected, clock)
         with clock("weight_sync"):
             workers.sync_weights(state.step)
 
-        metrics[-1] |= rollout_metrics(collected.generated, clock.seconds, workers.peak_memory_bytes())
+        drawn, peak = collected.drawn.tokens, workers.peak_memory_bytes()
+        metrics[-1] |= rollout_metrics(collected.generated, drawn, clock.seconds, peak)
         metrics[-1] |= performance_metrics(work, clock.seconds["update"], workers.size, workers.device_name)
         metrics[-1] |= collection_metrics(collected, advantages, state)
-        run.on_batch(state.step, collected.generated)
+        run.on_batch(state.step, collected.generated, [group.group for group in collected.groups])
         for step, values in enumerate(metrics, start=state.step - training.steps_per_batch + 1):
             run.sink.step(step, values)
     return state

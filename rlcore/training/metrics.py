@@ -14,17 +14,21 @@ import numpy as np
 from rlcore.algorithms.advantage import MIN_SPREAD
 from rlcore.algorithms.filtering import OutcomeCounts, count_outcomes, group_outcome
 from rlcore.algorithms.flops import Work, utilisation
-from rlcore.models.torch_policy import UpdateResult
 from rlcore.training.advantages import StepAdvantages
 from rlcore.training.collection import Collected
 from rlcore.training.state import TrainState
+from rlcore.training.step import UpdateResult
 from rlcore.types import RolloutGroup
 
 MISMATCH_ALARM = 0.01  # nats per token: beyond it the sampler's numbers are not the trainer's, and ratios lie
 
 
-def update_metrics(result: UpdateResult, kl_coefficient: float) -> dict[str, float]:
-    """loss/ and optim/ of one optimizer step, and how far sampler and trainer are apart."""
+def update_metrics(result: UpdateResult, kl_coefficient: float, *, stale: bool = False) -> dict[str, float]:
+    """loss/ and optim/ of one optimizer step, and how far sampler and trainer are apart.
+
+    Args:
+        stale: an older policy has sampled, so that this distance is no fault.
+    """
     sums = result.sums
     tokens = max(1.0, float(sums.tokens))  # none where every completion was masked
 
@@ -46,7 +50,7 @@ def update_metrics(result: UpdateResult, kl_coefficient: float) -> dict[str, flo
         "optim/grad_norm": result.grad_norm,
         "optim/skipped": float(result.skipped),
         "rollout/abs_delta_logprob_mean": per_token(sums.mismatch.abs_delta),
-        "rollout/mismatch_alarm": float(per_token(sums.mismatch.abs_delta) > MISMATCH_ALARM),
+        "rollout/mismatch_alarm": float(not stale and per_token(sums.mismatch.abs_delta) > MISMATCH_ALARM),
         "rollout/abs_delta_logprob_max": float(sums.mismatch.abs_delta_max),
         "rollout/effective_sample_size": per_token(sums.mismatch.effective_sample_size()),
         "rollout/kl_sampler_trainer": per_token(sums.mismatch.k3),
@@ -86,8 +90,10 @@ def collection_metrics(collected: Collected, advantages: StepAdvantages, state: 
         "rollout/groups_filled": float(collected.filled),
         "rollout/groups_from_buffer": float(collected.from_buffer),
         "rollout/groups_buffered": float(len(state.buffer)),
-        "rollout/groups_dropped_stale": float(collected.dropped_stale),
-        "rollout/rounds": float(collected.rounds),
+        "rollout/groups_in_flight": float(len(state.in_flight)),
+        "rollout/groups_dropped_stale": float(collected.drawn.dropped_stale),
+        "rollout/rounds": float(collected.drawn.rounds),
+        "rollout/completions_continued": float(collected.drawn.continued),
         "rollout/policy_age_max": float(collected.age_max),
         "rollout/problems_seen": float(state.problems_seen),
     }
@@ -97,9 +103,17 @@ def collection_metrics(collected: Collected, advantages: StepAdvantages, state: 
 
 
 def rollout_metrics(
-    groups: Sequence[RolloutGroup], seconds: Mapping[str, float], peak_memory_bytes: int
+    groups: Sequence[RolloutGroup],
+    drawn: int,
+    seconds: Mapping[str, float],
+    peak_memory_bytes: int,
 ) -> dict[str, float]:
-    """reward/, rollout/, time/ and system/ of one rollout batch."""
+    """reward/, rollout/, time/ and system/ of one rollout batch.
+
+    Args:
+        groups: that were generated for this step.
+        drawn: completion tokens, in the seconds of this step, of which ``generate_beside`` overlap with others.
+    """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     rewards = np.array([r.score.reward for r in rollouts])
     lengths = np.array([len(r.completion.token_ids) for r in rollouts])
@@ -122,7 +136,8 @@ def rollout_metrics(
         "rollout/prompt_tokens_mean": prompts / len(rollouts),
         **{f"time/{phase}": value for phase, value in seconds.items()},
         "system/tokens_per_second": (prompts + tokens) / seconds["step"],
-        "system/generated_tokens_per_second": tokens / seconds["generate"],
+        "system/generated_tokens_per_second": drawn
+        / (seconds.get("generate", 0.0) + seconds.get("generate_beside", 0.0)),
         "system/peak_memory_gib": peak_memory_bytes / 2**30,
     }
 

@@ -1,4 +1,4 @@
-"""Completions kept for people to read: the first problems of every rollout batch, one JSON file per step."""
+"""What is kept of every rollout batch: which problems it was trained on, and completions for people to read."""
 
 from __future__ import annotations
 
@@ -7,19 +7,25 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rlcore.job import write_json_atomically
+from rlcore.segment.trained import write_trained
 from rlcore.types import RolloutGroup
 
 PROBLEMS_KEPT = 2
 
 
-class SampleLog:
-    """``folder/step-000020.json``: problem, picture hashes, and every completion with its score. A replayed step
-    writes the same file again."""
+class BatchLog:
+    """Two files per rollout batch, named after its last step, that a replayed step writes again:
+    ``trained/step-000020.json`` (``rlcore.segment.trained``), and ``samples/step-000020.json`` with the first generated
+    problems, their picture hashes, and every completion with its score."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
 
-    def __call__(self, step: int, groups: Sequence[RolloutGroup]) -> None:
+    def __call__(self, step: int, generated: Sequence[RolloutGroup], trained: Sequence[RolloutGroup]) -> None:
+        write_trained(self._run_dir, step, [group.problem.problem_id for group in trained])
+        self._write_samples(step, generated)
+
+    def _write_samples(self, step: int, groups: Sequence[RolloutGroup]) -> None:
         rows = [
             {
                 "problem_id": group.problem.problem_id,
@@ -36,4 +42,4 @@ class SampleLog:
             for group in groups[:PROBLEMS_KEPT]
             for rollout in group.rollouts
         ]
-        write_json_atomically(self._folder / f"step-{step:06d}.json", json.dumps(rows))
+        write_json_atomically(self._run_dir / "samples" / f"step-{step:06d}.json", json.dumps(rows))

@@ -109,6 +109,15 @@ class StepSums:
         return total
 
 
+@dataclass(frozen=True, slots=True)
+class UpdateResult:
+    """What one optimizer step did; the same on every rank."""
+
+    sums: StepSums
+    grad_norm: float
+    skipped: bool  # the gradient was not finite
+
+
 _OWN = ("tokens", "policy_loss", "kl_loss", "kl_ref", "entropy", "importance", "importance_zero")
 
 

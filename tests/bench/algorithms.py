@@ -126,18 +126,7 @@ def run(trial: Trial) -> Outcome:
     from rlcore.training.state import TrainState
 
     config = experiment(trial.algorithm or "grpo", trial.seed)
-    spec = WorkerSpec(
-        rank=0,
-        world_size=1,
-        local_rank=0,
-        device="cpu",
-        threads=1,
-        master_address="127.0.0.1",
-        master_port=_free_port(),
-        model=Path(trial.model),
-        dataset=Path(trial.dataset),
-        config=config,
-    )
+    spec = WorkerSpec.alone(Path(trial.model), Path(trial.dataset), config, "cpu", _free_port())
     sink = Rewards()
     reward = make_reward(config.reward, max_completion_tokens=config.rollout.max_completion_tokens)
     with GradingPool(reward, 1, config.reward.deadline_seconds) as grader:
@@ -145,7 +134,7 @@ def run(trial: Trial) -> Outcome:
         workers.sync_weights(0)
         if trial.algorithm is not None:
             problems = load_problems(Path(trial.dataset))
-            wired = TrainingRun(config, problems, workers, grader, sink, on_batch=lambda step, groups: None)
+            wired = TrainingRun(config, problems, workers, grader, sink, on_batch=lambda step, generated, trained: None)
             state = train(wired, TrainState(), until_step=config.training.steps, should_stop=lambda: False)
             workers.sync_weights(state.step)
         rows = evaluate(workers, grader, load_problems(Path(trial.held_out)), config.evaluation)

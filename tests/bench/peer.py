@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
+import math
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -19,6 +20,8 @@ from rlcore.config import ExperimentConfig, build_experiment
 from rlcore.types import Completion, ImageRef, Problem, Score
 
 Kind = Literal["text", "vl"]
+Size = Literal["3b", "7b"]
+_OTHER_TOKENIZER = 512  # a token a letter, where the dataset was prepared with words
 _PLAIN = "{% for m in messages %}{{ m.content }}{% endfor %}"  # the peer's text prompts have no chat around them
 
 
@@ -51,12 +54,12 @@ def text_case(scripts: Path, folder: Path, *, problems: int, prompt_tokens: int,
     )
 
 
-def vl_case(scripts: Path, folder: Path, *, problems: int, prompt_tokens: int, side: int, tiny: bool) -> Case:
+def vl_case(
+    scripts: Path, folder: Path, *, problems: int, prompt_tokens: int, side: int, tiny: bool, size: Size = "3b"
+) -> Case:
     """One image a problem, resized to the grid as a prepared dataset holds it."""
     peer, base = _load(scripts, "trl_vl_h200"), _load(scripts, "trl_h200")
-    model = folder / "vl"
-    if not (model / "config.json").exists():
-        peer.build_vl_model(model, tiny, side)
+    model = _vl_model(peer, folder, side, tiny, size)
     (folder / "images").mkdir(exist_ok=True)
     grid = side // 28 * 28
     made = []
@@ -70,6 +73,56 @@ def vl_case(scripts: Path, folder: Path, *, problems: int, prompt_tokens: int, s
     return Case(
         "vl", model, folder, _template(folder), made, longest, side * side, peer.vl_flops(side), base.hash_reward
     )
+
+
+def prepared_case(scripts: Path, folder: Path, dataset: Path, *, tiny: bool, size: Size = "3b") -> Case:
+    """The problems of a prepared dataset, with its pictures. Work is not counted by the peer's formula."""
+    from rlcore.data.folder import load_report
+    from rlcore.data.table import load_rows
+
+    peer, base = _load(scripts, "trl_vl_h200"), _load(scripts, "trl_h200")
+    report, rows = load_report(dataset), load_rows(dataset)
+    longest = max(row.prompt_tokens for row in rows) + _OTHER_TOKENIZER
+    side = math.isqrt(report.max_pixels)
+    model = _vl_model(peer, folder, side, tiny, size)
+    problems = [row.problem for row in rows]
+    template = _template(folder)
+    return Case(
+        "vl",
+        model,
+        dataset,
+        template,
+        problems,
+        longest,
+        report.max_pixels,
+        lambda model: _not_counted,
+        base.hash_reward,
+    )
+
+
+def _not_counted(tokens: dict[str, int]) -> float:
+    return math.nan
+
+
+def _vl_model(peer: Any, folder: Path, side: int, tiny: bool, size: Size) -> Path:
+    model = folder / (f"vl-{size}")
+    if not (model / "config.json").exists():
+        small = peer.vl_config
+        peer.vl_config = small if size == "3b" else lambda tiny: _seven(small(tiny))
+        peer.build_vl_model(model, tiny, side)
+        peer.vl_config = small
+    return model
+
+
+def _seven(config: Any) -> Any:
+    """The text part and the merger of Qwen2.5-VL-7B."""
+    shape = {"hidden_size": 3584, "intermediate_size": 18_944, "num_hidden_layers": 28}
+    shape |= {"num_attention_heads": 28, "num_key_value_heads": 4, "tie_word_embeddings": False}
+    values = config.to_dict()
+    text = {k: v for k, v in values["text_config"].items() if k != "layer_types"}
+    values |= {"text_config": {**text, **shape}, "tie_word_embeddings": False}
+    values["vision_config"]["out_hidden_size"] = 3584
+    return type(config).from_dict(values)
 
 
 def experiment(case: Case, overrides: Sequence[str]) -> ExperimentConfig:

@@ -94,7 +94,7 @@ def measure(arguments: argparse.Namespace) -> None:
     from rlcore.data.images import ImageStore
     from rlcore.data.prompts import PromptBuilder, load_processor
     from rlcore.models.loading import load_hf_model
-    from rlcore.rollout.collect import sample_requests
+    from rlcore.rollout.collect import in_order, sample_requests
     from rlcore.rollout.vllm_sampler import VllmSampler
 
     arguments.folder.mkdir(parents=True, exist_ok=True)
@@ -132,7 +132,7 @@ def measure(arguments: argparse.Namespace) -> None:
         requests = sample_requests(case.problems, arguments.group, seed=seed, batch="0")
         start = time.perf_counter()
         with timed(inside, places):
-            groups = sampler.generate(requests)
+            groups = in_order(sampler.generate(requests))
         seconds = time.perf_counter() - start
         tokens = sum(len(c.token_ids) for g in groups for c in g.completions)
         logprob = sum(float(c.logprobs.sum()) for g in groups for c in g.completions) / tokens

@@ -8,7 +8,10 @@ cap) and ``ragged`` (a bias on the EOS logit, given or found from the first step
 
 Seconds by phase end when the device is done with it. Real tokens are prompt + completion tokens of all rollouts, pads
 not counted. MFU is the peer's formula over them: 6 N T + 6 L D sum(s^2), recomputation not counted, by update seconds
-and 989 TFLOP/s; a prompt that a group shares is counted once for each of its completions.
+and 989 TFLOP/s; a prompt that a group shares is counted once for each of its completions. ``update_mfu_shared_once`` is
+what a run logs as perf/update_mfu: shared prompts counted once.
+
+Without the peer: ``--dataset FOLDER`` trains on a prepared dataset, ``--device-gib`` as if the device were smaller.
 """
 
 from __future__ import annotations
@@ -20,7 +23,8 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +37,10 @@ def main() -> None:
     parser.add_argument("--peer", type=Path, required=True, help="folder of the peer's scripts")
     parser.add_argument("--side", choices=("both", "ours"), default="both")
     parser.add_argument("--kind", choices=("text", "vl"), default="text")
+    parser.add_argument("--size", choices=("3b", "7b"), default="3b", help="of the model that sees")
+    parser.add_argument(
+        "--dataset", type=Path, help="of ours: a prepared dataset with pictures, in place of drawn ones"
+    )
     parser.add_argument("--regimes", default="fixed,ragged")
     parser.add_argument("--rounds", type=int, default=1, help="turns of each side")
     parser.add_argument("--warmup", type=int, default=2, help="uncounted steps of the first regime, one of the next")
@@ -44,6 +52,8 @@ def main() -> None:
     parser.add_argument("--side-pixels", type=int, default=512, help="width and height of the images")
     parser.add_argument("--tokens-per-microbatch", type=int, default=32768)
     parser.add_argument("--eos-bias", type=float, default=None, help="of the ragged regime; default: found")
+    parser.add_argument("--mean", type=int, default=None, help="of the ragged regime's lengths; default: half the cap")
+    parser.add_argument("--device-gib", type=int, default=None, help="of ours: hold the rest of the device's memory")
     parser.add_argument("--folder", type=Path, default=Path("/tmp/step-bench"))
     parser.add_argument("--tiny", action="store_true", help="two-layer models, small numbers: runs on a CPU")
     parser.add_argument("--set", nargs="*", default=[], help="overrides of our experiment")
@@ -55,8 +65,33 @@ def main() -> None:
         arguments.cap, arguments.prompt_tokens, arguments.side_pixels = 32, 16, 56
     arguments.prompt_tokens = arguments.prompt_tokens or (64 if vl else 256)
     arguments.cap = arguments.cap or (512 if vl else 1024)
+    arguments.mean = arguments.mean or arguments.cap // 2
     arguments.folder.mkdir(parents=True, exist_ok=True)
-    ours(arguments) if arguments.side == "ours" else by_turns(arguments)
+    if arguments.side == "both":
+        by_turns(arguments)
+        return
+    with smaller_device(arguments.device_gib):
+        ours(arguments)
+
+
+@contextmanager
+def smaller_device(gib: int | None) -> Iterator[None]:
+    """As if the device had this much memory: another process holds the rest."""
+    if gib is None:
+        yield
+        return
+    hold = (
+        "import sys, torch\n"
+        f"free = torch.cuda.mem_get_info()[0] - ({gib} << 30)\n"
+        "held = torch.empty(free, dtype=torch.uint8, device='cuda')\n"
+        "print(torch.cuda.mem_get_info()[0] >> 20, flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", hold], **pipes) as holder:
+        sys.stdout.write(f"free on the device, MiB: {holder.stdout.readline()}")
+        yield
+        holder.stdin.close()
 
 
 # ---- by turns ------------------------------------------------------------------------------------------------------
@@ -125,7 +160,7 @@ def ours(arguments: argparse.Namespace) -> None:
     from rlcore.distributed.group import LocalRanks, WorkerGroup
     from rlcore.training.loop import TrainingRun, train
     from rlcore.training.state import TrainState
-    from tests.bench.peer import CrcGrader, experiment, text_case, vl_case, write
+    from tests.bench.peer import CrcGrader, experiment, write
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     regimes = arguments.regimes.split(",")
@@ -135,12 +170,7 @@ def ours(arguments: argparse.Namespace) -> None:
         for warmup in [arguments.warmup if index == 0 else min(1, arguments.warmup)]
         for step in range(warmup + arguments.counted)
     ]
-    shape = {"problems": arguments.problems * len(plan), "prompt_tokens": arguments.prompt_tokens}
-    case = (
-        vl_case(arguments.peer, arguments.folder, side=arguments.side_pixels, tiny=arguments.tiny, **shape)
-        if arguments.kind == "vl"
-        else text_case(arguments.peer, arguments.folder, tiny=arguments.tiny, **shape)
-    )
+    case = _case(arguments, arguments.problems * len(plan))
     config = experiment(
         case,
         [
@@ -155,7 +185,7 @@ def ours(arguments: argparse.Namespace) -> None:
     started = time.perf_counter()
     worker = _worker(case, config, device)
     workers = WorkerGroup(LocalRanks(worker), config)
-    recorder = Recorder(case.flops(worker.policy.model.hf), plan, cap=arguments.cap)
+    recorder = Recorder(case.flops(worker.policy.model.hf), plan, cap=arguments.cap, mean=arguments.mean)
     run = TrainingRun(
         config=config,
         problems=case.problems,
@@ -172,7 +202,7 @@ def ours(arguments: argparse.Namespace) -> None:
         sampler = worker.sampler
         sampler._params["ignore_eos"] = regime == "fixed"  # no experiment has settings for these two
         if regime == "ragged":
-            bias = hazard_bias(arguments.cap, case) if bias is None else bias
+            bias = hazard_bias(arguments.mean, arguments.cap, case) if bias is None else bias
             sampler._params["logit_bias"] = {**(sampler._params["logit_bias"] or {}), EOS: bias}
         state = train(run, state, until_step=state.step + 1, should_stop=lambda: False)
         if regime == "ragged" and not counted and arguments.eos_bias is None:
@@ -191,34 +221,33 @@ def ours(arguments: argparse.Namespace) -> None:
     write(arguments.out, result)
 
 
+def _case(arguments: argparse.Namespace, problems: int) -> Any:
+    from tests.bench.peer import prepared_case, text_case, vl_case
+
+    shared = {"tiny": arguments.tiny}
+    if arguments.dataset:
+        return prepared_case(arguments.peer, arguments.folder, arguments.dataset, size=arguments.size, **shared)
+    shared |= {"problems": problems, "prompt_tokens": arguments.prompt_tokens}
+    if arguments.kind == "vl":
+        return vl_case(arguments.peer, arguments.folder, side=arguments.side_pixels, size=arguments.size, **shared)
+    return text_case(arguments.peer, arguments.folder, **shared)
+
+
 def _worker(case: Any, config: Any, device: str) -> Any:
     from rlcore.distributed.worker import Worker, WorkerSpec
 
-    return Worker(
-        WorkerSpec(
-            rank=0,
-            world_size=1,
-            local_rank=0,
-            device=device,
-            threads=config.resources.threads_per_worker,
-            master_address="127.0.0.1",
-            master_port=_free_port(),
-            model=case.model,
-            dataset=case.dataset,
-            config=config,
-        )
-    )
+    return Worker(WorkerSpec.alone(case.model, case.dataset, config, device, _free_port()))
 
 
 class Recorder:
     """A metric sink that keeps one row a step, with the work that was in it."""
 
-    def __init__(self, flops: Any, plan: Sequence[tuple[str, bool]], *, cap: int) -> None:
+    def __init__(self, flops: Any, plan: Sequence[tuple[str, bool]], *, cap: int, mean: int) -> None:
         self.rows: list[dict[str, Any]] = []
-        self._flops, self._plan, self._cap = flops, plan, cap
+        self._flops, self._plan, self._cap, self._mean = flops, plan, cap, mean
         self._tokens: dict[str, int] = {}
 
-    def count(self, step: int, groups: Sequence[Any]) -> None:
+    def count(self, step: int, groups: Sequence[Any], trained: Sequence[Any]) -> None:
         prompts = [len(g.prompt_token_ids) for g in groups for _ in g.rollouts]
         answers = [len(r.completion.token_ids) for g in groups for r in g.rollouts]
         self._tokens = {
@@ -241,6 +270,7 @@ class Recorder:
             "generate_tokens_per_s": tokens["completion"] / metrics["time/generate"],
             "update_tokens_per_s": real / metrics["time/update"],
             "update_mfu": self._flops(tokens) / metrics["time/update"] / PEAK,
+            "update_mfu_shared_once": metrics.get("perf/update_mfu", math.nan),
             "peak_memory_gib": metrics["system/peak_memory_gib"],
             "abs_delta_logprob_mean": metrics["rollout/abs_delta_logprob_mean"],
             "grad_norm": metrics["optim/grad_norm"],
@@ -250,9 +280,9 @@ class Recorder:
         sys.stdout.flush()
 
     def correction(self) -> float:
-        """What to add to the EOS bias for a mean length of half the cap, from the length that the last step had."""
-        mean = min(self._tokens["completion"] / self._tokens["rollouts"], 0.99 * self._cap)
-        return math.log(stop_chance(self._cap / 2, self._cap) / stop_chance(mean, self._cap))
+        """What to add to the EOS bias for the mean length that is wanted, from the one that the last step had."""
+        found = min(self._tokens["completion"] / self._tokens["rollouts"], 0.99 * self._cap)
+        return math.log(stop_chance(self._mean, self._cap) / stop_chance(found, self._cap))
 
 
 def stop_chance(mean: float, cap: int) -> float:
@@ -264,11 +294,11 @@ def stop_chance(mean: float, cap: int) -> float:
     return p
 
 
-def hazard_bias(cap: int, case: Any) -> float:
+def hazard_bias(mean: float, cap: int, case: Any) -> float:
     """A first EOS bias, as if all tokens were equally likely."""
     size = json.loads((case.model / "config.json").read_text())
     vocabulary = size.get("vocab_size") or size["text_config"]["vocab_size"]
-    return math.log(stop_chance(cap / 2, cap) * vocabulary)
+    return math.log(stop_chance(mean, cap) * vocabulary)
 
 
 def _free_port() -> int:

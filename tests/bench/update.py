@@ -9,14 +9,18 @@ between device synchronisations; medians over ``--repeats`` after one warm-up.
 MFU counts what a microbatch needs computed (``rlcore.algorithms.flops``): a shared prompt once, the head on trained
 tokens, no recomputation. ``tokens_per_second`` counts every sequence whole, so that variants can be compared by it.
 
+Under ``torchrun`` all ranks compute each row together (``training.sequence_parallel``), ``--budget`` tokens on each.
+
     python -m tests.bench.update --model text --lengths fixed ragged --variants plain shared --out update.json
     python -m tests.bench.update --tiny
+    torchrun --nproc-per-node 2 -m tests.bench.update --variants kept
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import statistics
 import sys
@@ -38,10 +42,11 @@ from rlcore.batch import ImageFeatures, prompt_key
 from rlcore.config import ExperimentConfig, build_experiment
 from rlcore.distributed.group import microbatch_work
 from rlcore.distributed.plan import SequenceSize, plan_microbatches
-from rlcore.models.torch_policy import TorchPolicy
+from rlcore.models.torch_policy import TorchPolicy, weights_dtype
 from rlcore.types import ImageRef, TrainingSample
 
 GROUP = 8
+WORLD = int(os.environ.get("WORLD_SIZE", "1"))
 VOCABULARY = 151_936
 VISION_START, VISION_END, IMAGE, VIDEO = 151_652, 151_653, 151_655, 151_656
 MEAN_OF_CAP = 0.535  # ragged: mean completion length over the cap
@@ -53,6 +58,9 @@ class Variant:
     checkpointing: str = "full"
     compiled: bool = False
     reshard: str = "auto"
+    offload: bool = False
+    frozen: bool = False  # the vision tower
+    optimizer: str = "adamw"
 
 
 VARIANTS: Mapping[str, Variant] = {
@@ -62,6 +70,10 @@ VARIANTS: Mapping[str, Variant] = {
     "selective": Variant(checkpointing="selective", compiled=True),
     "kept": Variant(checkpointing="none", compiled=True),
     "kept_eager": Variant(checkpointing="none"),
+    "offload": Variant(compiled=True, offload=True),
+    "selective_bf16": Variant(checkpointing="selective", compiled=True, optimizer="adamw_bf16"),
+    "kept_bf16": Variant(checkpointing="none", compiled=True, reshard="on", optimizer="adamw_bf16"),
+    "frozen": Variant(checkpointing="none", compiled=True, frozen=True),
 }
 
 
@@ -73,21 +85,20 @@ class Shape:
 
 
 SHAPES = {"text": Shape(256, 1024, 0), "vl": Shape(431, 512, 504)}  # 512 pixels are rounded to 36 patches of 14
+SHAPES |= {"text-7b": SHAPES["text"], "vl-7b": SHAPES["vl"]}
 TINY_SHAPES = {"text": Shape(12, 16, 0), "vl": Shape(24, 16, 56)}
+TINY_SHAPES |= {"text-7b": TINY_SHAPES["text"], "vl-7b": TINY_SHAPES["vl"]}
 
 
-def build_model(kind: str, tiny: bool, device: torch.device) -> nn.Module:
-    """Random weights, float32, made where they will be used."""
-    from transformers import (
-        Qwen2_5_VLConfig,
-        Qwen2_5_VLForConditionalGeneration,
-        Qwen2Config,
-        Qwen2ForCausalLM,
-    )
+def build_model(kind: str, tiny: bool, device: torch.device, dtype: torch.dtype) -> nn.Module:
+    """Random weights, made where they will be used."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Qwen2_5_VLConfig, Qwen2Config
 
     text = {
         "text": _text(1536, 8960, 28, 12, 2),
         "vl": _text(2048, 11_008, 36, 16, 2),
+        "text-7b": _text(3584, 18_944, 28, 28, 4, tied=False),
+        "vl-7b": _text(3584, 18_944, 28, 28, 4, tied=False),
     }[kind]
     vision = {"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16}
     vision |= {"fullatt_block_indexes": [7, 15, 23, 31], "out_hidden_size": text["hidden_size"]}
@@ -99,11 +110,11 @@ def build_model(kind: str, tiny: bool, device: torch.device) -> nn.Module:
         section = [4, 6, 6]
     torch.manual_seed(0)
     with torch.device(device):
-        if kind == "text":
+        if kind.startswith("text"):
             rope = {"rope_type": "default", "rope_theta": 1e6}
-            return Qwen2ForCausalLM(Qwen2Config(rope_parameters=rope, **text)).float()
+            return AutoModelForCausalLM.from_config(Qwen2Config(rope_parameters=rope, **text), dtype=dtype)
         rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": section}
-        return Qwen2_5_VLForConditionalGeneration(
+        return AutoModelForImageTextToText.from_config(
             Qwen2_5_VLConfig(
                 text_config={"rope_parameters": rope, **text},
                 vision_config={"window_size": 112, "patch_size": 14, "spatial_merge_size": 2, **vision},
@@ -111,12 +122,15 @@ def build_model(kind: str, tiny: bool, device: torch.device) -> nn.Module:
                 video_token_id=VIDEO,
                 vision_start_token_id=VISION_START,
                 vision_end_token_id=VISION_END,
-                tie_word_embeddings=True,
-            )
-        ).float()
+                tie_word_embeddings=text["tie_word_embeddings"],
+            ),
+            dtype=dtype,
+        )
 
 
-def _text(hidden: int, intermediate: int, layers: int, heads: int, key_heads: int) -> dict[str, Any]:
+def _text(
+    hidden: int, intermediate: int, layers: int, heads: int, key_heads: int, *, tied: bool = True
+) -> dict[str, Any]:
     return {
         "hidden_size": hidden,
         "intermediate_size": intermediate,
@@ -125,7 +139,7 @@ def _text(hidden: int, intermediate: int, layers: int, heads: int, key_heads: in
         "num_key_value_heads": key_heads,
         "vocab_size": VOCABULARY,
         "max_position_embeddings": 32_768,
-        "tie_word_embeddings": True,
+        "tie_word_embeddings": tied,
     }
 
 
@@ -171,14 +185,18 @@ def settings(shape: Shape, variant: Variant, budget: int) -> ExperimentConfig:
     return build_experiment(
         {
             "name": "update",
-            "model": {"gradient_checkpointing": variant.checkpointing},
+            "model": {"gradient_checkpointing": variant.checkpointing, "freeze_vision_tower": variant.frozen},
+            "resources": {"workers": WORLD},
             "data": {"max_prompt_tokens": shape.prompt},
             "rollout": {"group_size": GROUP, "max_completion_tokens": shape.cap},
             "algorithm": {"aggregation": "token_mean", "kl": {"coefficient": 0.0}},
             "training": {
                 "tokens_per_microbatch": budget,
+                "optimizer": variant.optimizer,
                 "compile_blocks": "on" if variant.compiled else "off",
                 "reshard_after_forward": variant.reshard,
+                "offload": variant.offload,
+                "sequence_parallel": WORLD,
             },
         }
     )
@@ -198,10 +216,11 @@ def measure(
     device = torch.device("cuda" if torch.cuda.is_available() and not tiny else "cpu")
     shape = (TINY_SHAPES if tiny else SHAPES)[kind]
     start = time.perf_counter()
+    config = settings(shape, variant, budget)
     policy = TorchPolicy(
-        build_model(kind, tiny, device),
-        settings(shape, variant, budget),
-        mesh=init_device_mesh(device.type, (1,)),
+        build_model(kind, tiny, device, weights_dtype(config, device.type)),
+        config,
+        mesh=init_device_mesh(device.type, (WORLD,)),
         banned_token_ids=[VISION_START, VISION_END, IMAGE, VIDEO],
         features=_features(shape),
     )
@@ -225,7 +244,7 @@ def _measure(
         [SequenceSize(s.num_prompt, s.num_tokens - s.num_prompt) for s in samples],
         [prompt_key(s) for s in samples],
         num_ranks=1,
-        token_budget=budget,
+        token_budget=budget * WORLD,
         attention_weight=policy.model_shape().attention_weight,
     )
     microbatches = [[samples[i] for i in micro] for micro in plan[0]]
@@ -255,7 +274,7 @@ def _measure(
         "seconds": middle,
         "seconds_each": seconds[1:],
         "warm_up_seconds": seconds[0],
-        "mfu": utilisation(work.forward_flops + work.backward_flops, middle, 1, policy.device_name()),
+        "mfu": utilisation(work.forward_flops + work.backward_flops, middle, WORLD, policy.device_name()),
         "tokens_per_second": real / middle,
         "sequence_tokens": real,
         "computed_tokens": work.tokens,
@@ -283,13 +302,20 @@ def main() -> None:
     args = parser.parse_args()
     if args.tiny:
         args.problems, args.repeats, args.budget = 2, 1, 256
-    backend = "gloo" if args.tiny or not torch.cuda.is_available() else "nccl"
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    on_cpu = args.tiny or not torch.cuda.is_available()
+    backend = "gloo" if on_cpu else "nccl"
+    if not on_cpu:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    if WORLD > 1:
+        dist.init_process_group(backend)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     report: dict[str, Any] = {
         "torch": torch.__version__,
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),
         "problems": args.problems,
         "budget": args.budget,
+        "ranks": WORLD,
         "results": {},
     }
     for kind in args.model:
@@ -304,9 +330,10 @@ def main() -> None:
             sys.stderr.write(json.dumps({kind: {name: found}}) + "\n")
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
-            if args.out:
+            if args.out and dist.get_rank() == 0:
                 args.out.write_text(json.dumps(report, indent=1))
-    sys.stdout.write(json.dumps(report) + "\n")
+    if dist.get_rank() == 0:
+        sys.stdout.write(json.dumps(report) + "\n")
     dist.destroy_process_group()
 
 

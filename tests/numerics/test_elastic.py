@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from rlcore.algorithms.aggregation import StepTotals
 from rlcore.data.stream import ProblemStream
 from rlcore.distributed.group import SamplerGroup
-from rlcore.models.torch_policy import TorchPolicy, UpdateResult
+from rlcore.models.torch_policy import TorchPolicy
 from rlcore.ports import SampledGroup, SampleRequest
-from rlcore.rollout.collect import sample_requests
+from rlcore.rollout.collect import in_order, sample_requests
 from rlcore.training.metrics import update_metrics
+from rlcore.training.step import UpdateResult
 from rlcore.types import Problem, TrainingSample
 from tests.numerics import toy
 
@@ -89,10 +90,12 @@ class EchoRanks:
         self.size = size
         self.loads: list[int] = []
 
-    def call(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+    def stream(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> Iterator[tuple[int, Any]]:
         assert method == "generate"
         self.loads = [len(requests) for (requests,) in arguments]
-        return [[SampledGroup(_echo(request), ()) for request in requests] for (requests,) in arguments]
+        for rank, (requests,) in reversed([*enumerate(arguments)]):  # the last one is done first
+            for place, request in enumerate(requests):
+                yield rank, {place: SampledGroup(_echo(request), ())}
 
 
 def _echo(request: SampleRequest) -> np.ndarray:
@@ -106,7 +109,7 @@ def test_the_order_and_seeds_of_the_data_do_not_know_the_ranks() -> None:
         stream = ProblemStream.at({"num_problems": 10, "seed": 3, "position": 12})  # as a checkpoint says
         requests = sample_requests([problems[i] for i in stream.take(8)], 4, seed=7, batch="3")
         ranks = EchoRanks(world)
-        seen[world] = [group.prompt_token_ids.tolist() for group in SamplerGroup(ranks).generate(requests)]
+        seen[world] = [group.prompt_token_ids.tolist() for group in in_order(SamplerGroup(ranks).generate(requests))]
         assert ranks.loads == [8 // world] * world
     assert seen[1] == seen[2] == seen[4]
     assert len({problem for problem, _ in seen[1]}) > 1

@@ -162,7 +162,7 @@ def draw_samples(folder: Path, *, noise: float, on_policy: bool, with_reference:
             )
         )
     with torch.no_grad():
-        own = our_model(folder)(pack(samples, layout=None, features=None, device=torch.device("cpu")))[0].numpy()
+        own = our_model(folder)(pack(samples, layout=None, features=None))[0].numpy()
     parts = np.split(own, np.cumsum(COMPLETIONS)[:-1])
 
     def around(part: Floats, mask: np.ndarray, by: float) -> Floats:
@@ -237,7 +237,7 @@ def of_ours(
     totals = StepTotals(tokens=sum(s.num_trained for s in every), sequences=len(every))
     total = 0.0
     for part in parts:
-        batch = pack(part, layout=None, features=None, device=torch.device("cpu"))
+        batch = pack(part, layout=None, features=None)
         loss, _ = microbatch_loss(
             batch,
             PolicyTokens(*model(batch)),

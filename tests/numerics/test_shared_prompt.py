@@ -22,7 +22,6 @@ from rlcore.models.torch_policy import TorchPolicy
 from rlcore.types import TrainingSample
 from tests.numerics import toy
 
-CPU = torch.device("cpu")
 SCALE = 0.3
 
 
@@ -40,7 +39,7 @@ def sample(prompt: Sequence[int], completion: Sequence[int], trained: Sequence[b
 
 
 def packed(*samples: TrainingSample) -> Microbatch:
-    return pack(samples, layout=None, features=None, device=CPU)
+    return pack(samples, layout=None, features=None)
 
 
 def test_the_row_by_hand():

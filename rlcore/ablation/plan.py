@@ -1,0 +1,202 @@
+"""Points of an ablation: from a grid or a list of overrides to whole experiments. No torch, no numpy."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from pydantic import BaseModel, ConfigDict
+
+from rlcore.ablation.halving import rung_steps
+from rlcore.config import ExperimentConfig, build_experiment
+from rlcore.config.ablation import AblationConfig
+from rlcore.errors import ConfigError
+
+BASE = "base"
+OWN_KEYS = ("name", "seed", "data.shuffle_seed")
+"""Set by the ablation itself, so no point may differ in them."""
+
+Build = Callable[[Sequence[str]], ExperimentConfig]
+
+
+class Point(BaseModel):
+    """One experiment of the comparison, before a seed is set."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str  # base, p01, p02, ...
+    label: str  # what differs from the base, for people
+    overrides: tuple[str, ...]
+    experiment: ExperimentConfig
+
+    def experiment_of(self, seed: int, steps: int | None = None) -> ExperimentConfig:
+        """With ``seed``, which also shuffles the problems, and for ``steps`` steps (None: its own)."""
+        own = [f"seed={seed}", f"data.shuffle_seed={seed}"]
+        if steps is not None:
+            own.append(f"training.steps={steps}")
+        return build_experiment(self.experiment.model_dump(mode="json"), own)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One run, up to one rung."""
+
+    point: Point
+    seed: int
+    steps: int
+
+
+class AblationPlan(BaseModel):
+    """An ablation as it was asked for and what that means. Written once; every retry goes by it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    ablation_id: str
+    experiment: str
+    overrides: tuple[str, ...]
+    settings: AblationConfig
+    points: tuple[Point, ...]  # the base first
+
+    @property
+    def request(self) -> tuple[str, tuple[str, ...], AblationConfig]:
+        """What the person asked for."""
+        return self.experiment, self.overrides, self.settings
+
+    def steps(self, point: Point, rung: int) -> int:
+        """Optimizer steps that ``point`` has taken at the end of a rung."""
+        training, unit = point.experiment.training, point.experiment.segment.steps
+        return rung_steps(training.steps, unit, self.settings.rungs, self.settings.keep)[rung]
+
+    def point(self, name: str) -> Point:
+        """
+        Raises:
+            ConfigError: there is no such point.
+        """
+        for item in self.points:
+            if item.name == name:
+                return item
+        names = ", ".join(item.name for item in self.points)
+        raise ConfigError(f"ablation {self.ablation_id} has no point {name!r}. Found: {names}.")
+
+    def run_id(self, point: Point, seed: int) -> str:
+        return f"{self.ablation_id}-{point.name}-s{seed}"
+
+    def jobs(self, names: Sequence[str], rung: int) -> list[Job]:
+        """Seed by seed, so that an ablation that is ended early has compared all points on the first seeds."""
+        chosen = [point for point in self.points if point.name in names]
+        return [Job(point, seed, self.steps(point, rung)) for seed in self.settings.seeds for point in chosen]
+
+
+def make_plan(
+    ablation_id: str, experiment: str, overrides: Sequence[str], settings: AblationConfig, build: Build
+) -> AblationPlan:
+    """All points of an ablation, checked as a whole before anything starts. A point that is the base, or that came
+    before, is left out.
+
+    Args:
+        build: an experiment from overrides of the one called ``experiment``.
+
+    Raises:
+        ConfigError: a point is no valid experiment, differs in a key of ``OWN_KEYS``, all are the base, or the rungs
+            do not fit their steps and segments.
+    """
+    asked = [*grid_points(settings.grid), *settings.points]
+    labels = labels_of(asked)
+    _require_not_own([*overrides, *itertools.chain.from_iterable(asked)])
+    points = [Point(name=BASE, label=BASE, overrides=(), experiment=build(overrides))]
+    known = {points[0].experiment.digest()}
+    for given, label in zip(asked, labels, strict=True):
+        try:
+            found = build([*overrides, *given])
+        except ConfigError as error:
+            raise ConfigError(f"the point {label}: {error}") from None
+        if found.digest() not in known:
+            known.add(found.digest())
+            points.append(Point(name=f"p{len(points):02d}", label=label, overrides=tuple(given), experiment=found))
+    if len(points) == 1:
+        raise ConfigError(
+            f"every point of the ablation equals the base, {experiment}: {', '.join(labels)}. Give other values."
+        )
+    plan = AblationPlan(
+        ablation_id=ablation_id,
+        experiment=experiment,
+        overrides=tuple(overrides),
+        settings=settings,
+        points=tuple(points),
+    )
+    _require_rungs_that_fit(plan)
+    return plan
+
+
+def grid_points(grid: Sequence[str]) -> list[tuple[str, ...]]:
+    """Every combination of ``key=[value, ...]`` axes as overrides, the last axis fastest; no axis: no point.
+
+    Raises:
+        ConfigError: an axis that is not a key and a JSON list of at least one value, or one that comes twice.
+    """
+    axes: dict[str, list[str]] = {}
+    for axis in grid:
+        key, equals, text = axis.partition("=")
+        values = _json_list(text) if equals and key.strip() else None
+        if not values:
+            raise ConfigError(
+                f"the grid's {axis!r} is not key=[value, ...] with values in JSON. Write for example "
+                'training.learning_rate=[1e-4, 3e-4] or algorithm.loss.name=["ppo_clip", "gspo"].'
+            )
+        if key.strip() in axes:
+            raise ConfigError(f"the grid has {key.strip()} twice. Put all its values into one list.")
+        axes[key.strip()] = [f"{key.strip()}={json.dumps(value)}" for value in values]
+    return list(itertools.product(*axes.values())) if axes else []
+
+
+def _json_list(text: str) -> list[object] | None:
+    try:
+        values = json.loads(text)
+    except json.JSONDecodeError:
+        return None
+    return values if isinstance(values, list) else None
+
+
+def labels_of(points: Sequence[Sequence[str]]) -> list[str]:
+    """What people read: the last part of each key (before a closing ``name``), the whole key where two would look
+    alike."""
+    keys = {override.partition("=")[0].strip() for point in points for override in point}
+    short = {key: _short(key) for key in keys}
+    taken = list(short.values())
+    shown = {key: name if taken.count(name) == 1 else key for key, name in short.items()}
+    return [", ".join(_label(override, shown) for override in point) for point in points]
+
+
+def _short(key: str) -> str:
+    parts = key.split(".")
+    return parts[-2] if parts[-1] == "name" and len(parts) > 1 else parts[-1]
+
+
+def _label(override: str, shown: dict[str, str]) -> str:
+    key, _, value = override.partition("=")
+    return f"{shown[key.strip()]}={value.strip().strip(chr(34))}"
+
+
+def _require_not_own(overrides: Sequence[str]) -> None:
+    keys = {override.partition("=")[0].strip() for override in overrides}
+    if found := sorted(keys & set(OWN_KEYS)):
+        raise ConfigError(
+            f"an ablation sets {', '.join(OWN_KEYS)} itself, found an override of {', '.join(found)}. Name the seeds "
+            "of the ablation instead."
+        )
+
+
+def _require_rungs_that_fit(plan: AblationPlan) -> None:
+    if plan.settings.rungs == 1:
+        return
+    try:
+        found = {tuple(plan.steps(point, rung) for rung in range(plan.settings.rungs)) for point in plan.points}
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    if len(found) > 1:
+        raise ConfigError(
+            f"the points are to be compared {plan.settings.rungs} times, and they differ in training.steps or "
+            f"segment.steps, so in where that would be: {sorted(found)}. Set rungs to 1, or leave these two keys alone."
+        )

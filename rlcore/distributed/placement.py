@@ -1,0 +1,163 @@
+"""Where the ranks go: a bundle of devices for each that has to be on one node, and ranks in the order of nodes."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from rlcore.config import ExperimentConfig
+from rlcore.distributed.cluster import package_versions
+from rlcore.errors import ConfigError, WorkerLostError
+
+_SEEN_SECONDS = 20.0  # for what was just written to reach another node's view of a shared folder
+_POLL_SECONDS = 0.2
+_AT_ONCE_SECONDS = 5.0  # longer than Ray takes where there is room
+
+logger = logging.getLogger(__name__)
+
+Listing = frozenset[str]  # names of what lies in a folder
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """The node that one rank has got, as its process sees it."""
+
+    address: str
+    ports: tuple[int, int]  # free ones
+    pid: int
+    packages: Mapping[str, str]  # versions
+    unseen: tuple[str, ...]  # of the folders that it must share with the driver
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A bundle for one or several ranks of neighbours."""
+
+    group: PlacementGroup
+    index: int
+
+    def strategy(self) -> PlacementGroupSchedulingStrategy:
+        return PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=self.index)
+
+
+def bundle_sizes(config: ExperimentConfig) -> list[int]:
+    """Ranks of each bundle, which Ray never parts: those that compute a row together (Ulysses) or hold one engine
+    together (tensor parallelism) exchange activations in every layer, so they belong on one node."""
+    row, engine, resources = config.training.sequence_parallel, config.rollout.tensor_parallel, config.resources
+    trainers = row if resources.rollout_workers else math.lcm(row, engine)
+    return [trainers] * (resources.workers // trainers) + [engine] * (resources.rollout_workers // engine)
+
+
+def reserve(config: ExperimentConfig, device: str) -> PlacementGroup:
+    """Devices for all ranks or for none, on as few nodes as can be: neighbours talk most. They are ours until we leave
+    Ray, however we do.
+
+    Raises:
+        WorkerLostError: they are not all free within ``resources.wait_minutes``.
+    """
+    each = {"CPU": 1, "GPU": 1} if device == "cuda" else {"CPU": 1}
+    bundles = [{name: float(count * size) for name, count in each.items()} for size in bundle_sizes(config)]
+    group = placement_group(bundles, strategy="PACK")
+    if group.wait(_AT_ONCE_SECONDS):
+        return group
+    logger.warning("Ray has no room for %d worker(s) yet. Its nodes: %s", config.resources.devices, _nodes())
+    if group.wait(60 * config.resources.wait_minutes):
+        return group
+    remove_placement_group(group)
+    together = max(bundle_sizes(config))
+    shared = f", {together} workers on one node" if together > 1 else ""
+    raise WorkerLostError(
+        f"Ray has had no room for {config.resources.devices} worker(s) for {config.resources.wait_minutes:g} minutes: "
+        f"each takes {' and '.join(f'{count} {name}' for name, count in each.items())}{shared}. Its nodes: {_nodes()}. "
+        "Add nodes, end what holds them, lower resources.workers, or raise resources.wait_minutes."
+    )
+
+
+def places(group: PlacementGroup, sizes: Sequence[int]) -> list[Place]:
+    """One for each rank."""
+    return [Place(group, index) for index, size in enumerate(sizes) for _ in range(size)]
+
+
+def by_node(nodes: Sequence[str], sizes: Sequence[int], trainers: int) -> list[int]:
+    """An order of ranks in which those of a node are neighbours; bundles stay whole, and those that train in front.
+
+    Args:
+        nodes: of each rank as it was placed.
+        sizes: ranks of each bundle.
+        trainers: how many ranks train.
+    """
+    first_seen = {node: index for index, node in reversed(list(enumerate(nodes)))}
+    starts = [sum(sizes[:index]) for index in range(len(sizes))]
+    bundles = sorted(
+        zip(starts, sizes, strict=True), key=lambda item: (item[0] >= trainers, first_seen[nodes[item[0]]], item[0])
+    )
+    return [start + offset for start, size in bundles for offset in range(size)]
+
+
+def listing(folder: Path) -> Listing:
+    return frozenset(entry.name for entry in folder.iterdir())
+
+
+def unseen(expected: Mapping[Path, Listing], seconds: float = _SEEN_SECONDS) -> tuple[str, ...]:
+    """The folders that lack something here of what ``expected`` says, also after a while."""
+    deadline = time.monotonic() + seconds
+    while missing := tuple(str(folder) for folder, names in expected.items() if not _holds(folder, names)):
+        if time.monotonic() > deadline:
+            break
+        time.sleep(_POLL_SECONDS)
+    return missing
+
+
+def _holds(folder: Path, names: Listing) -> bool:
+    try:
+        return names <= listing(folder)
+    except OSError:
+        return False  # not here, or not for us: just that is the finding
+
+
+def check_seats(seats: Sequence[Seat]) -> None:
+    """
+    Raises:
+        ConfigError: a node lacks a folder or has other packages than the driver.
+    """
+    ours = package_versions()
+    for seat in seats:
+        if seat.unseen:
+            raise ConfigError(
+                f"the node {seat.address} does not see what lies here in {', '.join(seat.unseen)}. All nodes of a Ray "
+                "cluster have to mount the same storage at the same path: put RLFLOW_DATA_DIR there, and the model if "
+                "model.path is a folder."
+            )
+        if differing := sorted(name for name in {*ours, *seat.packages} if ours.get(name) != seat.packages.get(name)):
+            told = ", ".join(f"{name} {seat.packages.get(name)} (here {ours.get(name)})" for name in differing)
+            raise ConfigError(f"the node {seat.address} has {told}. Install the same versions on every node.")
+
+
+def network_variables(address: str) -> dict[str, str]:
+    """For ranks on several nodes: gloo, NCCL and vLLM use the interface that Ray's nodes reach each other by. On its
+    own gloo takes what the host's name resolves to, which is often a loopback address."""
+    for interface, found in psutil.net_if_addrs().items():
+        if any(one.address == address for one in found):
+            return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface, "VLLM_HOST_IP": address}
+    raise ConfigError(
+        f"Ray says that this node is {address}, and no network interface here has that address. Start the node with "
+        "ray start --node-ip-address of an address that it has and that the other nodes reach."
+    )
+
+
+def _nodes() -> str:
+    told = []
+    for node in ray.nodes():
+        has = {name: node["Resources"].get(name, 0) for name in ("CPU", "GPU") if name in node.get("Resources", {})}
+        state = ", ".join(f"{value:g} {name}" for name, value in has.items()) if node["Alive"] else "dead"
+        told.append(f"{node['NodeManagerAddress']} ({state or 'no devices'})")
+    return "; ".join(told)

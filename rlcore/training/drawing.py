@@ -1,0 +1,62 @@
+"""What every way of collecting a rollout batch shares: the next problems, their pass rates, and what was asked of the
+sampler."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from rlcore.config import DataConfig
+from rlcore.data.curriculum import next_problems
+from rlcore.data.stream import ProblemStream
+from rlcore.training.state import TrainState
+from rlcore.types import RolloutGroup
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """What was asked of the sampler in the time of one step, and what it had drawn in vain."""
+
+    rounds: int = 0
+    tokens: int = 0  # of completions
+    continued: int = 0  # completions that an older policy had begun
+    dropped_stale: int = 0  # groups that would have been trained too late
+
+    def __add__(self, other: Drawn) -> Drawn:
+        return Drawn(
+            self.rounds + other.rounds,
+            self.tokens + other.tokens,
+            self.continued + other.continued,
+            self.dropped_stale + other.dropped_stale,
+        )
+
+
+def draw_problems(data: DataConfig, num_problems: int, state: TrainState, count: int) -> tuple[list[int], TrainState]:
+    """The next ``count`` problems of the stream, by index, and the state behind them."""
+    at = {"num_problems": num_problems, "seed": data.shuffle_seed, "position": state.problems_seen}
+    stream = ProblemStream.at(at)
+    indices = next_problems(stream, count, state.pass_rates, data.curriculum)
+    return indices, replace(state, problems_seen=stream.taken)
+
+
+def with_pass_rates(
+    state: TrainState, data: DataConfig, measured: Iterable[tuple[int, int, RolloutGroup]]
+) -> TrainState:
+    """The state with what groups say about their problems.
+
+    Args:
+        measured: index of the problem, epoch that it was drawn in, and its group.
+    """
+    if data.curriculum is None:
+        return state
+    found: defaultdict[int, dict[int, float]] = defaultdict(dict)
+    for index, epoch, group in measured:
+        graded = [r.score for r in group.rollouts if r.score.graded]
+        if graded:
+            right = sum(score.parts.get("accuracy", score.reward) >= 1 for score in graded)
+            found[epoch][index] = right / len(graded)
+    rates = state.pass_rates
+    for epoch in sorted(found):
+        rates = rates.updated(found[epoch], epoch)
+    return replace(state, pass_rates=rates)

@@ -1,0 +1,112 @@
+"""Draw docs/img/performance_*.png from the accepted figures: ``python -m tests.bench.plots``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+BENCH = Path(__file__).parent
+IMAGES = BENCH.parents[1] / "docs" / "img"
+PHASES = {"generate": "#4c78a8", "log-probs": "#9ecae9", "update": "#f58518", "sync and the rest": "#bab0ac"}
+OURS, PEER, TARGET = "#f58518", "#9d9d9d", "#222222"
+
+
+def read(name: str) -> Any:
+    return json.loads((BENCH / name).read_text())
+
+
+def median(value: Any) -> float:
+    return float(value["median"] if isinstance(value, dict) else value)
+
+
+def steps(path: Path) -> None:
+    """Whole steps of both sides, by phase; TRL's of the picture model are those of an earlier, faster machine."""
+    text, vl = read("accepted/step-text-h200.json")["regimes"], read("accepted/step-vl-h200.json")["regimes"]
+    recorded = read("accepted/trl-h200.json")["results"]["vl"]["fixed"]
+    rows = [
+        ("TRL 1.16, text fixed", text["fixed"]["peer"]),
+        ("rlflow", text["fixed"]["ours"]),
+        ("TRL 1.16, text ragged", text["ragged"]["peer"]),
+        ("rlflow", text["ragged"]["ours"]),
+        ("TRL 1.16, VL-3B", recorded),
+        ("rlflow", vl["fixed"]["ours"]),
+    ]
+    figure, axes = plt.subplots(figsize=(8, 3.6), layout="constrained")
+    for place, (_, found) in enumerate(rows):
+        seconds, left = median(found["seconds"]), 0.0
+        logprobs = sum(median(found.get(name, 0.0)) for name in ("logps", "logprobs", "old_logprobs", "ref_logprobs"))
+        phases = [median(found["generate"]), logprobs, median(found["update"])]
+        for (name, color), part in zip(PHASES.items(), [*phases, seconds - sum(phases)], strict=True):
+            axes.barh(place, part, left=left, color=color, label=name if place == 0 else None)
+            left += part
+        axes.text(left + 0.5, place, f"{seconds:.1f} s, {median(found['tokens_per_s']):,.0f} tokens/s", va="center")
+    axes.set_yticks(range(len(rows)), [name for name, _ in rows])
+    axes.invert_yaxis()
+    axes.set(xlabel="seconds", xlim=(0, 92))
+    axes.set_title("one GRPO step, 32 x 8, on one H200", fontsize=10)
+    axes.legend(fontsize=8, ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.15), frameon=False)
+    figure.savefig(path, dpi=130)
+
+
+def update(path: Path) -> None:
+    """The update's MFU by variant, with what is to be reached."""
+    ours, trl = read("update_h200.json")["results"], read("accepted/trl-h200.json")["results"]
+    figure, panels = plt.subplots(1, 2, figsize=(8, 3.2), layout="constrained", sharey=True)
+    for axes, kind, goal in zip(panels, ("text", "vl"), (0.45, 0.38), strict=True):
+        bars = [(f"TRL\n{regime}", found["update_mfu"], PEER) for regime, found in trl[kind].items()]
+        for variant, regimes in sorted(ours[kind].items()):
+            for regime in ("fixed", "ragged"):
+                if regime in regimes:
+                    bars.append((f"{variant.replace('_', chr(10))}\n{regime}", regimes[regime]["mfu"], OURS))
+        axes.bar(range(len(bars)), [100 * value for _, value, _ in bars], color=[color for _, _, color in bars])
+        for place, (_, value, _) in enumerate(bars):
+            axes.text(place, 100 * value - 4, f"{100 * value:.1f}", ha="center", fontsize=8, color="white")
+        axes.set_xticks(range(len(bars)), [name for name, _, _ in bars], fontsize=7)
+        axes.axhline(100 * goal, color=TARGET, linewidth=0.8, linestyle="--")
+        axes.text(len(bars) - 0.5, 100 * goal + 0.5, "to reach", ha="right", fontsize=8)
+        axes.set_title({"text": "1.5B text", "vl": "VL-3B, tower trained"}[kind], fontsize=10)
+    panels[0].set(ylabel="update MFU, %", ylim=(0, 58))
+    figure.savefig(path, dpi=130)
+
+
+def generation(path: Path) -> None:
+    """Tokens per second of the sampler, and a weight sync."""
+    text, vl, trl = (read(f"accepted/{name}-h200.json") for name in ("rollout-text", "rollout-vl", "trl"))
+    bars = [
+        ("TRL\n256 seq.", trl["results"]["text"]["fixed"]["generate_tokens_per_s"], PEER),
+        ("vLLM's\nown loop", text["vllm_own_loop"]["tokens_per_s"], PEER),
+        *((f"bursts\nof {run['burst']}", run["tokens_per_s"], OURS) for run in text["bursts"]),
+    ]
+    figure, (speed, sync) = plt.subplots(1, 2, figsize=(8, 3), layout="constrained")
+    speed.bar([name for name, _, _ in bars], [value / 1e3 for _, value, _ in bars], color=[c for _, _, c in bars])
+    for place, (_, value, _) in enumerate(bars):
+        speed.text(place, value / 1e3 - 5, f"{value / 1e3:.1f}", ha="center", fontsize=8, color="white")
+    speed.axhline(80, color=TARGET, linewidth=0.8, linestyle="--")
+    speed.text(-0.4, 81, "to reach", fontsize=8)
+    speed.set(ylabel="thousand tokens/s", ylim=(0, 92))
+    speed.set_title("sampling, 1.5B, 1,024 x (256 + 512)", fontsize=10)
+    times = [
+        ("TRL\ntext", trl["results"]["text"]["fixed"]["weight_sync"], PEER),
+        ("rlflow\ntext", text["sync"]["median"], OURS),
+        ("TRL\nVL-3B", trl["results"]["vl"]["fixed"]["weight_sync"], PEER),
+        ("rlflow\nVL-3B (older)", vl["sync"]["median"], OURS),
+    ]
+    sync.bar([name for name, _, _ in times], [1e3 * value for _, value, _ in times], color=[c for _, _, c in times])
+    for place, (_, value, _) in enumerate(times):
+        sync.text(place, 1e3 * value - 6, f"{1e3 * value:.0f}", ha="center", fontsize=8, color="white")
+    sync.set(ylabel="milliseconds")
+    sync.set_title("weight sync", fontsize=10)
+    figure.savefig(path, dpi=130)
+
+
+if __name__ == "__main__":
+    IMAGES.mkdir(parents=True, exist_ok=True)
+    steps(IMAGES / "performance_step.png")
+    update(IMAGES / "performance_update.png")
+    generation(IMAGES / "performance_generation.png")

@@ -1,0 +1,152 @@
+"""A vision tower that does not train embeds each image once; values and gradient are those of the tower run anew."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from rlcore.algorithms.aggregation import StepTotals
+from rlcore.batch import ImageFeatures
+from rlcore.config import ExperimentConfig
+from rlcore.models.torch_policy import TorchPolicy
+from rlcore.models.vision import FrozenTower
+from rlcore.types import ImageRef
+from tests.numerics import toy
+
+KL = 0.1
+
+
+def settings(*, freeze: bool, offload: bool = False) -> ExperimentConfig:
+    base = toy.config(kl={"coefficient": KL})
+    training = base.training.model_copy(update={"offload": offload})
+    return base.model_copy(
+        update={"model": base.model.model_copy(update={"freeze_vision_tower": freeze}), "training": training}
+    )
+
+
+def taken(policy: TorchPolicy, rank: int = 0, world: int = 1) -> dict[str, Any]:
+    """Log-probs, both policies', and the decoder's gradient of one step that is not taken."""
+    samples = [*toy.samples(8), *toy.samples(2, group=2, seed=5, text_only=True)]
+    plan = toy.plan(samples, num_ranks=world, token_budget=400)[rank]
+    mine = [[samples[i] for i in micro] for micro in plan]
+    gradient: list[Tensor] = []
+    policy.optimizer.step = lambda: gradient.append(  # type: ignore[method-assign]
+        torch.cat([p.grad.full_tensor().flatten() for n, p in policy.model.named_parameters() if "visual" not in n])
+    )
+    scored = [policy.logprobs(mine, reference=reference) for reference in (False, True)]
+    totals = StepTotals(sum(s.num_trained for s in samples), len(samples))
+    loss = float(policy.update(mine, totals, 1e-3, KL).sums.policy_loss)
+    values = [torch.cat([torch.from_numpy(one.logprobs) for m in part for one in m]) for part in scored]
+    return {"loss": loss, "gradient": gradient[0], "values": values}
+
+
+def counted_calls(policy: TorchPolicy) -> list[int]:
+    calls: list[int] = []
+    policy.model.hf.model.visual.register_forward_pre_hook(lambda *_: calls.append(1))
+    return calls
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_the_step_is_the_one_of_a_tower_run_in_each_pass(tiny_model: Path, offload: bool):
+    trained = taken(toy.policy(tiny_model, settings(freeze=False)))
+    policy = toy.policy(tiny_model, settings(freeze=True, offload=offload))
+    calls = counted_calls(policy)
+    frozen = taken(policy)
+    assert len(calls) == 2  # two pictures; policy, reference and update together
+    assert frozen["loss"] == pytest.approx(trained["loss"], rel=1e-5, abs=1e-7)
+    # clipped by the norm of what trains, which differs: the direction is the same
+    a, b = frozen["gradient"], trained["gradient"]
+    assert float((a / a.norm() - b / b.norm()).norm()) < 2e-6
+    for one, other in zip(frozen["values"], trained["values"], strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=0)
+    policy.rest()
+    again = taken(policy)
+    assert len(calls) == 2
+    assert again["gradient"].equal(frozen["gradient"])
+    assert policy.reference.hf.model.visual is policy.model.hf.model.visual
+
+
+class Doubling(nn.Module):
+    """In a tower's place: the sum of each patch's pixels, twice over."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor(2.0))
+        self.config = toy_vision_config()
+        self.dtypes: list[torch.dtype] = []
+
+    def forward(self, pixels: Tensor, **_: object) -> Any:
+        self.dtypes.append(self.weight.dtype)
+        output = type("Output", (), {})()
+        output.pooler_output = pixels.sum(-1, keepdim=True) * self.weight
+        return output
+
+
+def toy_vision_config() -> Any:
+    from rlcore.models.attention import use_packed_attention
+    from rlcore.models.tiny import build_model
+
+    model = build_model(toy.PROCESSOR, 0)
+    use_packed_attention(model)
+    return model.config.vision_config
+
+
+def test_features_are_kept_up_to_a_limit_and_made_in_the_compute_dtype():
+    read: list[str] = []
+
+    def picture(image: ImageRef) -> ImageFeatures:
+        read.append(image.sha256)
+        return ImageFeatures(torch.full((4, 3), float(len(image.sha256))), (1, 2, 2))
+
+    model = Doubling()
+    kept = FrozenTower(model, picture, device=torch.device("cpu"), dtype=torch.bfloat16, kept_bytes=16)  # 8 each
+    a, bb, ccc = (ImageRef(name, 28, 28) for name in ("a", "bb", "ccc"))
+    assert kept.of(a).embedded.flatten().tolist() == [6.0] * 4
+    assert kept.of(bb).embedded.dtype == torch.bfloat16
+    assert kept.of(a).grid_thw == (1, 2, 2)
+    assert read == ["a", "bb"]
+    kept.of(ccc)  # takes the place of bb, which was asked for before a
+    kept.of(a)
+    kept.of(bb)
+    assert read == ["a", "bb", "ccc", "bb"]
+    assert model.dtypes == [torch.bfloat16] * 4
+    assert model.weight.dtype == torch.float32
+
+
+def _rank(rank: int, world: int, port: int, model: str, folder: str) -> None:
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
+    policy = toy.policy(Path(model), settings(freeze=True), init_device_mesh("cpu", (world,)))
+    found = taken(policy, rank, world)
+    before = {name: value.clone() for name, value in policy.full_weights()}
+    toy.save(policy, Path(folder) / "saved")
+    with torch.no_grad():
+        policy.model.hf.model.visual.merger.mlp[0].weight.zero_()
+    policy.load(Path(folder) / "saved")
+    restored = all(torch.equal(before[name], value) for name, value in policy.full_weights())
+    if rank == 0:
+        torch.save({"gradient": found["gradient"], "loss": found["loss"], "restored": restored}, f"{folder}/found.pt")
+    dist.barrier()
+    os._exit(0)  # gloo's thread can abort an interpreter that is shutting down
+
+
+@pytest.mark.slow
+def test_ranks_need_not_meet_for_it_and_its_weights_are_saved_whole(tiny_model: Path, tmp_path: Path):
+    """Two ranks with different pictures, and one microbatch without any."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    mp.spawn(_rank, (2, port, str(tiny_model), str(tmp_path)), nprocs=2)
+    two = torch.load(tmp_path / "found.pt", weights_only=True)
+    one = taken(toy.policy(tiny_model, settings(freeze=True)))
+    assert two["restored"]
+    assert two["loss"] == pytest.approx(one["loss"], rel=1e-5, abs=1e-7)
+    assert float((two["gradient"] - one["gradient"]).norm() / one["gradient"].norm()) < 2e-6
