@@ -6,8 +6,8 @@ from prefect import flow
 
 from infra.settings import Settings
 from rlcore.artifacts import ModelRef
-from rlcore.config import ExperimentConfig
 from tasks import foreground
+from tasks import parameters as form
 from tasks.data import prepare_and_resize
 from tasks.merging import merged, register
 from tasks.models import bootstrapped
@@ -15,8 +15,8 @@ from tasks.runs import existing_run, newest_checkpoint
 
 
 @flow(name="merge", flow_run_name="merge-{run_id}")
-def merge_run(experiment: ExperimentConfig, run_id: str) -> ModelRef:
-    """The run's own experiment counts; ``experiment`` is there so that every deployment is called alike."""
+def merge_run(run_id: form.ExistingRun) -> ModelRef:
+    """Merge, verify and register, by the run's own experiment."""
     run = existing_run(run_id, Settings())
     checkpoint = newest_checkpoint(run)
     train = prepare_and_resize(run.experiment, "train")
@@ -25,4 +25,4 @@ def merge_run(experiment: ExperimentConfig, run_id: str) -> ModelRef:
 
 
 if __name__ == "__main__":
-    foreground.main(merge_run, command="flows.merge")
+    foreground.main(lambda experiment, overrides, run_id: merge_run(run_id), command="flows.merge")

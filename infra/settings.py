@@ -1,20 +1,26 @@
 """Settings: the facts of this machine (folders, servers, the trainer's interpreter), never of an experiment.
 
 Each field is read from the environment variable ``RLFLOW_<FIELD>``. Without any, everything is embedded:
-SQLite and local files under one data folder, no server, no account.
+SQLite and local files under one data folder, no server, no account. docs/howto/stores.md: PostgreSQL and S3.
 """
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
+from typing import Annotated, Literal
 
-from pydantic import Field, field_validator
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic import Field, SecretStr, field_validator
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+
+TrackerName = Literal["tensorboard", "wandb", "swanlab"]
 
 
 class Settings(BaseSettings):
-    model_config = SettingsConfigDict(env_prefix="RLFLOW_", frozen=True, use_attribute_docstrings=True)
+    model_config = SettingsConfigDict(
+        env_prefix="RLFLOW_", frozen=True, use_attribute_docstrings=True, hide_input_in_errors=True
+    )
 
     data_dir: Path = Field(default=Path("data"), validate_default=True)
     """Everything that rlflow writes lies below this folder."""
@@ -23,7 +29,8 @@ class Settings(BaseSettings):
     trainer_python: Path = Path(sys.executable)
     """Interpreter of everything that imports torch. On GPUs it may be that of another environment."""
     ray_address: str = ""
-    """A running Ray cluster. Empty: the trainer starts a Ray of its own and takes it down again."""
+    """A running Ray cluster that this machine is a node of: host:port of its head, or auto. Empty: the trainer starts a
+    Ray of its own and takes it down again."""
     stop_grace_seconds: float = Field(25.0, gt=0)
     """How long a trainer that is asked to stop may take to commit its checkpoint before it is killed. Prefect itself
     kills a cancelled flow's process after 30 seconds."""
@@ -31,13 +38,78 @@ class Settings(BaseSettings):
     """How long preflight waits for an MLflow or Prefect server to answer."""
     tracking_wait_seconds: float = Field(600.0, ge=0)
     """How long the end of a run waits for an MLflow that is away before it fails (and is tried again)."""
+    trackers: Annotated[tuple[TrackerName, ...], NoDecode] = ()
+    """Trackers beside MLflow, with commas between them: tensorboard, wandb, swanlab. docs/trackers.md."""
+    tracker_python: Path = Path(sys.executable)
+    """Interpreter that has the trackers' packages, whose needs may contradict ours."""
+    prefect_database: SecretStr = SecretStr("")
+    """PostgreSQL behind the Prefect server that rlflow starts: postgresql://user:password@host/database. Empty: SQLite
+    under the data folder."""
+    mlflow_database: SecretStr = SecretStr("")
+    """The same for the MLflow server that rlflow starts."""
+    store: str = ""
+    """s3://bucket/prefix, a second home of checkpoints, datasets, evaluations, merged models, results and MLflow's
+    artifacts. Address and keys of the endpoint come from AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY.
+    Empty: the data folder is all there is."""
+    store_wait_seconds: float = Field(3600.0, ge=0)
+    """How long the end of a run waits for its last checkpoint to reach the store before it fails (and is tried
+    again)."""
+    downloads_gib: float = Field(200.0, gt=0)
+    """Copies of data that URIs name may take this much of the data folder; beyond it the least recently used ones go,
+    but none that was used within a day."""
+    host: str = "127.0.0.1"
+    """Address that the local stack's servers listen on. They have no passwords: another than loopback only inside a
+    network that you trust, or behind a proxy that asks for them."""
+    allowed_hosts: str = ""
+    """Names, separated by commas, that browsers may call the servers by beside localhost and ``host``. Every other one
+    is refused, so that no foreign page reaches them through your browser."""
+    prefect_port: int = Field(4200, ge=1, le=65535)
+    """Of the local stack's Prefect server."""
+    mlflow_port: int = Field(5000, ge=1, le=65535)
+    """Of the local stack's MLflow server."""
+    gpu_slots: int = Field(1, ge=1)
+    """Runs that the local stack lets hold GPUs at the same time; each takes as many GPUs as it has workers."""
     retry_delay_scale: float = Field(1.0, ge=0)
     """Times the delays of docs/reliability.md. 0: every retry starts at once."""
 
-    @field_validator("data_dir")
+    @field_validator("data_dir", "tracker_python")
     @classmethod
     def _absolute(cls, value: Path) -> Path:
         return value.expanduser().absolute()
+
+    @field_validator("trackers", mode="before")
+    @classmethod
+    def _names(cls, value: object) -> object:
+        return tuple(filter(None, map(str.strip, value.split(",")))) if isinstance(value, str) else value
+
+    @field_validator("ray_address")
+    @classmethod
+    def _of_a_node(cls, value: str) -> str:
+        _, colon, port = value.rpartition(":")
+        if value in ("", "auto") or ("://" not in value and colon and port.isdigit()):
+            return value
+        raise ValueError(
+            f"RLFLOW_RAY_ADDRESS is {value!r}. Allowed are host:port of the cluster's head (6379 unless ray start was "
+            "told otherwise) and auto, on a machine that is a node of the cluster; Ray's client (ray://) is not."
+        )
+
+    @field_validator("prefect_database", "mlflow_database")
+    @classmethod
+    def _postgresql(cls, value: SecretStr) -> SecretStr:
+        # the driver is each server's own business, and the text is a secret: no error may show it
+        if value.get_secret_value() and not value.get_secret_value().startswith("postgresql://"):
+            raise ValueError("not a PostgreSQL address. Allowed: postgresql://user:password@host:port/database.")
+        return value
+
+    @field_validator("store")
+    @classmethod
+    def _bucket(cls, value: str) -> str:
+        if value and not re.fullmatch(r"s3://[^/@:\s]+(/[^@\s]*)?", value):
+            raise ValueError(
+                "not a place in an S3 bucket. Allowed: s3://bucket/prefix; keys are AWS_ACCESS_KEY_ID and "
+                "AWS_SECRET_ACCESS_KEY, never part of the address."
+            )
+        return value.rstrip("/")
 
     @property
     def datasets_dir(self) -> Path:
@@ -50,6 +122,10 @@ class Settings(BaseSettings):
     @property
     def runs_dir(self) -> Path:
         return self.data_dir / "runs"
+
+    @property
+    def ablations_dir(self) -> Path:
+        return self.data_dir / "ablations"
 
     @property
     def evaluations_dir(self) -> Path:
@@ -73,9 +149,32 @@ class Settings(BaseSettings):
 
     @property
     def tracking_uri(self) -> str:
-        return self.mlflow_uri or f"sqlite:///{self.mlflow_dir / 'mlflow.db'}"
+        return self.mlflow_uri or self.database_uri
 
     @property
-    def artifacts_dir(self) -> Path | None:
-        """Where MLflow's artifacts lie; None where an MLflow server decides that itself."""
-        return None if self.mlflow_uri else self.mlflow_dir / "artifacts"
+    def database_uri(self) -> str:
+        """MLflow's own database, as SQLAlchemy is told: with its password."""
+        address = self.mlflow_database.get_secret_value()
+        if address:
+            return address.replace("postgresql://", "postgresql+psycopg://", 1)
+        return f"sqlite:///{self.mlflow_dir / 'mlflow.db'}"
+
+    @property
+    def trackers_dir(self) -> Path:
+        """Event files and offline runs of the trackers beside MLflow."""
+        return self.data_dir / "trackers"
+
+    @property
+    def stack_dir(self) -> Path:
+        return self.data_dir / "stack"
+
+    @property
+    def artifacts_uri(self) -> str:
+        """Where MLflow's artifacts lie unless somebody else's MLflow server decides that."""
+        return f"{self.store}/mlflow" if self.store else (self.mlflow_dir / "artifacts").as_uri()
+
+    @property
+    def names(self) -> list[str]:
+        """What browsers may call the servers by."""
+        given = [name.strip() for name in self.allowed_hosts.split(",") if name.strip()]
+        return list(dict.fromkeys(["localhost", "127.0.0.1", self.host, *given]))

@@ -5,13 +5,16 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-from pathlib import Path
+import time
+from pathlib import Path, PurePosixPath
 
 import fsspec
 from fsspec.core import url_to_fs
 
 from infra.errors import StorageError
 
+_USED = ".used"  # in a copy's folder; touched whenever somebody asks for it
+_KEEP_SECONDS = 24 * 3600.0  # longer than any task may take
 _DATA_SUFFIXES = {".parquet", ".jsonl", ".json", ".arrow", ".csv"}
 
 
@@ -73,6 +76,34 @@ def require_writable(folder: Path) -> None:
         raise StorageError(f"no permission to write in {folder}. Set RLFLOW_DATA_DIR to a folder of yours.")
 
 
+def inside(folder: Path, name: str) -> Path:
+    """``folder / name``, for a name that somebody else has chosen.
+
+    Raises:
+        StorageError: it would lie outside.
+    """
+    path = PurePosixPath(name)
+    if not name or path.is_absolute() or ".." in path.parts or "\\" in name or "\0" in name:
+        raise StorageError(f"the name {name!r} leads out of {folder}. Nothing of it is used; see who wrote it.")
+    return folder / path
+
+
+def forget_unused(cache_dir: Path, limit_bytes: int, *, keep_seconds: float = _KEEP_SECONDS) -> list[Path]:
+    """Delete the copies in ``cache_dir`` that were asked for the longest time ago until the rest takes at most
+    ``limit_bytes``; none that was asked for within ``keep_seconds``, for it may be in use. Returns what went."""
+    copies = [path for path in cache_dir.glob("*") if path.is_dir() and not path.name.startswith(".")]
+    used = {path: (path / _USED).stat().st_mtime for path in copies if (path / _USED).exists()}
+    sizes = {path: sum(file.stat().st_size for file in path.rglob("*") if file.is_file()) for path in copies}
+    gone = []
+    for path in sorted(used, key=lambda path: used[path]):
+        if sum(sizes.values()) <= limit_bytes or time.time() - used[path] < keep_seconds:
+            break
+        shutil.rmtree(path)
+        del sizes[path]
+        gone.append(path)
+    return gone
+
+
 def _fetch(uri: str, cache_dir: Path) -> Path:
     try:
         filesystem, root = url_to_fs(uri)
@@ -91,11 +122,12 @@ def _fetch(uri: str, cache_dir: Path) -> Path:
         require_space(cache_dir, sum(size for _, _, size in versions), f"the copy of {uri}")
         aside = cache_dir / f".{key}.{os.getpid()}" / base
         for name in files:
-            inside = name.removeprefix(root.rstrip("/")).lstrip("/")
-            _download(filesystem, name, aside / inside if inside else aside)
+            below = name.removeprefix(root.rstrip("/")).lstrip("/")
+            _download(filesystem, name, inside(aside, below) if below else aside)
         target.parent.mkdir(parents=True, exist_ok=True)
         os.replace(aside, target)
         aside.parent.rmdir()
+    (target.parent / _USED).touch()
     return target
 
 

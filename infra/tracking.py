@@ -18,18 +18,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
-from typing import TYPE_CHECKING, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 import mlflow
 from mlflow import MlflowClient
 from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, RunTag
 from mlflow.exceptions import MlflowException
-from mlflow.utils.mlflow_tags import MLFLOW_MODEL_IS_EXTERNAL
+from mlflow.store.db.db_types import DATABASE_ENGINES
+from mlflow.utils.mlflow_tags import MLFLOW_MODEL_IS_EXTERNAL, MLFLOW_PARENT_RUN_ID, MLFLOW_RUN_NOTE
 
-from infra.errors import RegistryError, ServerError
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from infra.errors import RegistryError, ServerError, StorageError
+from infra.logs import without_password
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -38,6 +37,7 @@ RUN_TAG = "rlflow.run_id"
 DRIFT_TAG = "rlflow.param_drift"
 _MAX_PARAM_CHARACTERS = 6000
 _MAX_DIGEST_CHARACTERS = 36
+_MAX_TAG_CHARACTERS = 8000
 _METRICS_PER_REQUEST = 1000
 _ENTRIES_PER_REQUEST = 100
 _ANSWER_SECONDS = 5.0
@@ -64,7 +64,7 @@ class RegisteredModel:
 class _State:
     """What one run remembers of its MLflow run, in ``mlflow.json`` of its folder."""
 
-    uri: str
+    uri: str  # without a password
     mlflow_run_id: str
     published_step: int
 
@@ -78,8 +78,8 @@ def check_reachable(uri: str, timeout_seconds: float) -> None:
             return
     except (urllib.error.URLError, TimeoutError, OSError) as error:
         raise ServerError(
-            f"no MLflow server answers at {uri} within {timeout_seconds:g} s ({error}). Start it, correct "
-            "RLFLOW_MLFLOW_URI, or unset that variable to use SQLite under the data folder."
+            f"no MLflow server answers at {without_password(uri)} within {timeout_seconds:g} s ({error}). Start it, "
+            "correct RLFLOW_MLFLOW_URI, or unset that variable to use SQLite under the data folder."
         ) from error
 
 
@@ -91,7 +91,7 @@ def _outage_named(uri: str) -> Iterator[None]:
     except MlflowException as error:
         if _status(error) < HTTPStatus.INTERNAL_SERVER_ERROR:
             raise
-        raise ServerError(f"MLflow at {uri} does not answer: {error}") from error
+        raise ServerError(f"MLflow at {without_password(uri)} does not answer: {error}") from error
 
 
 def _status(error: MlflowException) -> int:
@@ -110,30 +110,36 @@ def _names_outages(method: Callable[Concatenate[Tracker, P], T]) -> Callable[Con
 class Tracker:
     """The MLflow run of one training run."""
 
-    def __init__(self, client: MlflowClient, experiment_id: str, run_dir: Path, state: _State) -> None:
+    def __init__(self, client: MlflowClient, uri: str, experiment_id: str, run_dir: Path, state: _State) -> None:
         self._client = client
+        self._uri = uri
         self._experiment_id = experiment_id
         self._run_dir = run_dir
         self._state = state
 
     @classmethod
-    def open(cls, *, uri: str, artifacts_dir: Path | None, experiment: str, run_id: str, run_dir: Path) -> Tracker:
-        """Find the MLflow run tagged with ``run_id``, or create it; safe to call from several processes."""
+    def open(cls, *, uri: str, artifacts_uri: str, experiment: str, run_id: str, run_dir: Path) -> Tracker:
+        """Find the MLflow run tagged with ``run_id``, or create it; safe to call from several processes.
+
+        ``artifacts_uri`` is where a new experiment's artifacts go, unless an MLflow server at ``uri`` decides that."""
+        lock_dir = run_dir
         if uri.startswith("sqlite:///"):
-            Path(uri.removeprefix("sqlite:///")).parent.mkdir(parents=True, exist_ok=True)
+            lock_dir = Path(uri.removeprefix("sqlite:///")).parent
         run_dir.mkdir(parents=True, exist_ok=True)
         # MLflow's registry looks logged models up through the process-wide address, not through the client's.
         mlflow.set_tracking_uri(uri)
         mlflow.set_registry_uri(uri)
         client = MlflowClient(tracking_uri=uri, registry_uri=uri)
         check_reachable(uri, _ANSWER_SECONDS)
-        with _outage_named(uri), _locked(artifacts_dir.parent if artifacts_dir else run_dir):
-            experiment_id = _find_or_create_experiment(client, experiment, artifacts_dir)
+        shown = without_password(uri)
+        with _outage_named(uri), _locked(lock_dir):
+            decided = artifacts_uri if _is_database(uri) else None
+            experiment_id = _find_or_create_experiment(client, experiment, decided)
             found = _read_state(run_dir)
-            if found is None or found.uri != uri or not _run_exists(client, found.mlflow_run_id):
-                found = _State(uri, _find_or_create_run(client, experiment_id, run_id), published_step=0)
+            if found is None or found.uri != shown or not _run_exists(client, found.mlflow_run_id):
+                found = _State(shown, _find_or_create_run(client, experiment_id, run_id), published_step=0)
                 _write_state(run_dir, found)
-        return cls(client, experiment_id, run_dir, found)
+        return cls(client, uri, experiment_id, run_dir, found)
 
     @property
     def mlflow_run_id(self) -> str:
@@ -164,6 +170,20 @@ class Tracker:
         for chunk in _chunks(entries, _ENTRIES_PER_REQUEST):
             self._client.log_batch(self.mlflow_run_id, tags=chunk)
 
+    def as_parent(self) -> dict[str, str]:
+        """The tag that puts a run of the same experiment below this one, in MLflow's pages and queries."""
+        return {MLFLOW_PARENT_RUN_ID: self.mlflow_run_id}
+
+    @_names_outages
+    def rename(self, name: str) -> None:
+        """What people see. A run is found by its tag, never by this."""
+        self._client.update_run(self.mlflow_run_id, name=name)
+
+    @_names_outages
+    def describe(self, markdown: str) -> None:
+        """What the run's page says on top, in place of what it said before."""
+        self._client.set_tag(self.mlflow_run_id, MLFLOW_RUN_NOTE, markdown[:_MAX_TAG_CHARACTERS])
+
     @_names_outages
     def log_dataset(self, *, name: str, digest: str, path: str, context: str, profile: Mapping[str, int]) -> None:
         """Note a dataset as an input, under our own content digest (MLflow keeps its first 36 characters)."""
@@ -190,10 +210,10 @@ class Tracker:
         points = [
             Metric(key, float(value), item.timestamp_ms, item.step)
             for item in sorted(fresh, key=lambda item: item.step)
-            for key, value in item.metrics.items()
+            for key, value in sorted(item.metrics.items(), key=_rewards_first)
         ]
         if points:
-            check_reachable(self._state.uri, _ANSWER_SECONDS)
+            check_reachable(self._uri, _ANSWER_SECONDS)
         try:
             for chunk in _chunks(points, _METRICS_PER_REQUEST):
                 self._client.log_batch(self.mlflow_run_id, metrics=chunk)
@@ -217,11 +237,13 @@ class Tracker:
         self._client.log_table(self.mlflow_run_id, {key: list(values) for key, values in columns.items()}, name)
 
     @_names_outages
-    def log_figure(self, figure: Figure, name: str) -> None:
-        self._client.log_figure(self.mlflow_run_id, figure, name)
-
-    @_names_outages
     def log_file(self, path: Path, folder: str | None = None) -> None:
+        """
+        Raises:
+            StorageError: it is a link, and what it leads to may not be the run's to show.
+        """
+        if path.is_symlink():
+            raise StorageError(f"{path} is a link and does not become an artifact. Replace it by its file.")
         self._client.log_artifact(self.mlflow_run_id, str(path), folder)
 
     @_names_outages
@@ -261,6 +283,16 @@ class Tracker:
         self._client.set_registered_model_alias(name, alias, version)
         return RegisteredModel(name, version)
 
+    @_names_outages
+    def tags_at(self, name: str, alias: str) -> dict[str, str] | None:
+        """Tags of the registered version that ``alias`` points to; None: there is no such model or alias."""
+        try:
+            return dict(self._client.get_model_version_by_alias(name, alias).tags)
+        except MlflowException as error:
+            if _status(error) >= HTTPStatus.INTERNAL_SERVER_ERROR:
+                raise
+            return None
+
     def _find_version(self, name: str, path: Path) -> str | None:
         for item in self._client.search_model_versions(f"name = '{name}'"):
             if item.tags.get("rlflow.path") == str(path) and item.run_id == self.mlflow_run_id:
@@ -284,6 +316,11 @@ class Tracker:
         return str(version.version)
 
 
+def _rewards_first(entry: tuple[str, float]) -> tuple[bool, str]:
+    """MLflow's compare page begins with a plot of whatever metric a run logged first."""
+    return not entry[0].startswith("reward/"), entry[0]
+
+
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
     """Hold a file lock: two processes that open the same run must not create it twice."""
@@ -293,12 +330,21 @@ def _locked(folder: Path) -> Iterator[None]:
         yield
 
 
-def _find_or_create_experiment(client: MlflowClient, name: str, artifacts_dir: Path | None) -> str:
+def _is_database(uri: str) -> bool:
+    return uri.partition(":")[0].partition("+")[0] in DATABASE_ENGINES
+
+
+def _find_or_create_experiment(client: MlflowClient, name: str, artifacts_uri: str | None) -> str:
     found = client.get_experiment_by_name(name)
-    if found is not None:
-        return str(found.experiment_id)
-    location = (artifacts_dir / name).as_uri() if artifacts_dir else None
-    return str(client.create_experiment(name, artifact_location=location))
+    if found is None:
+        try:
+            location = f"{artifacts_uri}/{name}" if artifacts_uri else None
+            return str(client.create_experiment(name, artifact_location=location))
+        except MlflowException:  # another machine was faster, or it is something else
+            found = client.get_experiment_by_name(name)
+            if found is None:
+                raise
+    return str(found.experiment_id)
 
 
 def _find_or_create_run(client: MlflowClient, experiment_id: str, run_id: str) -> str:

@@ -17,13 +17,13 @@ R = TypeVar("R", bound=BaseModel)
 
 
 def cache_key(name: str, content: str, *code: str) -> str:
-    """``name`` plus a hash of what goes in, the code at work, the installed versions and the data folder."""
-    parts = (
-        content,
-        provenance.code_digest(*code),
-        str(sorted(provenance.versions().items())),
-        str(Settings().data_dir),
-    )
+    """``content_key``, and the data folder: a cached result says where things lie."""
+    return f"{content_key(name, content, *code)}-{hashlib.sha256(str(Settings().data_dir).encode()).hexdigest()[:8]}"
+
+
+def content_key(name: str, content: str, *code: str) -> str:
+    """``name`` plus a hash of what goes in, the code at work and the installed versions."""
+    parts = (content, provenance.code_digest(*code), str(sorted(provenance.versions().items())))
     return f"{name}-{hashlib.sha256(repr(parts).encode()).hexdigest()[:24]}"
 
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from infra import processes
 from infra.settings import Settings
+from infra.trackers import end_trackers
 from tasks.jobs import jobs_mark
 from tasks.runs import close_as_killed, drivers, existing_run
 
@@ -28,4 +29,5 @@ def end_what_is_left(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any])
     run = existing_run(flow_run.name, settings)
     if not any(driver.is_running() for driver in drivers(run)):
         processes.kill(run.trainer_mark)
+        end_trackers(run.run_dir)
         close_as_killed(run, settings)

@@ -11,15 +11,16 @@ from prefect.context import TaskRunContext
 from infra.hardware import usable_cores
 from infra.logs import get_logger
 from infra.settings import Settings
-from infra.storage import localize
+from infra.storage import forget_unused, localize
 from rlcore.artifacts import DatasetRef
 from rlcore.config import ExperimentConfig
-from rlcore.data.digest import dataset_key, resized_key
+from rlcore.data.digest import dataset_key, prepared_folder, resized_folder, resized_key
 from rlcore.data.sources import parse_source
 from rlcore.errors import DataError
 from rlcore.job import PrepareSpec, ResizeSpec
 from tasks.caching import cache_key, present
 from tasks.jobs import new_result_path, run_job, worth_retrying
+from tasks.stored import kept
 
 Split = Literal["train", "validation"]
 _CODE = ("rlcore/data", "rlcore/config", "rlcore/job.py")
@@ -68,7 +69,12 @@ def prepare(experiment: ExperimentConfig, split: Split) -> DatasetRef:
     """
     settings = Settings()
     spec = prepare_spec(experiment, split, settings)
-    return _usable(run_job("rlcore.data.problems", spec, DatasetRef, settings))
+    forget_unused(settings.downloads_dir, int(settings.downloads_gib * 2**30))
+
+    def make() -> DatasetRef:
+        return run_job("rlcore.data.problems", spec, DatasetRef, settings)
+
+    return _usable(kept(prepared_folder(spec), settings, make))
 
 
 @task(
@@ -85,8 +91,12 @@ def prepare(experiment: ExperimentConfig, split: Split) -> DatasetRef:
 def resize(experiment: ExperimentConfig, split: Split, dataset: DatasetRef) -> DatasetRef:
     """The same dataset with each distinct image once, on the model's patch grid."""
     settings = Settings()
-    resized = run_job("rlcore.data.images", _resize_spec(experiment, dataset, settings), DatasetRef, settings)
-    return _usable(resized)
+    spec = _resize_spec(experiment, dataset, settings)
+
+    def make() -> DatasetRef:
+        return run_job("rlcore.data.images", spec, DatasetRef, settings)
+
+    return _usable(kept(resized_folder(spec), settings, make))
 
 
 def prepare_and_resize(experiment: ExperimentConfig, split: Split) -> DatasetRef:

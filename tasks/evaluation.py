@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,37 @@ from infra.logs import get_logger
 from infra.settings import Settings
 from infra.tracking import Tracker
 from rlcore.artifacts import CheckpointRef, DatasetRef, EvalReport, ModelRef
-from rlcore.config import ExperimentConfig
+from rlcore.config import ExperimentConfig, build_experiment
 from rlcore.config.reward import UserReward
-from rlcore.job import EvaluateSpec
-from tasks.caching import cache_key, present
+from rlcore.job import EvaluateSpec, write_json_atomically
+from tasks.caching import cache_key, content_key, present
+from tasks.experiments import load_experiment
 from tasks.jobs import new_result_path, run_job, worth_retrying
+from tasks.runs import Run
+from tasks.stored import fetched, send
 
+_REPORT = "report.json"
 _CODE = ("rlcore/evaluation", "rlcore/rollout", "rlcore/rewards", "rlcore/models", "rlcore/data")
+_LOGGED = (
+    "accuracy", "accuracy_low", "accuracy_high", "reward", "reward_low", "reward_high", "truncated", "ungraded",
+)  # fmt: skip
 _CONFIG = {"seed", "evaluation", "rollout", "reward", "data", "resources", "model"}
+
+
+def suite_of(
+    run: Run, benchmark: str | None, overrides: Sequence[str] | None = None, workers: int | None = None
+) -> ExperimentConfig:
+    """The run's experiment with data, reward and evaluation of the experiment called ``benchmark`` (None: its own), on
+    ``workers`` devices (None: as many as the run)."""
+    if benchmark is None:
+        suite = build_experiment(run.experiment.model_dump(mode="json"), overrides or [])
+    else:
+        wanted = load_experiment(benchmark, overrides or [])
+        parts = {"data": wanted.data, "reward": wanted.reward, "evaluation": wanted.evaluation}
+        suite = run.experiment.model_copy(update=parts)
+    if workers is None:
+        return suite
+    return suite.model_copy(update={"resources": suite.resources.model_copy(update={"workers": workers})})
 
 
 def _content(
@@ -54,17 +78,33 @@ def evaluate(
 ) -> EvalReport:
     """pass@1 and mean reward with intervals; every completion in a table."""
     settings = Settings()
-    key = cache_key("evaluation", _content(experiment, policy, base, dataset), *_CODE)
+    out_dir = settings.evaluations_dir / content_key("evaluation", _content(experiment, policy, base, dataset), *_CODE)
+    fetched(out_dir, settings)
+    if (known := _known(out_dir, policy)) is not None:
+        send(out_dir, settings)
+        return known
     spec = EvaluateSpec(
         result=new_result_path(settings, "evaluate"),
         experiment=experiment,
         policy=policy,
         base=base,
         dataset=dataset,
-        out_dir=settings.evaluations_dir / key,
+        out_dir=out_dir,
     )
     get_logger().info("eval: %s", policy.path)
-    return run_job("rlcore.evaluation", spec, EvalReport, settings, quiet=True)
+    report = run_job("rlcore.evaluation", spec, EvalReport, settings, quiet=True)
+    write_json_atomically(out_dir / _REPORT, report.model_dump_json(indent=1))
+    send(out_dir, settings)
+    return report
+
+
+def _known(out_dir: Path, policy: CheckpointRef | ModelRef) -> EvalReport | None:
+    """What an evaluation of the same policy has left, here or on another machine."""
+    if not (out_dir / _REPORT).exists():
+        return None
+    found = EvalReport.model_validate_json((out_dir / _REPORT).read_bytes())
+    table = out_dir / Path(found.table).name
+    return found.model_copy(update={"policy": policy.path, "table": str(table)}) if table.exists() else None
 
 
 def evaluate_and_log(
@@ -73,24 +113,18 @@ def evaluate_and_log(
     base: ModelRef,
     dataset: DatasetRef,
     tracker: Tracker,
+    benchmark: str | None = None,
 ) -> EvalReport:
-    """Evaluate, and put the numbers into the run at the policy's step; a repeat adds nothing."""
+    """Evaluate, and put the numbers into the run at the policy's step; a repeat adds nothing. Those of a ``benchmark``
+    that is not the run's own lie under its name."""
     report = present(evaluate, lambda item: Path(item.table), experiment, policy, base, dataset)
+    where = f"eval/{benchmark}" if benchmark else "eval"
     tracker.log_metrics(
-        {
-            "eval/accuracy": report.accuracy,
-            "eval/accuracy_low": report.accuracy_low,
-            "eval/accuracy_high": report.accuracy_high,
-            "eval/reward": report.reward,
-            "eval/reward_low": report.reward_low,
-            "eval/reward_high": report.reward_high,
-            "eval/truncated": report.truncated,
-            "eval/ungraded": report.ungraded,
-        },
+        {f"{where}/{name}": getattr(report, name) for name in _LOGGED},
         step=report.step,
         timestamp_ms=int(Path(report.table).stat().st_mtime * 1000),
     )
-    tracker.log_file(Path(report.table), f"eval/step-{report.step:06d}")
+    tracker.log_file(Path(report.table), f"{where}/step-{report.step:06d}")
     get_logger().info(
         "eval: step %d: accuracy %.3f [%.3f, %.3f], reward %.3f, %d problems x %d",
         report.step,

@@ -1,4 +1,5 @@
-"""Experiments by name. ``prefect.yaml`` is the only home of their values: one deployment each."""
+"""Experiments by name. ``prefect.yaml`` is the only home of their values, under ``definitions``, which Prefect
+passes by; a deployment names one."""
 
 from __future__ import annotations
 
@@ -15,10 +16,10 @@ PREFECT_YAML = Path(__file__).resolve().parent.parent / "prefect.yaml"
 
 
 def load_experiment(name: str, overrides: Sequence[str] = (), path: Path = PREFECT_YAML) -> ExperimentConfig:
-    """The experiment of deployment ``name`` with ``key=value`` overrides.
+    """The experiment called ``name`` with ``key=value`` overrides.
 
     Raises:
-        ConfigError: no such deployment, or values that break a rule.
+        ConfigError: no such experiment, or values that break a rule.
     """
     found = experiment_values(path)
     if name not in found:
@@ -27,10 +28,6 @@ def load_experiment(name: str, overrides: Sequence[str] = (), path: Path = PREFE
 
 
 def experiment_values(path: Path = PREFECT_YAML) -> dict[str, dict[str, Any]]:
-    """Deployment name to its experiment's values, unchecked; deployments without one are left out."""
-    deployments = yaml.safe_load(path.read_text())["deployments"]
-    return {
-        item["name"]: item["parameters"]["experiment"]
-        for item in deployments
-        if "experiment" in item.get("parameters", {})
-    }
+    """Name to values, unchecked."""
+    experiments = yaml.safe_load(path.read_text())["definitions"]["experiments"]
+    return {name: {"name": name, **values} for name, values in experiments.items()}

@@ -134,7 +134,7 @@ def _handle(run: Run, error: Exception, settings: Settings, announce: Announce) 
         _change_for(run, failure, error, announce)
     except RlflowError as refusal:  # no change helps
         error, failure = refusal, failure_of(refusal) or Failure.UNKNOWN
-    if failure == Failure.STORAGE and not isinstance(error, StorageError):  # ours, not the trainer's
+    if failure == Failure.STORAGE and not isinstance(error, StorageError | InfraStorageError):  # no words of its own
         error = with_free_space(error, run.run_dir)
     policy, step = policy_of(failure), run.committed_step()
     log = FailureLog(run.run_dir)

@@ -17,8 +17,11 @@ from rlcore.config import ExperimentConfig
 from rlcore.job import MergeSpec
 from tasks.caching import cache_key, present
 from tasks.jobs import new_result_path, run_job, worth_retrying
+from tasks.lineage import artifact_name, lineage_of
 from tasks.runs import Run, tracker_of
+from tasks.stored import kept
 
+CHAMPION = "champion"  # the best of its experiment so far, by more than chance: tasks/latest.py
 ALIAS = "verified"  # nothing gets it before transformers and vLLM have both agreed with the policy
 _CODE = ("rlcore/models", "rlcore/rollout")
 
@@ -56,7 +59,7 @@ def merge(experiment: ExperimentConfig, checkpoint: CheckpointRef, base: ModelRe
         models_dir=settings.models_dir,
     )
     get_logger().info("merge: %s, then compare with transformers and vLLM", checkpoint.path)
-    return run_job("rlcore.models.merge", spec, ModelRef, settings, quiet=True)
+    return kept(spec.out, settings, lambda: run_job("rlcore.models.merge", spec, ModelRef, settings, quiet=True))
 
 
 def merged(experiment: ExperimentConfig, checkpoint: CheckpointRef, base: ModelRef, dataset: DatasetRef) -> ModelRef:
@@ -71,7 +74,9 @@ def merged(experiment: ExperimentConfig, checkpoint: CheckpointRef, base: ModelR
     retry_condition_fn=worth_retrying,
     timeout_seconds=600,
 )
-def register(run: Run, model: ModelRef, checkpoint: CheckpointRef, report: EvalReport | None) -> ModelRef:
+def register(
+    run: Run, model: ModelRef, checkpoint: CheckpointRef, report: EvalReport | None, alias: str = ALIAS
+) -> ModelRef:
     """Register the verified model by reference and move the alias; a repeat finds the version it made."""
     tags = {
         "rlflow.run_id": run.run_id,
@@ -83,12 +88,16 @@ def register(run: Run, model: ModelRef, checkpoint: CheckpointRef, report: EvalR
     if report is not None:
         tags["eval.accuracy"] = f"{report.accuracy:.4f}"
     origin = f"{model.source} after {checkpoint.step} GRPO steps of run {run.run_id}"
-    registered = tracker_of(run, Settings()).register_model(
+    tracker = tracker_of(run, Settings())
+    registered = tracker.register_model(
         name=run.experiment.name,
         path=Path(model.path),
         tags=tags,
-        alias=ALIAS,
+        alias=alias,
         description=f"{origin}. Files: {model.path}",
     )
-    get_logger().info("model: registered %s version %s @%s", registered.name, registered.version, ALIAS)
-    return model.model_copy(update={"registered_name": registered.name, "registered_version": registered.version})
+    get_logger().info("model: registered %s version %s @%s", registered.name, registered.version, alias)
+    known = model.model_copy(update={"registered_name": registered.name, "registered_version": registered.version})
+    lineage = lineage_of(run, known, checkpoint, tracker.mlflow_run_id)
+    tracker.log_text(lineage.model_dump_json(indent=1), artifact_name(registered.name, registered.version))
+    return known

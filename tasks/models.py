@@ -14,8 +14,10 @@ from infra.settings import Settings
 from rlcore.artifacts import ModelRef
 from rlcore.config import ModelConfig
 from rlcore.job import BootstrapSpec
+from rlcore.models.bootstrap import tiny_folder
 from tasks.caching import cache_key, present
 from tasks.jobs import new_result_path, run_job, worth_retrying
+from tasks.stored import kept
 
 
 def _key(_: TaskRunContext, parameters: dict[str, Any]) -> str:
@@ -44,7 +46,11 @@ def bootstrap(model: ModelConfig) -> ModelRef:
     """
     settings = Settings()
     spec = BootstrapSpec(result=new_result_path(settings, "bootstrap"), model=model, models_dir=settings.models_dir)
-    return run_job("rlcore.models.bootstrap", spec, ModelRef, settings)
+    if model.path != "tiny":  # somebody else's folder, or the hub's
+        return run_job("rlcore.models.bootstrap", spec, ModelRef, settings)
+    # Made once: warmed up on another number of cores it would be another policy in its last bits.
+    folder = tiny_folder(settings.models_dir, model.tiny)
+    return kept(folder, settings, lambda: run_job("rlcore.models.bootstrap", spec, ModelRef, settings))
 
 
 def bootstrapped(model: ModelConfig) -> ModelRef:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import html
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,11 +15,13 @@ from pydantic import BaseModel, ConfigDict
 
 from rlcore.artifacts import DatasetRef, EvalReport, ModelRef
 from rlcore.segment.journal import StepRecord
+from tasks.cost import RunCost
+from tasks.lineage import Lineage
 from tasks.runs import Run
 
 _SAMPLES_SHOWN = 12
 _TEXT_SHOWN = 600
-_PHASES_LEFT_OUT = ("time/step",)  # the sum of the others
+_PHASES_LEFT_OUT = ("time/step", "time/generate_beside")  # the sum of the others; what takes none of it
 
 
 class RunSummary(BaseModel):
@@ -93,7 +95,7 @@ def _evaluations(axis: Axes, reports: Sequence[EvalReport], attribute: str) -> N
 
 
 def _phases(axis: Axes, records: Sequence[StepRecord]) -> None:
-    timed = [record for record in records if "time/generate" in record.metrics]
+    timed = [record for record in records if "time/step" in record.metrics]
     names = sorted({name for record in timed for name in record.metrics if name.startswith("time/")})
     names = [name for name in names if name not in _PHASES_LEFT_OUT]
     if names:
@@ -144,6 +146,8 @@ def markdown(
     after: EvalReport,
     model: ModelRef,
     samples: Sequence[Sample],
+    cost: RunCost,
+    lineage: Lineage,
 ) -> str:
     """The page as Prefect shows it."""
     rows = "\n".join(f"| {' | '.join(cells)} |" for cells in _results(before, after))
@@ -159,8 +163,19 @@ def markdown(
         f"- model: `{model.path}` (registered: {model.registered_name} version {model.registered_version})\n"
         f"- checkpoint: `{summary.checkpoint}`\n- MLflow run: `{summary.mlflow_run_id}`\n"
         f"- page with curves and pictures: `{run.report_dir / 'report.html'}`\n\n"
+        f"## Cost\n\n{_markdown_rows(cost.rows())}\n{lineage.markdown()}\n## Completions\n\n"
         f"| step | question | answer | completion | reward |\n| --- | --- | --- | --- | --- |\n{shown}\n"
     )
+
+
+def _markdown_rows(rows: Sequence[tuple[str, str]]) -> str:
+    lines = "\n".join(f"| {name} | {text} |" for name, text in rows)
+    return f"| | |\n| --- | --- |\n{lines}\n"
+
+
+def _html_rows(rows: Iterable[tuple[str, str]]) -> str:
+    lines = "".join(f"<tr><td>{html.escape(name)}</td><td>{html.escape(text)}</td></tr>" for name, text in rows)
+    return f"<table>{lines}</table>"
 
 
 def _results(before: EvalReport, after: EvalReport) -> list[tuple[str, str, str]]:
@@ -193,15 +208,16 @@ def html_page(
     samples: Sequence[Sample],
     folder: Path,
     validation: DatasetRef,
+    cost: RunCost,
+    lineage: Lineage,
 ) -> str:
     """One file with everything in it, pictures included: it can be sent to somebody."""
     results = "".join(
         f"<tr><td>{name}</td><td>{first}</td><td>{last}</td></tr>" for name, first, last in _results(before, after)
     )
     shown = "".join(_sample_row(run, item) for item in samples)
-    facts = "".join(
-        f"<tr><td>{name}</td><td>{html.escape(str(value))}</td></tr>"
-        for name, value in {
+    facts = _html_rows(
+        {
             "run": run.run_id,
             "steps, segments": f"{summary.steps}, {summary.segments}",
             "training reward, first and last tenth": f"{summary.reward_first:.3f}, {summary.reward_last:.3f}",
@@ -216,8 +232,8 @@ def html_page(
         f"<!doctype html><html lang=en><meta charset=utf-8><title>{html.escape(run.run_id)}</title>"
         f"<style>{_STYLE}</style><h1>{html.escape(run.run_id)}</h1>"
         f"<table><tr><th></th><th>before</th><th>after</th></tr>{results}</table>"
-        f"<img class=curves alt='training curves' src='{_data_uri(folder / 'curves.png')}'>"
-        f"<table>{facts}</table>"
+        f"<img class=curves alt='training curves' src='{data_uri(folder / 'curves.png')}'>"
+        f"{facts}<h2>Cost</h2>{_html_rows(cost.rows())}<h2>Lineage</h2>{_html_rows(lineage.rows())}"
         "<h2>Completions</h2><table><tr><th>step</th><th>picture</th><th>question</th><th>answer</th>"
         f"<th>completion</th><th>reward</th></tr>{shown}</table>"
         f"<h2>Experiment</h2><pre>{html.escape(run.experiment.model_dump_json(indent=1))}</pre></html>"
@@ -234,9 +250,9 @@ pre{background:#f7f7f7;padding:1rem;overflow-x:auto;font-size:12px}
 
 
 def _sample_row(run: Run, item: Sample) -> str:
-    folder = _image_folder(run)
+    folder = image_folder(run)
     pictures = "".join(
-        f"<img alt='' src='{_data_uri(folder / f'{name}.png')}'>"
+        f"<img alt='' src='{data_uri(folder / f'{name}.png')}'>"
         for name in item.images
         if (folder / f"{name}.png").exists()
     )
@@ -245,11 +261,11 @@ def _sample_row(run: Run, item: Sample) -> str:
     return f"<tr><td>{item.step}</td><td>{pictures}</td>{cells}<td>{item.reward:.2f}</td></tr>"
 
 
-def _image_folder(run: Run) -> Path:
+def image_folder(run: Run) -> Path:
     """Where the run's training pictures lie: its trainer was told so."""
     spec = run.run_dir / "spec.json"
     return Path(json.loads(spec.read_text())["dataset"]["path"]) / "images" if spec.exists() else run.run_dir
 
 
-def _data_uri(path: Path) -> str:
+def data_uri(path: Path) -> str:
     return f"data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}"

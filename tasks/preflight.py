@@ -15,9 +15,10 @@ from pydantic import BaseModel, ConfigDict
 
 from infra import hardware, storage
 from infra.errors import InfraError, StorageError
-from infra.logs import get_logger
-from infra.servers import check_prefect
+from infra.logs import get_logger, without_password
+from infra.servers import check_prefect, check_ray
 from infra.settings import Settings
+from infra.trackers import check_installed
 from infra.tracking import check_reachable
 from rlcore.config import ExperimentConfig, ModelConfig
 from rlcore.data.digest import template_text
@@ -27,6 +28,7 @@ from rlcore.errors import ConfigError, DataError, ModelError, RlflowError
 from rlcore.rewards.dry_run import dry_run
 from rlcore.types import Problem
 from tasks.data import Split, prepare_spec
+from tasks.stored import store_of
 
 TINY_PARAMETERS = 4_000_000  # upper bound
 _CHECKPOINT_BYTES = 12  # per parameter: fp32 master weight and two AdamW moments
@@ -74,9 +76,12 @@ def check(experiment: ExperimentConfig, settings: Settings) -> PreflightReport:
         ),
         "reward": lambda: _reward(experiment, settings),
         "disk": lambda: _disk(experiment, settings),
+        "store": lambda: _store(settings),
         "MLflow": lambda: _mlflow(settings),
         "Prefect": lambda: _prefect(settings),
     }
+    if settings.trackers:
+        checks["trackers"] = lambda: _trackers(settings)
     facts: dict[str, str] = {}
     findings: list[Error] = []
     for name, look in checks.items():
@@ -102,13 +107,15 @@ def _machine(experiment: ExperimentConfig, settings: Settings) -> str:
     found = hardware.describe()
     wanted = experiment.resources
     if settings.ray_address:
+        check_ray(settings.ray_address, settings.server_timeout_seconds)
         return f"{found}; workers run on the Ray cluster at {settings.ray_address}"
-    if wanted.device == "cuda" and wanted.workers > len(found.gpus):
+    if wanted.device == "cuda" and wanted.devices > len(found.gpus):
         raise ConfigError(
-            f"resources.workers is {wanted.workers} on cuda, and this machine has {len(found.gpus)} GPU(s). "
-            "Lower resources.workers, set resources.device=cpu, or point RLFLOW_RAY_ADDRESS at a cluster."
+            f"resources.workers is {wanted.workers} and resources.rollout_workers {wanted.rollout_workers} on cuda, "
+            f"and this machine has {len(found.gpus)} GPU(s). Lower one of them, set resources.device=cpu, or point "
+            "RLFLOW_RAY_ADDRESS at a cluster."
         )
-    return f"{found}; {wanted.workers} worker(s) on {wanted.device}"
+    return f"{found}; {wanted.devices} worker(s) on {wanted.device}"
 
 
 def _model(model: ModelConfig) -> str:
@@ -257,9 +264,21 @@ def _safetensors(model: ModelConfig) -> Iterator[Path]:
     yield from Path(model.path).expanduser().glob("*.safetensors")
 
 
+def _store(settings: Settings) -> str:
+    store = store_of(settings)
+    if store is None:
+        return "none, the data folder is all there is"
+    store.put(".preflight", b"")  # reading alone would not tell that writing is forbidden
+    return store.uri
+
+
 def _mlflow(settings: Settings) -> str:
     check_reachable(settings.tracking_uri, settings.server_timeout_seconds)
-    return settings.tracking_uri
+    return without_password(settings.tracking_uri)
+
+
+def _trackers(settings: Settings) -> str:
+    return ", ".join(check_installed(name, settings.tracker_python) for name in settings.trackers)
 
 
 def _prefect(settings: Settings) -> str:

@@ -62,20 +62,59 @@ class TrainingProgress:
             get_logger().info("train: step %d of %d, %s", self._shown_step, total, numbers)
         if now - self._artifact_at >= _ARTIFACT_SECONDS:
             self._artifact_at = now
-            self._show_on_page(100 * self._shown_step / total, numbers)
+            percent = 100 * self._shown_step / total
+            self._artifact = show_on_page(self._artifact, f"{self._experiment.name}-progress", percent, numbers)
 
-    def _show_on_page(self, percent: float, numbers: str) -> None:
-        if TaskRunContext.get() is None:
+
+class AblationProgress:
+    """How far all points together are, in optimizer steps: a bar on a terminal, lines elsewhere, and Prefect's page."""
+
+    def __init__(self, ablation_id: str, total: int) -> None:
+        self._key = f"{ablation_id}-progress"
+        self._total = total
+        self._bar = _bar() if sys.stderr.isatty() else None
+        self._row: TaskID | None = None
+        self._artifact: UUID | None = None
+        self._shown = -1
+        self._line_at = time.monotonic()
+
+    def __enter__(self) -> Self:
+        if self._bar is not None:
+            self._bar.start()
+            self._row = self._bar.add_task("points", total=self._total, numbers="")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def show(self, steps: int) -> None:
+        if steps == self._shown:
             return
-        try:
-            if self._artifact is None:
-                self._artifact = create_progress_artifact(
-                    percent, key=f"{self._experiment.name}-progress", description=numbers
-                )
-            else:
-                update_progress_artifact(self._artifact, percent, description=numbers)
-        except (httpx.HTTPError, PrefectException) as error:
-            get_logger().warning("Prefect's page does not take the progress for now: %s", error)
+        self._shown = steps
+        if self._bar is not None and self._row is not None:
+            self._bar.update(self._row, completed=steps)
+        elif time.monotonic() - self._line_at >= _LINE_SECONDS:
+            self._line_at = time.monotonic()
+            get_logger().info("ablate: %d of at most %d steps", steps, self._total)
+        self._artifact = show_on_page(
+            self._artifact, self._key, 100 * steps / self._total, f"{steps} of at most {self._total} steps"
+        )
+
+
+def show_on_page(artifact: UUID | None, key: str, percent: float, text: str) -> UUID | None:
+    """Create or update a progress artifact; None where there is no page, or it does not take it for now."""
+    if TaskRunContext.get() is None:
+        return None
+    try:
+        if artifact is None:
+            return create_progress_artifact(percent, key=key, description=text)
+        update_progress_artifact(artifact, percent, description=text)
+    except (httpx.HTTPError, PrefectException) as error:
+        get_logger().warning("Prefect's page does not take the progress for now: %s", error)
+    return artifact
 
 
 def describe(records: Sequence[StepRecord], total: int) -> str:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from datetime import datetime
 from uuid import UUID
 
@@ -45,20 +43,6 @@ class Recovery(BaseModel):
     committed_step: int
     reason: str
     at: float  # seconds since the epoch
-
-
-@contextmanager
-def alone(settings: Settings) -> Iterator[bool]:
-    """Whether no other recover flow is at this data folder; the lock goes with the process, however it ends."""
-    settings.data_dir.mkdir(parents=True, exist_ok=True)
-    with (settings.data_dir / "recover.lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            get_logger().info("recover: another one is at %s", settings.data_dir)
-            yield False
-            return
-        yield True
 
 
 @task(name="judge-runs", cache_policy=NO_CACHE, persist_result=False)

@@ -6,7 +6,6 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from matplotlib.figure import Figure
 from prefect import task
 from prefect.artifacts import create_markdown_artifact
 from prefect.cache_policies import NO_CACHE
@@ -17,7 +16,9 @@ from infra.tracking import Tracker
 from rlcore.artifacts import DatasetRef, EvalReport, ModelRef
 from rlcore.segment.journal import StepRecord
 from rlcore.segment.spec import SegmentManifest
+from tasks.cost import run_cost
 from tasks.jobs import worth_retrying
+from tasks.lineage import lineage_of
 from tasks.page import RunSummary, Sample, draw_curves, html_page, markdown, read_samples
 from tasks.runs import Run, tracker_of
 
@@ -45,17 +46,20 @@ def report(
     records = run.journal()
     tracker = tracker_of(run, Settings())
     summary = summarize(records, before, after, segments, model, wall_seconds, tracker.mlflow_run_id)
-    curves = draw_curves(records, before, after)
     samples = read_samples(run)
     page = run.report_dir / "report.html"
     page.parent.mkdir(parents=True, exist_ok=True)
-    curves.savefig(page.with_name("curves.png"), dpi=110)
+    draw_curves(records, before, after).savefig(page.with_name("curves.png"), dpi=110)
     evaluations = [item.model_dump(mode="json") for item in (before, after)]
     page.with_name("evaluations.json").write_text(json.dumps(evaluations, indent=1))
-    text = markdown(run, summary, before, after, model, samples)
-    page.write_text(html_page(run, summary, before, after, model, samples, page.parent, validation))
+    cost = run_cost(run.run_dir, run.experiment, records, (before, after))
+    lineage = lineage_of(run, model, segments[-1].checkpoint, tracker.mlflow_run_id)
+    page.with_name("cost.json").write_text(cost.model_dump_json(indent=1))
+    text = markdown(run, summary, before, after, model, samples, cost, lineage)
+    page.write_text(html_page(run, summary, before, after, model, samples, page.parent, validation, cost, lineage))
     create_markdown_artifact(text, key=f"{run.experiment.name}-report")
-    _log(tracker, page, curves, text, samples, run, segments, model)
+    _log(tracker, page, text, samples, run, segments, model)
+    tracker.log_metrics(cost.metrics(), step=records[-1].step, timestamp_ms=records[-1].timestamp_ms)
     get_logger().info("report: %s", page)
     return summary
 
@@ -88,15 +92,16 @@ def summarize(
 def _log(
     tracker: Tracker,
     page: Path,
-    curves: Figure,
     text: str,
     samples: Sequence[Sample],
     run: Run,
     segments: Sequence[SegmentManifest],
     model: ModelRef,
 ) -> None:
-    tracker.log_figure(curves, "report/curves.png")
-    tracker.log_file(page, "report")
+    for path in (page, page.with_name("curves.png")):
+        tracker.log_file(path, "report")
+    for trace in sorted((run.run_dir / "profiles").glob("*.json.gz")):
+        tracker.log_file(trace, "profiles")
     tracker.log_text(text, "report/report.md")
     if samples and "samples/completions.json" not in tracker.artifact_names("samples"):
         columns = ("step", "question", "answer", "completion", "reward", "finish_reason")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -27,6 +27,9 @@ from rlcore.job import write_json_atomically
 from rlcore.segment.journal import StepRecord, read_journal
 from rlcore.segment.spec import SegmentManifest, segment_path
 from rlcore.segment.store import LocalCheckpointStore
+from tasks.stored import restore_checkpoint, restore_run
+
+RUN_ID = r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}"
 
 
 class Run(BaseModel):
@@ -46,6 +49,11 @@ class Run(BaseModel):
     def finished_marker(self) -> Path:
         """There once the flow has done its last step; what counts is this file, never Prefect's state."""
         return self.run_dir / "finished"
+
+    @property
+    def ablation_marker(self) -> Path:
+        """There in the folder of an ablation's point, which the ablation evaluates itself."""
+        return self.run_dir / "ablation"
 
     @property
     def trainer_mark(self) -> str:
@@ -98,8 +106,25 @@ def flow_run_name() -> str:
     context = FlowRunContext.get()
     if context is None or context.flow_run is None or context.parameters is None:
         raise RuntimeError("flow_run_name() is for Prefect to call, when a flow run starts")
-    experiment = ExperimentConfig.model_validate(context.parameters["experiment"])
-    return context.parameters.get("run_id") or f"{experiment.name}-{context.flow_run.id.hex[:12]}"
+    return context.parameters.get("run_id") or f"{context.parameters['experiment']}-{context.flow_run.id.hex[:12]}"
+
+
+def own_values(run_id: str | None, experiment: str) -> ExperimentConfig | None:
+    """Those of the run called ``run_id``, if there is one and it is of the experiment called ``experiment``."""
+    run = _run_called(run_id, Settings()) if run_id is not None else None
+    return run.experiment if run is not None and run.experiment.name == experiment else None
+
+
+def begun_with(run_id: str | None) -> ExperimentConfig | None:
+    """What this flow run began with, where it is a retry; prefect.yaml may say something else by now."""
+    context = FlowRunContext.get()
+    if context is None or context.flow_run is None:
+        return None
+    run = _run_called(run_id or flow_run_name(), Settings())
+    if run is None:
+        return None
+    mine = str(context.flow_run.id) in [driver.flow_run_id for driver in drivers(run)]
+    return run.experiment if mine else None
 
 
 def open_run(
@@ -114,7 +139,8 @@ def open_run(
     Raises:
         ConfigError: the science differs, and that is not allowed; names every such value.
     """
-    name = run_id or (flow_run_name() if FlowRunContext.get() else new_run_id(experiment.name))
+    name = _checked(run_id or (flow_run_name() if FlowRunContext.get() else new_run_id(experiment.name)))
+    restore_run(name, settings)
     run = Run(run_id=name, run_dir=settings.runs_dir / name, experiment=experiment)
     stored = run.run_dir / "experiment.json"
     if stored.exists():
@@ -160,19 +186,40 @@ def existing_run(run_id: str, settings: Settings) -> Run:
     Raises:
         ConfigError: there is no such run.
     """
-    stored = settings.runs_dir / run_id / "experiment.json"
-    if not stored.exists():
+    run = _run_called(run_id, settings)
+    if run is None:
         known = sorted(path.parent.name for path in settings.runs_dir.glob("*/experiment.json"))
         raise ConfigError(f"no run {run_id!r} under {settings.runs_dir}. Found: {', '.join(known) or 'none'}.")
+    return run
+
+
+def _run_called(run_id: str, settings: Settings) -> Run | None:
+    """The run of this name, here or fetched from the store; None: there is none."""
+    restore_run(_checked(run_id), settings)
+    stored = settings.runs_dir / run_id / "experiment.json"
+    if not stored.exists():
+        return None
     experiment = ExperimentConfig.model_validate_json(stored.read_text())
     return Run(run_id=run_id, run_dir=stored.parent, experiment=experiment)
 
 
+def _checked(run_id: str) -> str:
+    """A run's name is that of a folder below the runs', and of nothing else."""
+    if not re.fullmatch(RUN_ID, run_id):
+        raise ConfigError(
+            f"{run_id!r} cannot be the name of a run. Allowed are up to 128 letters, digits, dots, dashes and "
+            "underscores; the first is a letter or a digit."
+        )
+    return run_id
+
+
 def newest_checkpoint(run: Run) -> CheckpointRef:
-    """
+    """One that is missing here is fetched from the store.
+
     Raises:
         CheckpointError: the run has no whole checkpoint.
     """
+    restore_checkpoint(run.run_dir, Settings())
     found = LocalCheckpointStore(run.run_dir, run.run_id).latest()
     if found is None:
         raise CheckpointError(f"run {run.run_id} has no whole checkpoint yet. Train at least one segment.")
@@ -205,38 +252,20 @@ def _record(run: Run, found: Sequence[Change]) -> None:
 def tracker_of(run: Run, settings: Settings) -> Tracker:
     return Tracker.open(
         uri=settings.tracking_uri,
-        artifacts_dir=settings.artifacts_dir,
+        artifacts_uri=settings.artifacts_uri,
         experiment=run.experiment.name,
         run_id=run.run_id,
         run_dir=run.run_dir,
     )
 
 
-@contextmanager
-def tracked(run: Run) -> Iterator[Tracker]:
-    """Hold the MLflow run open, and close it with the right status however the flow ends."""
-    tracker = tracker_of(run, Settings())
-    run.finished_marker.unlink(missing_ok=True)
-    tracker.resume()
-    try:
-        yield tracker
-    except Exception:
-        _close_after_error(lambda: tracker, "FAILED")
-        raise
-    except BaseException:  # Ctrl-C or a cancelled flow
-        _close_after_error(lambda: tracker, "KILLED")
-        raise
-    tracker.finish("FINISHED")
-    write_json_atomically(run.finished_marker, "")
-
-
 def close_as_killed(run: Run, settings: Settings) -> None:
     """The MLflow run of a flow that was killed before it could close it itself."""
     if (run.run_dir / "mlflow.json").exists() and not run.finished_marker.exists():
-        _close_after_error(lambda: tracker_of(run, settings), "KILLED")
+        close_after_error(lambda: tracker_of(run, settings), "KILLED")
 
 
-def _close_after_error(tracker: Callable[[], Tracker], status: str) -> None:
+def close_after_error(tracker: Callable[[], Tracker], status: str) -> None:
     try:
         tracker().finish(status)
     except (InfraError, OSError) as error:  # the error that ended the run says more

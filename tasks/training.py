@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 
 from prefect import task
@@ -28,18 +29,22 @@ from rlcore.segment.failures import error_of_exit
 from rlcore.segment.lease import Control, holder_alive
 from rlcore.segment.spec import SegmentManifest, SegmentSpec, segment_path
 from rlcore.segment.store import move_aside, verify_checkpoint
+from tasks.events import announce_checkpoint
 from tasks.failures import handled_failures, read_adjustments, wait_for_next_try
 from tasks.hang import HangWatch, end_stuck_trainer
 from tasks.health import HealthWarnings
 from tasks.jobs import describe_exit, error_from, worth_retrying
+from tasks.mirroring import safe_step, wait_until_mirrored
 from tasks.progress import TrainingProgress
-from tasks.publishing import Publisher
-from tasks.runs import Run, tracker_of
+from tasks.publishing import Publishers, publishers_of
+from tasks.runs import Run
+from tasks.stored import restore_checkpoint
 
 _TICK_SECONDS = 1.0
 _LAST_EXIT_SECONDS = 60.0  # for taking engines and Ray down after the last segment
 _CLEAN_EXIT_SECONDS = 8.0  # for the same after a commit on request
 _TRACEBACK_LINES = 12
+_HEADING = "=== trainer started "  # in the log, which all trainers of a run share
 _MAX_RETRIES = 100  # Prefect's bound; the table's are tighter and outlive this task
 
 
@@ -66,8 +71,15 @@ def train_segment(run: Run, dataset: DatasetRef, model: ModelRef, index: int) ->
 
 
 def _segment_trained(run: Run, settings: Settings, dataset: DatasetRef, model: ModelRef, index: int) -> SegmentManifest:
-    publisher = Publisher(lambda: tracker_of(run, settings), run.journal)
+    with publishers_of(run, settings) as publishers:
+        return _segment_published(run, settings, dataset, model, index, publishers)
+
+
+def _segment_published(
+    run: Run, settings: Settings, dataset: DatasetRef, model: ModelRef, index: int, publishers: Publishers
+) -> SegmentManifest:
     warnings = HealthWarnings(run, read_adjustments(run))
+    restore_checkpoint(run.run_dir, settings)
     manifest = _found_done(run, index)
     if manifest is None:
         trainer = _attach(run) or _start(run, settings, dataset, model, index)
@@ -75,13 +87,15 @@ def _segment_trained(run: Run, settings: Settings, dataset: DatasetRef, model: M
             _stopped_on_interrupt(run, trainer, index, settings),
             TrainingProgress(run.experiment) as progress,
         ):
-            manifest = _follow(run, trainer, index, lambda: _tick(run, publisher, progress, warnings))
+            manifest = _follow(run, trainer, index, lambda: _tick(run, settings, publishers, progress, warnings))
+        announce_checkpoint(run, manifest)
     warnings.tell(run.journal())
     if manifest.last_step >= run.experiment.training.steps:
         _wait_for_end(run, index)
-        publisher.publish_last(manifest.last_step, settings.tracking_wait_seconds)
+        wait_until_mirrored(run, manifest.last_step, settings)
+        publishers.publish_last(manifest.last_step)
     else:
-        publisher.publish(manifest.last_step)
+        publishers.publish(safe_step(run, settings))
     return manifest
 
 
@@ -106,10 +120,18 @@ def _found_done(run: Run, index: int) -> SegmentManifest | None:
 def train_all_segments(run: Run, dataset: DatasetRef, model: ModelRef) -> list[SegmentManifest]:
     """Segments in order, until the last step; a segment that runs out of minutes makes one more of them."""
     segments: list[SegmentManifest] = []
-    while not segments or segments[-1].last_step < run.experiment.training.steps:
-        segments.append(train_segment(run, dataset, model, len(segments)))
-        manifest = segments[-1]
-        get_logger().info("train: segment %d committed at step %d", manifest.segment, manifest.last_step)
+    try:
+        while not segments or segments[-1].last_step < run.experiment.training.steps:
+            segments.append(train_segment(run, dataset, model, len(segments)))
+            manifest = segments[-1]
+            get_logger().info("train: segment %d committed at step %d", manifest.segment, manifest.last_step)
+    except BaseException:
+        trainer = _running(run)
+        if trainer is None:
+            raise
+        # Between two tasks (and Prefect may be away for a while) the trainer works on; nobody else would tell it.
+        with _stopped_on_interrupt(run, trainer, len(segments), Settings()):
+            raise
     return segments
 
 
@@ -174,7 +196,10 @@ def _start(run: Run, settings: Settings, dataset: DatasetRef, model: ModelRef, i
     write_json_atomically(spec_path, spec.model_dump_json(indent=1))
     _error_path(run).unlink(missing_ok=True)
     _beat(run, index)
+    where = f"from step {step}" if (step := run.committed_step()) else "from the start"
     with (run.run_dir / "trainer.log").open("ab") as log:
+        log.write(f"\n{_HEADING}{where}, {datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC ===\n".encode())
+        log.flush()
         child = processes.start(
             [str(settings.trainer_python), "-m", "rlcore.segment", "run", str(spec_path)],
             env=environment.for_children(settings),
@@ -183,7 +208,6 @@ def _start(run: Run, settings: Settings, dataset: DatasetRef, model: ModelRef, i
             ends_with_parent=False,  # it must outlive a killed driver, commit, and be found by the next one
         )
     _CHILDREN[run.run_dir] = child
-    where = f"from step {step}" if (step := run.committed_step()) else "from the start"
     get_logger().info("train: started a trainer %s (log: %s)", where, run.run_dir / "trainer.log")
     return Trainer(child.pid, run.run_dir / "lease.json", child)
 
@@ -204,11 +228,13 @@ def _follow(run: Run, trainer: Trainer, index: int, tick: Callable[[], None]) ->
         time.sleep(_TICK_SECONDS)
 
 
-def _tick(run: Run, publisher: Publisher, progress: TrainingProgress, warnings: HealthWarnings) -> None:
+def _tick(
+    run: Run, settings: Settings, publishers: Publishers, progress: TrainingProgress, warnings: HealthWarnings
+) -> None:
     records = run.journal()
     progress.show(records)
     warnings.tell(records)
-    publisher.publish(run.committed_step())
+    publishers.publish(safe_step(run, settings))
 
 
 def _wait_for_end(run: Run, index: int) -> None:
@@ -275,12 +301,16 @@ def _failure(run: Run, code: int) -> RlflowError:
         error = error_from(report, f"the trainer ended with {describe_exit(code)}")
         return type(error)(f"{tail}\n\n{error}\nThe trainer's log: {log}")
     known = error_of_exit(code, describe_exit(code))
-    return type(known)(f"{_log_tail(log)}\n\n{known}. The trainer's log: {log}")
+    return type(known)(f"{last_words(log)}\n\n{known}. The trainer's log: {log}")
 
 
-def _log_tail(log: Path) -> str:
-    lines = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
-    return "\n".join(lines[-_TRACEBACK_LINES:])
+def last_words(log: Path) -> str:
+    """The end of what the last trainer wrote, without that of those before it."""
+    if not log.exists():
+        return ""
+    lines = log.read_text(errors="replace").strip().splitlines()
+    since = max((number for number, line in enumerate(lines, 1) if line.startswith(_HEADING)), default=0)
+    return "\n".join(lines[since:][-_TRACEBACK_LINES:])
 
 
 def _beat(run: Run, index: int, *, stop: bool = False) -> None:

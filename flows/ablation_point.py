@@ -1,0 +1,49 @@
+"""ablation-point: one run of an ablation, up to one rung. Started by ablate; merged later, if it is the one wanted."""
+
+from __future__ import annotations
+
+import sys
+
+from prefect import flow
+
+from infra.settings import Settings
+from rlcore.ablation.plan import Job
+from rlcore.ablation.results import PointResult
+from tasks import foreground
+from tasks import parameters as form
+from tasks.ablation import describe_point, existing_ablation, point_name
+from tasks.cancelling import end_what_is_left
+from tasks.data import prepare_and_resize
+from tasks.evaluation import evaluate_and_log
+from tasks.models import bootstrapped
+from tasks.preflight import preflight
+from tasks.runs import open_run
+from tasks.tracking import tracked
+from tasks.training import train_all_segments
+
+
+@flow(name="ablation-point", flow_run_name=point_name, on_cancellation=[end_what_is_left])
+def ablation_point(
+    ablation: form.ExistingAblation, point: form.PointName, seed: form.PointSeed, steps: form.PointSteps
+) -> PointResult:
+    """Train to ``steps``, or go on to there, and evaluate."""
+    study = existing_ablation(ablation)
+    job = Job(study.plan.point(point), seed, steps)
+    with study.noted_failure(job):
+        config = job.point.experiment_of(seed, steps)
+        preflight(config)
+        run = open_run(config, study.run_id(job), Settings())
+        train = prepare_and_resize(config, "train")
+        validation = prepare_and_resize(config, "validation")
+        start = bootstrapped(config.model)
+        with tracked(run) as tracker:
+            describe_point(study, job, run, train, validation, start)
+            segments = train_all_segments(run, train, start)
+            report = evaluate_and_log(config, segments[-1].checkpoint, start, validation, tracker)
+        return study.note(job, run, tracker.mlflow_run_id, report)
+
+
+if __name__ == "__main__":
+    foreground.run_once(
+        lambda: ablation_point(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])), ends_with_parent=True
+    )

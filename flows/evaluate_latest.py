@@ -1,0 +1,38 @@
+"""evaluate-latest: every committed checkpoint on the benchmarks of its experiment, the newest first."""
+
+from __future__ import annotations
+
+from prefect import flow
+
+from infra.settings import Settings
+from rlcore.errors import RlflowError
+from tasks import parameters as form
+from tasks.benchmarks import load_benchmarks
+from tasks.latest import evaluate_todo, newest_unevaluated, promote, show_leaderboard
+from tasks.locks import alone
+
+
+@flow(name="evaluate-latest")
+def evaluate_latest(
+    benchmarks: form.Benchmarks = None, workers: form.Workers = None, confidence: form.Confidence = 0.95
+) -> None:
+    """Until nothing is left; started by a schedule and by each committed checkpoint, alone over its data folder. One
+    evaluation that fails does not keep the others from being done; the first failure is the flow's."""
+    chosen = load_benchmarks(benchmarks)
+    failures: list[RlflowError] = []
+    tried: set[str] = set()
+    with alone(Settings(), "evaluate-latest") as mine:
+        while mine and (todo := newest_unevaluated(chosen, workers, tried)) is not None:
+            tried.add(todo.key)
+            try:
+                promote(todo, evaluate_todo(todo), chosen, confidence)
+            except RlflowError as error:
+                failures.append(error)
+        if tried:
+            show_leaderboard()
+    if failures:
+        raise failures[0]
+
+
+if __name__ == "__main__":
+    evaluate_latest()

@@ -1,0 +1,190 @@
+"""What the local stack consists of, and what it asks its Prefect server. Deployments run in two work pools: ``gpu``,
+with as many runs at a time as there are slots, and ``cpu`` for what must not wait for one, such as recover."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from dataclasses import dataclass
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from infra import environment
+from infra.errors import ServerError
+from infra.processes import ProcessId, is_running
+from infra.provenance import ROOT, code_digest
+from infra.servers import Server, end_of, mlflow_command, prefect_command
+from infra.settings import Settings
+
+POOLS = ("gpu", "cpu")
+_ANSWER_SECONDS = 20.0
+_PATIENCE_SECONDS = 60.0
+_AGAIN_SECONDS = 0.5
+
+
+class ServiceState(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    pid: int
+    address: str | None
+    restarts: int
+
+
+class StackState(BaseModel):
+    """``state.json`` of the stack's folder, written by its supervisor."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    supervisor: ProcessId
+    phase: Literal["starting", "up", "draining"]
+    prefect: str  # addresses of the pages
+    mlflow: str
+    services: tuple[ServiceState, ...]
+
+    @property
+    def alive(self) -> bool:
+        return is_running(self.supervisor) is True
+
+
+def read_state(settings: Settings) -> StackState | None:
+    """The state of the stack over this data folder; None: there is none, or its supervisor is gone."""
+    path = settings.stack_dir / "state.json"
+    try:
+        state = StackState.model_validate_json(path.read_bytes())
+    except (FileNotFoundError, ValidationError):
+        return None
+    return state if state.alive else None
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The two servers and the workers' processes over one data folder."""
+
+    settings: Settings
+    prefect: Server
+    mlflow: Server
+
+    @classmethod
+    def of(cls, settings: Settings) -> Layout:
+        return cls(
+            settings,
+            prefect_command(settings, settings.prefect_port),
+            mlflow_command(settings, settings.mlflow_port),
+        )
+
+    def environment(self) -> dict[str, str]:
+        """Of workers, and of Prefect's commands."""
+        return {
+            **environment.for_children(self.settings),
+            "RLFLOW_DATA_DIR": str(self.settings.data_dir),
+            "RLFLOW_MLFLOW_URI": self.mlflow.address,
+            "PREFECT_HOME": str(self.settings.prefect_home),
+            "PREFECT_API_URL": f"{self.prefect.address}/api",
+            "PREFECT_PLUGINS_ENABLED": "0",
+            "PREFECT_CLI_COLORS": "false",
+            "PREFECT_CLIENT_MAX_RETRIES": "10",  # a busy SQLite and a restarted server are both waited for
+        }
+
+    def worker_args(self, pool: str) -> list[str]:
+        name = f"{socket.gethostname()}-{pool}"
+        return [
+            *(sys.executable, "-m", "prefect", "worker", "start"),
+            *("--pool", pool, "--type", "process", "--name", name),
+        ]
+
+    def log(self, name: str) -> Path:
+        return self.settings.stack_dir / f"{name}.log"
+
+    def command(self, *words: str) -> None:
+        """One of Prefect's commands.
+
+        Raises:
+            ServerError: it failed, with the end of its output.
+        """
+        log = self.log("commands")
+        args = [sys.executable, "-m", "prefect", "--no-prompt", *words]
+        with log.open("wb") as output:
+            code = subprocess.run(
+                args, env=self.environment(), cwd=ROOT, stdout=output, stderr=output, check=False
+            ).returncode
+        if code != 0:
+            raise ServerError(f"prefect {' '.join(words)} ended with {code}. {end_of(log)}")
+
+    def api(self, method: str, path: str, body: Mapping[str, object] | None = None) -> Any:
+        """Ask Prefect's server. None: there is no such thing.
+
+        Raises:
+            ServerError: it refuses, or does not answer for a while. 503 means that SQLite was busy: ask again.
+        """
+        what = f"{method} {path}"
+        request = urllib.request.Request(
+            f"{self.prefect.address}/api{path}",
+            method=method,
+            data=None if body is None else json.dumps(body).encode(),
+            headers={"Content-Type": "application/json"},
+        )
+        deadline = time.monotonic() + _PATIENCE_SECONDS
+        while True:
+            try:
+                with urllib.request.urlopen(request, timeout=_ANSWER_SECONDS) as reply:
+                    text = reply.read()
+                return json.loads(text) if text else None
+            except urllib.error.HTTPError as error:
+                if error.code == HTTPStatus.NOT_FOUND:
+                    return None
+                if error.code != HTTPStatus.SERVICE_UNAVAILABLE or time.monotonic() > deadline:
+                    raise ServerError(f"Prefect refuses {what}: {error.read().decode()[:500]}") from error
+            except OSError as error:
+                if time.monotonic() > deadline:
+                    raise ServerError(f"Prefect at {self.prefect.address} does not answer {what}: {error}") from error
+            time.sleep(_AGAIN_SECONDS)
+
+    def apply(self) -> None:
+        """Make the work pools, and bring them and all deployments to what settings and prefect.yaml say."""
+        for pool in POOLS:
+            if self.api("GET", f"/work_pools/{pool}") is None:
+                self.command("work-pool", "create", pool, "--type", "process")
+        self.api("PATCH", "/work_pools/gpu", {"concurrency_limit": self.settings.gpu_slots})
+        if not self._deployed():
+            self.command("deploy", "--all")
+            self._deployed_mark.write_text(_digest_of_deployments())
+
+    def _deployed(self) -> bool:
+        """Whether everything is deployed as the code says it: doing it again takes Prefect a minute or two."""
+        mark = self._deployed_mark
+        if not mark.exists() or mark.read_text() != _digest_of_deployments():
+            return False
+        wanted = {item["name"] for item in yaml.safe_load((ROOT / "prefect.yaml").read_text())["deployments"]}
+        return wanted <= {item["name"] for item in self.api("POST", "/deployments/filter", {})}
+
+    @property
+    def _deployed_mark(self) -> Path:
+        return self.settings.prefect_home / "deployed"
+
+    def pause(self, paused: bool) -> None:
+        for pool in POOLS:
+            self.api("PATCH", f"/work_pools/{pool}", {"is_paused": paused})
+
+    def recover(self) -> None:
+        """Look at once at the runs that somebody may have lost."""
+        found = self.api("GET", "/deployments/name/recover/recover")
+        if found is not None:
+            self.api("POST", f"/deployments/{found['id']}/create_flow_run", {"state": {"type": "SCHEDULED"}})
+
+
+def _digest_of_deployments() -> str:
+    """Of all that a deployment is made from: its entry in prefect.yaml, and its flow's parameters."""
+    values = (ROOT / "prefect.yaml").read_bytes() + str(ROOT).encode()
+    return f"{hashlib.sha256(values).hexdigest()[:16]}-{code_digest('flows', 'tasks/parameters.py', 'rlcore/config')}"

@@ -1,0 +1,207 @@
+"""The evaluate-latest flow's steps: which checkpoints are not evaluated yet, their numbers, the leaderboard, and the
+champion. What has been evaluated is in ``evaluations.jsonl`` of each run's folder."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from prefect import task
+from prefect.artifacts import create_table_artifact
+from prefect.cache_policies import NO_CACHE
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from infra.logs import get_logger
+from infra.settings import Settings
+from rlcore.artifacts import CheckpointRef, EvalReport
+from rlcore.config import ExperimentConfig
+from rlcore.errors import CheckpointError, RlflowError
+from rlcore.segment.store import LocalCheckpointStore, checkpoint_ref, read_manifest
+from tasks.benchmarks import Benchmark
+from tasks.data import prepare_and_resize
+from tasks.evaluation import evaluate_and_log, suite_of
+from tasks.merging import CHAMPION, merged, register
+from tasks.models import bootstrapped
+from tasks.runs import Run, append_line, existing_run, tracker_of
+from tasks.stored import send_file
+
+ARTIFACT = "leaderboard"
+
+
+class Evaluation(BaseModel):
+    """One line of ``evaluations.jsonl``."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    benchmark: str
+    key: str
+    report: EvalReport
+
+
+@dataclass(frozen=True, slots=True)
+class Todo:
+    """A checkpoint that a benchmark has not seen."""
+
+    run: Run
+    checkpoint: CheckpointRef
+    committed: float  # seconds since the epoch
+    benchmark: Benchmark
+    suite: ExperimentConfig
+
+    @property
+    def key(self) -> str:
+        """Of the weights and of everything that the numbers depend on; not of the machine."""
+        return evaluation_key(self.checkpoint, self.suite)
+
+
+def evaluation_key(checkpoint: CheckpointRef, suite: ExperimentConfig) -> str:
+    config = suite.model_dump(mode="json", include={"seed", "model", "data", "reward", "evaluation"})
+    content = json.dumps([checkpoint.manifest_sha256, config], sort_keys=True)
+    return hashlib.sha256(content.encode()).hexdigest()[:24]
+
+
+def evaluations(run: Run) -> list[Evaluation]:
+    path = run.run_dir / "evaluations.jsonl"
+    return [Evaluation.model_validate_json(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def all_runs(settings: Settings) -> list[Run]:
+    """Every run that can be read; the others are told."""
+    found = []
+    for stored in sorted(settings.runs_dir.glob("*/experiment.json")):
+        try:
+            found.append(existing_run(stored.parent.name, settings))
+        except (RlflowError, ValidationError) as error:
+            get_logger().warning("evaluate-latest: %s cannot be read: %s", stored.parent, error)
+    return found
+
+
+def newest_unevaluated(benchmarks: Sequence[Benchmark], workers: int | None, tried: Collection[str]) -> Todo | None:
+    """Of the committed checkpoints of all runs, ablations apart, the newest that a benchmark of its experiment has not
+    seen."""
+    found = [
+        todo
+        for run in all_runs(Settings())
+        if not run.ablation_marker.exists()
+        for todo in _todos(run, [item for item in benchmarks if run.experiment.name in item.of], workers)
+        if todo.key not in tried
+    ]
+    return max(found, key=lambda todo: todo.committed, default=None)  # the first benchmark first
+
+
+def _todos(run: Run, benchmarks: Sequence[Benchmark], workers: int | None) -> list[Todo]:
+    if not benchmarks:
+        return []
+    known = {item.key for item in evaluations(run)}
+    found = []
+    for path in LocalCheckpointStore(run.run_dir, run.run_id).newest_first():
+        try:
+            checkpoint = checkpoint_ref(path, read_manifest(path))
+            committed = (path / "manifest.json").stat().st_mtime
+        except (CheckpointError, FileNotFoundError):  # not whole, or gone meanwhile: nothing to evaluate
+            continue
+        for benchmark in benchmarks:
+            todo = Todo(run, checkpoint, committed, benchmark, suite_of(run, benchmark.like, workers=workers))
+            if todo.key not in known:
+                found.append(todo)
+    return found
+
+
+def evaluate_todo(todo: Todo) -> Evaluation:
+    """Evaluate, put the numbers into the run in MLflow, and note that it is done.
+
+    Raises:
+        RlflowError: as of the tasks it calls; retention may have removed the checkpoint meanwhile.
+    """
+    base = bootstrapped(todo.run.experiment.model)
+    problems = prepare_and_resize(todo.suite, "validation")
+    tracker = tracker_of(todo.run, Settings())
+    report = evaluate_and_log(todo.suite, todo.checkpoint, base, problems, tracker, todo.benchmark.name)
+    done = Evaluation(benchmark=todo.benchmark.name, key=todo.key, report=report)
+    known = todo.run.run_dir / "evaluations.jsonl"
+    append_line(known, done.model_dump_json())
+    send_file(known, Settings())
+    return done
+
+
+def promote(todo: Todo, done: Evaluation, benchmarks: Sequence[Benchmark], confidence: float) -> None:
+    """Make the checkpoint its experiment's champion if it is better than the old one by more than chance, on the first
+    benchmark of the experiment. It is then merged, verified and registered like the last checkpoint of a run."""
+    deciding = next(item for item in benchmarks if todo.run.experiment.name in item.of)
+    if deciding.name != todo.benchmark.name:
+        return
+    name = f"{todo.run.experiment.name}, step {todo.checkpoint.step} of {todo.run.run_id}"
+    verdict = judge(todo, done, confidence)
+    get_logger().info("champion: %s: %s", name, verdict.reason)
+    if verdict.promote:
+        run, base = todo.run, bootstrapped(todo.run.experiment.model)
+        train = prepare_and_resize(run.experiment, "train")
+        model = merged(run.experiment, todo.checkpoint, base, train)
+        register(run, model, todo.checkpoint, done.report, alias=CHAMPION)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    promote: bool
+    reason: str
+
+
+@task(name="judge-champion", cache_policy=NO_CACHE, persist_result=False)
+def judge(todo: Todo, done: Evaluation, confidence: float) -> Verdict:
+    """Paired with the evaluation of the old champion on the same problems."""
+    from rlcore.evaluation.evaluate import read_rows
+    from rlcore.evaluation.paired import accuracy_per_problem, compare
+
+    settings = Settings()
+    tags = tracker_of(todo.run, settings).tags_at(todo.run.experiment.name, CHAMPION)
+    if tags is None:
+        return Verdict(True, "the first champion")
+    old = _evaluation_of(tags["rlflow.run_id"], int(tags["rlflow.step"]), todo, settings)
+    if old is None:
+        return Verdict(False, f"the champion has no evaluation on {done.benchmark} that this one can be compared with")
+    before, after = (accuracy_per_problem(read_rows(Path(item.report.table))) for item in (old, done))
+    found = compare(before, after, confidence)
+    return Verdict(found.better, f"{found} against the champion, step {tags['rlflow.step']} of {tags['rlflow.run_id']}")
+
+
+def _evaluation_of(run_id: str, step: int, todo: Todo, settings: Settings) -> Evaluation | None:
+    """That of a checkpoint on the same benchmark, the latest one whose table is still there."""
+    if not (settings.runs_dir / run_id / "experiment.json").exists():
+        return None
+    found = [
+        item
+        for item in evaluations(existing_run(run_id, settings))
+        if (item.benchmark, item.report.step) == (todo.benchmark.name, step) and Path(item.report.table).exists()
+    ]
+    return found[-1] if found else None
+
+
+@task(name="show-leaderboard", cache_policy=NO_CACHE, persist_result=False)
+def show_leaderboard() -> None:
+    """A table on Prefect's page: every evaluation, the best of each benchmark first."""
+    settings = Settings()
+    rows = []
+    for run in all_runs(settings):
+        known = evaluations(run)
+        tags = tracker_of(run, settings).tags_at(run.experiment.name, CHAMPION) if known else None
+        champion = (tags["rlflow.run_id"], tags["rlflow.step"]) if tags else None
+        rows += [
+            {
+                "benchmark": item.benchmark,
+                "accuracy": round(item.report.accuracy, 4),
+                "95% interval": f"[{item.report.accuracy_low:.3f}, {item.report.accuracy_high:.3f}]",
+                "experiment": run.experiment.name,
+                "run": run.run_id,
+                "step": item.report.step,
+                "champion": CHAMPION if champion == (run.run_id, str(item.report.step)) else "",
+            }
+            for item in known
+        ]
+    rows.sort(key=lambda row: (row["benchmark"], -float(row["accuracy"])))
+    if rows:
+        create_table_artifact(
+            rows, key=ARTIFACT, description="Evaluated checkpoints, the best of each benchmark first."
+        )

@@ -1,0 +1,191 @@
+"""What RLFLOW_STORE keeps beside the data folder: made things by their place below it, and runs.
+
+The data folder is the working copy: nothing is read from the store but what is missing here, and without a store
+nothing changes.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+from pydantic import BaseModel, ConfigDict
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+from infra.logs import get_logger
+from infra.settings import Settings
+from infra.storage import inside
+from infra.store import Store
+from rlcore.errors import ConfigError
+from rlcore.job import write_json_atomically
+from rlcore.segment.spec import SegmentManifest
+
+CHECKPOINTS = "checkpoints"
+SEGMENTS = "segments"
+
+
+class Made(Protocol):
+    """What a job tells of the folder that it has made."""
+
+    @property
+    def path(self) -> str: ...
+
+
+R = TypeVar("R", bound=Made)
+
+
+def store_of(settings: Settings) -> Store | None:
+    return Store(settings.store) if settings.store else None
+
+
+def key_of(folder: Path, settings: Settings) -> str | None:
+    """Where the store has ``folder``; None: it is not below the data folder, so somebody else's."""
+    return folder.relative_to(settings.data_dir).as_posix() if folder.is_relative_to(settings.data_dir) else None
+
+
+def kept(folder: Path, settings: Settings, make: Callable[[], R]) -> R:
+    """What ``make`` returns about the folder that it makes, or finds made at ``folder``: one that is missing here is
+    fetched from the store before, a new one is sent there after.
+
+    Raises:
+        StorageError: the store does not answer.
+    """
+    fetched(folder, settings)
+    made = make()
+    send(Path(made.path), settings)
+    return made
+
+
+def fetched(folder: Path, settings: Settings) -> bool:
+    """Whether the store had the folder, which is missing here and now is not."""
+    store, key = store_of(settings), key_of(folder, settings)
+    if store is None or key is None or folder.exists():
+        return False
+    with _bar(folder.name) as progress:
+        found = store.pull(key, folder, progress=progress)
+    if found:
+        get_logger().info("store: fetched %s", key)
+    return found
+
+
+def send(folder: Path, settings: Settings) -> None:
+    """Send a folder that is done."""
+    store, key = store_of(settings), key_of(folder, settings)
+    if store is not None and key is not None:
+        store.push(folder, key)
+
+
+def send_file(file: Path, settings: Settings) -> None:
+    """Send one small file of a run, as an evaluation adds it after training."""
+    store, key = store_of(settings), key_of(file, settings)
+    if store is not None and key is not None:
+        store.put(key, file.read_bytes())
+
+
+def restore_run(run_id: str, settings: Settings) -> None:
+    """Where this machine does not know the run: fetch all but its checkpoints, as of the last one that was mirrored."""
+    store, run_dir = store_of(settings), settings.runs_dir / run_id
+    if store is None or run_dir.exists():
+        return
+    names = [name for name in store.files_below(f"runs/{run_id}") if not name.startswith((f"{CHECKPOINTS}/", "."))]
+    if not any(name.startswith(f"{SEGMENTS}/") for name in names):
+        return  # no checkpoint yet, so nothing to go on from
+    aside = run_dir.with_name(f".{run_id}.{os.getpid()}.pull")
+    shutil.rmtree(aside, ignore_errors=True)
+    try:
+        for name in names:
+            path, content = inside(aside, name), store.get(f"runs/{run_id}/{name}")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(_moved(content or b"", run_dir) if name.startswith(f"{SEGMENTS}/") else content or b"")
+        aside.rename(run_dir)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    reached = max(item.last_step for item in _segments(run_dir))
+    write_mirror(run_dir, read_mirror(run_dir, settings).model_copy(update={"step": reached}))
+    get_logger().warning("store: run %s is not on this machine and goes on from %s", run_id, settings.store)
+
+
+def restore_checkpoint(run_dir: Path, settings: Settings) -> None:
+    """Where the newest checkpoint that the run's segments end in is not on this machine: fetch it, else the one before
+    it, and so on. What is not in the store either is the trainer's to say."""
+    for segment in reversed(_segments(run_dir)):
+        folder = run_dir / CHECKPOINTS / Path(segment.checkpoint.path).name
+        if folder.exists() or fetched(folder, settings):
+            return
+
+
+class MirrorState(BaseModel):
+    """``mirror.json`` of a run's folder: what the store has acknowledged to this machine."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    store: str
+    step: int = 0  # whose checkpoint is there, and all that belongs to it
+    token: str  # of this machine's copy of the run
+    taken_over: bool = False
+
+
+class TakenOverError(ConfigError):
+    """Another machine drives the run now; this one must not touch its copy any more."""
+
+
+def read_mirror(run_dir: Path, settings: Settings) -> MirrorState:
+    path = run_dir / "mirror.json"
+    if path.exists():
+        found = MirrorState.model_validate_json(path.read_bytes())
+        if found.store == settings.store:
+            return found
+    return MirrorState(store=settings.store, token=uuid.uuid4().hex)
+
+
+def write_mirror(run_dir: Path, state: MirrorState) -> None:
+    write_json_atomically(run_dir / "mirror.json", state.model_dump_json())
+
+
+def mirrored_step(run_dir: Path, settings: Settings) -> int:
+    """The last step whose checkpoint is in the store, as it has acknowledged.
+
+    Raises:
+        TakenOverError: another machine drives the run.
+    """
+    state = read_mirror(run_dir, settings)
+    if state.taken_over:
+        raise TakenOverError(
+            f"another machine has taken over run {run_dir.name} in {settings.store}. Continue it there; to go on here "
+            f"from what it has reached, stop it there and move {run_dir} away."
+        )
+    return state.step
+
+
+def _segments(run_dir: Path) -> list[SegmentManifest]:
+    """Those that can be read; the trainer moves the others aside."""
+    found = []
+    for path in sorted((run_dir / SEGMENTS).glob("*.json")):
+        try:
+            found.append(SegmentManifest.model_validate_json(path.read_bytes()))
+        except ValueError:
+            continue
+    return found
+
+
+def _moved(manifest: bytes, run_dir: Path) -> bytes:
+    """The manifest of a segment whose run lies elsewhere now."""
+    found = SegmentManifest.model_validate_json(manifest)
+    path = run_dir / CHECKPOINTS / Path(found.checkpoint.path).name
+    moved = found.model_copy(update={"checkpoint": found.checkpoint.model_copy(update={"path": str(path)})})
+    return moved.model_dump_json(indent=1).encode()
+
+
+@contextmanager
+def _bar(name: str) -> Iterator[Callable[[int, int], None]]:
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as shown:
+        bar = shown.add_task(f"fetching {name}", total=None)
+        yield lambda done, of: shown.update(bar, completed=done, total=of)
