@@ -1,6 +1,7 @@
 # make demo and make test set everything up themselves. RLFLOW_DATA_DIR moves the data folder (./data).
-# EXTRA=gpu installs for CUDA.
+# EXTRA=gpu installs for CUDA. JOBS: tests at a time; each file starts servers or Ray and wants about a core and 3 GiB.
 EXTRA ?= cpu
+JOBS ?= 2
 STAMP := .venv/.installed-$(EXTRA)
 RUN := .venv/bin/python
 FIND_PYTHON := for p in python3.11 python3.12 python3; do \
@@ -8,20 +9,24 @@ FIND_PYTHON := for p in python3.11 python3.12 python3; do \
   && $$p -c 'import sys; print(sys.executable)' && break; done
 PYTHON := $(shell $(FIND_PYTHON))
 UV := $(or $(shell command -v uv),.uv/bin/uv)
-LOCK := $(UV) pip compile pyproject.toml --python-version 3.11 --no-emit-index-url --no-header --extra dev --extra oracle
+LOCK := $(UV) pip compile pyproject.toml --python-version 3.11 --no-emit-index-url --no-header --extra dev --extra oracle --extra tensorboard --extra wandb
 export UV_PYTHON_DOWNLOADS := never
 # Compiled at install, or every start of a worker imports for 15 s instead of 6.
 export UV_COMPILE_BYTECODE := 1
 
-.PHONY: help install demo demo-gsm8k demo-countdown demo-geo3k demo-algorithms chaos ui test check lock clean
+.PHONY: help install up down status tour demo demo-gsm8k demo-countdown demo-geo3k demo-algorithms chaos ui docs test test-stacks check lock clean
 help:
 	@echo 'make demo                      from raw data to a registered model, on the CPU'
 	@echo 'make demo-gsm8k, -countdown    the same with a tiny text policy: sums, the countdown game'
 	@echo 'make demo-geo3k DATA=FOLDER    the same on real Geometry3K files, two steps'
 	@echo 'make demo-algorithms           does every algorithm learn? A table of three seeds each, under 40 minutes'
 	@echo 'make chaos                     kill everything, at random; is anything lost? A table, 15 to 20 minutes'
+	@echo 'make up, down, status          Prefect, MLflow and workers in the background; then prefect deployment run NAME'
+	@echo 'make tour                      all of it once, from nothing, with pictures of the pages; under 30 minutes'
 	@echo 'make ui                        the Prefect and MLflow pages over the data folder'
 	@echo 'make test, make check          the tests; lint, format and types'
+	@echo 'make test-stacks               the flow-level tests on PostgreSQL and S3'
+	@echo 'make docs                      write docs/reference.md from the help texts of the settings'
 	@echo 'make install, lock, clean      environment; pinned requirements; remove what make made'
 
 install: $(STAMP)
@@ -57,11 +62,26 @@ demo-algorithms: $(STAMP)
 chaos: $(STAMP)
 	@OMP_NUM_THREADS=1 $(RUN) -m tests.chaos
 
+up down status: $(STAMP)
+	@$(RUN) -m infra.stack $@
+
+tour: $(STAMP)
+	@OMP_NUM_THREADS=1 $(RUN) -W ignore -m tests.tour
+
 ui: $(STAMP)
 	@$(RUN) -m infra.ui
 
+docs: $(STAMP)
+	@$(RUN) -m tasks.reference docs/reference.md
+
+# A file's tests share their servers, so they stay together; the long ones, of integration, come before those of units.
+PYTEST := $(RUN) -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
+
 test: $(STAMP)
-	$(RUN) -m pytest
+	$(PYTEST)
+
+test-stacks: $(STAMP)
+	$(PYTEST) -m stacks --stack=postgres-s3 tests/integration
 
 check: $(STAMP)
 	$(RUN) -m ruff check .

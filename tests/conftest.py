@@ -1,14 +1,39 @@
-"""Shared fixtures: a tiny policy with random weights, and samples over a few drawn pictures."""
+"""Shared fixtures: a tiny policy with random weights, and the stack that flow-level tests run on."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
+
+from rlcore.startup import making_what_stays
+from tests.stores import Parts, embedded_parts, postgres_and_s3
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    text = "what tests marked stacks keep their databases and files in"
+    parser.addoption("--stack", choices=["sqlite-local", "postgres-s3"], default="sqlite-local", help=text)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    with making_what_stays():
+        return (yield)
+
+
+@pytest.fixture(scope="session")
+def parts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Parts]:
+    """Databases and a bucket for those who ask, or nothing but the data folder."""
+    if request.config.getoption("--stack") == "sqlite-local":
+        yield embedded_parts()
+        return
+    with postgres_and_s3(tmp_path_factory.mktemp("stores")) as found:
+        yield found
 
 
 @pytest.fixture(scope="session")

@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 from tests.chaos.faults import DAMAGES
-from tests.chaos.harness import Chaos, losses, markdown, undisturbed
+from tests.chaos.harness import TRAINING, WHOLE, Chaos, losses, markdown, undisturbed
 
 _STEPS_PER_DISTURBANCE = 10  # each after a commit; without its head Ray lets a run go on for some seconds
 
@@ -26,6 +26,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
     parser.add_argument("--kills", type=int, default=25)
     parser.add_argument("--no-faults", action="store_true", help="kills alone: no full disk, no damage")
+    parser.add_argument("--training-only", action="store_true", help="neither evaluate nor merge")
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("data/chaos"))
@@ -38,7 +39,8 @@ def main() -> int:
     settings = [f"resources.workers={options.workers}", f"training.steps={steps}"]
 
     expected = undisturbed(out / "undisturbed", [*settings, f"segment.steps={steps}"])
-    chaos = Chaos(out / "killed", settings, random.Random(options.seed), out / "undisturbed" / "models")
+    module = TRAINING if options.training_only else WHOLE
+    chaos = Chaos(out / "killed", settings, random.Random(options.seed), out / "undisturbed" / "models", module)
     with chaos:
         chaos.kill_all(options.kills)
         if not options.no_faults:

@@ -29,9 +29,11 @@ from rlcore.segment.journal import read_journal
 from rlcore.segment.resume import read_segments
 from tests.chaos.faults import DAMAGES, SmallDisk
 from tests.chaos.victims import TRAINER_SIDE, Scene, Victim, command, metrics_due
+from tests.shell import new_shell
 
 EXPERIMENT = "grpo-gsm8k-tiny"
 RUN_ID = "chaos"
+WHOLE, TRAINING = "flows.train_grpo", "tests.integration.train_only"
 SMALL = (
     "model.tiny.warm_start_steps=200",
     "segment.steps=2",
@@ -88,7 +90,7 @@ def undisturbed(data_dir: Path, settings: list[str]) -> str:
     shutil.rmtree(data_dir, ignore_errors=True)
     data_dir.mkdir(parents=True)
     with (data_dir / "command.log").open("wb") as log:
-        subprocess.run(_arguments(settings), env=_environment(data_dir), stdout=log, stderr=log, check=True)
+        subprocess.run(_arguments(settings, TRAINING), env=_environment(data_dir), stdout=log, stderr=log, check=True)
     return weights_of(data_dir / "runs" / RUN_ID)
 
 
@@ -103,14 +105,14 @@ def weights_of(run_dir: Path) -> str:
     return digest.hexdigest()
 
 
-def _arguments(settings: list[str]) -> list[str]:
+def _arguments(settings: list[str], module: str) -> list[str]:
     chosen = [word for setting in (*SMALL, *settings) for word in ("--set", setting)]
-    return [sys.executable, "-m", "flows.train_grpo", EXPERIMENT, "--run-id", RUN_ID, *chosen]
+    return [sys.executable, "-m", module, EXPERIMENT, "--run-id", RUN_ID, *chosen]
 
 
 def _environment(data_dir: Path, **more: str) -> dict[str, str]:
     # short delays: this is about what comes back, not about how politely it waits
-    return {**os.environ, "RLFLOW_DATA_DIR": str(data_dir), "RLFLOW_RETRY_DELAY_SCALE": "0.1", **more}
+    return new_shell({"RLFLOW_DATA_DIR": str(data_dir), "RLFLOW_RETRY_DELAY_SCALE": "0.1", **more})
 
 
 class Server:
@@ -138,12 +140,14 @@ class Server:
 class Chaos:
     """The run, its servers and its command; as a context manager it starts all, and on leaving none is left."""
 
-    def __init__(self, data_dir: Path, settings: list[str], chance: random.Random, models: Path) -> None:
+    def __init__(self, data_dir: Path, settings: list[str], chance: random.Random, models: Path, module: str) -> None:
         """
         Args:
             models: of a run like this one; its warm start need not be taken again.
+            module: what is run, ``WHOLE`` or ``TRAINING``.
         """
-        self.data_dir, self._settings, self._chance, self._models = data_dir, settings, chance, models
+        self.data_dir, self._chance, self._models = data_dir, chance, models
+        self._arguments = _arguments(settings, module)
         self.scene = Scene(data_dir, data_dir / "runs" / RUN_ID)
         self.rows: list[Row] = []
         self._command: subprocess.Popen[bytes] | None = None
@@ -303,7 +307,7 @@ class Chaos:
             self.data_dir, PREFECT_API_URL=f"{self._prefect.address}/api", RLFLOW_MLFLOW_URI=self._mlflow.address
         )
         with (self.data_dir / "command.log").open("ab") as log:
-            self._command = subprocess.Popen(_arguments(self._settings), env=environment, stdout=log, stderr=log)
+            self._command = subprocess.Popen(self._arguments, env=environment, stdout=log, stderr=log)
 
     def _run_again_if_failed(self) -> None:
         if self._command is not None and self._command.poll() not in (None, 0):

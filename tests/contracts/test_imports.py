@@ -22,10 +22,14 @@ FORBIDDEN = {
 }
 # Third party -> where it may be imported: files or folders, as prefixes of the path.
 HOMES = {
-    "prefect": ("flows/", "tasks/"),
-    "mlflow": ("infra/tracking.py",),
+    "prefect": ("flows/", "tasks/", "infra/prefect_plugin.py", "infra/prefect_app.py"),
+    "mlflow": ("infra/tracking.py", "infra/registry.py", "infra/results.py"),
+    "tensorboard": ("infra/tracker_sinks.py",),
+    "wandb": ("infra/tracker_sinks.py",),
+    "swanlab": ("infra/tracker_sinks.py",),
     "fsspec": ("infra/storage.py",),
-    "s3fs": ("infra/storage.py",),
+    "s3fs": ("infra/store.py",),
+    "botocore": ("infra/store.py",),
     "vllm": ("rlcore/rollout/",),
     "ray": ("rlcore/distributed/",),
     "mathruler": ("rlcore/rewards/grading.py",),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import importlib
+import inspect
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,10 @@ import yaml
 
 from rlcore.config import ExperimentConfig, RecoveryConfig
 from rlcore.errors import ConfigError
+from tasks.benchmarks import load_benchmarks
+from tasks.events import CHECKPOINT_COMMITTED
 from tasks.experiments import PREFECT_YAML, experiment_values, load_experiment
+from tasks.parameters import SETTINGS, chosen
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOYMENTS = yaml.safe_load(PREFECT_YAML.read_text())["deployments"]
@@ -31,20 +36,59 @@ def test_entrypoint_is_a_flow(deployment: dict[str, str]) -> None:
     assert any(isinstance(item, ast.Call) and item.func.id == "flow" for item in flow.decorator_list)
 
 
-@pytest.mark.parametrize("deployment", DEPLOYMENTS, ids=lambda item: item["name"])
-def test_the_server_takes_the_deployment(deployment: dict[str, Any]) -> None:
-    """Prefect's server checks parameters by the flow's JSON schema, which knows no default for a union's tag."""
-    from prefect.cli.deploy._triggers import DeploymentTriggerAdapter
+def test_every_experiment_has_the_deployment_of_its_name() -> None:
+    named = {item["name"]: item["parameters"]["experiment"] for item in DEPLOYMENTS if trains(item)}
+    assert named == {name: name for name in experiment_values()}
+
+
+def trains(deployment: dict[str, Any]) -> bool:
+    return bool(deployment["entrypoint"] == "flows/train_grpo.py:grpo_geo3k")
+
+
+@pytest.mark.parametrize("deployment", [item for item in DEPLOYMENTS if "experiment" in item.get("parameters", {})],
+                         ids=lambda item: item["name"])  # fmt: skip
+def test_its_parameters_give_an_experiment(deployment: dict[str, Any]) -> None:
+    assert isinstance(chosen(**deployment["parameters"]), ExperimentConfig)
+
+
+def schema_of(deployment: dict[str, Any]) -> dict[str, Any]:
+    """By which Prefect's server checks parameters and draws the form."""
     from prefect.utilities.callables import parameter_schema
-    from prefect.utilities.schema_tools.validation import validate
 
     file, _, function = deployment["entrypoint"].partition(":")
     flow = getattr(importlib.import_module(file.removesuffix(".py").replace("/", ".")), function)
-    schema = parameter_schema(flow).model_dump_for_openapi()
+    return parameter_schema(flow).model_dump_for_openapi()
+
+
+@pytest.mark.parametrize("deployment", DEPLOYMENTS, ids=lambda item: item["name"])
+def test_the_form_describes_every_parameter(deployment: dict[str, Any]) -> None:
+    properties = schema_of(deployment)["properties"]
+    assert not [name for name, shown in properties.items() if not shown.get("description")]
+
+
+def test_the_form_shows_the_bounds_of_the_setting() -> None:
+    shown = schema_of(next(item for item in DEPLOYMENTS if trains(item)))["properties"]
+    assert shown["steps"]["anyOf"][0] == {"minimum": 1, "type": "integer"}
+    assert shown["steps"]["description"].startswith("Optimizer steps of the whole run.")
+    assert shown["learning_rate"]["anyOf"][0] == {"minimum": 0, "type": "number"}
+    overrides = shown["overrides"]["anyOf"][0]
+    assert overrides["type"] == "array"
+    assert overrides["items"]["type"] == "string"
+    assert re.search(overrides["items"]["pattern"], "training.steps=4")
+    assert not re.search(overrides["items"]["pattern"], "data.train=s3://name:password@host/x")
+
+
+@pytest.mark.parametrize("deployment", DEPLOYMENTS, ids=lambda item: item["name"])
+def test_the_server_takes_the_deployment(deployment: dict[str, Any]) -> None:
+    from prefect.cli.deploy._triggers import DeploymentTriggerAdapter
+    from prefect.utilities.schema_tools.validation import validate
+
+    schema = schema_of(deployment)
     given = deployment.get("parameters", {})
+    words = {"string": "run", "integer": 1}  # what whoever runs it has to give
     missing_at_start = {
-        key: "run" for key in schema.get("required", []) if key not in given
-    }  # given by whoever runs it
+        key: words[schema["properties"][key]["type"]] for key in schema.get("required", []) if key not in given
+    }
     validate({**given, **missing_at_start}, schema, raise_on_error=True, preprocess=False)
     for trigger in deployment.get("triggers", []):
         DeploymentTriggerAdapter.validate_python(trigger)
@@ -64,6 +108,21 @@ def test_recover_looks_at_training_runs_alone_and_only_starts_itself() -> None:
     assert silent["within"] >= RecoveryConfig().silence_seconds + beats
 
 
+def test_benchmarks_are_of_experiments_and_experiments_have_one() -> None:
+    known = experiment_values().keys()
+    benchmarks = load_benchmarks()
+    assert {name for item in benchmarks for name in (item.like, *item.of)} <= known
+    without = known - {name for item in benchmarks for name in item.of}
+    assert without == {"grpo-geo3k-demo-real"}  # two steps that nobody compares
+
+
+def test_a_committed_checkpoint_starts_its_evaluation() -> None:
+    (latest,) = [item for item in DEPLOYMENTS if item["name"] == "evaluate-latest"]
+    (trigger,) = latest["triggers"]
+    assert trigger["expect"] == [CHECKPOINT_COMMITTED]
+    assert trigger["match"] == {"prefect.resource.id": "rlflow.run.*"}
+
+
 def test_flows_are_short() -> None:
     for path in (ROOT / "flows").glob("*.py"):
         assert len(path.read_text().splitlines()) <= 60, path
@@ -73,6 +132,12 @@ def test_the_main_experiment_is_the_published_one() -> None:
     experiment = load_experiment("grpo-geo3k")
     assert experiment.training.problems_per_step // experiment.training.updates_per_batch == 128
     assert (experiment.rollout.group_size, experiment.training.learning_rate) == (5, 1e-6)
+
+
+def test_the_3b_experiment_is_the_recorded_one() -> None:
+    experiment = load_experiment("grpo-geo3k-3b")
+    assert (experiment.training.problems_per_step, experiment.rollout.group_size) == (256, 6)
+    assert experiment.training.problems_per_step // experiment.training.updates_per_batch == 128
 
 
 def test_dapo_is_the_paper_s_except_for_the_model() -> None:
@@ -108,6 +173,19 @@ def test_the_tiny_text_policies_play_what_they_were_warmed_up_on(name: str) -> N
     assert experiment.data.train.split("@")[0] == experiment.model.tiny.task
     if experiment.model.tiny.task == "countdown":
         assert experiment.data.countdown == GAME
+
+
+def test_parameters_set_what_they_are_called_and_overrides_count_over_them() -> None:
+    from flows.train_grpo import grpo_geo3k
+
+    given = {
+        "steps": 80, "seed": 3, "learning_rate": 2e-4, "workers": 1, "model": "m", "train_data": "t",
+        "validation_data": "v",
+    }  # fmt: skip
+    assert given.keys() == SETTINGS.keys() <= inspect.signature(grpo_geo3k.fn).parameters.keys()
+    flat = chosen("grpo-geo3k-tiny", **given).flat()
+    assert {name: flat[SETTINGS[name]] for name in given} == given
+    assert chosen("grpo-geo3k-tiny", ["training.steps=40"], steps=80, seed=None).training.steps == 40
 
 
 def test_overrides_reach_the_experiment() -> None:

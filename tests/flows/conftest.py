@@ -16,7 +16,7 @@ FAKE = Path(__file__).with_name("fake_interpreter.py")
 
 @pytest.fixture(scope="session")
 def _prefect() -> Iterator[None]:
-    with prefect_test_harness(server_startup_timeout=90):
+    with prefect_test_harness(server_startup_timeout=300):
         yield
 
 

@@ -6,6 +6,7 @@ lease, control and checkpoint store, and has a child in a session of its own, as
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -84,7 +85,7 @@ def bootstrap(spec: BootstrapSpec) -> BaseModel:
 
 def merge(spec: MergeSpec) -> BaseModel:
     note(spec.models_dir.parent, f"merge {spec.checkpoint.step}")
-    return _model(spec.models_dir / "merged", "tiny")
+    return _model(spec.models_dir / f"merged-{spec.checkpoint.step}", "tiny")
 
 
 def _model(folder: Path, source: str) -> ModelRef:
@@ -94,12 +95,21 @@ def _model(folder: Path, source: str) -> ModelRef:
 
 
 def evaluate(spec: EvaluateSpec) -> BaseModel:
+    """Of 8 problems ``FAKE_RIGHT`` (JSON, by step, or by step and learning rate: "4 0.001") says how many are right;
+    else 2 at step 0, 6 later."""
+    from rlcore.evaluation.evaluate import EvalRow, write_rows
+
     step = spec.policy.step if isinstance(spec.policy, CheckpointRef) else 0
     note(spec.out_dir.parent.parent, f"evaluate {step}")
-    spec.out_dir.mkdir(parents=True, exist_ok=True)
+    told, rate = json.loads(os.environ.get("FAKE_RIGHT", "{}")), spec.experiment.training.learning_rate
+    right = told.get(f"{step} {rate:g}", told.get(str(step), 2 if step == 0 else 6))
+    rows = [
+        EvalRow(f"p{index}", 0, "q", "a", "c", float(index < right), float(index < right), None, True, "stop", 3)
+        for index in range(8)
+    ]
     table = spec.out_dir / "table.parquet"
-    table.write_text("")
-    accuracy = 0.25 if step == 0 else 0.75
+    write_rows(rows, table)
+    accuracy = right / 8
     return EvalReport(
         policy=spec.policy.path,
         step=step,
@@ -164,7 +174,10 @@ def _train(spec: SegmentSpec) -> int:
             step += 1
             _fail_once(spec, step)
             rate = config.training.learning_rate * spec.adjustments.learning_rate_factor(step)
-            metrics = {"reward/mean": step / 10, "time/generate": 0.1, "optim/learning_rate": rate}
+            metrics = {
+                "reward/mean": step / 10, "reward/accuracy": step / 10, "time/generate": 0.1, "time/step": 0.2,
+                "optim/learning_rate": rate,
+            }  # fmt: skip
             journal.step(step, metrics)
             lease.renew()
             health.step(step, metrics)
@@ -183,13 +196,17 @@ def _train(spec: SegmentSpec) -> int:
 
 
 def _fail_once(spec: SegmentSpec, step: int) -> None:
-    """``FAKE_FAILURE`` at step 3: each kind once, but for those that never end."""
+    """``FAKE_FAILURE`` at step 3: each kind once, but for those that never end; with ``FAKE_FAILURE_RATE`` only at this
+    learning rate."""
     kind = os.environ.get("FAKE_FAILURE", "")
+    if os.environ.get("FAKE_FAILURE_RATE", "") not in ("", f"{spec.experiment.training.learning_rate:g}"):
+        return
     marker = spec.run_dir / "failed-once"
     if step != 3 or not kind or (kind in {"crash", "memory", "hang", "disk"} and marker.exists()):
         return
     marker.touch()
     if kind == "crash":
+        sys.stderr.write("about to be killed\n")
         os.kill(os.getpid(), signal.SIGKILL)
     if kind == "hang":
         time.sleep(600)

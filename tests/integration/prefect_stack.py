@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import secrets
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,12 +20,13 @@ from prefect.client.schemas.objects import FlowRun, StateType
 from infra import environment, processes
 from infra.servers import prefect_server
 from infra.settings import Settings
+from rlcore.config import ExperimentConfig
 from rlcore.segment.journal import read_journal
+from tasks.runs import Run
 from tests.chaos.victims import command
 from tests.flows.conftest import fake_interpreter
 
 ROOT = Path(__file__).resolve().parents[2]
-WORKER = "test-worker"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +35,7 @@ class Stack:
     env: Mapping[str, str]
     client: SyncPrefectClient
     log: Path
+    mark: str  # of its worker; other tests may run on this machine
 
     def prefect(self, *words: str) -> str:
         """A command of Prefect's, as a person types it; its output."""
@@ -41,18 +44,19 @@ class Stack:
         assert answer.returncode == 0, (answer.stdout + answer.stderr)[-3000:]
         return answer.stdout
 
-    def start_worker(self) -> None:
+    def start_worker(self, pool: str = "gpu") -> None:
         # A job in a shell's background ignores SIGINT, and the worker turns its SIGTERM into one.
         command = [
             *("env", "--default-signal=INT", sys.executable, "-m", "prefect", "worker", "start"),
-            *("--pool", "gpu-local", "--type", "process"),
+            *("--pool", pool, "--type", "process"),
         ]
         with self.log.open("ab") as log:
-            processes.start(command, env=self.env, mark=WORKER, output=log, cwd=ROOT, ends_with_parent=True)
+            mark = self.mark if pool == "gpu" else f"{self.mark}-{pool}"
+            processes.start(command, env=self.env, mark=mark, output=log, cwd=ROOT, ends_with_parent=True)
 
     def stop_worker(self) -> None:
         """As systemctl stop does."""
-        (worker,) = [item for item in processes.marked(WORKER) if "worker" in command(item).split()]
+        (worker,) = [item for item in processes.marked(self.mark) if "worker" in command(item).split()]
         worker.terminate()
         worker.wait(60)
 
@@ -69,14 +73,14 @@ class Stack:
     def flow_run(self, flow_run_id: UUID) -> FlowRun:
         return self.client.read_flow_run(flow_run_id)
 
-    def wait_for_state(self, flow_run_id: UUID, *states: StateType, seconds: float = 120) -> FlowRun:
+    def wait_for_state(self, flow_run_id: UUID, *states: StateType, seconds: float = 300) -> FlowRun:
         def reached() -> bool:
             return self.flow_run(flow_run_id).state.type in states
 
         self.wait_for(reached, f"{states} of {flow_run_id}", seconds)
         return self.flow_run(flow_run_id)
 
-    def wait_for(self, condition: Callable[[], bool], what: str, seconds: float = 120) -> None:
+    def wait_for(self, condition: Callable[[], bool], what: str, seconds: float = 300) -> None:
         deadline = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < deadline, (
@@ -87,7 +91,7 @@ class Stack:
     def run_dir(self, flow_run_id: UUID) -> Path:
         return self.settings.runs_dir / f"grpo-geo3k-tiny-{flow_run_id.hex[:12]}"
 
-    def wait_for_step(self, flow_run_id: UUID, step: int, seconds: float = 120) -> None:
+    def wait_for_step(self, flow_run_id: UUID, step: int, seconds: float = 300) -> None:
         journal = self.run_dir(flow_run_id) / "journal.jsonl"
         self.wait_for(lambda: len(read_journal(journal)) >= step, f"step {step}", seconds)
 
@@ -96,13 +100,30 @@ class Stack:
         return psutil.Process(json.loads(lines[-1])["pid"])
 
 
-@contextmanager
-def prefect_stack(folder: Path, variables: Mapping[str, str]) -> Iterator[Stack]:
-    """Deployed from prefect.yaml as it stands: the tiny experiment and recover, with its automations.
+def end_trainers(settings: Settings) -> None:
+    """Those of this data folder's runs alone: other tests may be at work on this machine."""
+    for folder in settings.runs_dir.glob("*"):
+        processes.kill(Run(run_id=folder.name, run_dir=folder, experiment=ExperimentConfig(name="any")).trainer_mark)
 
-    The trainer's interpreter is the fake one unless ``variables`` names another.
+
+def settings_of(data_dir: Path, variables: Mapping[str, str]) -> Settings:
+    """Those of a process that has these variables."""
+    named = {name.removeprefix("RLFLOW_").lower(): value for name, value in variables.items()}
+    return Settings(
+        data_dir=data_dir,
+        **{name: named[name] for name in (Settings.model_fields.keys() - {"data_dir"}) & named.keys()},
+    )
+
+
+@contextmanager
+def prefect_stack(
+    folder: Path, variables: Mapping[str, str], deployments: Sequence[str] = ("grpo-geo3k-tiny", "recover")
+) -> Iterator[Stack]:
+    """Deployed from prefect.yaml as it stands: by default the tiny experiment and recover, with its automations.
+
+    The trainer's interpreter is the fake one unless ``variables`` names another; they may name databases and a store.
     """
-    settings = Settings(data_dir=folder / "data")
+    settings = settings_of(folder / "data", variables)
     env = {
         **environment.for_children(settings),
         "RLFLOW_DATA_DIR": str(settings.data_dir),
@@ -112,14 +133,18 @@ def prefect_stack(folder: Path, variables: Mapping[str, str]) -> Iterator[Stack]
         "PREFECT_CLI_COLORS": "false",
         **variables,
     }
+    mark = f"test-{secrets.token_hex(4)}"
     with prefect_server(settings) as address:
         env["PREFECT_API_URL"] = f"{address}/api"
-        stack = Stack(settings, env, SyncPrefectClient(api=env["PREFECT_API_URL"]), folder / "worker.log")
+        stack = Stack(settings, env, SyncPrefectClient(api=env["PREFECT_API_URL"]), folder / "worker.log", mark)
         try:
-            stack.prefect("work-pool", "create", "gpu-local", "--type", "process")
-            stack.prefect("deploy", "--name", "grpo-geo3k-tiny", "--name", "recover")
+            for pool in ("gpu", "cpu"):
+                stack.prefect("work-pool", "create", pool, "--type", "process")
+            stack.prefect("deploy", *(word for name in deployments for word in ("--name", name)))
             stack.start_worker()
+            stack.start_worker("cpu")  # of recover
             yield stack
         finally:
-            processes.stop(WORKER, 5.0)
-            processes.kill_all("trainer-")
+            processes.stop(mark, 5.0)
+            processes.stop(f"{mark}-cpu", 5.0)
+            end_trainers(settings)

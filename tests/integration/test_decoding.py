@@ -53,7 +53,7 @@ def drawn(model: Path) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for burst, ahead in BURSTS:
         named = enqueue(llm, prompts, params(), None)
-        done = {found.request_id: found for found in decode(engine_core(llm), burst, ahead)}
+        done = {found.request_id: found for some in decode(engine_core(llm), burst, ahead) for found in some}
         forget_outputs(llm)
         result[f"{burst} + {ahead}"] = [
             (f.token_ids.tolist(), f.logprobs.tolist(), f.finish_reason)

@@ -29,18 +29,7 @@ def _evaluated(config: ExperimentConfig, dataset: Path, checkpoint: Path, model:
     """What an evaluation's engine samples from the checkpoint, against the policy that the checkpoint was taken of."""
     from rlcore.distributed.worker import SamplingWorker, WorkerSpec
 
-    spec = WorkerSpec(
-        rank=0,
-        world_size=1,
-        local_rank=0,
-        device="cpu",
-        threads=1,
-        master_address="127.0.0.1",
-        master_port=0,
-        model=model,
-        dataset=dataset,
-        config=config,
-    )
+    spec = WorkerSpec.alone(model, dataset, config, "cpu")
     worker = SamplingWorker(spec, checkpoint=checkpoint, version=7, temperature=0.8, top_p=1.0)
 
     import numpy as np
@@ -48,7 +37,7 @@ def _evaluated(config: ExperimentConfig, dataset: Path, checkpoint: Path, model:
     from rlcore.data.images import ImageStore
     from rlcore.data.problems import load_problems
     from rlcore.models.torch_policy import TorchPolicy
-    from rlcore.rollout.collect import sample_requests, to_sample
+    from rlcore.rollout.collect import in_order, sample_requests, to_sample
     from tests.numerics import toy
 
     store = ImageStore(dataset)
@@ -62,7 +51,7 @@ def _evaluated(config: ExperimentConfig, dataset: Path, checkpoint: Path, model:
         banned_token_ids=toy.BANNED,
         features=toy.features,
     )
-    groups = worker.generate(sample_requests(problems, 2, seed=0, batch="0"))
+    groups = in_order(worker.generate(sample_requests(problems, 2, seed=0, batch="0")))
     samples = [
         to_sample(p, g.prompt_token_ids, c) for p, g in zip(problems, groups, strict=True) for c in g.completions
     ]

@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 
 from rlcore.config import ExperimentConfig
-from rlcore.distributed.actors import RayRanks, start_ray, stop_ray
+from rlcore.distributed.actors import RayRanks
+from rlcore.distributed.cluster import start_ray, stop_ray
 from rlcore.errors import SamplerError, WorkerLostError
 from rlcore.stacks import SIGNAL, innermost
+from rlcore.training.background import in_background
 from tests.integration.toy_worker import ToyWorker
 
 pytestmark = pytest.mark.slow
@@ -22,7 +24,7 @@ CONFIG = ExperimentConfig.model_validate({"name": "toy", "resources": {"workers"
 
 @pytest.fixture(scope="module")
 def _ray() -> Iterator[None]:
-    start_ray(None, 8)
+    start_ray(None, 16)  # two for each test: ranks keep theirs until Ray goes
     yield
     stop_ray()
 
@@ -49,6 +51,29 @@ def test_the_first_error_comes_with_the_traceback_of_its_rank(ranks: RayRanks) -
     assert "in _really_wrong" in told
     assert f"(rank 1, pid {ranks.pids[1]} on " in told
     assert "ray" not in told.split("(rank 1")[0].lower()
+
+
+def test_what_ranks_yield_comes_as_they_go(ranks: RayRanks) -> None:
+    found = list(ranks.stream("count", [(-1, "")] * 2))
+    assert sorted(found) == [(rank, item) for rank in range(2) for item in range(3)]
+    assert [item for _, item in found[:2]] == [0, 0]  # not all of one rank first
+
+
+def test_a_stream_ends_with_the_error_or_the_death_of_its_rank(ranks: RayRanks) -> None:
+    with pytest.raises(SamplerError, match="^the weights of version 3 did not arrive$") as caught:
+        list(ranks.stream("count", [(1, "fail")] * 2))
+    assert f"(rank 1, pid {ranks.pids[1]} on " in str(caught.value.__cause__)
+    with pytest.raises(WorkerLostError, match=rf"(?s)^rank 0 \(pid {ranks.pids[0]} on .*Ray says: Actor"):
+        list(ranks.stream("count", [(0, "die")] * 2))
+
+
+def test_what_another_thread_streams_ends_with_the_ranks(ranks: RayRanks) -> None:
+    streamed = in_background(lambda: list(ranks.stream("forever", [()], 1)))
+    with pytest.raises(WorkerLostError, match=r"^rank 0 "):
+        ranks.call("die", [(0,)], 0)
+    assert not streamed.done()
+    ranks.close()
+    assert "let go while they were still sampling" in str(streamed.exception(timeout=5))
 
 
 def test_a_stuck_rank_tells_its_stacks(ranks: RayRanks, tmp_path: Path) -> None:

@@ -21,13 +21,15 @@ from rlcore.segment.store import LocalCheckpointStore
 from tasks.runs import existing_run
 from tests.flows.test_train_flow import still_running, temporary_folders
 from tests.integration.prefect_stack import Stack, prefect_stack
+from tests.stores import Parts
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    with prefect_stack(tmp_path_factory.mktemp("stack"), {"FAKE_STEP_SECONDS": "0.5"}) as found:
+def stack(tmp_path_factory: pytest.TempPathFactory, parts: Parts) -> Iterator[Stack]:
+    variables = {"FAKE_STEP_SECONDS": "0.5", **parts.variables("recovery")}
+    with prefect_stack(tmp_path_factory.mktemp("stack"), variables) as found:
         yield found
 
 
@@ -46,7 +48,7 @@ def assert_whole(stack: Stack, flow_run_id: UUID) -> None:
     experiment = client.get_experiment_by_name("grpo-geo3k-tiny")
     (tracked,) = client.search_runs([experiment.experiment_id], f"tags.`rlflow.run_id` = '{run.run_id}'")
     assert tracked.info.status == "FINISHED"
-    points = client.get_metric_history(tracked.info.run_id, "reward/mean")
+    points = client.get_metric_history(tracked.info.run_id, "optim/learning_rate")
     assert sorted(point.step for point in points) == steps
     assert_nothing_left(stack, flow_run_id)
 
@@ -72,6 +74,7 @@ def recoveries(stack: Stack, flow_run_id: UUID) -> list[dict[str, object]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
+@pytest.mark.stacks
 def test_a_killed_flow_is_brought_back_by_its_automation_and_follows_its_trainer(stack: Stack) -> None:
     flow_run_id = stack.submit()
     stack.wait_for_step(flow_run_id, 2)
@@ -91,6 +94,7 @@ def test_a_killed_flow_is_brought_back_by_its_automation_and_follows_its_trainer
     assert stack.run_dir(flow_run_id).name in str(table.data)
 
 
+@pytest.mark.stacks
 def test_the_run_of_a_stopped_worker_is_brought_back_once_it_is_silent(stack: Stack) -> None:
     flow_run_id = stack.submit("recovery.silence_seconds=8")
     stack.wait_for_step(flow_run_id, 2)
@@ -115,6 +119,7 @@ def _recovers(stack: Stack, flow_run_id: UUID) -> bool:
     return bool(recoveries(stack, flow_run_id))
 
 
+@pytest.mark.stacks
 def test_a_cancelled_run_commits_is_left_alone_and_goes_on_when_a_person_retries_it(stack: Stack) -> None:
     flow_run_id = stack.submit("training.steps=24", "segment.steps=20")
     stack.wait_for_step(flow_run_id, 2)

@@ -1,4 +1,4 @@
-"""make ui: both pages show a run, in a real browser."""
+"""make ui: both pages show a run, in a real browser, and refuse those who are not meant."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import shutil
 import subprocess
 import sys
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,8 +18,8 @@ from infra.servers import answers, free_port
 from infra.settings import Settings
 from infra.tracking import Tracker
 from rlcore.segment.journal import StepRecord
+from tests.tour.pages import BROWSERS
 
-BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.slow
 
@@ -55,7 +57,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str, 
 def _write_mlflow_run(settings: Settings) -> None:
     tracker = Tracker.open(
         uri=settings.tracking_uri,
-        artifacts_dir=settings.artifacts_dir,
+        artifacts_uri=settings.artifacts_uri,
         experiment="ui-experiment",
         run_id="ui-run",
         run_dir=settings.runs_dir / "ui-run",
@@ -91,3 +93,93 @@ def test_both_pages_show_the_run(pages: tuple[str, str, Path]) -> None:
         chromium.close()
     for name in ("prefect", "mlflow"):
         assert (folder / f"{name}.png").stat().st_size > 10_000
+
+
+def _ask(url: str, method: str = "GET", body: bytes | None = None, **headers: str) -> tuple[int, str, bytes]:
+    """Status, the origin that may read the answer, and the answer."""
+    request = urllib.request.Request(url, method=method, data=body, headers=headers)
+    try:
+        with urllib.request.urlopen(request, timeout=30) as reply:
+            return reply.status, reply.headers.get("Access-Control-Allow-Origin", ""), reply.read()
+    except urllib.error.HTTPError as error:
+        return error.code, error.headers.get("Access-Control-Allow-Origin", ""), error.read()
+
+
+def test_pages_answer_to_their_own_names_only(pages: tuple[str, str, Path]) -> None:
+    """A foreign page may have its own name resolved to loopback, and then ask what it likes."""
+    prefect, mlflow, _ = pages
+    for address, asked in (
+        (prefect, ("/", "/api/health", "/api/admin/version")),
+        (mlflow, ("/", "/ajax-api/2.0/mlflow/experiments/search?max_results=5")),
+    ):
+        port = address.rpartition(":")[2]
+        for path in asked:
+            for name in ("127.0.0.1", "localhost", f"localhost:{port}"):
+                assert _ask(address + path, Host=name)[0] == 200, (path, name)
+            for name in ("evil.example", f"evil.example:{port}", "127.0.0.1.evil.example", "localhost.evil.example"):
+                assert _ask(address + path, Host=name)[0] in (400, 403), (path, name)
+
+
+def test_a_foreign_page_can_read_nothing_and_change_nothing(pages: tuple[str, str, Path]) -> None:
+    prefect, mlflow, _ = pages
+    evil = {"Origin": "http://evil.example"}
+    # what a page may send without asking first, and then read only if it is named
+    assert _ask(f"{prefect}/api/flow_runs/filter", "POST", b"{}", **{"Content-Type": "text/plain"}, **evil)[1] == ""
+    assert _ask(f"{prefect}/api/admin/version", **evil)[1] == ""
+    own = {"Origin": f"http://localhost:{prefect.rpartition(':')[2]}"}
+    assert _ask(f"{prefect}/api/admin/version", **own)[1] == own["Origin"], "its own page by its other name"
+    flow = b'{"name": "made-by-a-foreign-page"}'
+    for kind in ("text/plain", "application/x-www-form-urlencoded"):  # JSON needs the preflight that is refused
+        status, _, answer = _ask(f"{prefect}/api/flows/", "POST", flow, **{"Content-Type": kind}, **evil)
+        assert status in (403, 415, 422), answer
+    experiment = b'{"name": "made-by-a-foreign-page"}'
+    asked = f"{mlflow}/api/2.0/mlflow/experiments/create"
+    assert _ask(asked, "POST", experiment, **{"Content-Type": "application/json"}, **evil)[0] == 403
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "../outside.txt",
+        "../../outside.txt",
+        "%2e%2e/outside.txt",
+        "..%2foutside.txt",
+        "%252e%252e%252foutside.txt",
+        "{absolute}",
+        "%2f{absolute}",
+        "file:{absolute}",
+        "a/../../outside.txt",
+        "..%5coutside.txt",
+    ],
+)
+def test_artifacts_cannot_be_read_or_written_outside_their_folder(pages: tuple[str, str, Path], path: str) -> None:
+    _, mlflow, folder = pages
+    root = folder / "data" / "mlflow"
+    outside = root / "outside.txt"
+    outside.write_text("not an artifact")
+    asked = f"{mlflow}/api/2.0/mlflow-artifacts/artifacts/{path.format(absolute=outside)}"
+    status, _, answer = _ask(asked)
+    assert b"not an artifact" not in answer
+    assert status >= 400 or b"<html" in answer  # a path that the client's side resolves leads to the page
+    before = sorted(item for item in folder.rglob("*") if "artifacts" not in item.parts and item.suffix == ".txt")
+    _ask(asked, "PUT", b"written from outside")
+    after = sorted(item for item in folder.rglob("*") if "artifacts" not in item.parts and item.suffix == ".txt")
+    assert after == before
+    assert outside.read_text() == "not an artifact"
+
+
+def test_a_link_among_the_artifacts_leads_nowhere(pages: tuple[str, str, Path]) -> None:
+    _, mlflow, folder = pages
+    asked = f"{mlflow}/api/2.0/mlflow-artifacts/artifacts"
+    assert _ask(f"{asked}/inside.txt", "PUT", b"an artifact")[0] == 200
+    assert _ask(f"{asked}/inside.txt")[2] == b"an artifact", "what is meant to be read can be"
+    root = folder / "data" / "mlflow"
+    outside = root / "outside.txt"
+    outside.write_text("not an artifact")
+    (root / "artifacts" / "link.txt").symlink_to(outside)
+    (root / "artifacts" / "folder").symlink_to(root)
+    for path in ("link.txt", "folder/outside.txt"):
+        status, _, answer = _ask(f"{asked}/{path}")
+        assert status >= 400, answer
+        assert _ask(f"{asked}/{path}", "PUT", b"written from outside")[0] >= 400
+    assert outside.read_text() == "not an artifact"

@@ -26,10 +26,16 @@ class Pictures:
 class Bench:
     """An engine and a policy in one process, and a few problems to compare them by."""
 
-    def __init__(self, model: Path, lora: dict[str, Any] | None) -> None:
+    def __init__(self, model: Path, lora: dict[str, Any] | None, ranks: int = 1) -> None:
+        """
+        Args:
+            ranks: of the world that this process is in, which hold the engine and the policy together.
+        """
         from rlcore.rollout.engine import set_engine_environment
 
         set_engine_environment("cpu")
+        from torch.distributed.device_mesh import init_device_mesh
+
         from rlcore.config import ExperimentConfig, ModelConfig
         from rlcore.data.prompts import PromptBuilder, load_processor
         from rlcore.models.loading import load_hf_model
@@ -39,18 +45,19 @@ class Bench:
 
         values = toy.config().model_dump()
         values["model"]["lora"] = lora
+        values["rollout"]["tensor_parallel"] = values["resources"]["workers"] = ranks
         config = ExperimentConfig.model_validate(values)
         processor = load_processor(ModelConfig(path=str(model)))
         prompts = PromptBuilder(processor, "tiny", config.data.min_pixels, config.data.max_pixels)
         pictures: Any = Pictures()
         self.sampler = VllmSampler(
-            model, config, prompts=prompts, images=pictures, device="cpu", join_world=False, lora=config.model.lora
+            model, config, prompts=prompts, images=pictures, device="cpu", join_world=ranks > 1, lora=config.model.lora
         )
         # the engine made a group of one, in which the policy can live as well
         self.policy = TorchPolicy(
             load_hf_model(model, weights_dtype(config, "cpu")),
             config,
-            mesh=toy.one_rank_mesh(),
+            mesh=toy.one_rank_mesh() if ranks == 1 else init_device_mesh("cpu", (ranks,)),
             banned_token_ids=prompts.banned_token_ids,
             features=toy.features,
         )
@@ -58,9 +65,9 @@ class Bench:
 
     def delta(self) -> float:
         """Largest |delta log-prob| between engine and policy over freshly sampled tokens."""
-        from rlcore.rollout.collect import sample_requests, to_sample
+        from rlcore.rollout.collect import in_order, sample_requests, to_sample
 
-        groups = self.sampler.generate(sample_requests(self.problems, 2, seed=0, batch="0"))
+        groups = in_order(self.sampler.generate(sample_requests(self.problems, 2, seed=0, batch="0")))
         samples = [
             to_sample(p, g.prompt_token_ids, c)
             for p, g in zip(self.problems, groups, strict=True)
@@ -69,11 +76,23 @@ class Bench:
         found = self.policy.logprobs([samples])[0]
         return max(float(np.abs(a.logprobs - s.sampler_logprobs).max()) for a, s in zip(found, samples, strict=True))
 
+    def held(self) -> list[Any]:
+        from rlcore.rollout.engine import held_weights
+
+        return list(held_weights(self.sampler._llm))
+
+    def greedy(self) -> list[list[int]]:
+        from rlcore.ports import SampleRequest
+        from rlcore.rollout.collect import in_order
+
+        groups = in_order(self.sampler.generate([SampleRequest(p, 1, 0, greedy=True) for p in self.problems]))
+        return [group.completions[0].token_ids.tolist() for group in groups]
+
     def version(self) -> int:
         from rlcore.rollout.collect import sample_requests
 
-        (group,) = self.sampler.generate(sample_requests(self.problems[:1], 1, seed=0, batch="0"))
-        return group.completions[0].policy_version
+        (ended,) = self.sampler.generate(sample_requests(self.problems[:1], 1, seed=0, batch="0"))
+        return ended[0].completions[0].policy_version
 
     def shake(self) -> None:
         """Change every parameter that trains."""

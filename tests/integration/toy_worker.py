@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from rlcore.distributed.worker import WorkerSpec
@@ -42,3 +43,19 @@ class ToyWorker:
         flag.touch()
         while flag.exists():
             time.sleep(0.2)
+
+    def count(self, victim: int, how: str) -> Iterator[int]:
+        """0, 1, 2; the victim does not get to 2."""
+        yield 0
+        time.sleep(0.2)
+        yield 1
+        if self.rank == victim and how == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.rank == victim:
+            self._really_wrong()
+        yield 2
+
+    def forever(self) -> Iterator[int]:
+        while True:
+            time.sleep(0.01)
+            yield self.rank

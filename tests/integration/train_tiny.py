@@ -17,9 +17,10 @@ from pathlib import Path
 
 from rlcore.config import ExperimentConfig
 from rlcore.data.problems import load_problems
-from rlcore.distributed.actors import RayRanks, start_ray, stop_ray
+from rlcore.distributed.actors import RayRanks
+from rlcore.distributed.cluster import start_ray, stop_ray
 from rlcore.distributed.group import WorkerGroup
-from rlcore.distributed.worker import Worker
+from rlcore.distributed.worker import make_worker
 from rlcore.models.checkpoint import load_full_weights
 from rlcore.segment.journal import MetricJournal
 from rlcore.training.loop import TrainingRun, train
@@ -53,16 +54,16 @@ def main(settings: dict[str, object]) -> None:
     dataset = Path(str(settings["dataset"]))
     tokens: list[str] = []
 
-    def keep(step: int, groups: Sequence[RolloutGroup]) -> None:
+    def keep(step: int, groups: Sequence[RolloutGroup], trained: Sequence[RolloutGroup]) -> None:
         for group in groups:
             ids = [r.completion.token_ids.tolist() for r in group.rollouts]
             versions = {r.completion.policy_version for r in group.rollouts}
             tokens.append(f"{step} {group.problem.problem_id} {sorted(versions)} {ids}")
 
-    start_ray(None, config.resources.workers)
+    start_ray(None, config.resources.devices)
     try:
         device = config.resources.device
-        ranks = RayRanks(Worker, model=Path(str(settings["model"])), dataset=dataset, config=config, device=device)
+        ranks = RayRanks(make_worker, model=Path(str(settings["model"])), dataset=dataset, config=config, device=device)
         workers = WorkerGroup(ranks, config)
         state = TrainState()
         if resume:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Iterator
 
 import pytest
 
@@ -78,7 +79,12 @@ def test_every_finished_call_is_progress() -> None:
         def add(self, a: int, b: int) -> int:
             return a + b
 
+        def count(self, upto: int) -> Iterator[int]:
+            yield from range(upto)
+
     progress: list[int] = []
     ranks = WatchedRanks(LocalRanks(Worker()), lambda: progress.append(1))
     assert ranks.call("add", [(1, 2)]) == [3]
     assert (ranks.size, len(progress)) == (1, 1)
+    assert list(ranks.stream("count", [(2,)])) == [(0, 0), (0, 1)]
+    assert len(progress) == 3

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from rlcore.config import ExperimentConfig, build_experiment
-from rlcore.errors import CheckpointError, StarvedError
+from rlcore.errors import CheckpointError, ConfigError, SamplerError, StarvedError
 from rlcore.ports import SampledGroup, SampleRequest, ScoredTokens
 from rlcore.training.clock import Clock
-from rlcore.training.collection import collect, needs_old_logprobs
+from rlcore.training.collection import Collected, collect, needs_old_logprobs, with_following
 from rlcore.training.loop import TrainingRun
 from rlcore.training.state import TrainState
 from rlcore.types import Completion, Problem, RolloutGroup, Score, TrainingSample
@@ -28,12 +28,14 @@ class Workers:
 
     def __init__(self) -> None:
         self.version = 0
+        self.apart = False
+        self.released = 0
         self.requests: list[SampleRequest] = []
         self.scored: list[int] = []  # sequences per log-prob pass
 
-    def generate(self, requests: Sequence[SampleRequest]) -> list[SampledGroup]:
+    def generate(self, requests: Sequence[SampleRequest]) -> Iterator[dict[int, SampledGroup]]:
         self.requests += requests
-        return [
+        groups = [
             SampledGroup(
                 np.array([1, 2], np.int32),
                 tuple(
@@ -49,6 +51,10 @@ class Workers:
             )
             for r in requests
         ]
+        yield from ({place: groups[place]} for place in reversed(range(len(groups))))
+
+    def release_sampler(self) -> None:
+        self.released += 1
 
     def logprobs(self, samples: Sequence[TrainingSample]) -> list[ScoredTokens]:
         self.scored.append(len(samples))
@@ -101,7 +107,7 @@ def wired(settings: ExperimentConfig, rewards: dict[str, list[float]] | None = N
     return TrainingRun(settings, PROBLEMS, Workers(), Grader(rewards or {}), sink=None, on_batch=_ignore)
 
 
-def _ignore(step: int, groups: Sequence[RolloutGroup]) -> None:
+def _ignore(step: int, generated: Sequence[RolloutGroup], trained: Sequence[RolloutGroup]) -> None:
     return
 
 
@@ -123,7 +129,7 @@ def test_without_dynamic_sampling_every_group_is_trained_and_no_log_prob_pass_is
     found, state = collect(run, TrainState(), Clock())
     assert ids(found.groups) == order(4)
     assert [g.has_signal(run.config.algorithm) for g in found.groups] == [False, True, True, True]
-    assert (state.problems_seen, found.rounds, state.buffer) == (4, 1, ())
+    assert (state.problems_seen, found.drawn.rounds, state.buffer) == (4, 1, ())
     assert run.workers.scored == []
     assert all(s.old_logprobs is None for g in found.groups for s in g.samples)
 
@@ -133,14 +139,15 @@ def test_groups_without_signal_are_replaced_and_surplus_waits_for_the_next_step(
     run = wired(config(algorithm=DYNAMIC), {stream[0]: WRONG, stream[2]: RIGHT})
     found, state = collect(run, TrainState(), Clock())
     assert ids(found.groups) == [stream[1], stream[3], stream[4], stream[5]]
-    assert (found.rounds, found.filled, found.from_buffer, len(found.generated)) == (2, 0, 0, 8)
+    assert (found.drawn.rounds, found.filled, found.from_buffer, len(found.generated)) == (2, 0, 0, 8)
+    assert run.workers.released == 1  # not between the rounds
     assert ids(state.buffer) == [stream[6], stream[7]]
     assert state.problems_seen == 8
 
     run.workers.version = 1
     found, state = collect(run, replace(state, step=1), Clock())
     assert ids(found.groups) == [stream[6], stream[7], stream[8], stream[9]]
-    assert (found.from_buffer, found.age_max, found.dropped_stale) == (2, 1, 0)
+    assert (found.from_buffer, found.age_max, found.drawn.dropped_stale) == (2, 1, 0)
     assert ids(state.buffer) == [stream[10], stream[11]]
     # old log-probs stay those of the policy that sampled
     assert [float(g.samples[0].old_logprobs[-1]) for g in found.groups] == [-0.5, -0.5, -1.5, -1.5]
@@ -152,7 +159,7 @@ def test_groups_that_waited_too_long_are_dropped_and_counted():
     _, state = collect(run, TrainState(), Clock())
     assert len(state.buffer) == 3
     found, _ = collect(run, replace(state, step=3), Clock())
-    assert (found.dropped_stale, found.from_buffer, found.age_max) == (3, 0, 0)
+    assert (found.drawn.dropped_stale, found.from_buffer, found.age_max) == (3, 0, 0)
 
 
 def test_no_staleness_allowed_keeps_no_buffer_and_needs_no_old_log_probs():
@@ -177,7 +184,7 @@ def test_at_the_cap_the_step_is_filled_with_groups_that_add_nothing():
     run = wired(config(algorithm=DYNAMIC), wrong)
     found, state = collect(run, TrainState(), Clock())
     assert [g.has_signal(run.config.algorithm) for g in found.groups] == [True, False, False, False]
-    assert (found.rounds, found.filled, len(found.generated)) == (3, 3, 12)
+    assert (found.drawn.rounds, found.filled, len(found.generated)) == (3, 3, 12)
     assert state.problems_seen == 12
 
 
@@ -270,8 +277,118 @@ def test_a_saved_state_gives_the_same_next_step_to_the_last_bit(tmp_path: Path):
             )
 
 
+STALE = {
+    "training": {"problems_per_step": 4, "steps": 8, "max_staleness": 1},
+    "algorithm": {"kl": {"coefficient": 0.0}, "correction": {}},
+}
+
+
+def stale_steps(run: TrainingRun, state: TrainState, count: int) -> tuple[list[Collected], TrainState]:
+    """``count`` rounds of: collect, one optimizer step, take the batch that came ahead, sync."""
+    found = []
+    for _ in range(count):
+        run.workers.version = state.step
+        collected, state = collect(run, state, Clock())
+        state, collected = with_following(replace(state, step=state.step + 1), collected, Clock())
+        found.append(collected)
+    return found, state
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_a_batch_ahead_is_of_the_policy_before_and_of_the_same_problems_and_seeds(apart: bool):
+    run, on_policy = wired(config(**STALE)), wired(config())
+    run.workers.apart = apart
+    found, state = stale_steps(run, TrainState(), 3)
+    assert [ids(collected.groups) for collected in found] == [order(12)[start : start + 4] for start in (0, 4, 8)]
+    assert [collected.age_max for collected in found] == [0, 1, 1]
+    assert [collected.stale for collected in found] == [False, True, True]
+    assert [{s.policy_version for g in c.groups for s in g.samples} for c in found] == [{0}, {0}, {1}]
+    assert {s.policy_version for g in state.ahead for s in g.samples} == {2}
+    assert state.problems_seen == 16  # the batch that waits is drawn
+    assert run.workers.scored == []  # old log-probs are those of the policy that trains: no pass
+
+    plain = TrainState()
+    for step in range(3):
+        _, plain = collect(on_policy, replace(plain, step=step), Clock())
+    assert [r.seed for r in run.workers.requests[:12]] == [r.seed for r in on_policy.workers.requests]
+
+
+def test_a_batch_ahead_is_in_the_checkpoint(tmp_path: Path):
+    settings = config(**STALE, data={"curriculum": {}})
+    _, state = stale_steps(wired(settings, {order(24)[4]: WRONG}), TrainState(), 1)
+    state.save(tmp_path)
+    loaded = TrainState.load(tmp_path, state.scalars(), PROBLEMS, mask_truncated=False)
+    assert ids(loaded.ahead) == ids(state.ahead) == order(8)[4:]
+    assert loaded.pass_rates == state.pass_rates
+    going_on, one = stale_steps(wired(settings), state, 2)
+    resumed, other = stale_steps(wired(settings), loaded, 2)
+    assert [ids(c.groups) for c in going_on] == [ids(c.groups) for c in resumed]
+    assert [g.group.rollouts[0].score for g in going_on[0].groups] == [
+        g.group.rollouts[0].score for g in resumed[0].groups
+    ]
+    assert one.scalars() == other.scalars()
+    assert [g.samples[0].policy_version for g in resumed[0].groups] == [0] * 4
+
+
+@pytest.mark.parametrize("algorithm", [{"kl": {"coefficient": 0.0}}, DYNAMIC])
+def test_a_run_continued_on_policy_drops_the_batch_ahead(algorithm: dict[str, object]):
+    _, state = stale_steps(wired(config(**STALE)), TrainState(), 1)
+    found, state = collect(wired(config(algorithm=algorithm)), state, Clock())
+    assert (found.drawn.dropped_stale, found.age_max, state.ahead) == (4, 0, ())
+
+
+def test_what_fails_ahead_fails_the_step():
+    class Broken(Workers):
+        apart = True
+
+        def generate(self, requests: Sequence[SampleRequest]) -> Iterator[dict[int, SampledGroup]]:
+            if self.requests:
+                raise SamplerError("no weights")
+            return super().generate(requests)
+
+    run = replace(wired(config(**STALE)), workers=Broken())
+    with pytest.raises(SamplerError, match="no weights"):
+        stale_steps(run, TrainState(), 1)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "text"),
+    [
+        ({"correction": None}, r"algorithm\.correction\.name to truncate or mask"),
+        ({"correction": {}, "dynamic_sampling": {}}, "a staleness of its own"),
+    ],
+)
+def test_what_does_not_go_with_a_batch_ahead_is_refused(algorithm: dict[str, object], text: str):
+    with pytest.raises(ConfigError, match=text):
+        config(training={"max_staleness": 1}, algorithm=algorithm)
+
+
 def test_a_buffer_from_another_dataset_is_refused(tmp_path: Path):
     _, state = collect(wired(config(algorithm=DYNAMIC), {order(24)[0]: WRONG}), TrainState(), Clock())
     state.save(tmp_path)
     with pytest.raises(CheckpointError, match=r"3 problems that the dataset lacks"):
         TrainState.load(tmp_path, state.scalars(), [Problem("other", "?", (), "1", "x")], mask_truncated=False)
+
+
+def test_what_has_ended_is_graded_while_the_rest_is_sampled():
+    events: list[str] = []
+
+    class Slow(Workers):
+        def generate(self, requests: Sequence[SampleRequest]) -> Iterator[dict[int, SampledGroup]]:
+            for ended in super().generate(requests):
+                events.append("ended")
+                yield ended
+
+    class Noted(Grader):
+        def submit(self, problems: Sequence[Problem], completions: Sequence[Completion]) -> Future[list[Score]]:
+            events.append("graded")
+            return super().submit(problems, completions)
+
+    run = replace(wired(config()), workers=Slow(), grader=Noted({}))
+    found, _ = collect(run, TrainState(), Clock())
+    assert events == ["ended", "graded"] * 4
+    assert ids(found.groups) == order(4)  # although the last request ended first
+    for scored in found.groups:
+        texts = [r.completion.text for r in scored.group.rollouts]
+        assert texts == [f"{scored.group.problem.problem_id}/{j}" for j in range(2)]
+        assert [r.score.reward for r in scored.group.rollouts] == MIXED

@@ -6,6 +6,7 @@ import pytest
 
 from rlcore.config import ExperimentConfig, build_experiment, changes
 from rlcore.config.experiment import SegmentConfig
+from rlcore.errors import ConfigError
 
 BASE = {
     "name": "toy",
@@ -23,7 +24,9 @@ def changed(*overrides: str) -> ExperimentConfig:
     [
         "resources.workers=2",
         "resources.device=cpu",
+        "resources.rollout_workers=2",
         "training.tokens_per_microbatch=9000",
+        "training.offload=true",
         "training.steps=60",
         "segment.steps=10",
         "segment.keep_best=2",
@@ -79,3 +82,16 @@ def test_how_many_checkpoints_stay() -> None:
     assert SegmentConfig(keep_checkpoints=2).max_kept(30) == 2
     assert SegmentConfig(keep_checkpoints=2).max_kept(1) == 1
     assert SegmentConfig(keep_checkpoints=2, keep_every=10, keep_best=3).max_kept(35) == 8
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["data.train=s3://key:geheim12@bucket/x", "model.path=hf_geheim12geheim12geheim12", "s3://key:geheim12@bucket"],
+)
+def test_a_secret_is_refused_by_its_key_and_not_repeated(override: str) -> None:
+    with pytest.raises(ConfigError, match="holds a password or a token") as caught:
+        changed(override)
+    assert "geheim12" not in str(caught.value)
+    with pytest.raises(ConfigError, match=r"data\.train holds a password") as caught:
+        build_experiment({**BASE, "data": {"train": "https://me:geheim12@host/x.parquet"}})
+    assert "geheim12" not in str(caught.value)

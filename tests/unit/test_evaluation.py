@@ -1,4 +1,4 @@
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from fractions import Fraction
@@ -94,9 +94,9 @@ class FakeSampler:
     def __init__(self) -> None:
         self.requests: list[SampleRequest] = []
 
-    def generate(self, requests: Sequence[SampleRequest]) -> list[SampledGroup]:
+    def generate(self, requests: Sequence[SampleRequest]) -> Iterator[dict[int, SampledGroup]]:
         self.requests += requests
-        return [
+        groups = [
             SampledGroup(
                 prompt_token_ids=np.zeros(2, np.int32),
                 completions=tuple(
@@ -112,6 +112,7 @@ class FakeSampler:
             )
             for request in requests
         ]
+        yield from ({place: groups[place]} for place in reversed(range(len(groups))))
 
 
 class FakeGrader:

@@ -1,5 +1,7 @@
 """Model FLOPs, by hand."""
 
+from dataclasses import replace
+
 import pytest
 
 from rlcore.algorithms.flops import GroupSize, ModelShape, TowerShape, Work, pass_work, peak_flops, utilisation
@@ -43,6 +45,13 @@ def test_what_does_not_train_has_no_weight_gradients():
     frozen = ModelShape(parameters=1000, head_parameters=0, layers=2, width=8, weights_train=False, tower=None)
     work = pass_work(frozen, [GroupSize(4, (2,), 2)], [])
     assert work.backward_flops == work.forward_flops
+
+
+def test_a_tower_that_does_not_train_is_not_counted():
+    tower = replace(TOWER, trains=False)
+    shape = ModelShape(parameters=1000, head_parameters=0, layers=2, width=8, weights_train=True, tower=tower)
+    with_image, without = (pass_work(shape, [GroupSize(4, (), 0)], images) for images in ([(56, 56)], []))
+    assert with_image == without
 
 
 def test_attention_weight_is_the_cost_of_a_pair_in_tokens():

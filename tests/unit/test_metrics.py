@@ -10,14 +10,13 @@ import pytest
 import torch
 
 from rlcore.algorithms.flops import Work
-from rlcore.models.torch_policy import UpdateResult
 from rlcore.segment.adjustments import Adjustments
 from rlcore.segment.checkpointing import CheckpointSeconds
 from rlcore.segment.health import HealthWatch
 from rlcore.segment.journal import MetricJournal, read_journal
 from rlcore.segment.run import TrainerSink
 from rlcore.training.metrics import performance_metrics, update_metrics
-from rlcore.training.step import StepSums
+from rlcore.training.step import StepSums, UpdateResult
 
 
 def result(abs_delta: float) -> UpdateResult:

@@ -144,7 +144,7 @@ def test_unreachable_mlflow(tmp_path: Path) -> None:
 
 
 def test_more_workers_than_gpus(settings: Settings) -> None:
-    with pytest.raises(ConfigError, match=r"resources\.workers is 64 on cuda, and this machine has"):
+    with pytest.raises(ConfigError, match=r"resources\.workers is 64 and .* on cuda, and this machine has"):
         check(
             experiment("resources.workers=64", "resources.device=cuda", "training.problems_per_step=64"),
             settings,
@@ -159,3 +159,17 @@ def test_all_findings_come_at_once(settings: Settings) -> None:
 def test_impossible_batch_arithmetic() -> None:
     with pytest.raises(ConfigError, match=r"updates_per_batch \(3\) does not divide .*problems_per_step \(32\)"):
         experiment("training.updates_per_batch=3", "training.steps=60", "segment.steps=30")
+
+
+def test_an_absent_ray_cluster_is_named(settings: Settings) -> None:
+    address = f"127.0.0.1:{free_port()}"
+    with pytest.raises(ServerError, match=f"no Ray cluster listens at {address} .*RLFLOW_RAY_ADDRESS"):
+        check(experiment(), settings.model_copy(update={"ray_address": address}))
+
+
+def test_a_ray_client_address_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RLFLOW_RAY_ADDRESS", "ray://head:10001")
+    with pytest.raises(ValueError, match=r"(?s)is 'ray://head:10001'.*host:port of the cluster's head.*auto"):
+        Settings()
+    monkeypatch.setenv("RLFLOW_RAY_ADDRESS", "head:6379")
+    assert Settings().ray_address == "head:6379"

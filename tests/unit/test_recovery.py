@@ -26,7 +26,8 @@ from rlcore.segment.lease import Control
 from tasks.cancelling import end_what_is_left
 from tasks.experiments import load_experiment
 from tasks.jobs import jobs_mark
-from tasks.recovering import alone, last_failure, observe, recoveries, reschedule
+from tasks.locks import alone
+from tasks.recovering import last_failure, observe, recoveries, reschedule
 from tasks.recovery import Action, Facts, FlowRunFacts, LastFailure, decide
 from tasks.runs import append_line, drivers, open_run, tracker_of
 
@@ -195,9 +196,9 @@ def test_what_prefect_kills_over_its_grace_leaves_nothing(tmp_path: Path, monkey
 
 def test_of_two_recover_flows_one_acts(tmp_path: Path) -> None:
     settings = Settings(data_dir=tmp_path)
-    with alone(settings) as first, alone(settings) as second:
+    with alone(settings, "recover") as first, alone(settings, "recover") as second:
         assert (first, second) == (True, False)
-    with alone(settings) as after:
+    with alone(settings, "recover") as after:
         assert after
 
 

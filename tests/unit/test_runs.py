@@ -9,11 +9,12 @@ import pytest
 from infra.errors import ServerError
 from infra.settings import Settings
 from rlcore.config import ExperimentConfig
-from rlcore.errors import DivergedError
+from rlcore.errors import ConfigError, DivergedError
 from rlcore.segment.spec import segment_path
-from tasks import runs
+from tasks import tracking
 from tasks.experiments import load_experiment
-from tasks.runs import Run, open_run, tracked
+from tasks.runs import Run, existing_run, open_run
+from tasks.tracking import tracked
 
 
 def test_a_damaged_segment_manifest_counts_as_none_and_is_said(
@@ -27,6 +28,17 @@ def test_a_damaged_segment_manifest_counts_as_none_and_is_said(
     path.write_text('{"run_id": ')
     assert run.manifest(0) is None
     assert f"{path} is damaged and does not count" in caplog.text
+
+
+@pytest.mark.parametrize("run_id", ["../elsewhere", "/etc", "a/b", "..", ".hidden", "", "a\nb", "x" * 129])
+def test_the_name_of_a_run_is_no_path(run_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RLFLOW_DATA_DIR", str(tmp_path / "data"))
+    with pytest.raises(ConfigError, match="cannot be the name of a run"):
+        existing_run(run_id, Settings())
+    if run_id:  # empty: make one up
+        with pytest.raises(ConfigError, match="cannot be the name of a run"):
+            open_run(load_experiment("grpo-geo3k-tiny"), run_id, Settings())
+    assert not list(tmp_path.iterdir())
 
 
 class Tracker:
@@ -53,13 +65,13 @@ def test_an_mlflow_that_is_away_does_not_hide_the_first_error(
     run: Run, monkeypatch: pytest.MonkeyPatch, error: BaseException, status: str
 ) -> None:
     tracker = Tracker(away=True)
-    monkeypatch.setattr(runs, "tracker_of", lambda *_: tracker)
+    monkeypatch.setattr(tracking, "tracker_of", lambda *_: tracker)
     with pytest.raises(type(error)), tracked(run):
         raise error
     assert tracker.closed == [status]
 
 
 def test_the_end_of_a_good_run_is_told_or_an_error(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runs, "tracker_of", lambda *_: Tracker(away=True))
+    monkeypatch.setattr(tracking, "tracker_of", lambda *_: Tracker(away=True))
     with pytest.raises(ServerError), tracked(run):
         pass

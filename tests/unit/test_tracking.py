@@ -10,7 +10,7 @@ from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import INVALID_PARAMETER_VALUE, RESOURCE_DOES_NOT_EXIST
 
-from infra.errors import RegistryError, ServerError
+from infra.errors import RegistryError, ServerError, StorageError
 from infra.servers import free_port
 from infra.tracking import DRIFT_TAG, Tracker, _run_exists, check_reachable
 from rlcore.segment.journal import StepRecord
@@ -25,7 +25,7 @@ def open_run(tmp_path_factory: pytest.TempPathFactory) -> Open:
     def opened(run_id: str) -> Tracker:
         return Tracker.open(
             uri=f"sqlite:///{folder / 'mlflow.db'}",
-            artifacts_dir=folder / "artifacts",
+            artifacts_uri=(folder / "artifacts").as_uri(),
             experiment="tiny",
             run_id=run_id,
             run_dir=folder / "runs" / run_id,
@@ -104,6 +104,11 @@ def test_a_model_is_registered_by_reference_once(open_run: Open, tmp_path: Path)
     assert tracker.register_model(**arguments) == first
     found = client(tracker).get_model_version_by_alias("geo", "verified")
     assert (found.version, found.tags["rlflow.path"]) == (int(first.version), str(folder))
+    tags = tracker.tags_at("geo", "verified")
+    assert tags is not None
+    assert (tags["step"], tags["rlflow.path"]) == ("4", str(folder))
+    assert tracker.tags_at("geo", "champion") is None
+    assert tracker.tags_at("other", "verified") is None
 
 
 def test_the_status_follows_the_run(open_run: Open) -> None:
@@ -151,5 +156,30 @@ def test_a_server_that_is_away_is_not_taken_for_a_run_that_is_gone() -> None:
 def test_opening_against_no_server_fails_at_once(tmp_path: Path) -> None:
     with pytest.raises(ServerError, match="no MLflow server answers"):
         Tracker.open(
-            uri=f"http://127.0.0.1:{free_port()}", artifacts_dir=None, experiment="e", run_id="r", run_dir=tmp_path
+            uri=f"http://127.0.0.1:{free_port()}",
+            artifacts_uri="file:///nowhere",
+            experiment="e",
+            run_id="r",
+            run_dir=tmp_path,
         )
+
+
+def test_a_link_does_not_become_an_artifact(open_run: Open, tmp_path: Path) -> None:
+    tracker = open_run("link")
+    (tmp_path / "secret").write_text("not the run's")
+    (tmp_path / "report.html").symlink_to(tmp_path / "secret")
+    with pytest.raises(StorageError, match=r"report\.html is a link"):
+        tracker.log_file(tmp_path / "report.html", "report")
+    assert tracker.artifact_names("report") == []
+
+
+def test_a_password_in_the_address_is_not_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("MLFLOW_TRACKING_URI", "MLFLOW_REGISTRY_URI"):  # set by opening, for this process alone
+        monkeypatch.setenv(name, "")
+    with pytest.raises(ServerError) as caught:
+        Tracker.open(
+            uri=f"http://me:geheim123@127.0.0.1:{free_port()}",
+            artifacts_uri="file:///nowhere", experiment="e", run_id="r", run_dir=tmp_path,
+        )  # fmt: skip
+    assert "geheim123" not in str(caught.value)
+    assert "http://me:***@127.0.0.1" in str(caught.value)

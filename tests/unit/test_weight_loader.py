@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from rlcore.rollout.engine import capture_sizes
-from rlcore.rollout.weights import checksum, replay_load, watched_load
+from rlcore.rollout.proof import checksum
+from rlcore.rollout.weights import replay_load, watched_load
 
 
 class Fused(nn.Module):

@@ -1,0 +1,212 @@
+"""Files for clusters that no machine of the tests can run: checked by the schemas and linters of those who read them,
+and against what the code reads."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import kubernetes_validate
+import pytest
+import yaml
+
+from infra import k8s, vemlp
+from infra.errors import DeploymentError
+from infra.settings import Settings
+from infra.shape import Shape
+from tasks.deploying import documents, main, shape_of
+from tasks.experiments import load_experiment
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCKER = ROOT / "infra" / "docker"
+COMPOSE = (DOCKER / "compose.yaml").read_text()
+KUBERNETES = "1.34"
+# Top-level keys of a task file, as volc ml_task export writes them; there is no published schema.
+VEMLP_KEYS = {
+    "TaskName", "Description", "Tags", "Framework", "ImageUrl", "ResourceQueueID", "TaskRoleSpecs", "Entrypoint",
+    "Envs", "Storages", "ActiveDeadlineSeconds", "Priority", "Preemptible", "AccessType", "RetryOptions",
+}  # fmt: skip
+SHAPE = Shape("grpo-test", gpus=16, together=2, command=("python", "-m", "flows.train_grpo", "grpo-test"))
+
+
+def tool(*words: str) -> subprocess.CompletedProcess[str]:
+    command = [str(Path(sys.executable).with_name(words[0])), *words[1:]]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+def rlflow_variables(text: str) -> set[str]:
+    return set(re.findall(r"RLFLOW_[A-Z_]+", text))
+
+
+def known_settings() -> set[str]:
+    return {f"RLFLOW_{name.upper()}" for name in Settings.model_fields}
+
+
+def test_compose_keeps_to_the_compose_specification(tmp_path: Path) -> None:
+    check = ("check-jsonschema", "--builtin-schema", "vendor.compose-spec")
+    answer = tool(*check, str(DOCKER / "compose.yaml"))
+    assert answer.returncode == 0, answer.stdout
+    wrong = tmp_path / "compose.yaml"
+    wrong.write_text(COMPOSE.replace("healthcheck:", "healthchek:", 1))
+    assert tool(*check, str(wrong)).returncode == 1
+
+
+def test_compose_takes_every_secret_from_the_env_file_and_listens_on_loopback() -> None:
+    services: dict[str, Any] = yaml.safe_load(COMPOSE)["services"]
+    wanted = set(re.findall(r"\$\{([A-Z0-9_]+)", COMPOSE))
+    offered = set(re.findall(r"^([A-Z0-9_]+)=", (DOCKER / ".env.example").read_text(), re.MULTILINE))
+    assert wanted == offered
+    assert subprocess.run(["git", "check-ignore", "-q", str(DOCKER / ".env")], cwd=ROOT, check=False).returncode == 0
+    secrets = [
+        f"{service}: {name}"
+        for service, content in services.items()
+        for name, value in content.get("environment", {}).items()
+        if re.search("PASSWORD|SECRET|KEY|AUTH_STRING", name) and "${" not in str(value)
+    ]
+    assert not secrets
+    assert all(port.startswith("127.0.0.1:") for content in services.values() for port in content.get("ports", []))
+    assert {name for name, content in services.items() if "healthcheck" in content} == {
+        "postgres",
+        "objects",
+        "mlflow",
+        "prefect",
+    }
+
+
+def test_what_the_files_set_is_what_the_code_reads() -> None:
+    for file in (*DOCKER.iterdir(), *(ROOT / "infra" / "k8s").glob("*.*"), *(ROOT / "infra" / "vemlp").glob("*.*")):
+        if file.is_file():
+            assert rlflow_variables(file.read_text()) <= known_settings(), file
+
+
+def test_the_dockerfile_lints_and_copies_what_is_there(tmp_path: Path) -> None:
+    dockerfile = DOCKER / "Dockerfile"
+    answer = tool("hadolint", str(dockerfile))
+    assert answer.returncode == 0, answer.stdout
+    wrong = tmp_path / "Dockerfile"
+    wrong.write_text(dockerfile.read_text().replace("WORKDIR /opt", "WORKDIR opt"))
+    assert tool("hadolint", str(wrong)).returncode == 1
+    sent = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    copied = [line.split()[1:-1] for line in dockerfile.read_text().splitlines() if line.startswith("COPY ")]
+    sources = [source for words in copied for source in words if not words[0].startswith("--from")]
+    assert "infra/requirements/gpu.txt" in sources
+    assert not [source for source in sources if not (ROOT / source).exists() or source.split("/")[0] not in sent]
+    assert not re.search(r"PASSWORD|TOKEN|SECRET", dockerfile.read_text())
+
+
+def test_both_images_have_the_pinned_versions() -> None:
+    pins = dict(re.findall(r"^([a-z0-9-]+)==(\S+)", (ROOT / "infra/requirements/gpu.txt").read_text(), re.MULTILINE))
+    asked = (DOCKER / "servers.txt").read_text()
+    for line in asked.splitlines():
+        name, _, version = line.partition("==")
+        if name and not name.startswith("#"):
+            assert version or re.sub(r"\[.*", "", name) in pins, f"{line} has no version"
+    values = k8s.KubernetesValues.model_validate(yaml.safe_load(k8s.VALUES.read_text()))
+    assert values.ray_version == pins["ray"]
+
+
+def check_pods(spec: dict[str, Any]) -> list[dict[str, Any]]:
+    """The pod templates of a cluster, valid by Kubernetes' schema."""
+    pods = [group["template"] for group in (spec["headGroupSpec"], *spec.get("workerGroupSpecs", []))]
+    for pod in pods:
+        whole = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "pod"}, **pod}
+        kubernetes_validate.validate(whole, KUBERNETES, strict=True)
+    return pods
+
+
+@pytest.mark.parametrize("where", ["rayjob", "raycluster"])
+def test_kubernetes_objects_keep_to_their_schemas(where: str) -> None:
+    claim, *rays = documents(where, SHAPE, None)
+    kubernetes_validate.validate(claim, KUBERNETES, strict=True)
+    schema = json.loads((ROOT / "tests/contracts/kuberay.json").read_text())
+    for ray in rays:
+        jsonschema.validate(ray, schema)
+    spec = rays[0]["spec"] if where == "raycluster" else rays[0]["spec"]["rayClusterSpec"]
+    pods = check_pods(spec)
+    assert len(pods) == 2
+    for pod in pods:
+        (container,) = pod["spec"]["containers"]
+        assert container["resources"]["limits"]["nvidia.com/gpu"] == "8"
+        variables = {item["name"]: item for item in container["env"]}
+        assert all("secretKeyRef" in variables[name]["valueFrom"] for name in k8s.SECRETS)
+        assert variables["RLFLOW_DATA_DIR"]["value"] in [mount["mountPath"] for mount in container["volumeMounts"]]
+        assert claim["metadata"]["name"] in json.dumps(pod["spec"]["volumes"])
+        pod["spec"]["containers"][0]["imagee"] = "typo"
+        with pytest.raises(kubernetes_validate.ValidationError):
+            check_pods(spec)
+    spec["headGroup"] = {}
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(rays[0], schema)
+
+
+@pytest.mark.parametrize(("name", "workers"), [("grpo-geo3k", 0), ("grpo-geo3k-32b", 1), ("grpo-geo3k-72b", 3)])
+def test_an_experiment_gets_the_nodes_that_it_takes(name: str, workers: int) -> None:
+    _, job = yaml.safe_load_all(main(["rayjob", name, "--set", "seed=3", "--run-id", "mine"]))
+    groups = job["spec"]["rayClusterSpec"].get("workerGroupSpecs", [])
+    assert [group["replicas"] for group in groups] == [workers] * bool(workers)
+    words = shlex.split(job["spec"]["entrypoint"])
+    assert words == ["python", "-m", "flows.train_grpo", name, "--run-id", "mine", "--set", "seed=3"]
+
+
+def test_a_task_file_for_vemlp_has_head_and_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "a-secret")
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    (task,) = yaml.safe_load_all(main(["vemlp", "grpo-geo3k-32b", "--run-id", "mine"]))
+    assert task.keys() == VEMLP_KEYS
+    assert [(role["RoleName"], role["RoleReplicas"]) for role in task["TaskRoleSpecs"]] == [("head", 1), ("worker", 1)]
+    assert task["RetryOptions"]["PolicySets"] == ["Failed", "InstanceReclaimed"]
+    variables = {item["Name"]: item for item in task["Envs"]}
+    assert variables["RAY_AUTH_TOKEN"] == {"Name": "RAY_AUTH_TOKEN", "Value": "a-secret", "IsPrivate": True}
+    assert "HF_TOKEN" not in variables
+    assert variables["RLFLOW_DATA_DIR"]["Value"] == task["Storages"][0]["MountPath"]
+
+
+def test_what_vemlp_runs_starts_ray_by_role(tmp_path: Path) -> None:
+    """The shell of the entry point, with a ``ray`` and a ``python`` that only write down how they were called."""
+    for name, more in (("ray", 'if [ "$1" = health-check ]; then exit 1; fi'), ("python", "exit 3"), ("sleep", "")):
+        script = tmp_path / name
+        script.write_text(f'#!/bin/sh\necho {name} "$@" >> {tmp_path}/calls\n{more}\n')
+        script.chmod(0o755)
+    entrypoint = vemlp.entrypoint(SHAPE).replace("cd /opt/rlflow", f"cd {tmp_path}")
+
+    def run(**variables: str) -> tuple[int, list[str]]:
+        (tmp_path / "calls").unlink(missing_ok=True)
+        env = {"PATH": f"{tmp_path}:/usr/bin:/bin", **variables}
+        code = subprocess.run(["sh", "-c", entrypoint], env=env, check=False).returncode
+        return code, (tmp_path / "calls").read_text().splitlines()
+
+    code, calls = run(MLP_ROLE="head")
+    assert code == 3  # the platform retries by it
+    assert calls == ["ray start --head --port=6379 --disable-usage-stats", "python -m flows.train_grpo grpo-test"]
+    code, calls = run(MLP_ROLE="worker", MLP_HEAD_0_HOST="head-0")
+    assert code == 0
+    assert calls == [
+        "ray start --address=head-0:6379 --disable-usage-stats",
+        "ray health-check --address head-0:6379",
+    ]
+
+
+def test_what_does_not_fit_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)
+    with pytest.raises(DeploymentError, match="RAY_AUTH_TOKEN is not set"):
+        documents("vemlp", SHAPE, None)
+    with pytest.raises(DeploymentError, match="takes 12 GPUs, and nodes of 8"):
+        Shape("x", gpus=12, together=1, command=()).nodes(8)
+    with pytest.raises(DeploymentError, match=r"sequence_parallel is 3, and a node has 8"):
+        Shape("x", gpus=24, together=3, command=()).nodes(8)
+    values = tmp_path / "values.yaml"
+    values.write_text(k8s.VALUES.read_text() + "gpu_per_node: 4\n")
+    with pytest.raises(DeploymentError, match=r"(?s)values.yaml cannot be used.*gpu_per_node"):
+        documents("rayjob", SHAPE, values)
+
+
+def test_a_shape_is_the_experiments() -> None:
+    experiment = load_experiment("grpo-geo3k-32b", ["resources.rollout_workers=16", "training.sequence_parallel=4"])
+    shape = shape_of(experiment, "run", [])
+    assert (shape.gpus, shape.together, shape.nodes(8)) == (32, 4, 4)

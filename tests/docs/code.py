@@ -1,0 +1,93 @@
+"""The code as the documentation speaks of it: its texts, metrics and settings."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+from tests.docs.pages import ROOT
+
+_HOLE = "\0"  # where a text has a value filled in
+_METRIC = re.compile(r"(?:reward|rollout|loss|optim|time|perf|system)/[a-z_0-9]+")
+
+
+def sources() -> Iterator[Path]:
+    for package in ("rlcore", "tasks", "infra", "flows"):
+        yield from sorted((ROOT / package).rglob("*.py"))
+
+
+@cache
+def trees() -> tuple[ast.Module, ...]:
+    return tuple(ast.parse(path.read_text()) for path in sources())
+
+
+@cache
+def texts() -> frozenset[str]:
+    """Every text that the code can say, with a hole for each value that it fills in; docstrings are none."""
+    found = set()
+    for tree in trees():
+        docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.JoinedStr | ast.Constant | ast.BinOp) and id(node) not in docstrings:
+                found.add(_text(node))
+    return frozenset(item for item in found if item.strip(_HOLE))
+
+
+def _text(node: ast.AST) -> str:
+    match node:
+        case ast.Constant(value=str(value)):
+            return re.sub(r"%[.\d]*[sdfg]", _HOLE, value)  # of log lines
+        case ast.JoinedStr(values=values):
+            return "".join(_text(value) for value in values)
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            return _text(left) + _text(right)
+    return _HOLE
+
+
+def says(message: str, found: frozenset[str] | None = None) -> bool:
+    """Whether some text of the code is ``message``, or has it within; ``...`` stands for values."""
+    parts = [part.strip() for part in message.split("...") if part.strip(" .:,()")]
+    pattern = re.compile(f".*?{_HOLE}.*?".join(map(re.escape, parts)).replace(r"\ ", r"\s+"), re.DOTALL)
+    return any(pattern.search(text) for text in (texts() if found is None else found))
+
+
+def writes(name: str) -> bool:
+    """Whether some text of the code is ``name`` with values for its numbers: step-000020.json."""
+    with_holes = re.sub(r"\d+", _HOLE, name)
+    return with_holes != name and with_holes in texts()
+
+
+@cache
+def metrics() -> frozenset[str]:
+    """Names of metrics that the code gives: written out, or ``time/`` with a phase of the clock, ``reward/`` with a
+    part of a score."""
+    whole = set(filter(_METRIC.fullmatch, texts()))
+    phases = {f"time/{name}" for name in _first_arguments("clock", "note")} | {"time/step"}
+    parts = {f"reward/{name}" for name in _keys_of_parts()}
+    return frozenset(whole | phases | parts)
+
+
+def _first_arguments(*functions: str) -> Iterator[str]:
+    """Texts that functions or methods of these names are called with."""
+    for tree in trees():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+                name = getattr(node.func, "id", getattr(node.func, "attr", ""))
+                if name in functions and isinstance(node.args[0].value, str):
+                    yield node.args[0].value
+
+
+def _keys_of_parts() -> Iterator[str]:
+    for path in sorted((ROOT / "rlcore" / "rewards").glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Dict):
+                yield from (
+                    key.value for key in node.keys if isinstance(key, ast.Constant) and isinstance(key.value, str)
+                )
+
+
+def metrics_in(text: str) -> set[str]:
+    return set(_METRIC.findall(text))

@@ -1,0 +1,249 @@
+"""What the documentation names is there: messages, metrics, settings, values, files, links, and the reference."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from infra.settings import Settings
+from rlcore.config import ExperimentConfig, build_experiment
+from rlcore.config.build import flatten
+from rlcore.errors import ConfigError, WorkerLostError
+from rlcore.rewards.dry_run import dry_run
+from rlcore.segment.failures import Failure, classify
+from tasks.experiments import experiment_values, load_experiment
+from tasks.reference import page as reference
+from tasks.reference import settings_of
+from tests.docs import code
+from tests.docs.pages import PAGES, ROOT, anchors, blocks, code_words, links, prose, quotes, sections
+
+TROUBLE = ROOT / "docs" / "troubleshooting.md"
+GROUPS = {name for name in ExperimentConfig.model_fields if name not in ("name", "seed")}
+EXPERIMENTS = experiment_values()
+KEYS = {setting.key.replace("[]", "") for setting in settings_of(ExperimentConfig)}
+# Whose words a foreign message is in; torch's are in C++, so that only what we do about them can be tested.
+FOREIGN = {
+    "Ray": "ray/exceptions.py",
+    "transformers": "transformers/models/qwen2_5_vl/modeling_qwen2_5_vl.py",
+    "vLLM": "vllm/v1/worker/utils.py",
+}
+FILE_SUFFIXES = (".py", ".md", ".json", ".jsonl", ".yaml", ".txt", ".jinja", ".html", ".parquet", ".log")
+PLACES = (".", "rlcore", "tests/bench", "tests/bench/accepted", "tests/numerics")  # that names start from
+EXAMPLES = {"rows.parquet", "my_template.jinja", "train.jsonl", "validation.jsonl"}  # the reader's
+OF_OTHER_PROJECTS = {"train.py", "examples"}
+
+every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+
+
+def test_the_reference_is_what_make_docs_writes() -> None:
+    assert (ROOT / "docs" / "reference.md").read_text() == reference(), "run make docs"
+
+
+def test_every_setting_has_a_help_text() -> None:
+    assert not [setting.key for setting in settings_of(ExperimentConfig) if not setting.field.description]
+    assert not [name for name, field in Settings.model_fields.items() if not field.description]
+
+
+def test_the_reference_lists_every_setting_of_the_experiments() -> None:
+    used = {key for values in EXPERIMENTS.values() for key, _ in flatten(values) if key not in ("health", "name")}
+    assert used <= KEYS | {key for key in used if key.endswith(".name")}
+    assert all(f"`{key}`" in reference() for key in KEYS)
+
+
+@pytest.mark.parametrize("message", quotes(TROUBLE))
+def test_a_quoted_message_is_one_of_the_code(message: str) -> None:
+    assert len(re.findall(r"[A-Za-z]", message)) >= 10, "too short to say anything"
+    of, _, words = message.partition(": ")
+    if of in FOREIGN:
+        package, _, inside = FOREIGN[of].partition("/")
+        (folder,) = importlib.util.find_spec(package).submodule_search_locations
+        assert words in re.sub(r'"\s*f?"', "", (Path(folder) / inside).read_text())
+    elif of == "torch":
+        assert classify(RuntimeError(words)) is Failure.OUT_OF_MEMORY
+    else:
+        assert code.says(message.removeprefix("train: "))
+
+
+def test_a_message_that_nobody_says_is_found() -> None:
+    assert code.says("the gradient was not finite in ... steps in a row")
+    assert code.says("problem ...: vLLM sees a prompt of ... tokens")
+    assert not code.says("the gradient was infinite in ... steps in a row")
+    assert not code.says("steps in a row ... the gradient was not finite")
+
+
+def test_ray_s_words_are_not_the_class() -> None:
+    """What the page says about them: the kernel's count decides, not the sentence."""
+    assert classify(WorkerLostError("The actor died unexpectedly before finishing this task.")) is Failure.WORKER_LOST
+
+
+@pytest.mark.parametrize(("title", "text"), sections(TROUBLE, 3).items())
+def test_a_trouble_has_a_check_and_a_cure(title: str, text: str) -> None:
+    check, _, cure = text.partition("**Cure.**")
+    assert "**Check.**" in check
+    assert re.search(r"`|\n    |message", check.partition("**Check.**")[2]), "no command, metric, file or message"
+    assert len(cure.split()) >= 3
+    assert re.search(r"^> |^No message", text, re.MULTILINE)
+
+
+def test_each_class_of_failure_that_needs_a_person_is_a_trouble() -> None:
+    named = {Failure(name) for name in re.findall(r"^Class: `(.*)`\.$", TROUBLE.read_text(), re.MULTILINE)}
+    assert set(Failure) - named == {Failure.PREEMPTED, Failure.ROLLBACK, Failure.UNKNOWN}
+
+
+@every_page
+def test_metrics_are_produced(page: Path) -> None:
+    text = " ".join(word for word in code_words(page) if "/" in word and not word.endswith(FILE_SUFFIXES))
+    assert code.metrics_in(text) <= code.metrics(), page.name
+
+
+def test_a_metric_that_nobody_gives_is_found() -> None:
+    assert {"time/generate", "reward/accuracy", "optim/skipped", "loss/kl_ref"} <= code.metrics()
+    assert "loss/kl" not in code.metrics()
+    assert "reward/problem_id" not in code.metrics()
+
+
+@every_page
+def test_settings_exist_and_take_the_values_shown(page: Path) -> None:
+    for word in code_words(page):
+        for key, value in re.findall(r"(?<![\w./-])([a-z_]+(?:\.[a-z_0-9]+)+)(=\S+)?", word):
+            module = (ROOT / "rlcore" / key.replace(".", "/")).with_suffix(".py")
+            if key.split(".")[0] not in GROUPS or f".{key.rpartition('.')[2]}" in FILE_SUFFIXES or module.exists():
+                continue
+            known = any(item == key or item.startswith(f"{key}.") for item in [*KEYS, *_names()])
+            assert known or key.startswith("reward.arguments."), f"{page.name}: {key}"
+            if value and "..." not in value and len(word.split()) == 1:
+                assert _builds([f"{key}{value}"]), f"{page.name}: {word}"
+
+
+def test_a_setting_that_is_refused_is_found() -> None:
+    assert not _builds(["training.steps=0"])
+    assert not _builds(["algorithm.loss.name=ppo"])
+    assert not _builds(["training.step=1"])
+    assert _builds(["algorithm.loss.max_ratio=4.0"])  # of a choice that has to be made first
+
+
+@every_page
+def test_variables_of_the_environment_are_settings(page: Path) -> None:
+    names = set(re.findall(r"RLFLOW_[A-Z_]+[A-Z]", page.read_text()))
+    assert {name.removeprefix("RLFLOW_").lower() for name in names} <= Settings.model_fields.keys()
+
+
+@every_page
+def test_files_are_there_or_are_what_the_code_writes(page: Path) -> None:
+    written = code.texts()
+    own = {match[1] for other in PAGES for block in blocks(other) if (match := re.match(r"# (\S+\.py)\n", block.text))}
+    own |= {
+        file for block in blocks(page) if block.language == "sh" for file in re.findall(r" > (\S+)$", block.text, re.M)
+    }
+    for word in code_words(page):
+        name = word.rstrip("/")
+        if " " in word or "=" in word or "*" in word or ":" in word or not re.fullmatch(r"[\w./-]+", word):
+            continue
+        if not (word.endswith("/") or name.endswith(FILE_SUFFIXES)) or code.metrics_in(f"{word}x"):
+            continue
+        here = [folder / name for folder in (page.parent, *(ROOT / place for place in PLACES))]
+        last = name.rpartition("/")[2].rstrip("N")  # hang-N: hang-1, hang-2
+        made = any(last in text for text in written) or code.writes(last)
+        assert any(path.exists() for path in here) or made or name in own | EXAMPLES | OF_OTHER_PROJECTS, (
+            f"{page.name}: {word}"
+        )
+
+
+def test_a_file_that_nobody_writes_is_found() -> None:
+    assert code.writes("step-000020.json")
+    assert not code.writes("stop-000020.json")
+    assert not code.writes("steps.json")
+
+
+@every_page
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in links(page):
+        file, _, anchor = link.partition("#")
+        if "://" in link:
+            continue
+        target = (page.parent / file).resolve() if file else page
+        assert target.exists(), f"{page.name}: {link}"
+        assert not anchor or anchor in anchors(target), f"{page.name}: {link}"
+
+
+@every_page
+def test_yaml_json_and_python_are_what_they_say(page: Path) -> None:
+    for block in blocks(page):
+        match block.language:
+            case "json":
+                json.loads(block.text)
+            case "python":
+                compile(block.text, str(block), "exec")
+            case "yaml":
+                values = yaml.safe_load(block.text)
+                assert values.keys() <= ExperimentConfig.model_fields.keys(), str(block)
+                assert _builds([f"{key}={json.dumps(value)}" for key, value in _leaves(values)]), str(block)
+
+
+def test_the_documented_rewards_pass_the_dry_run(tmp_path: Path) -> None:
+    from rlcore.types import Problem
+
+    found = [
+        block
+        for page in PAGES
+        for block in blocks(page)
+        if block.language == "python" and "\ndef reward(" in block.text
+    ]
+    assert len(found) == 2
+    for number, block in enumerate(found):
+        file = tmp_path / f"reward_{number}.py"
+        file.write_text(block.text)
+        config = load_experiment("grpo-gsm8k-tiny", ["reward.name=user", f"reward.file={file}"])
+        problem = Problem("p", "1 + 4 =", (), "5", "test", {"terms": 2})
+        right, empty, long = dry_run(config.reward, max_completion_tokens=40, problem=problem)
+        assert right.parts["accuracy"] == 1
+        assert right.reward > empty.reward
+        assert long.graded
+
+
+def test_every_page_is_in_the_index() -> None:
+    index = ROOT / "docs" / "index.md"
+    linked = {(index.parent / link.partition("#")[0]).resolve() for link in links(index)}
+    assert {page for page in PAGES if "docs" in page.parts and page != index} <= linked
+    assert "docs/index.md" in prose(ROOT / "README.md")
+
+
+def _names() -> Iterator[str]:
+    """Keys that choose: algorithm.loss.name."""
+    return (f"{key.rpartition('.')[0]}.name" for key in KEYS if "." in key)
+
+
+def _leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _builds(overrides: list[str]) -> bool:
+    """Whether some experiment takes them, alone or with a choice that they need."""
+    groups = {override.partition("=")[0].rpartition(".")[0] for override in overrides}
+    choices: list[list[str]] = [
+        [],
+        ["reward.name=user", "reward.file=reward.py"],
+        ["algorithm.correction.name=truncate"],
+    ]
+    choices += [
+        [f"{group}.name={tag}"] for group in groups for tag in ("cispo", "gspo", "truncate", "mask", "pass_at_k")
+    ]
+    for values, choice in itertools.product(EXPERIMENTS.values(), choices):
+        try:
+            build_experiment(values, [*choice, *overrides])
+        except ConfigError:
+            continue
+        return True
+    return False

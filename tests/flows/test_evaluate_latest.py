@@ -1,0 +1,83 @@
+"""evaluate-latest: what is left to do, its numbers in MLflow, the champion, the leaderboard; with fake jobs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from mlflow import MlflowClient
+from prefect.artifacts import Artifact
+
+from flows.evaluate_latest import evaluate_latest
+from flows.train_grpo import grpo_geo3k
+from infra.settings import Settings
+from rlcore.errors import ConfigError
+from tasks.benchmarks import load_benchmarks
+from tasks.latest import evaluations, newest_unevaluated
+from tasks.locks import alone
+from tasks.runs import existing_run
+
+SMALL = ["segment.steps=2", "data.template=math"]
+
+
+def evaluated(data_dir: Path) -> list[str]:
+    lines = (data_dir / "calls.txt").read_text().splitlines()
+    return [line for line in lines if line.startswith("evaluate")]
+
+
+def champion_step() -> str:
+    client = MlflowClient(tracking_uri=Settings().tracking_uri, registry_uri=Settings().tracking_uri)
+    return str(client.get_model_version_by_alias("grpo-geo3k-tiny", "champion").tags["rlflow.step"])
+
+
+def test_the_newest_comes_first_once_and_only_more_than_chance_makes_a_champion(
+    data_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # the first seen, step 4, is champion: step 2 is worse; 6 is better by chance; 8 by six problems of eight
+    monkeypatch.setenv("FAKE_RIGHT", json.dumps({"2": 1, "4": 2, "6": 3, "8": 8}))
+    summary = grpo_geo3k("grpo-geo3k-tiny", steps=4, overrides=SMALL, run_id="run")
+    before = len(evaluated(data_dir))
+    evaluate_latest(benchmarks=["tiny-geometry"])
+    assert evaluated(data_dir)[before:] == ["evaluate 4", "evaluate 2"]
+    assert champion_step() == "4"
+
+    evaluate_latest(benchmarks=["tiny-geometry"])
+    assert len(evaluated(data_dir)) == before + 2, "each checkpoint once"
+
+    grpo_geo3k("grpo-geo3k-tiny", steps=6, overrides=SMALL, run_id="run")
+    evaluate_latest(benchmarks=["tiny-geometry"])
+    assert champion_step() == "4"
+    grpo_geo3k("grpo-geo3k-tiny", steps=8, overrides=SMALL, run_id="run")
+    evaluate_latest(benchmarks=["tiny-geometry"])
+    assert champion_step() == "8"
+
+    client = MlflowClient(tracking_uri=Settings().tracking_uri)
+    points = client.get_metric_history(summary.mlflow_run_id, "eval/tiny-geometry/accuracy")
+    assert {point.step: point.value for point in points} == {2: 0.125, 4: 0.25, 6: 0.375, 8: 1.0}
+    board = Artifact.get("leaderboard")
+    assert board is not None
+    rows = json.loads(str(board.data))
+    assert [(row["step"], row["champion"]) for row in rows] == [(8, "champion"), (6, ""), (4, ""), (2, "")]
+    assert [item.report.step for item in evaluations(existing_run("run", Settings()))] == [4, 2, 6, 8]
+
+
+def test_another_one_at_the_same_folder_does_nothing(data_dir: Path) -> None:
+    grpo_geo3k("grpo-geo3k-tiny", steps=2, overrides=SMALL, run_id="run")
+    before = evaluated(data_dir)
+    with alone(Settings(), "evaluate-latest") as mine:
+        assert mine
+        evaluate_latest(benchmarks=["tiny-geometry"])
+    assert evaluated(data_dir) == before
+    todo = newest_unevaluated(load_benchmarks(["tiny-geometry"]), None, ())
+    assert todo is not None
+    assert todo.suite.data.template == "tiny", "the benchmark's, not the run's"
+    assert newest_unevaluated(load_benchmarks(["tiny-geometry"]), None, {todo.key}) is None
+    assert newest_unevaluated(load_benchmarks(["gsm8k"]), None, ()) is None, "not a benchmark of this experiment"
+    todo.run.ablation_marker.touch()
+    assert newest_unevaluated(load_benchmarks(["tiny-geometry"]), None, ()) is None, "the ablation evaluates it"
+
+
+def test_an_unknown_benchmark_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match=r"no benchmark gsm9k .*geometry3k, math500, gsm8k"):
+        load_benchmarks(["gsm9k"])

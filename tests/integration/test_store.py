@@ -1,0 +1,218 @@
+"""Folders in a bucket of a real S3 server: whole or absent, whoever is killed when."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from infra.errors import StorageError
+from infra.servers import free_port
+from infra.store import SEAL, FileEntry, Seal, Store
+from tests.stores import BUCKET, S3, open_uploads, s3_server
+
+MIB = 2**20
+PART = 5 * MIB  # the least that S3 takes
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3]:
+    with s3_server(tmp_path_factory.mktemp("s3") / "log") as server, pytest.MonkeyPatch.context() as patch:
+        for name, value in server.variables.items():
+            patch.setenv(name, value)
+        yield server
+
+
+@pytest.fixture
+def store(s3: S3, request: pytest.FixtureRequest) -> Store:
+    return Store(f"s3://{BUCKET}/{request.node.name}", part_bytes=PART, retries=2)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """One small file, and one that is sent in three parts."""
+    folder = tmp_path / "step-000004"
+    (folder / "train_state").mkdir(parents=True)
+    (folder / "state.json").write_text('{"step": 4}')
+    (folder / "train_state" / "__0_0.distcp").write_bytes(os.urandom(3 * PART))
+    os.utime(folder / "state.json", (1_700_000_000.5, 1_700_000_000.5))
+    return folder
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_what_is_pushed_comes_back_as_it_was(store: Store, s3: S3, folder: Path, tmp_path: Path) -> None:
+    store.push(folder, "runs/a/step-000004")
+    assert (
+        s3.files()
+        .info(f"{BUCKET}/{store.uri.rpartition('/')[2]}/runs/a/step-000004/train_state/__0_0.distcp")["ETag"]
+        .endswith('-3"')
+    ), "sent in three parts"
+    steps: list[tuple[int, int]] = []
+    assert store.pull("runs/a/step-000004", tmp_path / "back", progress=lambda done, of: steps.append((done, of)))
+    assert contents(tmp_path / "back") == contents(folder)
+    assert (tmp_path / "back" / "state.json").stat().st_mtime == 1_700_000_000.5
+    assert steps[-1] == (3 * PART + 11, 3 * PART + 11)
+    assert store.sealed_below("runs/a") == ["step-000004"]
+    assert not store.pull("runs/a/step-000008", tmp_path / "none")
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_other_content_replaces_what_is_there_and_the_same_is_not_sent_again(
+    store: Store, s3: S3, folder: Path, tmp_path: Path
+) -> None:
+    store.push(folder, "key")
+    large = f"{store.uri.removeprefix('s3://')}/key/train_state/__0_0.distcp"
+    before = s3.files().info(large)["LastModified"]
+    time.sleep(1.1)  # LastModified has whole seconds
+    (folder / "state.json").rename(folder / "other.json")
+    store.push(folder, "key")
+    assert s3.files().info(large)["LastModified"] == before
+    assert store.pull("key", tmp_path / "back")
+    assert contents(tmp_path / "back") == contents(folder)
+    store.remove("key")
+    assert store.files_below("key") == []
+
+
+def test_a_sender_killed_in_the_middle_of_a_file_leaves_nothing_that_counts(
+    store: Store, s3: S3, folder: Path, tmp_path: Path
+) -> None:
+    """SIGKILL once the first part of the large file has arrived; parts are held up so that it cannot be over yet."""
+    code = (
+        "import sys, asyncio, s3fs\n"
+        "from pathlib import Path\n"
+        "from infra.store import Store\n"
+        "call = s3fs.S3FileSystem._call_s3\n"
+        "async def slow(self, method, *a, **k):\n"
+        "    if method == 'upload_part' and k['PartNumber'] > 1: await asyncio.sleep(60)\n"
+        "    return await call(self, method, *a, **k)\n"
+        "s3fs.S3FileSystem._call_s3 = slow\n"
+        f"Store({store.uri!r}, part_bytes={PART}).push(Path({str(folder)!r}), 'key')\n"
+    )
+    sender = subprocess.Popen([sys.executable, "-c", code])
+    prefix = f"{store.uri.rpartition('/')[2]}/key"
+    deadline = time.monotonic() + 60
+    while not open_uploads(s3.files(), prefix) or "key/state.json" not in store.files_below(""):
+        assert sender.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    sender.send_signal(signal.SIGKILL)
+    sender.wait()
+    assert store.sealed("key") is None
+    assert store.sealed_below("") == []
+    assert not store.pull("key", tmp_path / "half")
+    assert open_uploads(s3.files(), prefix) == [f"{prefix}/train_state/__0_0.distcp"]
+
+    store.push(folder, "key")
+    assert open_uploads(s3.files(), prefix) == []
+    assert store.pull("key", tmp_path / "back")
+    assert contents(tmp_path / "back") == contents(folder)
+
+
+class Plug:
+    """A way to the S3 server that can be pulled out while bytes flow, and put in again."""
+
+    def __init__(self, target: int) -> None:
+        self.port, self._target = free_port(), target
+        self._connections: list[socket.socket] = []
+        self.passed = 0  # bytes towards the server
+        self.pull_at: int | None = None
+        self._plug_in()
+
+    def _plug_in(self) -> None:
+        self._listener = socket.create_server(("127.0.0.1", self.port))
+        threading.Thread(target=self._accept, args=(self._listener,), daemon=True).start()
+
+    def _accept(self, listener: socket.socket) -> None:
+        while True:
+            try:
+                client, _ = listener.accept()
+            except OSError:
+                return
+            server = socket.create_connection(("127.0.0.1", self._target))
+            self._connections += [client, server]
+            threading.Thread(target=self._pump, args=(client, server, True), daemon=True).start()
+            threading.Thread(target=self._pump, args=(server, client, False), daemon=True).start()
+
+    def _pump(self, source: socket.socket, sink: socket.socket, counts: bool) -> None:
+        try:
+            while data := source.recv(65536):
+                self.passed += len(data) if counts else 0
+                if self.pull_at is not None and self.passed > self.pull_at:
+                    self.pull_out()
+                sink.sendall(data)
+        except OSError:
+            pass  # pulled out
+        finally:
+            source.close()
+            sink.close()
+
+    def pull_out(self) -> None:
+        self._listener.close()
+        for connection in self._connections:
+            connection.close()
+
+    def put_in(self) -> None:
+        self.pull_at = None
+        self._plug_in()
+
+
+def test_a_network_that_goes_in_the_middle_of_a_file_is_an_error_and_a_later_try_completes(
+    store: Store, s3: S3, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plug = Plug(s3.port)
+    plug.pull_at = 2 * PART
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{plug.port}")
+    through = Store(
+        store.uri, part_bytes=PART, retries=3
+    )  # its number of tries keeps its client apart from the others'
+    with pytest.raises(StorageError, match=r"sending step-000004 to s3://.*Check RLFLOW_STORE"):
+        through.push(folder, "key")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", s3.address)
+    assert store.sealed("key") is None
+    assert not store.pull("key", tmp_path / "half")
+    plug.put_in()
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{plug.port}")
+    through.push(folder, "key")
+    assert through.pull("key", tmp_path / "back")
+    assert contents(tmp_path / "back") == contents(folder)
+    assert open_uploads(s3.files(), store.uri.rpartition("/")[2]) == []
+    plug.pull_out()
+
+
+def test_a_damaged_object_is_never_taken_for_the_file(store: Store, s3: S3, folder: Path, tmp_path: Path) -> None:
+    store.push(folder, "key")
+    s3.files().pipe_file(f"{store.uri.removeprefix('s3://')}/key/state.json", b'{"step": 5}')
+    with pytest.raises(StorageError, match=r"state\.json has SHA-256 .*expected"):
+        store.pull("key", tmp_path / "back")
+    assert not (tmp_path / "back").exists()
+    assert not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.parametrize("name", ["../evil", "/etc/evil", "a/../../evil", "a\\..\\evil", ""])
+def test_a_name_in_a_bucket_cannot_lead_out_of_the_folder(store: Store, name: str, tmp_path: Path) -> None:
+    seal = Seal(files={name: FileEntry(size=1, sha256="0", modified=0.0)})
+    store.put(f"key/{SEAL}", seal.model_dump_json().encode())
+    (tmp_path / "inner").mkdir()
+    with pytest.raises(StorageError, match="leads out of"):
+        store.pull("key", tmp_path / "inner" / "back")
+    assert [path.name for path in tmp_path.rglob("*")] == ["inner"]
+
+
+def test_a_link_is_not_followed_into_the_bucket(store: Store, folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("do not send")
+    (folder / "link").symlink_to(tmp_path / "secret")
+    with pytest.raises(StorageError, match="link is a link"):
+        store.push(folder, "key")
+    assert store.files_below("key") == []

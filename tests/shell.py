@@ -1,0 +1,15 @@
+"""The environment of a terminal that a user has just opened."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+_OURS = ("PREFECT_", "RLFLOW_", "MLFLOW_")
+
+
+def new_shell(variables: Mapping[str, str] | None = None, /, **more: str) -> dict[str, str]:
+    """Without what the tests' own process has set for itself, as soon as it imported Prefect or MLflow, or another test
+    has: a command that inherited it would keep its state in somebody else's folder."""
+    found = {name: value for name, value in os.environ.items() if not name.startswith(_OURS)}
+    return {**found, **(variables or {}), **more}

@@ -1,0 +1,52 @@
+"""The rows of a step are looked for in the data that has them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rlcore.artifacts import DatasetRef
+from rlcore.data.table import PreparedRow, write_rows
+from rlcore.errors import StorageError
+from rlcore.segment.trained import write_trained
+from rlcore.types import ImageRef, Problem
+from tasks.experiments import load_experiment
+from tasks.lineage import Lineage, trained_rows
+from tasks.origins import Origin
+from tasks.runs import Run
+
+
+def dataset(folder: Path, *names: str) -> DatasetRef:
+    folder.mkdir()
+    rows = [
+        PreparedRow(
+            Problem(name, f"<image>{name}?", (ImageRef(name * 64, 28, 28),), "1", "files", {}), 10 + place, 5, 1
+        )
+        for place, name in enumerate(names)
+    ]
+    write_rows(folder, rows)
+    return DatasetRef(
+        path=str(folder), digest=folder.name, source="files", num_problems=len(names), num_rejected=0,
+        num_images=len(names), max_prompt_tokens=5,
+    )  # fmt: skip
+
+
+def lineage(*datasets: DatasetRef) -> Lineage:
+    origins = tuple(Origin.model_construct(train=item) for item in datasets)
+    return Lineage.model_construct(run_id="run", origins=origins)
+
+
+def test_each_step_leads_to_its_rows_and_pictures_whichever_data_they_are_of(tmp_path: Path) -> None:
+    experiment = load_experiment("grpo-geo3k-tiny", ["training.problems_per_step=2"])
+    run = Run(run_id="run", run_dir=tmp_path / "run", experiment=experiment)
+    write_trained(run.run_dir, 1, ["b", "a"])
+    write_trained(run.run_dir, 2, ["c", "a"])
+    write_trained(run.run_dir, 3, ["x", "a"])
+    first, other = dataset(tmp_path / "first", "a", "b"), dataset(tmp_path / "other", "a", "c")
+    found = trained_rows(lineage(first, other), run, 1)
+    assert [(row.problem_id, row.row) for row in found] == [("b", 11), ("a", 10)]
+    assert found[0].images == (str(tmp_path / "first" / "images" / f"{'b' * 64}.png"),)
+    assert [row.row for row in trained_rows(lineage(first, other), run, 2)] == [11, 10]
+    with pytest.raises(StorageError, match=r"has the problems \['x', 'a'\]"):
+        trained_rows(lineage(first, other), run, 3)

@@ -1,0 +1,103 @@
+"""Ranks that hold an engine together get the same requests; the first one answers, if all drew the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlcore.config import build_experiment
+from rlcore.config.changes import changes
+from rlcore.distributed.group import SamplerGroup
+from rlcore.distributed.lockstep import answers, drawn
+from rlcore.errors import ConfigError, SamplerError
+from rlcore.ports import SampledGroup, SampleRequest
+from rlcore.rollout.collect import in_order
+from rlcore.types import Completion, Problem
+
+
+def group(number: int, *completions: list[int]) -> SampledGroup:
+    found = [Completion(np.array(ids), np.zeros(len(ids), np.float32), "", "stop", 0) for ids in completions]
+    return SampledGroup(np.array([number]), tuple(found))
+
+
+class FourRanks:
+    """Two engines of two ranks; the ranks of each run at their own pace."""
+
+    size = 4
+
+    def __init__(self, wrong: int | None = None, silent: int | None = None) -> None:
+        self._wrong, self._silent = wrong, silent
+        self.asked: list[list[str]] = []
+
+    def stream(
+        self, method: str, arguments: Sequence[tuple[Any, ...]], first: int = 0
+    ) -> Iterator[tuple[int, dict[int, Any]]]:
+        assert method == "generate"
+        self.asked = [[request.problem.problem_id for request in requests] for (requests,) in arguments]
+        for rank in (3, 0, 2, 1):
+            if rank != self._silent:
+                for said in answers(self._ended(rank), rank, 2):
+                    yield rank, said
+
+    def _ended(self, rank: int) -> Iterator[dict[int, SampledGroup]]:
+        for place, name in enumerate(self.asked[rank]):
+            yield {place: group(int(name), [1, 2], [int(name) + (rank == self._wrong)])}
+
+
+def generate(ranks: FourRanks) -> list[SampledGroup]:
+    requests = [SampleRequest(Problem(str(n), "", (), "", ""), 2, n) for n in range(5)]
+    return in_order(SamplerGroup(ranks, 2).generate(requests))
+
+
+def test_both_ranks_of_an_engine_get_its_requests_and_one_answers():
+    ranks = FourRanks()
+    found = generate(ranks)
+    assert ranks.asked == [["0", "2", "4"], ["0", "2", "4"], ["1", "3"], ["1", "3"]]
+    assert [int(g.prompt_token_ids[0]) for g in found] == [0, 1, 2, 3, 4]
+    assert [g.completions[1].token_ids.tolist() for g in found] == [[0], [1], [2], [3], [4]]
+
+
+@pytest.mark.parametrize("wrong", [2, 3])
+def test_ranks_that_drew_different_tokens_are_named(wrong: int):
+    with pytest.raises(SamplerError, match=r"problem 1: rank 2 drew tokens of crc \w{8}, rank 3 .* of crc \w{8}\."):
+        generate(FourRanks(wrong=wrong))
+
+
+def test_a_rank_that_says_nothing_is_missed():
+    with pytest.raises(SamplerError, match=r"of the 2 ranks that hold its engine only \[0\] answered"):
+        generate(FourRanks(silent=1))
+
+
+def test_what_was_drawn_depends_on_every_token_and_on_where_completions_end():
+    same = drawn(group(1, [2, 3], [4]))
+    assert drawn(group(1, [2, 3], [4])) == same
+    others = [group(0, [2, 3], [4]), group(1, [2], [3, 4]), group(1, [2, 3], [5]), group(1, [4], [2, 3])]
+    assert same not in {drawn(other) for other in others}
+
+
+def built(**workers: object) -> object:
+    rollout = {"tensor_parallel": 2}
+    return build_experiment({"name": "toy", "rollout": rollout, "resources": workers})
+
+
+def test_engines_that_do_not_fill_the_workers_are_refused():
+    assert built(workers=4, rollout_workers=2)
+    with pytest.raises(ConfigError, match=r"tensor_parallel \(2\) does not divide resources.workers \(1\)"):
+        built(workers=1)
+    with pytest.raises(ConfigError, match=r"tensor_parallel \(2\) does not divide resources.rollout_workers \(3\)"):
+        built(workers=4, rollout_workers=3)
+
+
+def test_adapters_in_an_engine_of_several_workers_are_refused():
+    settings = {"name": "toy", "rollout": {"tensor_parallel": 2}, "resources": {"workers": 2}, "model": {"lora": {}}}
+    with pytest.raises(ConfigError, match=r"tensor_parallel is 2 and model.lora set: .* Set rollout.tensor_parallel"):
+        build_experiment(settings)
+
+
+def test_a_run_may_go_on_with_engines_of_other_sizes():
+    one = build_experiment({"name": "toy", "resources": {"workers": 2}})
+    two = build_experiment({"name": "toy", "resources": {"workers": 2}, "rollout": {"tensor_parallel": 2}})
+    assert [change.is_science for change in changes(one, two)] == [False]

@@ -1,0 +1,61 @@
+"""Models whose packed forward pass would be another model's."""
+
+import pytest
+from transformers import MistralConfig, Qwen2Config, Qwen3NextConfig, Qwen3VLConfig
+
+from rlcore.errors import ModelError
+from rlcore.models.support import require_supported
+from rlcore.models.tiny import build_model, build_processor
+
+SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 12, "num_key_value_heads": 2}
+
+
+def check(config: object, longest: int = 10**6, sequence_parallel: int = 1, tensor_parallel: int = 1) -> None:
+    require_supported(config, longest=longest, sequence_parallel=sequence_parallel, tensor_parallel=tensor_parallel)
+
+
+def test_the_tiny_policy_is_supported():
+    check(build_model(build_processor(), 0).config, sequence_parallel=4)
+
+
+def test_a_window_that_sequences_fit_into_changes_nothing():
+    check(Qwen2Config(**SMALL))
+    check(Qwen2Config(**SMALL, use_sliding_window=False, sliding_window=64))
+    windowed = Qwen2Config(**SMALL, use_sliding_window=True, sliding_window=64, max_window_layers=1)
+    check(windowed, 64)
+    with pytest.raises(ModelError, match="qwen2 has layers that look back 64 tokens .* may have 65 tokens"):
+        check(windowed, 65)
+
+
+def test_a_window_on_every_layer_is_found_without_kinds_of_layers():
+    with pytest.raises(ModelError, match="look back 64 tokens"):
+        check(MistralConfig(**SMALL, sliding_window=64), 65)
+
+
+def test_layers_with_a_state_are_refused():
+    with pytest.raises(ModelError, match="linear_attention"):
+        check(Qwen3NextConfig(**SMALL, layer_types=["linear_attention", "full_attention"]))
+
+
+def test_deepstack_is_refused():
+    config = Qwen3VLConfig(text_config=SMALL, vision_config={"depth": 2, "deepstack_visual_indexes": [0]})
+    with pytest.raises(ModelError, match=r"vision layers \[0\] .*deepstack"):
+        check(config)
+
+
+def test_heads_that_do_not_split_are_refused_with_what_is_allowed():
+    check(Qwen2Config(**SMALL), sequence_parallel=6)
+    with pytest.raises(ModelError, match=r"is 8, and qwen2 has 12 .* Allowed are \[1, 2, 3, 4, 6, 12\]"):
+        check(Qwen2Config(**SMALL), sequence_parallel=8)
+
+
+def test_an_engine_that_cannot_be_cut_evenly_is_refused_with_what_is_allowed():
+    layers = {**SMALL, "intermediate_size": 48}
+    check(Qwen2Config(**layers), tensor_parallel=12)  # each of its 2 key-value heads on six ranks
+    with pytest.raises(ModelError, match=r"tensor_parallel is 3, .* qwen2 .* Allowed are \[1, 2, 4, 6, 12\]"):
+        check(Qwen2Config(**layers), tensor_parallel=3)  # 2 key-value heads, 3 ranks
+    tiny = build_model(build_processor(), 0).config
+    check(tiny, tensor_parallel=4)
+    tiny.vision_config.intermediate_size = 255
+    with pytest.raises(ModelError, match=r"Allowed are \[1\]"):
+        check(tiny, tensor_parallel=2)

@@ -1,0 +1,60 @@
+"""A dirty tree leaves nothing unrecorded, and no secret recorded."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from infra.provenance import uncommitted
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    def git(*words: str) -> None:
+        subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b", *words], cwd=tmp_path, check=True)
+
+    git("init", "-q")
+    (tmp_path / "kept.py").write_text("a = 1\n")
+    (tmp_path / ".gitignore").write_text("ignored\n")
+    git("add", "-A")
+    git("commit", "-qm", "first")
+    return tmp_path
+
+
+def test_a_clean_tree_has_no_patch(tree: Path) -> None:
+    assert uncommitted(tree) == ""
+
+
+def test_the_patch_makes_the_same_tree_again(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    (tree / "kept.py").write_text("a = 2\n")
+    (tree / "folder").mkdir()
+    (tree / "folder" / "new.py").write_text("b = 3\n")
+    (tree / "picture.bin").write_bytes(bytes(range(256)))
+    (tree / "ignored").write_text("x")
+    patch = tmp_path_factory.mktemp("patch") / "uncommitted.patch"
+    patch.write_text(uncommitted(tree))
+    clone = tmp_path_factory.mktemp("clone")
+    subprocess.run(["git", "clone", "-q", str(tree), str(clone)], check=True)
+    subprocess.run(["git", "apply", str(patch)], cwd=clone, check=True)
+    for name in ("kept.py", "folder/new.py", "picture.bin"):
+        assert (clone / name).read_bytes() == (tree / name).read_bytes()
+    assert not (clone / "ignored").exists()
+
+
+def test_private_and_large_files_are_named_and_secrets_taken_out(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOME_API_KEY", "hunter2-hunter2")
+    (tree / ".env.local").write_text("PASSWORD=letmein-please")
+    (tree / "large.bin").write_bytes(bytes(2**20 + 1))
+    (tree / "kept.py").write_text('key = "hunter2-hunter2"\n')
+    patch = uncommitted(tree)
+    assert "# not in this patch: .env.local (looks private)" in patch
+    assert "# not in this patch: large.bin (1048577 bytes, sha256 " in patch
+    assert "letmein" not in patch
+    assert "hunter2" not in patch
+    assert '+key = "***"' in patch
+
+
+def test_without_git_there_is_no_patch(tmp_path: Path) -> None:
+    assert uncommitted(tmp_path) == ""

@@ -1,0 +1,33 @@
+"""What make up refuses before it starts anything, and what make down says where nothing runs."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from infra.errors import ServerError
+from infra.settings import Settings
+from infra.stack import describe, down, up
+
+
+def test_a_taken_port_is_named_with_its_setting(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ServerError, match=rf"port {port} is taken .*RLFLOW_PREFECT_PORT"):
+            up(Settings(data_dir=tmp_path, prefect_port=port))
+
+
+def test_an_mlflow_elsewhere_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ServerError, match="RLFLOW_MLFLOW_URI is http://lab:5000"):
+        up(Settings(data_dir=tmp_path, mlflow_uri="http://lab:5000"))
+    assert not (tmp_path / "stack").exists()
+
+
+def test_without_a_stack_down_has_nothing_to_do_and_status_says_so(tmp_path: Path) -> None:
+    settings = Settings(data_dir=tmp_path)
+    assert down(settings) is False
+    assert describe(settings) == f"The stack over {tmp_path} is down. make up starts it."

@@ -1,0 +1,59 @@
+"""What each rank is given when ranks compute rows together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from rlcore.algorithms.flops import ModelShape
+from rlcore.config import build_experiment
+from rlcore.distributed.group import WorkerGroup
+from rlcore.ports import ScoredTokens
+from tests.numerics import toy
+
+SHAPE = ModelShape(parameters=1000, head_parameters=500, layers=2, width=8, weights_train=True, tower=None)
+
+
+class FourRanks:
+    size = 4
+
+    def __init__(self) -> None:
+        self.seen: list[list[list[bytes]]] = []
+
+    def call(self, method: str, arguments: Sequence[tuple[Any, ...]], first: int = 0) -> list[Any]:
+        assert len(arguments) == self.size
+        if method == "model_shape":
+            return [SHAPE] * self.size
+        self.seen = [
+            [[s.token_ids.tobytes() for s in micro] for micro in microbatches] for microbatches, _ in arguments
+        ]
+        return [
+            [[ScoredTokens(s.token_ids + rank / 10, s.token_ids * 0.0) for s in micro] for micro in microbatches]
+            for rank, (microbatches, _) in enumerate(arguments)
+        ]
+
+
+def test_neighbours_of_a_sequence_group_get_the_same_rows_and_the_first_one_answers():
+    config = build_experiment(
+        {
+            "name": "toy",
+            "data": {"max_prompt_tokens": 200},
+            "rollout": {"group_size": 4, "max_completion_tokens": 32},
+            "training": {"sequence_parallel": 2, "tokens_per_microbatch": 300},
+            "resources": {"workers": 4},
+        }
+    )
+    ranks = FourRanks()
+    samples = toy.samples(12, text_only=True)
+    found = WorkerGroup(ranks, config).logprobs(samples)
+    assert ranks.seen[0] == ranks.seen[1] != ranks.seen[2] == ranks.seen[3]
+    every = [tokens for rank in ranks.seen[::2] for micro in rank for tokens in micro]
+    assert sorted(every) == sorted(s.token_ids.tobytes() for s in samples)
+    longest = max(sum(len(np.frombuffer(t, np.int32)) for t in micro) for rank in ranks.seen for micro in rank)
+    assert longest > 300  # a row of two ranks holds what two of one hold
+    for sample, scored in zip(samples, found, strict=True):
+        rank = round(float(scored.logprobs[0] - sample.token_ids[0]) * 10)
+        assert rank in (0, 2)
+        np.testing.assert_allclose(scored.logprobs, sample.token_ids + rank / 10)
