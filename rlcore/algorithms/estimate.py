@@ -152,10 +152,13 @@ def estimate_memory(model: Architecture, plan: Plan) -> MemoryEstimate:
     device = int(MEMORY[plan.device] * GIB)
     sampler = model.parameters * _COMPUTE // plan.engine_workers
     head_width = model.vocabulary * model.hidden
+    state = trained * moments
+    if plan.offload:
+        state = min(state, head_width * moments)  # of the largest parameter, the embedding
     return MemoryEstimate(
         weights=(trained * master + frozen * _COMPUTE) // plan.workers,
         gradients=gradients,
-        optimizer=trained * moments // plan.workers,
+        optimizer=state // plan.workers,
         whole_copy=whole_copy,
         reference=model.parameters * _COMPUTE // plan.workers if plan.reference else 0,
         activations=_activations(model, plan),

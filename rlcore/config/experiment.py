@@ -248,9 +248,9 @@ class TrainingConfig(Frozen):
     over the workers, in each microbatch. on costs the least memory; off keeps a copy of the whole model in the compute
     dtype, and its gradient in float32, until the last microbatch of a step. auto: on with more than one worker."""
     offload: bool = False
-    """Optimizer state lies in the host's page-locked memory except for the optimizer's own step, and weights (the
-    reference's as well) while the sampler draws. For models that do not fit otherwise: each step waits for the copies.
-    Changes no number."""
+    """Optimizer state lies in the host's page-locked memory and comes to the device a few parameters at a time when the
+    optimizer steps; weights (the reference's as well) lie there while the sampler draws. For models that do not fit
+    otherwise: each step waits for the copies. Changes no number."""
     learning_rate: float = Field(1e-6, ge=0)
     """AdamW's learning rate."""
     optimizer: Literal["adamw", "adamw_bf16"] = "adamw"

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 _SMALL = 1024  # bytes: what is smaller stays, its copy would cost more than it frees
@@ -34,11 +34,10 @@ class HostRest:
         found: dict[int, torch.UntypedStorage] = {}  # views of the same memory once
         on_gpu = False
         for tensor in self._tensors():
-            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            storage = local.untyped_storage()
+            storage = local_part(tensor).untyped_storage()
             if storage.nbytes() >= _SMALL and storage.resizable():  # a mapped file's pages are not torch's to free
                 found[storage.data_ptr()] = storage
-                on_gpu |= local.is_cuda
+                on_gpu |= storage.is_cuda
         for place, storage in enumerate(found.values()):
             size = storage.nbytes()
             if place == len(self._host) or self._host[place].nbytes() != size:
@@ -58,3 +57,64 @@ class HostRest:
             storage.resize_(host.nbytes())
             storage.copy_(host, non_blocking=True)
         self._away = []
+
+
+class OffloadedOptimizer:
+    """Steps an optimizer whose state rests on the host, some parameters at a time, so that only their state is on the
+    device: never more than that of the largest parameter. An optimizer that treats each parameter by itself, as AdamW
+    does, takes the very step that it would take over all of them.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        self._parts = [(part, self._state_of(part)) for part in in_parts(parameters)]
+
+    def _state_of(self, part: list[nn.Parameter]) -> HostRest:
+        def tensors() -> Iterator[Tensor]:
+            for parameter in part:  # of the dict that there is now: loading puts another in its place
+                yield from filter(torch.is_tensor, self._optimizer.state.get(parameter, {}).values())
+
+        return HostRest(tensors)
+
+    def step(self) -> None:
+        """Leaves no gradient behind, and the state on the host."""
+        gradients = {parameter: parameter.grad for part, _ in self._parts for parameter in part}
+        self._optimizer.zero_grad(set_to_none=True)  # what has none is not stepped
+        for part, state in self._parts:
+            for parameter in part:
+                parameter.grad = gradients.pop(parameter)
+            state.come_back()
+            self._optimizer.step()
+            state.leave()
+            self._optimizer.zero_grad(set_to_none=True)
+
+    def leave(self) -> None:
+        for _, state in self._parts:
+            state.leave()
+
+    def come_back(self) -> None:
+        """All of it, to be saved or loaded."""
+        for _, state in self._parts:
+            state.come_back()
+
+
+def in_parts(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    """In order, each part with at most as many elements on this rank as the largest parameter."""
+    sizes = [(parameter, local_part(parameter).numel()) for parameter in parameters]
+    largest = max((size for _, size in sizes), default=0)
+    part: list[nn.Parameter] = []
+    held = 0
+    for parameter, size in sizes:
+        if part and held + size > largest:
+            yield part
+            part, held = [], 0
+        part.append(parameter)
+        held += size
+    if part:
+        yield part
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's shard."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from rlcore.config import TrainingConfig
+from rlcore.models.offload import local_part
 
 _CHUNK = 1 << 24  # elements whose float32 copies are alive at once
 
@@ -53,7 +54,7 @@ class KahanAdamW(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         generators: dict[torch.device, torch.Generator] = {}
         for group in self.param_groups:
-            for parameter in group["params"]:
+            for place, parameter in enumerate(group["params"]):
                 if parameter.grad is None:
                     continue
                 state = self.state[parameter]
@@ -67,8 +68,10 @@ class KahanAdamW(torch.optim.Optimizer):
                 flat = [_local(tensor) for tensor in tensors]
                 device = flat[0].device
                 if device not in generators:
-                    # from the step alone, so that a resumed run draws what an unbroken one would have
-                    generators[device] = torch.Generator(device).manual_seed(step)
+                    generators[device] = torch.Generator(device)
+                # from step and place alone, so that a resumed run draws what an unbroken one would have, and so does
+                # a step over some parameters at a time
+                generators[device].manual_seed(int(np.random.SeedSequence((step, place)).generate_state(1)[0]))
                 for chunk in zip(*(tensor.split(_CHUNK) for tensor in flat), strict=True):
                     kahan_adamw_(
                         *chunk,
@@ -127,5 +130,4 @@ def round_at_random(values: Tensor, generator: torch.Generator) -> Tensor:
 
 def _local(tensor: Tensor) -> Tensor:
     """This rank's shard, flat, sharing memory."""
-    own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return own.detach().view(-1)
+    return local_part(tensor).detach().view(-1)

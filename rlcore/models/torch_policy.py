@@ -28,7 +28,7 @@ from rlcore.config import ExperimentConfig
 from rlcore.models.blocks import checkpoint_blocks, compile_blocks
 from rlcore.models.checkpoint import BackgroundSaver, load_train_state
 from rlcore.models.lora import B, adapters_off, choose_trainable, frozen_tower, is_adapter, lora_alpha
-from rlcore.models.offload import HostRest
+from rlcore.models.offload import HostRest, OffloadedOptimizer
 from rlcore.models.optimizer import make_optimizer
 from rlcore.models.packed import PackedModel, transformer_blocks
 from rlcore.models.sequence import cut, sequence_group
@@ -95,7 +95,7 @@ class TorchPolicy:
         self.optimizer = make_optimizer(self.model.parameters(), config.training)
         self._weights = HostRest(self.model.parameters)
         self._reference_weights = HostRest(self._own_of_reference)
-        self._optimizer_state = HostRest(lambda: _tensors_of(self.optimizer))
+        self._optimizer_state = OffloadedOptimizer(self.optimizer)
         self._saver = BackgroundSaver()
         self.rest()
 
@@ -210,9 +210,7 @@ class TorchPolicy:
         if not skipped:
             for group in self.optimizer.param_groups:
                 group["lr"] = learning_rate
-            self._optimizer_state.come_back()
-            self.optimizer.step()
-            self._leave(self._optimizer_state)
+            (self._optimizer_state if self.config.training.offload else self.optimizer).step()
         self.optimizer.zero_grad(set_to_none=True)
         return UpdateResult(sums=sums.all_reduce(), grad_norm=grad_norm, skipped=skipped)
 
@@ -261,7 +259,7 @@ class TorchPolicy:
         if self.config.training.offload and self.device.type == "cuda":
             torch.cuda.empty_cache()  # what the sampler takes is not torch's
 
-    def _leave(self, part: HostRest) -> None:
+    def _leave(self, part: HostRest | OffloadedOptimizer) -> None:
         if self.config.training.offload:
             part.leave()
 
@@ -279,10 +277,6 @@ class TorchPolicy:
         self._optimizer_state.come_back()
         load_train_state(self.model.hf, self.optimizer, folder)
         self.rest()
-
-
-def _tensors_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    return [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
 
 
 def _reshard(model: nn.Module) -> None:

@@ -51,18 +51,20 @@ def make_policy(world: int, *, offload: bool = False, compiled: bool = False) ->
 
 def step(policy: TorchPolicy, samples: list[TrainingSample]) -> tuple[Tensor, float]:
     """Gradient, unclipped, and loss."""
-    found: list[Tensor] = []
+    found: dict[torch.nn.Parameter, Tensor] = {}
     take = policy.optimizer.step
 
-    def keep_then_step() -> None:
-        found.append(torch.cat([p.grad.full_tensor().flatten().cpu() for p in policy.model.parameters()]))
+    def keep_then_step() -> None:  # over all parameters at once, or over some at a time
+        with_gradient = [p for p in policy.model.parameters() if p.grad is not None]
+        found.update({p: p.grad.full_tensor().flatten().cpu() for p in with_gradient})
         take()
 
     policy.optimizer.step = keep_then_step  # type: ignore[method-assign]
     totals = StepTotals(sum(s.num_trained for s in samples), len(samples))
     result = policy.update([samples[:16], samples[16:]], totals, 1e-3, 0.0)
     policy.optimizer.step = take  # type: ignore[method-assign]
-    return found[0] * max(1.0, result.grad_norm), float(result.sums.policy_loss)
+    gradient = torch.cat([found[parameter] for parameter in policy.model.parameters()])
+    return gradient * max(1.0, result.grad_norm), float(result.sums.policy_loss)
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from rlcore.algorithms.aggregation import StepTotals
 from rlcore.config import ExperimentConfig
-from rlcore.models.offload import HostRest
+from rlcore.models.offload import HostRest, OffloadedOptimizer, in_parts
 from rlcore.models.torch_policy import TorchPolicy
 from tests.numerics import toy
 
@@ -44,6 +44,37 @@ def test_memory_goes_and_comes_back_under_the_same_tensors():
         assert view[0, 0] == 100
         assert other.equal(torch.ones(700, dtype=torch.bfloat16))
         base[0] = 0.0  # and it is the memory that is in use
+
+
+def test_parts_hold_all_parameters_in_order_and_none_more_than_the_largest():
+    sizes = [3, 9, 2, 2, 5, 1, 4]
+    parameters = [torch.nn.Parameter(torch.zeros(size)) for size in sizes]
+    assert [[len(p) for p in part] for part in in_parts(parameters)] == [[3], [9], [2, 2, 5], [1, 4]]
+    assert list(in_parts([])) == []
+
+
+def test_only_the_state_of_one_part_is_on_the_device_while_it_steps():
+    """And a parameter without a gradient is left as it is."""
+    parameters = [torch.nn.Parameter(torch.ones(size)) for size in (4000, 2500, 1500, 4000, 1300)]
+    optimizer = torch.optim.AdamW(parameters, lr=0.1, weight_decay=0.0)
+    seen = []
+
+    def watch(*_: object) -> None:
+        stepped = [len(p) for p in parameters if p.grad is not None]
+        seen.append((stepped, held(v for state in optimizer.state.values() for v in state.values())))
+
+    optimizer.register_step_post_hook(watch)
+    offloaded = OffloadedOptimizer(optimizer)
+    for _ in range(2):
+        for parameter in parameters[:-1]:
+            parameter.grad = torch.ones_like(parameter)
+        offloaded.step()
+        assert held(v for state in optimizer.state.values() for v in state.values()) == 0
+        assert all(parameter.grad is None for parameter in parameters)
+    both = 2 * 4  # bytes of two moments
+    parts = [([4000], 4000 * both), ([2500, 1500], 4000 * both), ([4000], 4000 * both), ([], 0)]
+    assert [(sizes, bytes_) for sizes, bytes_ in seen] == [*parts, *parts]
+    assert [round(float(p[0].detach()), 4) for p in parameters] == [0.8, 0.8, 0.8, 0.8, 1.0]
 
 
 def settings(offload: bool, optimizer: str) -> ExperimentConfig:

@@ -116,6 +116,8 @@ def test_memory_follows_what_it_must(models: dict[str, Architecture]) -> None:
     assert eight.reference == 2 * model.parameters // 8
     small = estimate_memory(model, replace(one, bf16_optimizer=True))
     assert small.weights + small.optimizer == 8 * model.parameters
+    embedding = 151_936 * 1536
+    assert estimate_memory(model, replace(one, offload=True)).optimizer == 8 * embedding
     half = replace(one, tokens_per_microbatch=one.tokens_per_microbatch // 2)
     assert estimate_memory(model, half).activations == pytest.approx(estimate_memory(model, one).activations / 2)
     kept = [
