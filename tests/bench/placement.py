@@ -7,6 +7,9 @@
 - ``apart``: ``--rollout-workers`` of the N sample, the others train, each waiting for the other;
 - ``apart, one step off``: the same with ``training.max_staleness: 1``, so that both go on at once.
 
+``--workers 1 --only colocated`` is one device alone, to see what several are worth: give it its share of
+``--problems``.
+
 All with the same model, problems, grader and importance weights. Model and prompts are the peer's, made by its scripts
 in FOLDER, or the tiny text policy with random weights. A rank is busy while it is in a call, so that waiting for other
 ranks in a collective counts as busy: the idle share is a lower bound. Medians over the counted steps.
@@ -32,6 +35,7 @@ def main() -> None:
     parser.add_argument("--peer", type=Path, help="folder of the peer's scripts")
     parser.add_argument("--workers", type=int, default=2, help="devices, N")
     parser.add_argument("--rollout-workers", type=int, default=1, help="of the N, where they are apart")
+    parser.add_argument("--only", nargs="+", help="these of the placements, by name")
     parser.add_argument("--regime", choices=("fixed", "ragged"), default="ragged")
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--counted", type=int, default=8)
@@ -63,7 +67,8 @@ def main() -> None:
     )
     found = {name: placed(arguments, case, overrides) for name, overrides in placements(arguments).items()}
     seconds = {name: result["seconds"]["step"] for name, result in found.items()}
-    times = {f"{name} / colocated": value / seconds["colocated"] for name, value in seconds.items()}
+    first = next(iter(seconds))
+    times = {f"{name} / {first}": value / seconds[first] for name, value in seconds.items()}
     write(arguments.out, {"regime": arguments.regime, "step time": times, "placements": found})
 
 
@@ -97,7 +102,8 @@ def placements(arguments: argparse.Namespace) -> dict[str, list[str]]:
         f"resources.workers={arguments.workers - arguments.rollout_workers}",
         f"resources.rollout_workers={arguments.rollout_workers}",
     ]
-    return {"colocated": together, "apart": apart, "apart, one step off": [*apart, "training.max_staleness=1"]}
+    every = {"colocated": together, "apart": apart, "apart, one step off": [*apart, "training.max_staleness=1"]}
+    return {name: overrides for name, overrides in every.items() if name in (arguments.only or every)}
 
 
 class TimedWorker:

@@ -1,0 +1,67 @@
+"""On one GPU: an evaluation in its own process, and partial rollouts: ``pytest -m gpu tests/gpu``."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from rlcore.artifacts import DatasetRef, EvalReport, ModelRef
+from rlcore.job import EvaluateSpec
+from tests.integration.test_partial_rollouts import CORRECTED
+from tests.integration.test_train_tiny import ROOT, dataset, experiment, journal, run
+
+__all__ = ["dataset"]  # a fixture
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+ON_GPU = {
+    "resources.workers": 1,
+    "resources.device": "cuda",
+    "rollout.gpu_memory_utilization": 0.2,
+    "rollout.enforce_eager": True,
+}
+
+
+@pytest.mark.timeout(300)
+def test_an_evaluation_needs_no_cluster_and_gives_the_same_rows_twice(
+    tiny_model: Path, dataset: Path, tmp_path: Path
+) -> None:
+    model = ModelRef(path=str(tiny_model), digest="tiny", source="tiny", num_parameters=0)
+    counts = {"num_problems": 0, "num_rejected": 0, "num_images": 0, "max_prompt_tokens": 200}
+    prepared = DatasetRef(path=str(dataset), digest="tiny", source="tiny", **counts)
+    tables = []
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        spec = EvaluateSpec(
+            result=tmp_path / name / "result.json",
+            experiment=experiment(**ON_GPU, **{"evaluation.samples": 2}),
+            policy=model,
+            base=model,
+            dataset=prepared,
+            out_dir=tmp_path / name,
+        )
+        (tmp_path / name / "spec.json").write_text(spec.model_dump_json())
+        command = [sys.executable, "-m", "rlcore.evaluation", str(tmp_path / name / "spec.json")]
+        said = subprocess.run(command, check=True, cwd=ROOT, capture_output=True, text=True).stderr
+        assert "Started a local Ray instance" not in said
+        report = EvalReport.model_validate_json(spec.result.read_text())
+        assert report.num_problems > 0
+        tables.append(pq.read_table(report.table))
+    assert tables[0].num_rows == tables[1].num_rows > 0
+    assert tables[0].equals(tables[1])
+
+
+@pytest.mark.timeout(300)
+def test_partial_rollouts(tiny_model: Path, dataset: Path, tmp_path: Path) -> None:
+    """The policies of one completion differ by their rates of learning only, so both sides still agree."""
+    partial = {"rollout.partial.tokens_per_round": 6, "rollout.partial.in_flight": 2, "training.max_staleness": 2}
+    config = experiment(**ON_GPU, **CORRECTED, **partial, **{"training.learning_rate": 1e-6})
+    run(tmp_path / "run", tiny_model, dataset, config, until=4)
+    steps = [record.metrics for record in journal(tmp_path / "run")]
+    assert [metrics["rollout/policy_age_max"] for metrics in steps] == [0, 1, 2, 2]
+    assert all(metrics["rollout/completions_continued"] > 0 for metrics in steps[1:])
+    assert all(metrics["rollout/abs_delta_logprob_mean"] < 0.02 for metrics in steps)  # bf16, random weights
+    assert all(metrics["optim/grad_norm"] > 0 for metrics in steps)
