@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -12,7 +13,9 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import pytest
 
 from rlcore.startup import making_what_stays
-from tests.stores import Parts, embedded_parts, postgres_and_s3
+
+if TYPE_CHECKING:
+    from tests.stores import Parts
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -29,6 +32,8 @@ def pytest_collection() -> Generator[None, object, object]:
 @pytest.fixture(scope="session")
 def parts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Parts]:
     """Databases and a bucket for those who ask, or nothing but the data folder."""
+    from tests.stores import embedded_parts, postgres_and_s3  # nobody else needs their drivers
+
     if request.config.getoption("--stack") == "sqlite-local":
         yield embedded_parts()
         return

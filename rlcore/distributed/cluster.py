@@ -7,7 +7,7 @@ the driver, and with it the variables that change what it computes.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -39,14 +39,7 @@ def start_ray(address: str | None, num_cpus: int) -> None:
     """
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": False}
     if address is None:
-        ray.init(
-            address="local",
-            num_cpus=num_cpus,
-            include_dashboard=False,
-            # A head of our own that died does not come back; by default its processes would look for it for a minute.
-            _system_config={"gcs_rpc_server_reconnect_timeout_s": 5},
-            **quiet,
-        )
+        start_local_ray(num_cpus, **quiet)
         return
     code = {"py_modules": [str(Path(__file__).parents[1])], "env_vars": steering(os.environ)}
     try:
@@ -69,9 +62,34 @@ def start_ray(address: str | None, num_cpus: int) -> None:
         ) from None
 
 
-def stop_ray() -> None:
-    """Leave the cluster; of a local one no process stays. Ray's agents would outlive it by some seconds."""
-    children = psutil.Process().children(recursive=True)
+def start_local_ray(num_cpus: int, **options: Any) -> None:
+    """Again, if a machine that is busy with other work needs longer than the 30 s that Ray gives its own processes."""
+    others = psutil.Process().children(recursive=True)
+    for last in (False, False, True):
+        try:
+            ray.init(
+                address="local",
+                num_cpus=num_cpus,
+                include_dashboard=False,
+                # A head of our own that died does not come back; by default its processes would look for it for a
+                # minute.
+                _system_config={"gcs_rpc_server_reconnect_timeout_s": 5},
+                **options,
+            )
+            return
+        except Exception as error:  # Ray has no class for it
+            if last or "timed out during startup" not in str(error):
+                raise
+            stop_ray(but=others)
+
+
+def stop_ray(but: Sequence[psutil.Process] = ()) -> None:
+    """Leave the cluster; of a local one no process stays. Ray's agents would outlive it by some seconds.
+
+    Args:
+        but: processes under this one that are not Ray's.
+    """
+    children = [child for child in psutil.Process().children(recursive=True) if child not in but]
     ray.shutdown()
     _, alive = psutil.wait_procs(children, timeout=1.0)
     for process in alive:

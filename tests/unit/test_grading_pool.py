@@ -105,21 +105,11 @@ def test_a_megabyte_travels_and_is_graded(math_pool):
     assert grade(math_pool, text, text)[1].parts == {"accuracy": 1.0, "format": 1.0}
 
 
-def test_256_completions_take_a_fraction_of_a_second(math_pool):
-    texts = [rf"<think>{'word ' * 100}</think> \boxed{{{i % 8}}}" for i in range(256)]
-    grade(math_pool, *texts)
-    start = time.perf_counter()
-    grade(math_pool, *texts)
-    assert time.perf_counter() - start < 1  # 0.02 s on an idle core; the margin is for a busy machine
-
-
 def test_a_tower_of_powers_that_hangs_sympy_is_killed_at_the_deadline():
     # the truth is no integer, so mathruler hands 9**9**9 to sympy, which sets out to write it down
     right, hanging = r"\boxed{21\sqrt{3}}", r"\boxed{9**9**9}"
     with GradingPool(MATH, processes=1, deadline_seconds=1.5) as pool:
-        start = time.perf_counter()
         scores = grade(pool, right, hanging, right, answer=r"21 \sqrt { 3 }")
-        assert time.perf_counter() - start < 15
         assert [s.graded for s in scores] == [True, False, True]
         assert scores[1] == UNGRADED
         assert (pool.timeouts, pool.errors, pool.deaths) == (1, 0, 0)
@@ -161,11 +151,10 @@ def test_the_first_loss_of_each_kind_is_logged(pool, caplog):
 
 
 def test_another_worker_goes_on_while_one_hangs():
-    with GradingPool(puppet, processes=2, deadline_seconds=20) as pool:
-        pool.submit([problem()], [completion("sleep 60")])
-        start = time.perf_counter()
+    with GradingPool(puppet, processes=2, deadline_seconds=2 * WAIT) as pool:
+        hanging = pool.submit([problem()], [completion(f"sleep {4 * WAIT}")])
         assert all(s.graded for s in grade(pool, *["ok"] * 50))
-        assert time.perf_counter() - start < 10
+        assert not hanging.done()
 
 
 def test_a_worker_killed_from_outside_in_mid_job_costs_one_grading(pool, tmp_path):
@@ -221,12 +210,12 @@ def test_close_leaves_no_process_and_fails_what_was_running():
     before = workers()
     pool = GradingPool(puppet, processes=2, deadline_seconds=WAIT)
     assert len(workers() - before) == 2
-    futures = [pool.submit([problem()], [completion("sleep 60")]) for _ in range(3)]
+    futures = [pool.submit([problem()], [completion(f"sleep {WAIT}")]) for _ in range(3)]
     time.sleep(0.2)
     start = time.perf_counter()
     pool.close()
     pool.close()
-    assert time.perf_counter() - start < 5
+    assert time.perf_counter() - start < WAIT / 2  # it waited for none of them
     assert workers() == before
     for future in futures:
         with pytest.raises(RewardError, match="closed"):

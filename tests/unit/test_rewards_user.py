@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -219,11 +218,9 @@ def test_the_dry_run_shows_what_went_wrong(tmp_path, source, settings, message):
 
 @pytest.mark.parametrize("settings", [{}, {"batch": True}], ids=["single", "batch"])
 def test_the_dry_run_of_a_reward_that_hangs_ends(tmp_path, settings):
-    start = time.perf_counter()
     config = user(tmp_path, BODY + "while True: pass", deadline_seconds=0.5, **settings)
     with pytest.raises(RewardError, match=r"longer than .* s and was killed"):
         dry_run(config, max_completion_tokens=64, problem=PROBLEM)
-    assert time.perf_counter() - start < 30
 
 
 def test_a_file_that_never_ends_does_not_hang_the_dry_run(tmp_path, monkeypatch):
