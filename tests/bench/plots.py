@@ -95,7 +95,7 @@ def generation(path: Path) -> None:
         ("TRL\ntext", trl["results"]["text"]["fixed"]["weight_sync"], PEER),
         ("rlflow\ntext", text["sync"]["median"], OURS),
         ("TRL\nVL-3B", trl["results"]["vl"]["fixed"]["weight_sync"], PEER),
-        ("rlflow\nVL-3B (older)", vl["sync"]["median"], OURS),
+        ("rlflow\nVL-3B", vl["sync"]["median"], OURS),
     ]
     sync.bar([name for name, _, _ in times], [1e3 * value for _, value, _ in times], color=[c for _, _, c in times])
     for place, (_, value, _) in enumerate(times):
@@ -105,8 +105,45 @@ def generation(path: Path) -> None:
     figure.savefig(path, dpi=130)
 
 
+def several(path: Path) -> None:
+    """A step by placement of four GPUs, with the share that a GPU of each role is idle; a step by the response cap."""
+    found, growth = read("accepted/placement-h200x4.json"), read("accepted/growth-h200.json")
+    figure, (placed, grown) = plt.subplots(1, 2, figsize=(9, 3.2), layout="constrained")
+    roles = {"colocated": "4 of both", "apart": "3 train, 1 samples", "apart, one step off": "the same, one step off"}
+    for place, name in enumerate(roles):
+        result = found["placements"][name]
+        idle, seconds = result["idle share by rank"], result["seconds"]["step"]
+        shares = [idle[0]] if name == "colocated" else [idle[0], idle[-1]]
+        text = f"{seconds:.1f} s; idle {', '.join(f'{100 * share:.0f} %' for share in shares)}"
+        placed.barh(place, seconds, color=OURS if name == "colocated" else PEER)
+        placed.text(seconds + 0.2, place, text, va="center")
+    placed.set_yticks(range(len(roles)), list(roles.values()))
+    placed.invert_yaxis()
+    placed.set(xlabel="seconds a step", xlim=(0, 24))
+    placed.set_title("four H200s, 1.5B text, 60 x 8 x (256 + 1,024)", fontsize=10)
+    caps = growth["by cap"]
+    for phase, color in (("seconds", TARGET), ("generate", "#4c78a8"), ("update", OURS)):
+        label = "step" if phase == "seconds" else phase
+        grown.loglog([row["cap"] for row in caps], [row[phase] for row in caps], "o-", color=color, label=label)
+    first = caps[0]
+    grown.loglog(
+        [row["cap"] for row in caps],
+        [first["seconds"] * row["cap"] / first["cap"] for row in caps],
+        linestyle="--",
+        color=PEER,
+        label="linear",
+    )
+    grown.set_xticks([row["cap"] for row in caps], [f"{row['cap']:,}" for row in caps])
+    grown.minorticks_off()
+    grown.set(xlabel="response cap, tokens", ylabel="seconds")
+    grown.set_title("one H200, 8 x 8, every completion at the cap", fontsize=10)
+    grown.legend(fontsize=8, frameon=False)
+    figure.savefig(path, dpi=130)
+
+
 if __name__ == "__main__":
     IMAGES.mkdir(parents=True, exist_ok=True)
     steps(IMAGES / "performance_step.png")
     update(IMAGES / "performance_update.png")
     generation(IMAGES / "performance_generation.png")
+    several(IMAGES / "performance_several.png")
