@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.bench.step import Recorder, _case, _worker, summary
+from tests.bench.step import Recorder, case_of, lone_worker, summary
 
 
 def main() -> None:
@@ -50,7 +50,7 @@ def grow(arguments: argparse.Namespace) -> None:
     usual = {"cap": arguments.caps[1], "group": arguments.groups[1]}
     points = [{**usual, "cap": cap} for cap in arguments.caps] + [{**usual, "group": g} for g in arguments.groups]
     arguments.side_pixels, arguments.size, arguments.dataset = 56 if arguments.tiny else 512, "3b", None
-    case = _case(arguments, arguments.problems * len(points) * (arguments.warmup + arguments.counted))
+    case = case_of(arguments, arguments.problems * len(points) * (arguments.warmup + arguments.counted))
 
     def settings(cap: int, group: int) -> Any:
         own = [f"training.problems_per_step={arguments.problems}", f"rollout.group_size={group}"]
@@ -58,7 +58,7 @@ def grow(arguments: argparse.Namespace) -> None:
         return experiment(case, [*own, *arguments.set])
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    worker = _worker(case, settings(max(arguments.caps), max(arguments.groups)), device)
+    worker = lone_worker(case, settings(max(arguments.caps), max(arguments.groups)), device)
     assert worker.sampler is not None
     worker.sampler._params["ignore_eos"] = True  # no experiment has a setting for it
     plan = [(name, step >= arguments.warmup) for name in map(str, points) for step in _steps(arguments)]

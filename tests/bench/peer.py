@@ -41,7 +41,7 @@ class Case:
 
 
 def text_case(scripts: Path, folder: Path, *, problems: int, prompt_tokens: int, tiny: bool) -> Case:
-    peer = _load(scripts, "trl_h200")
+    peer = load_script(scripts, "trl_h200")
     model = folder / "text"
     if not (model / "config.json").exists():
         tokenizer = peer.build_text_model(model, tiny)
@@ -58,7 +58,7 @@ def vl_case(
     scripts: Path, folder: Path, *, problems: int, prompt_tokens: int, side: int, tiny: bool, size: Size = "3b"
 ) -> Case:
     """One image a problem, resized to the grid as a prepared dataset holds it."""
-    peer, base = _load(scripts, "trl_vl_h200"), _load(scripts, "trl_h200")
+    peer, base = load_script(scripts, "trl_vl_h200"), load_script(scripts, "trl_h200")
     model = _vl_model(peer, folder, side, tiny, size)
     (folder / "images").mkdir(exist_ok=True)
     grid = side // 28 * 28
@@ -80,7 +80,7 @@ def prepared_case(scripts: Path, folder: Path, dataset: Path, *, tiny: bool, siz
     from rlcore.data.folder import load_report
     from rlcore.data.table import load_rows
 
-    peer, base = _load(scripts, "trl_vl_h200"), _load(scripts, "trl_h200")
+    peer, base = load_script(scripts, "trl_vl_h200"), load_script(scripts, "trl_h200")
     report, rows = load_report(dataset), load_rows(dataset)
     longest = max(row.prompt_tokens for row in rows) + _OTHER_TOKENIZER
     side = math.isqrt(report.max_pixels)
@@ -170,7 +170,7 @@ def write(out: Path | None, result: dict[str, Any]) -> None:
         out.write_text(text + "\n")
 
 
-def _load(scripts: Path, name: str) -> Any:
+def load_script(scripts: Path, name: str) -> Any:
     if str(scripts) not in sys.path:
         sys.path.insert(0, str(scripts))
     return importlib.import_module(name)

@@ -170,7 +170,7 @@ def ours(arguments: argparse.Namespace) -> None:
         for warmup in [arguments.warmup if index == 0 else min(1, arguments.warmup)]
         for step in range(warmup + arguments.counted)
     ]
-    case = _case(arguments, arguments.problems * len(plan))
+    case = case_of(arguments, arguments.problems * len(plan))
     config = experiment(
         case,
         [
@@ -183,7 +183,7 @@ def ours(arguments: argparse.Namespace) -> None:
         ],
     )
     started = time.perf_counter()
-    worker = _worker(case, config, device)
+    worker = lone_worker(case, config, device)
     workers = WorkerGroup(LocalRanks(worker), config)
     recorder = Recorder(case.flops(worker.policy.model.hf), plan, cap=arguments.cap, mean=arguments.mean)
     run = TrainingRun(
@@ -221,7 +221,7 @@ def ours(arguments: argparse.Namespace) -> None:
     write(arguments.out, result)
 
 
-def _case(arguments: argparse.Namespace, problems: int) -> Any:
+def case_of(arguments: argparse.Namespace, problems: int) -> Any:
     from tests.bench.peer import prepared_case, text_case, vl_case
 
     shared = {"tiny": arguments.tiny}
@@ -233,7 +233,7 @@ def _case(arguments: argparse.Namespace, problems: int) -> Any:
     return text_case(arguments.peer, arguments.folder, **shared)
 
 
-def _worker(case: Any, config: Any, device: str) -> Any:
+def lone_worker(case: Any, config: Any, device: str) -> Any:
     from rlcore.distributed.worker import Worker, WorkerSpec
 
     return Worker(WorkerSpec.alone(case.model, case.dataset, config, device, _free_port()))

@@ -1,0 +1,190 @@
+"""Whole GRPO steps of ours and of the peer on a CPU, by turns.
+
+``python -m tests.bench.cpu --peer FOLDER --kind text [--regime fixed] [--rounds 2] --out FILE`` with the peer's scripts
+in FOLDER and the peer installed. Two processes with one thread each on both sides: ours are Ray's workers, which train
+and sample by turns; the peer's are torchrun's, each with an engine of its own. Models have 4 layers 128 wide and 512
+words, random weights. Text: 16 problems x 8, 32 + 64 tokens; vl: 8 x 8, 48 + 48 tokens with a picture of 4 in them.
+
+The peer is helped where it has no CPU path or pays for none: weights go into vLLM by ``reload_weights``, where it would
+load them one by one, which vLLM refuses on a CPU; activations are kept; 64 sequences go through a forward pass at once.
+
+``fixed``: every completion at the cap, so that both sides do the same work. ``ragged``: a bias on EOS for a mean of
+half the cap; each side draws its own lengths, so compare real tokens per second.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+PROCESSES = 2
+VOCABULARY = 512
+TEXT = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
+TOWER = {"depth": 2, "hidden_size": 64, "intermediate_size": 128, "num_heads": 4, "fullatt_block_indexes": [1]}
+SHAPES = {
+    "text": {"problems": 16, "words": 32, "cap": 64},
+    "vl": {"problems": 8, "words": 1, "cap": 48},  # the picture, its marks and the chat around it are 47 more
+}
+SIDE = 56  # pixels: 4 tokens
+GROUP = 8
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--peer", type=Path, required=True, help="folder of the peer's scripts")
+    parser.add_argument("--kind", choices=tuple(SHAPES), default="text")
+    parser.add_argument("--regime", choices=("fixed", "ragged"), default="fixed")
+    parser.add_argument("--rounds", type=int, default=2, help="turns of each side")
+    parser.add_argument("--warmup", type=int, default=2)
+    parser.add_argument("--counted", type=int, default=8)
+    parser.add_argument("--side", choices=("both", "ours", "peer"), default="both")
+    parser.add_argument("--folder", type=Path, default=Path("/tmp/cpu-bench"))
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    arguments.folder.mkdir(parents=True, exist_ok=True)
+    if arguments.side == "both":
+        by_turns(arguments)
+    elif arguments.side == "ours":
+        ours(arguments)
+    else:
+        peer(arguments)
+
+
+def by_turns(arguments: argparse.Namespace) -> None:
+    from tests.bench.peer import write
+
+    rows: dict[str, list[dict[str, float]]] = {"peer": [], "ours": []}
+    runner = ["-m", "torch.distributed.run", "--nproc-per-node", str(PROCESSES)]
+    for turn in range(arguments.rounds):
+        for side, before in (("peer", runner), ("ours", [])):
+            out = arguments.folder / f"{side}-{arguments.kind}-{arguments.regime}-{turn}.json"
+            command = [sys.executable, *before, "-m", "tests.bench.cpu", "--side", side, "--out", str(out)]
+            for name in ("peer", "kind", "regime", "warmup", "counted", "folder"):
+                command += [f"--{name}", str(getattr(arguments, name))]
+            with out.with_suffix(".log").open("w") as log:
+                environment = os.environ | {"OMP_NUM_THREADS": "1"}
+                subprocess.run(command, check=True, stdout=log, stderr=log, env=environment)
+            rows[side] += json.loads(out.read_text())["rows"]
+    found = {
+        side: {
+            key: {"median": statistics.median(v), "min": min(v), "max": max(v)}
+            for key in ("seconds", "tokens_per_s", "generate", "update")
+            for v in [[row[key] for row in steps]]
+        }
+        for side, steps in rows.items()
+    }
+    ratios = {
+        "step time, peer / ours": found["peer"]["seconds"]["median"] / found["ours"]["seconds"]["median"],
+        "real tokens/s, ours / peer": found["ours"]["tokens_per_s"]["median"] / found["peer"]["tokens_per_s"]["median"],
+    }
+    settings = {"kind": arguments.kind, "regime": arguments.regime, "steps": {k: len(v) for k, v in rows.items()}}
+    write(arguments.out, {**settings, **ratios, "medians": found, "rows": rows})
+
+
+def small_models(arguments: argparse.Namespace) -> tuple[Any, Any]:
+    """The peer's scripts, for models of this benchmark's size."""
+    from tests.bench import peer as scripts
+
+    base, vl = scripts.load_script(arguments.peer, "trl_h200"), scripts.load_script(arguments.peer, "trl_vl_h200")
+    base.VOCAB = VOCABULARY
+    text_config, vl_config = base.text_config, vl.vl_config
+
+    def resized(config: Any, **others: Any) -> Any:
+        values = {k: v for k, v in config.to_dict().items() if k not in ("layer_types", "max_window_layers")}
+        return type(config).from_dict(values | others)
+
+    base.text_config = lambda tiny: resized(text_config(True), num_hidden_layers=4, **TEXT)
+
+    def vl_resized(tiny: bool) -> Any:
+        config = vl_config(True)
+        text = resized(config.text_config, num_hidden_layers=4, **TEXT).to_dict()
+        return resized(config, text_config=text)
+
+    vl.vl_config = vl_resized
+    return base, vl
+
+
+def ours(arguments: argparse.Namespace) -> None:
+    from tests.bench.peer import text_case, vl_case, write
+    from tests.bench.placement import placed
+
+    small_models(arguments)
+    shape = SHAPES[arguments.kind]
+    count = shape["problems"] * (arguments.warmup + arguments.counted + 1)
+    words = {"problems": count, "prompt_tokens": shape["words"], "tiny": True}
+    case = (
+        text_case(arguments.peer, arguments.folder, **words)
+        if arguments.kind == "text"
+        else vl_case(arguments.peer, arguments.folder, side=SIDE, **words)
+    )
+    options = argparse.Namespace(
+        problems=shape["problems"],
+        group=GROUP,
+        cap=shape["cap"],
+        tokens_per_microbatch=8192,
+        regime=arguments.regime,
+        warmup=arguments.warmup,
+        counted=arguments.counted,
+        set=["rollout.kv_cache_mib=64", "model.gradient_checkpointing=none", "resources.threads_per_worker=1"],
+    )
+    result = placed(options, case, [f"resources.workers={PROCESSES}"])
+    write(arguments.out, {"rows": [{**row, "seconds": row["step"]} for row in result["rows"]]})
+
+
+def peer(arguments: argparse.Namespace) -> None:
+    """One of the peer's processes."""
+    base, _ = small_models(arguments)
+    rank, shape = int(os.environ["RANK"]), SHAPES[arguments.kind]
+    helped(base)
+    out = arguments.folder / f"peer-rank-{rank}.json"
+    sizes = {
+        "prompts": shape["problems"] // PROCESSES,
+        "group": GROUP,
+        "cap": shape["cap"],
+        "prompt-tokens": shape["words"],
+        "micro": shape["problems"] * GROUP // PROCESSES,
+        "warmup": arguments.warmup,
+        "counted": arguments.counted,
+    }
+    words = [part for name, value in sizes.items() for part in (f"--{name}", str(value))]
+    words += ["--regimes", arguments.regime, "--model-dir", str(arguments.folder / f"peer-model-{rank}")]
+    words += ["--out", str(out), *(["--side", str(SIDE)] if arguments.kind == "vl" else [])]
+    script = "trl_vl_h200" if arguments.kind == "vl" else "trl_h200"
+    sys.argv = [script, *words]
+    sys.modules[script].main()
+    steps = [row for row in json.loads(out.read_text())["steps"] if row["counted"]]
+    for row in steps:  # each process counts its own
+        row["tokens_per_s"] *= PROCESSES
+    if rank == 0 and arguments.out is not None:
+        arguments.out.write_text(json.dumps({"rows": steps}))
+
+
+def helped(base: Any) -> None:
+    from trl.generation.vllm_generation import VLLMGeneration
+
+    from rlcore.rollout.engine import reset_caches
+
+    def sync_weights(self: Any) -> None:
+        weights = {"weights_iterator": self._iter_named_params(), "is_checkpoint_format": True}
+        self.llm.collective_rpc("reload_weights", kwargs=weights)
+        reset_caches(self.llm)
+
+    VLLMGeneration.sync_weights = sync_weights
+    config = base.grpo_config
+
+    def without_checkpointing(*given: Any) -> Any:
+        found = config(*given)
+        found.gradient_checkpointing = False
+        return found
+
+    base.grpo_config = without_checkpointing
+
+
+if __name__ == "__main__":
+    main()
