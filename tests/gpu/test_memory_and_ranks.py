@@ -19,6 +19,7 @@ from rlcore.config import build_experiment
 from rlcore.models.torch_policy import TorchPolicy
 from rlcore.types import TrainingSample
 from tests.bench.update import Shape, make_samples
+from tests.numerics.toy import keep_gradients
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -51,19 +52,12 @@ def make_policy(world: int, *, offload: bool = False, compiled: bool = False) ->
 
 def step(policy: TorchPolicy, samples: list[TrainingSample]) -> tuple[Tensor, float]:
     """Gradient, unclipped, and loss."""
-    found: dict[torch.nn.Parameter, Tensor] = {}
     take = policy.optimizer.step
-
-    def keep_then_step() -> None:  # over all parameters at once, or over some at a time
-        with_gradient = [p for p in policy.model.parameters() if p.grad is not None]
-        found.update({p: p.grad.full_tensor().flatten().cpu() for p in with_gradient})
-        take()
-
-    policy.optimizer.step = keep_then_step  # type: ignore[method-assign]
+    gradients = keep_gradients(policy, then_step=True)
     totals = StepTotals(sum(s.num_trained for s in samples), len(samples))
     result = policy.update([samples[:16], samples[16:]], totals, 1e-3, 0.0)
     policy.optimizer.step = take  # type: ignore[method-assign]
-    gradient = torch.cat([found[parameter] for parameter in policy.model.parameters()])
+    gradient = torch.cat([gradients[name].flatten() for name, _ in policy.model.named_parameters()])
     return gradient * max(1.0, result.grad_norm), float(result.sums.policy_loss)
 
 

@@ -38,15 +38,13 @@ def taken(policy: TorchPolicy, rank: int = 0, world: int = 1) -> dict[str, Any]:
     samples = [*toy.samples(8), *toy.samples(2, group=2, seed=5, text_only=True)]
     plan = toy.plan(samples, num_ranks=world, token_budget=400)[rank]
     mine = [[samples[i] for i in micro] for micro in plan]
-    gradient: list[Tensor] = []
-    policy.optimizer.step = lambda: gradient.append(  # type: ignore[method-assign]
-        torch.cat([p.grad.full_tensor().flatten() for n, p in policy.model.named_parameters() if "visual" not in n])
-    )
+    gradients = toy.keep_gradients(policy, then_step=False)
     scored = [policy.logprobs(mine, reference=reference) for reference in (False, True)]
     totals = StepTotals(sum(s.num_trained for s in samples), len(samples))
     loss = float(policy.update(mine, totals, 1e-3, KL).sums.policy_loss)
     values = [torch.cat([torch.from_numpy(one.logprobs) for m in part for one in m]) for part in scored]
-    return {"loss": loss, "gradient": gradient[0], "values": values}
+    gradient = torch.cat([value.flatten() for name, value in gradients.items() if "visual" not in name])
+    return {"loss": loss, "gradient": gradient, "values": values}
 
 
 def counted_calls(policy: TorchPolicy) -> list[int]:

@@ -51,14 +51,12 @@ def step_gradient(
     policy: TorchPolicy, microbatches: list[list[TrainingSample]], kl_coefficient: float = 0.0
 ) -> tuple[Tensor, dict[str, float]]:
     """The whole gradient of one optimizer step as one vector, taken before AdamW sees it."""
-    taken: list[Tensor] = []
-    policy.optimizer.step = lambda: taken.append(  # type: ignore[method-assign]
-        torch.cat([p.grad.full_tensor().flatten() for p in policy.model.parameters()])
-    )
+    gradients = toy.keep_gradients(policy, then_step=False)
     every = [s for m in microbatches for s in m]
     totals = StepTotals(tokens=sum(s.num_trained for s in every), sequences=len(every))
     result = policy.update(microbatches, totals, 1e-3, kl_coefficient)
-    return taken[0] * max(1.0, result.grad_norm / policy.config.training.max_grad_norm), {"norm": result.grad_norm}
+    taken = torch.cat([gradients[name].flatten() for name, _ in policy.model.named_parameters()])
+    return taken * max(1.0, result.grad_norm / policy.config.training.max_grad_norm), {"norm": result.grad_norm}
 
 
 def flat(sample: TrainingSample) -> TrainingSample:

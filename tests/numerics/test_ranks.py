@@ -42,14 +42,7 @@ def _rank(rank: int, world: int, port: int, model: str, out: str) -> None:
     reference = policy.logprobs(mine, reference=True)
     mine = [[_beside(s, r) for s, r in zip(m, rs, strict=True)] for m, rs in zip(mine, reference, strict=True)]
     totals = StepTotals(sum(s.num_trained for s in samples), len(samples))
-    gradients: dict[str, torch.Tensor] = {}
-    step = policy.optimizer.step
-
-    def keep_then_step() -> None:
-        gradients.update({n: p.grad.full_tensor().clone() for n, p in policy.model.hf.named_parameters()})
-        step()
-
-    policy.optimizer.step = keep_then_step  # type: ignore[method-assign]
+    gradients = toy.keep_gradients(policy, then_step=True)
     found, metrics = {}, {}
     for choice in [*CHOICES, LAST]:  # a learning rate of 0 leaves the weights as they are for the next one
         policy.config = _settings(choice)

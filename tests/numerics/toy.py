@@ -11,6 +11,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from PIL import Image
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from rlcore.batch import ImageFeatures, prompt_key
@@ -106,3 +107,19 @@ def policy(folder: Path, settings: ExperimentConfig, mesh: object | None = None)
 
     hf = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
     return TorchPolicy(hf, settings, mesh=mesh or one_rank_mesh(), banned_token_ids=BANNED, features=features)
+
+
+def keep_gradients(policy: TorchPolicy, *, then_step: bool) -> dict[str, Tensor]:
+    """By parameter, whole and clipped, from the next update on, as the optimizer gets them: for all parameters at once,
+    or with ``training.offload`` for some at a time."""
+    kept: dict[str, Tensor] = {}
+    step = policy.optimizer.step
+
+    def keep() -> None:
+        named = policy.model.named_parameters()
+        kept.update({name: p.grad.full_tensor().cpu().clone() for name, p in named if p.grad is not None})
+        if then_step:
+            step()
+
+    policy.optimizer.step = keep  # type: ignore[method-assign]
+    return kept
