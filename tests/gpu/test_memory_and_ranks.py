@@ -19,7 +19,7 @@ from rlcore.config import build_experiment
 from rlcore.models.torch_policy import TorchPolicy
 from rlcore.types import TrainingSample
 from tests.bench.update import Shape, make_samples
-from tests.numerics.toy import keep_gradients
+from tests.numerics.toy import in_one_vector, keep_gradients
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -57,8 +57,7 @@ def step(policy: TorchPolicy, samples: list[TrainingSample]) -> tuple[Tensor, fl
     totals = StepTotals(sum(s.num_trained for s in samples), len(samples))
     result = policy.update([samples[:16], samples[16:]], totals, 1e-3, 0.0)
     policy.optimizer.step = take  # type: ignore[method-assign]
-    gradient = torch.cat([gradients[name].flatten() for name, _ in policy.model.named_parameters()])
-    return gradient * max(1.0, result.grad_norm), float(result.sums.policy_loss)
+    return in_one_vector(policy, gradients) * max(1.0, result.grad_norm), float(result.sums.policy_loss)
 
 
 @pytest.fixture

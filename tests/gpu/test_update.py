@@ -20,6 +20,7 @@ from rlcore.models.attention import shared_prompt_attention
 from rlcore.models.torch_policy import TorchPolicy
 from rlcore.types import TrainingSample
 from tests.numerics.test_shared_prompt import LAYOUTS, SCALE, dense, segments
+from tests.numerics.toy import in_one_vector, keep_gradients
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -111,15 +112,13 @@ def gradient(device: str, shared: bool, **choices: Any) -> tuple[Tensor, Tensor]
                 )
             )
     plan = [samples] if shared else [[s] for s in samples]
-    taken: list[Tensor] = []
-    policy.optimizer.step = lambda: taken.append(  # type: ignore[method-assign]
-        torch.cat([p.grad.full_tensor().flatten() for p in policy.model.parameters()])
-    )
+    gradients = keep_gradients(policy, then_step=False)
     scored = [s for part in policy.logprobs(plan) for s in part]
     totals = StepTotals(sum(s.num_trained for s in samples), len(samples))
     result = policy.update(plan, totals, 0.0, 0.0)
     assert float(result.sums.loss.ratio_max) == 1.0
-    return torch.from_numpy(np.concatenate([s.logprobs for s in scored])), taken[0] * max(1.0, result.grad_norm)
+    gradient = in_one_vector(policy, gradients) * max(1.0, result.grad_norm)
+    return torch.from_numpy(np.concatenate([s.logprobs for s in scored])), gradient
 
 
 def test_every_path_has_the_gradient_of_the_plain_one() -> None:

@@ -55,8 +55,8 @@ def step_gradient(
     every = [s for m in microbatches for s in m]
     totals = StepTotals(tokens=sum(s.num_trained for s in every), sequences=len(every))
     result = policy.update(microbatches, totals, 1e-3, kl_coefficient)
-    taken = torch.cat([gradients[name].flatten() for name, _ in policy.model.named_parameters()])
-    return taken * max(1.0, result.grad_norm / policy.config.training.max_grad_norm), {"norm": result.grad_norm}
+    factor = max(1.0, result.grad_norm / policy.config.training.max_grad_norm)
+    return toy.in_one_vector(policy, gradients) * factor, {"norm": result.grad_norm}
 
 
 def flat(sample: TrainingSample) -> TrainingSample:

@@ -76,13 +76,7 @@ def _rank(rank: int, world: int, degree: int, port: int, model: str, cases: list
             [replace(s, old_logprobs=o.logprobs + np.float32(0.01) * s.loss_mask) for s, o in zip(m, p, strict=True)]
             for m, p in zip(mine, scored, strict=True)
         ]
-        gradients: dict[str, Tensor] = {}
-
-        def keep(policy=policy, gradients=gradients) -> None:
-            named = policy.model.hf.named_parameters()
-            gradients.update({n: p.grad.full_tensor().clone() for n, p in named if p.requires_grad})
-
-        policy.optimizer.step = keep  # type: ignore[method-assign]
+        gradients = toy.keep_gradients(policy, then_step=False)
         totals = StepTotals(sum(s.num_trained for s in samples), len(samples))
         result = policy.update(mine, totals, 0.0, 0.0)
         found[case] = {

@@ -213,14 +213,11 @@ def test_the_operator_of_cuda_equals_the_dense_mask_and_compiles_whole(layout, m
 
 def gradient(policy: TorchPolicy, microbatches: list[list[TrainingSample]]) -> tuple[float, Tensor]:
     """Loss and gradient of one optimizer step that is not taken."""
-    taken: list[Tensor] = []
-    policy.optimizer.step = lambda: taken.append(  # type: ignore[method-assign]
-        torch.cat([p.grad.full_tensor().flatten() for p in policy.model.parameters()])
-    )
+    gradients = toy.keep_gradients(policy, then_step=False)
     every = [s for m in microbatches for s in m]
     totals = StepTotals(tokens=sum(s.num_trained for s in every), sequences=len(every))
     result = policy.update(microbatches, totals, 1e-3, 0.0)
-    return float(result.sums.policy_loss), taken[0] * max(1.0, result.grad_norm)
+    return float(result.sums.policy_loss), toy.in_one_vector(policy, gradients) * max(1.0, result.grad_norm)
 
 
 @pytest.mark.parametrize("text_only", [False, True])

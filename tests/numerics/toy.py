@@ -109,6 +109,11 @@ def policy(folder: Path, settings: ExperimentConfig, mesh: object | None = None)
     return TorchPolicy(hf, settings, mesh=mesh or one_rank_mesh(), banned_token_ids=BANNED, features=features)
 
 
+def in_one_vector(policy: TorchPolicy, gradients: dict[str, Tensor]) -> Tensor:
+    """Those that were kept, in the order of the policy's parameters, each of which has one."""
+    return torch.cat([gradients[name].flatten() for name, _ in policy.model.named_parameters()])
+
+
 def keep_gradients(policy: TorchPolicy, *, then_step: bool) -> dict[str, Tensor]:
     """By parameter, whole and clipped, from the next update on, as the optimizer gets them: for all parameters at once,
     or with ``training.offload`` for some at a time."""
