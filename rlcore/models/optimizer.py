@@ -70,7 +70,7 @@ class KahanAdamW(torch.optim.Optimizer):
                 if device not in generators:
                     generators[device] = torch.Generator(device)
                 # from step and place alone, so that a resumed run draws what an unbroken one would have, and so does
-                # a step over some parameters at a time
+                # a step over some parameters at a time; mixed, because torch takes but 32 bits of a seed on a CPU
                 generators[device].manual_seed(int(np.random.SeedSequence((step, place)).generate_state(1)[0]))
                 for chunk in zip(*(tensor.split(_CHUNK) for tensor in flat), strict=True):
                     kahan_adamw_(

@@ -29,13 +29,15 @@ from typing import Any
 
 from tests.bench.step import hazard_bias
 
+PLACEMENTS = ("colocated", "apart", "apart, one step off")
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peer", type=Path, help="folder of the peer's scripts")
     parser.add_argument("--workers", type=int, default=2, help="devices, N")
     parser.add_argument("--rollout-workers", type=int, default=1, help="of the N, where they are apart")
-    parser.add_argument("--only", nargs="+", help="these of the placements, by name")
+    parser.add_argument("--only", nargs="+", choices=PLACEMENTS, help="these of the placements, by name")
     parser.add_argument("--regime", choices=("fixed", "ragged"), default="ragged")
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--counted", type=int, default=8)
@@ -102,8 +104,8 @@ def placements(arguments: argparse.Namespace) -> dict[str, list[str]]:
         f"resources.workers={arguments.workers - arguments.rollout_workers}",
         f"resources.rollout_workers={arguments.rollout_workers}",
     ]
-    every = {"colocated": together, "apart": apart, "apart, one step off": [*apart, "training.max_staleness=1"]}
-    return {name: overrides for name, overrides in every.items() if name in (arguments.only or every)}
+    every = dict(zip(PLACEMENTS, (together, apart, [*apart, "training.max_staleness=1"]), strict=True))
+    return {name: every[name] for name in arguments.only or PLACEMENTS}
 
 
 class TimedWorker:
