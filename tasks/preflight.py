@@ -25,7 +25,6 @@ from rlcore.data.digest import template_text
 from rlcore.data.drawn import DRAWN, check_drawn
 from rlcore.data.sources import open_source, parse_source
 from rlcore.errors import ConfigError, DataError, ModelError, RlflowError
-from rlcore.rewards.dry_run import dry_run
 from rlcore.types import Problem
 from tasks.data import Split, prepare_spec
 from tasks.stored import store_of
@@ -208,6 +207,8 @@ def _data(experiment: ExperimentConfig, split: Split, settings: Settings) -> str
 
 def _reward(experiment: ExperimentConfig, settings: Settings) -> str:
     """Grade made-up completions of the first training problem, in the process that training would use."""
+    from rlcore.rewards.dry_run import dry_run  # brings sympy with it
+
     problem = _first_problem(experiment, settings)
     scores = dry_run(experiment.reward, max_completion_tokens=experiment.rollout.max_completion_tokens, problem=problem)
     if scores:

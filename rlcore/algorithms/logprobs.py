@@ -6,12 +6,13 @@ H hidden width, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import cache
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from rlcore.algorithms.fused import fused
 
 LOGIT_BYTES = 2 << 30  # of float32 logits alive at a time; their gradient takes half as much again
 
@@ -159,7 +160,7 @@ class _LinearLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         logprobs, lse, entropy, kept = (hidden.new_zeros(len(hidden), dtype=dtype) for _ in range(4))
-        statistics = _fused(_statistics, hidden.device.type)
+        statistics = fused(_statistics, hidden.device.type)
         for rows in _slices(len(hidden), rows_at_a_time):
             logits = _logits(hidden[rows], weight, banned, temperature)
             logprobs[rows], lse[rows], of_rows = statistics(logits, targets[rows], with_entropy)
@@ -177,7 +178,7 @@ class _LinearLogprobs(torch.autograd.Function):
         hidden, weight, targets, lse, banned = ctx.saved_tensors
         of_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         of_weight = torch.zeros_like(weight, dtype=lse.dtype) if ctx.needs_input_grad[1] else None
-        gradient = _fused(_logit_gradient, hidden.device.type)
+        gradient = fused(_logit_gradient, hidden.device.type)
         scale = grad / ctx.temperature
         for rows in _slices(len(hidden), ctx.rows_at_a_time):
             logits = _logits(hidden[rows], weight, banned, ctx.temperature)
@@ -216,21 +217,6 @@ def _logit_gradient(logits: Tensor, targets: Tensor, lse: Tensor, scale: Tensor,
     probs = (logits - lse[:, None]).exp()
     is_target = torch.arange(logits.shape[-1], device=logits.device) == targets[:, None]
     return (torch.where(is_target, 1 - probs, -probs) * scale[:, None]).to(dtype)
-
-
-@cache
-def _fused(function: Callable[..., Any], device_type: str) -> Callable[..., Any]:
-    """One pass over the logits instead of five where memory is what takes the time."""
-    if device_type != "cuda":
-        return function
-    compiled = torch.compile(function)
-
-    def of_any_rows(logits: Tensor, *rest: Any) -> Any:
-        for rows in (logits, *(part for part in rest if isinstance(part, Tensor))):
-            torch._dynamo.maybe_mark_dynamic(rows, 0)  # and not the vocabulary, whose size kernels are made for
-        return compiled(logits, *rest)
-
-    return of_any_rows
 
 
 def _slices(count: int, size: int) -> Iterator[slice]:

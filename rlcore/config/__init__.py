@@ -5,24 +5,19 @@ from rlcore.config.algorithm import AlgorithmConfig, KlConfig
 from rlcore.config.base import Frozen
 from rlcore.config.build import build_experiment
 from rlcore.config.changes import Change, changes
+from rlcore.config.data import CountdownConfig, CurriculumConfig, DataConfig
 from rlcore.config.experiment import (
-    CountdownConfig,
-    CurriculumConfig,
-    DataConfig,
     EvaluationConfig,
     ExperimentConfig,
-    LoraConfig,
-    ModelConfig,
     RecoveryConfig,
     ResourceConfig,
-    RolloutConfig,
     SegmentConfig,
-    TinyModelConfig,
-    TrainingConfig,
 )
 from rlcore.config.health import HealthRule
-from rlcore.config.partial import PartialRolloutConfig
+from rlcore.config.model import LoraConfig, ModelConfig, TinyModelConfig
 from rlcore.config.reward import RewardConfig
+from rlcore.config.rollout import PartialRolloutConfig, RolloutConfig
+from rlcore.config.training import TrainingConfig
 
 __all__ = [
     "AblationConfig",

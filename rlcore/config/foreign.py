@@ -159,6 +159,18 @@ def engine_of(ledger: Ledger, key: str) -> None:
         ledger.put("rollout.tensor_parallel", int(ledger.given[key]), key)
 
 
+def engine_dtype_of(ledger: Ledger, key: str) -> None:
+    """rollout.dtype from ``key``, unless it is what an engine on a GPU has anyway."""
+    finer = {"fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
+    value = str(ledger.get(key) or "bfloat16")
+    if (dtype := finer.get(value, value)) in finer.values():
+        ledger.put("rollout.dtype", dtype, key)
+    else:
+        ledger.same_if(
+            key, None, "bf16", "bfloat16", "auto", otherwise="rollout.dtype knows float32, bfloat16, float16"
+        )
+
+
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
     for key, value in tree.items():
         name = f"{prefix}.{key}" if prefix else str(key)

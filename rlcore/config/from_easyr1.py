@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import PurePath
 from typing import Any
 
-from rlcore.config.foreign import PASS_THROUGH, Ledger, Translation, engine_of, slug, steps_of
+from rlcore.config.foreign import PASS_THROUGH, Ledger, Translation, engine_dtype_of, engine_of, slug, steps_of
 
 DEFAULTS: Mapping[str, Any] = {
     "data.train_files": "", "data.val_files": "", "data.prompt_key": "prompt", "data.answer_key": "answer",
@@ -280,7 +280,7 @@ def _rollout(ledger: Ledger) -> None:
         ledger.put("data.max_images", get(f"{top}limit_images"), f"{top}limit_images")
     ledger.same(f"{top}limit_images")
     ledger.same_if(f"{top}name", "vllm", otherwise="vLLM samples")
-    ledger.same_if(f"{top}dtype", "bf16", otherwise="see model.compute_dtype")
+    engine_dtype_of(ledger, f"{top}dtype")
     ledger.same_if(f"{top}ignore_eos", False, otherwise="a completion ends at its end token")
     engine_of(ledger, f"{top}tensor_parallel_size")
     longest = get("data.max_prompt_length") + get("data.max_response_length")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rlcore.config.foreign import PASS_THROUGH, Ledger, Translation, engine_of, slug, steps_of
+from rlcore.config.foreign import PASS_THROUGH, Ledger, Translation, engine_dtype_of, engine_of, slug, steps_of
 
 DEFAULTS: Mapping[str, Any] = {
     "data.prompt_key": "prompt", "data.image_key": "images", "data.video_key": "videos",
@@ -277,9 +277,10 @@ def _rollout(ledger: Ledger) -> None:
     ledger.put("rollout.max_sequences", int(get(f"{_R}max_num_seqs")), f"{_R}max_num_seqs")
     ledger.same_if(f"{_R}name", "vllm", otherwise="vLLM samples")
     engine_of(ledger, f"{_R}tensor_model_parallel_size")
+    engine_dtype_of(ledger, f"{_R}dtype")
     ledger.same_if(f"{_R}ignore_eos", None, False, otherwise="a completion ends at its end token")
     ledger.same(*(f"{_R}{key}" for key in ("enable_chunked_prefill", "free_cache_engine", "max_num_batched_tokens",
-                  "disable_log_stats", "disable_mm_preprocessor_cache", "load_format", "dtype", "layered_summon",
+                  "disable_log_stats", "disable_mm_preprocessor_cache", "load_format", "layered_summon",
                   "mode", "max_model_len")), text=_BY_ITSELF)  # fmt: skip
     values = f"{_R}val_kwargs."
     greedy = (

@@ -71,9 +71,12 @@ def start_local_ray(num_cpus: int, **options: Any) -> None:
                 address="local",
                 num_cpus=num_cpus,
                 include_dashboard=False,
-                # A head of our own that died does not come back; by default its processes would look for it for a
-                # minute.
-                _system_config={"gcs_rpc_server_reconnect_timeout_s": 5},
+                _system_config={
+                    # a head of our own that died does not come back; its processes would look for it for a minute
+                    "gcs_rpc_server_reconnect_timeout_s": 5,
+                    # a process for each CPU, of which none would do: actors of ours have variables of their own
+                    "prestart_worker_first_driver": False,
+                },
                 **options,
             )
             return

@@ -355,7 +355,7 @@ def _engine_dtype(spec: WorkerSpec) -> torch.dtype:
 
     from rlcore.rollout.engine import engine_dtype
 
-    return cast("torch.dtype", getattr(torch, engine_dtype(spec.device)))
+    return cast("torch.dtype", getattr(torch, engine_dtype(spec.device, spec.config.rollout.dtype)))
 
 
 def _peak_memory_bytes(device: str) -> int:

@@ -8,14 +8,16 @@ from pathlib import Path
 
 from rlcore.artifacts import CheckpointRef, EvalReport
 from rlcore.job import EvaluateSpec, job_main
+from rlcore.startup import making_what_stays
 
 
 def run(spec: EvaluateSpec) -> EvalReport:
-    from rlcore.assemble import graded_samplers
-    from rlcore.data.problems import load_problems
-    from rlcore.distributed.group import SamplerGroup
-    from rlcore.distributed.worker import SamplingWorker
-    from rlcore.evaluation.evaluate import evaluate, summarise, write_rows
+    with making_what_stays():
+        from rlcore.assemble import graded_samplers
+        from rlcore.data.problems import load_problems
+        from rlcore.distributed.group import SamplerGroup
+        from rlcore.distributed.worker import SamplingWorker
+        from rlcore.evaluation.evaluate import evaluate, summarise, write_rows
 
     started = time.perf_counter()
     settings = spec.experiment.evaluation

@@ -76,7 +76,7 @@ def packed_attention(
 def shared_prompt_attention(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float) -> Tensor:
     """Each prompt over itself, each completion over its prompt and itself, causal. [T, Hq, D], [T, Hkv, D] twice
     -> [T, Hq, D]"""
-    if not query.is_cuda:
+    if not _has_kernel(query):
         return _shared_prompt_padded(query, key, value, segments, scale)
     where = (segments.bounds, segments.key_bounds, segments.key_rows, segments.sizes)
     out, _ = OPERATOR(query, key, value, *where, scale)
@@ -85,7 +85,7 @@ def shared_prompt_attention(query: Tensor, key: Tensor, value: Tensor, segments:
 
 def within(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: int | None, scale: float) -> Tensor:
     """Each sequence over all of itself, not causal. [T, H, D] thrice -> [T, H, D]"""
-    if not query.is_cuda:
+    if not _has_kernel(query):
         return _within_padded(query, key, value, bounds, scale)
     if longest is None:
         longest = int(bounds.diff().max())
@@ -93,6 +93,11 @@ def within(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: i
 
     bounds = bounds.to(torch.int32)
     return varlen_attn(query, key, value, bounds, bounds, longest, longest, scale=scale)  # type: ignore[return-value]
+
+
+def _has_kernel(query: Tensor) -> bool:
+    """FlashAttention computes in 16 bits only."""
+    return query.is_cuda and query.element_size() == 2
 
 
 # an operator of its own, so that torch.compile takes it whole and activation checkpointing can tell it apart
@@ -200,7 +205,7 @@ _attention.register_autograd(_gradient, setup_context=_remember)
 OPERATOR = torch.ops.rlflow.shared_prompt_attention.default
 
 
-# --- CPU: segments side by side in one batch, padded at the end inside these functions only ---
+# --- on a CPU or in float32: segments side by side in one batch, padded at the end inside these functions only ---
 
 
 def _shared_prompt_padded(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float) -> Tensor:
@@ -211,8 +216,8 @@ def _shared_prompt_padded(query: Tensor, key: Tensor, value: Tensor, segments: S
         rows, inside = _padded_rows(segments.bounds[count:])  # [completions, longest]
         keys, _ = _padded_rows(segments.key_bounds[count:])
         lengths, key_lengths = segments.bounds[count:].diff(), segments.key_bounds[count:].diff()
-        last_seen = torch.arange(rows.shape[1]) + (key_lengths - lengths)[:, None]
-        mask = torch.arange(keys.shape[1]) <= last_seen[..., None]  # padded keys come after all that real queries see
+        last_seen = _upto(rows) + (key_lengths - lengths)[:, None]
+        mask = _upto(keys) <= last_seen[..., None]  # padded keys come after all that real queries see
         outs.append(_attend(query, key, value, rows, segments.key_rows[keys], mask[:, None], False, scale)[inside])
     return torch.cat(outs)
 
@@ -226,9 +231,13 @@ def _within_padded(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, sc
 def _padded_rows(bounds: Tensor) -> tuple[Tensor, Tensor]:
     """Rows [B, longest] of the segments between ``bounds``, 0 where there is none, and where there is one."""
     starts, lengths = bounds[:-1].long(), bounds.diff().long()
-    column = torch.arange(int(lengths.max()))
+    column = torch.arange(int(lengths.max()), device=bounds.device)
     inside = column[None] < lengths[:, None]
     return torch.where(inside, starts[:, None] + column[None], 0), inside
+
+
+def _upto(rows: Tensor) -> Tensor:
+    return torch.arange(rows.shape[1], device=rows.device)
 
 
 def _attend(

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from rlcore.algorithms.fused import fused
 from rlcore.config import TrainingConfig
 from rlcore.models.offload import local_part
 
@@ -110,22 +111,58 @@ def kahan_adamw_(
         step: of this update, counted from 1.
     """
     beta1, beta2 = betas
+    # numbers that change from step to step are tensors, or there would be a kernel for each of them
+    decay, rate, correction = (
+        torch.tensor(number, dtype=torch.float32)
+        for number in (1 - lr * weight_decay, -lr / (1 - beta1**step), 1 - beta2**step)
+    )
+    noise = [
+        torch.randint(1 << 16, parameter.shape, dtype=torch.int32, device=parameter.device, generator=generator)
+        for _ in range(2)
+    ]
+    update = fused(_kahan_adamw_, parameter.device.type)
+    update(parameter, gradient, exp_avg, exp_avg_sq, compensation, *noise, decay, rate, correction, beta1, beta2, eps)
+
+
+def _kahan_adamw_(
+    parameter: Tensor,
+    gradient: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    compensation: Tensor,
+    noise_of_square: Tensor,
+    noise_of_weight: Tensor,
+    decay: Tensor,
+    rate: Tensor,
+    correction: Tensor,
+    beta1: float,
+    beta2: float,
+    eps: float,
+) -> None:
     wide = gradient.float()
-    mean = exp_avg.float().lerp_(wide, 1 - beta1)
-    square = exp_avg_sq.float().mul_(beta2).addcmul_(wide, wide, value=1 - beta2)
+    mean = exp_avg.float().lerp(wide, 1 - beta1)
+    square = (exp_avg_sq.float() * beta2).addcmul(wide, wide, value=1 - beta2)
     exp_avg.copy_(mean)
-    exp_avg_sq.copy_(round_at_random(square, generator))
-    weight = parameter.float().add_(compensation).mul_(1 - lr * weight_decay)
-    denominator = square.div_(1 - beta2**step).sqrt_().add_(eps)
-    weight.addcdiv_(mean, denominator, value=-lr / (1 - beta1**step))
-    parameter.copy_(weight)
-    compensation.copy_(round_at_random(weight.sub_(parameter), generator))
+    exp_avg_sq.copy_(rounded_by(square, noise_of_square))
+    weight = (parameter.float() + compensation) * decay + rate * (mean / ((square / correction).sqrt() + eps))
+    nearest = _nearest(weight)
+    parameter.copy_(nearest)
+    compensation.copy_(rounded_by(weight - nearest, noise_of_weight))
 
 
-def round_at_random(values: Tensor, generator: torch.Generator) -> Tensor:
-    """float32 to bfloat16, up or down with the probability that makes the mean exact."""
-    noise = torch.randint(1 << 16, values.shape, dtype=torch.int32, device=values.device, generator=generator)
-    return (values.view(torch.int32) + noise).bitwise_and_(-(1 << 16)).view(torch.float32).bfloat16()
+def rounded_by(values: Tensor, noise: Tensor) -> Tensor:
+    """float32 to values that bfloat16 has, up or down: where ``noise`` is drawn from 0 .. 2^16 - 1 alike, with the
+    probability that makes the mean exact."""
+    return ((values.view(torch.int32) + noise) & -(1 << 16)).view(torch.float32)
+
+
+def _nearest(values: Tensor) -> Tensor:
+    """float32 to the nearest values that bfloat16 has, ties to even.
+
+    Not ``values.bfloat16().float()``, which torch.compile takes for nothing to do: no weight would have a remainder.
+    """
+    bits = values.view(torch.int32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) & -(1 << 16)).view(torch.float32)
 
 
 def _local(tensor: Tensor) -> Tensor:

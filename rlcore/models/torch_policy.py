@@ -106,10 +106,12 @@ class TorchPolicy:
     def _shard(self, model: PackedModel, mesh: DeviceMesh) -> PackedModel:
         whole = set() if self._frozen_tower is None else set(self._frozen_tower.parameters())
         blocks = [block for block in transformer_blocks(model.hf) if whole.isdisjoint(block.parameters())]
-        if is_on(self.config.training.compile_blocks, auto=mesh.device_type == "cuda"):
+        computes_in = compute_dtype(self.config, mesh.device_type)
+        # in float32, attention has no kernel of its own, so a compiled block would be one in pieces
+        if is_on(self.config.training.compile_blocks, auto=mesh.device_type == "cuda" and computes_in != torch.float32):
             compile_blocks(blocks)
         precision = MixedPrecisionPolicy(
-            param_dtype=compute_dtype(self.config, mesh.device_type),
+            param_dtype=computes_in,
             reduce_dtype=torch.float32,  # and no output_dtype: a block's output is the next layer's input
         )
         model.to(self.device)

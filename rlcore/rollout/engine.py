@@ -18,6 +18,7 @@ from torch import Tensor
 from rlcore.config import ExperimentConfig, LoraConfig
 from rlcore.data.images import ImageStore
 from rlcore.errors import SamplerError
+from rlcore.startup import leaving_out
 from rlcore.types import ImageRef
 
 if TYPE_CHECKING:
@@ -62,7 +63,8 @@ def build_engine(
         lora: makes room for one adapter of this shape.
     """
     set_engine_environment(device)
-    from vllm import LLM
+    with leaving_out("scipy"):  # which it wants for sound: a tenth of the time that importing it takes
+        from vllm import LLM
 
     _register_model_class(model)
     gc.freeze()  # vLLM looks for garbage five times while it starts, in what the imports have left and keep
@@ -139,8 +141,10 @@ def set_engine_environment(device: str) -> None:
         torch._dynamo.config.disable = True
 
 
-def engine_dtype(device: str) -> str:
-    """What engines compute in."""
+def engine_dtype(device: str, asked: str = "auto") -> str:
+    """What an engine computes in (``rollout.dtype``)."""
+    if asked != "auto":
+        return asked
     return "float32" if device == "cpu" else "bfloat16"
 
 

@@ -70,6 +70,7 @@ class VllmSampler:
         """
         rollout = config.rollout
         self._prompts, self._images, self._device = prompts, images, device
+        self._dtype = cast(torch.dtype, getattr(torch, dtype := engine_dtype(device, rollout.dtype)))
         self._version: int | None = None
         self._asleep, self._can_sleep = False, rollout.sleep != "never" and device != "cpu"
         self._sleep_is_auto = rollout.sleep == "auto"
@@ -102,7 +103,7 @@ class VllmSampler:
             min_pixels=config.data.min_pixels,
             max_pixels=config.data.max_pixels,
             trust_remote_code=config.model.trust_remote_code,
-            dtype=engine_dtype(device),
+            dtype=dtype,
             can_sleep=self._can_sleep,
             lora=lora,
         )
@@ -239,10 +240,6 @@ class VllmSampler:
             )
         self._version, self._adapter = version, adapter_request(version)
         return sent
-
-    @property
-    def _dtype(self) -> torch.dtype:
-        return cast(torch.dtype, getattr(torch, engine_dtype(self._device)))
 
     def keep_loaded_weights(self, version: int) -> None:
         """Sample from the weights of the model folder itself."""

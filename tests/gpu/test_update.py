@@ -88,7 +88,10 @@ def gradient(device: str, shared: bool, **choices: Any) -> tuple[Tensor, Tensor]
     config = build_experiment(
         {
             "name": "update",
-            "model": {"gradient_checkpointing": choices.pop("checkpointing", "none")},
+            "model": {
+                "gradient_checkpointing": choices.pop("checkpointing", "none"),
+                "compute_dtype": choices.pop("compute_dtype", "auto"),
+            },
             "algorithm": {"kl": {"coefficient": 0.0}},
             "training": choices,
         }
@@ -137,3 +140,11 @@ def test_every_path_has_the_gradient_of_the_plain_one() -> None:
         found = gradient("cuda", shared=True, **choices)
         assert float((found[0] - logprobs).abs().mean()) < 0.01, choices
         assert apart(found[1], expected) < 1.3 * noise + 1e-3, choices
+
+
+def test_float32_has_the_gradient_of_the_cpu() -> None:
+    logprobs, expected = gradient("cpu", shared=False, reshard_after_forward="on")
+    for shared in (False, True):
+        found = gradient("cuda", shared=shared, compute_dtype="float32")
+        assert float((found[0] - logprobs).abs().max()) < 1e-4
+        assert apart(found[1], expected) < 1e-4

@@ -6,6 +6,7 @@ import dataclasses
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -26,9 +27,10 @@ class Pictures:
 class Bench:
     """An engine and a policy in one process, and a few problems to compare them by."""
 
-    def __init__(self, model: Path, lora: dict[str, Any] | None, ranks: int = 1) -> None:
+    def __init__(self, model: Path, lora: dict[str, Any] | None, ranks: int = 1, dtype: str = "auto") -> None:
         """
         Args:
+            dtype: of the engine.
             ranks: of the world that this process is in, which hold the engine and the policy together.
         """
         from rlcore.rollout.engine import set_engine_environment
@@ -46,6 +48,7 @@ class Bench:
         values = toy.config().model_dump()
         values["model"]["lora"] = lora
         values["rollout"]["tensor_parallel"] = values["resources"]["workers"] = ranks
+        values["rollout"]["dtype"] = dtype
         config = ExperimentConfig.model_validate(values)
         processor = load_processor(ModelConfig(path=str(model)))
         prompts = PromptBuilder(processor, "tiny", config.data.min_pixels, config.data.max_pixels)
@@ -144,6 +147,17 @@ def all_weights(model: Path) -> dict[str, Any]:
     return result | {"after": bench.delta(), "version": bench.version()}
 
 
+def sixteen_bits(dtype: str, model: Path) -> dict[str, Any]:
+    """An engine that computes in another dtype than the policy."""
+    bench = Bench(model, None, dtype=dtype)
+    bench.sampler.load_weights(bench.policy.full_weights(), 0)
+    result = {"before": bench.delta()}
+    bench.shake()
+    result["stale"] = bench.delta()
+    bench.sampler.load_weights(bench.policy.full_weights(), 1)
+    return result | {"after": bench.delta(), "held": {str(value.dtype) for value in bench.held()}}
+
+
 def adapters(model: Path, *, vision_tower: bool) -> dict[str, Any]:
     """The same with adapters: the engine's own weights are never written."""
     from rlcore.errors import SamplerError
@@ -213,6 +227,14 @@ def test_a_sync_reaches_every_weight_and_every_cache(tiny_model: Path) -> None:
     assert result["version"] == 1
     assert "not every weight" in result["lm_head.weight"]
     assert "not every weight" in result["model.visual.merger.mlp.0.weight"]
+
+
+@pytest.mark.slow
+def test_an_engine_in_another_dtype_holds_the_weights_rounded_to_it(tiny_model: Path) -> None:
+    result = measured(partial(sixteen_bits, "float16"), tiny_model)
+    assert result["held"] == {"torch.float16"}
+    assert 1e-4 < result["before"] < 40 * 2**-11
+    assert result["after"] < 40 * 2**-11 < result["stale"]
 
 
 def _assert_adapters_arrive(result: dict[str, Any]) -> None:

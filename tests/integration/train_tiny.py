@@ -15,17 +15,20 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
-from rlcore.config import ExperimentConfig
-from rlcore.data.problems import load_problems
-from rlcore.distributed.actors import RayRanks
-from rlcore.distributed.cluster import start_ray, stop_ray
-from rlcore.distributed.group import WorkerGroup
-from rlcore.distributed.worker import make_worker
-from rlcore.models.checkpoint import load_full_weights
-from rlcore.segment.journal import MetricJournal
-from rlcore.training.loop import TrainingRun, train
-from rlcore.training.state import TrainState
-from rlcore.types import Completion, Problem, RolloutGroup, Score
+from rlcore.startup import making_what_stays
+
+with making_what_stays():
+    from rlcore.config import ExperimentConfig
+    from rlcore.data.problems import load_problems
+    from rlcore.distributed.actors import RayRanks
+    from rlcore.distributed.cluster import start_ray, stop_ray
+    from rlcore.distributed.group import WorkerGroup
+    from rlcore.distributed.worker import make_worker
+    from rlcore.models.checkpoint import load_full_weights
+    from rlcore.segment.journal import MetricJournal
+    from rlcore.training.loop import TrainingRun, train
+    from rlcore.training.state import TrainState
+    from rlcore.types import Completion, Problem, RolloutGroup, Score
 
 
 class LetterGrader:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from rlcore.config import TrainingConfig
-from rlcore.models.optimizer import KahanAdamW, kahan_adamw_, make_optimizer, round_at_random
+from rlcore.models.optimizer import KahanAdamW, _kahan_adamw_, _nearest, kahan_adamw_, make_optimizer, rounded_by
 
 
 def train(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, gradients: Tensor) -> None:
@@ -102,14 +102,14 @@ def test_the_second_moment_falls_with_the_gradient() -> None:
 
 
 def test_rounding_at_random_is_right_on_average_and_exact_where_it_can_be() -> None:
-    generator = torch.Generator().manual_seed(0)
+    noise = torch.randint(1 << 16, (100_000,), dtype=torch.int32, generator=torch.Generator().manual_seed(0))
     quarter = torch.full((100_000,), 1 + 2**-7 / 4)  # a quarter of the way from 1 to the next bfloat16
-    rounded = round_at_random(quarter, generator).double()
+    rounded = rounded_by(quarter, noise).double()
     assert set(rounded.tolist()) == {1.0, 1 + 2**-7}
     assert float(rounded.mean()) == pytest.approx(1 + 2**-7 / 4, abs=1e-4)
     exact = torch.tensor([0.0, 1.0, -3.5, 2.0**-120])
-    assert torch.equal(round_at_random(exact, generator), exact.bfloat16())
-    assert set(round_at_random(-quarter, generator).double().tolist()) == {-1.0, -1 - 2**-7}
+    assert torch.equal(rounded_by(exact, noise[:4]), exact)
+    assert set(rounded_by(-quarter, noise).double().tolist()) == {-1.0, -1 - 2**-7}
 
 
 def test_state_is_a_quarter_less_than_half_and_resumes_bit_for_bit() -> None:
@@ -137,3 +137,26 @@ def test_frozen_parameters_are_left_out() -> None:
     optimizer = make_optimizer([frozen, trained], TrainingConfig())
     assert isinstance(optimizer, torch.optim.AdamW)
     assert optimizer.param_groups[0]["params"] == [trained]
+
+
+def test_the_nearest_is_torchs() -> None:
+    torch.manual_seed(0)
+    ties = torch.tensor([1 + 2**-8, 1 + 3 * 2**-8, -1 - 2**-8, 0.0, -0.0])
+    values = torch.cat([torch.randn(10_000) * 10.0 ** torch.randint(-30, 30, (10_000,)), ties])
+    assert torch.equal(_nearest(values), values.bfloat16().float())
+
+
+def test_compiled_it_takes_the_same_steps() -> None:
+    """Where rounding to bfloat16 and back is left out, as compilers like to, no weight keeps a remainder."""
+    torch.manual_seed(0)
+    start = [torch.randn(500).bfloat16(), *(torch.zeros(500, dtype=torch.bfloat16) for _ in range(3))]
+    compiled = torch.compile(_kahan_adamw_)
+    plain, other = ([tensor.clone() for tensor in start] for _ in range(2))
+    for step in range(1, 4):
+        gradient, noise = torch.randn(500).bfloat16(), torch.randint(1 << 16, (2, 500), dtype=torch.int32)
+        scalars = [torch.tensor(number) for number in (1 - 1e-4, -1e-3 / (1 - 0.9**step), 1 - 0.999**step)]
+        for held, update in ((plain, _kahan_adamw_), (other, compiled)):
+            update(held[0], gradient, *held[1:], *noise, *scalars, 0.9, 0.999, 1e-8)
+    for found, expected in zip(other, plain, strict=True):
+        torch.testing.assert_close(found, expected, rtol=2**-7, atol=0)
+    assert float((other[3] != 0).double().mean()) > 0.9

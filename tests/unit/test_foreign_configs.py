@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 import yaml
 
 from rlcore.config import build_experiment
-from rlcore.config.foreign import Ledger, read_foreign
+from rlcore.config.foreign import Ledger, Translation, read_foreign
 from rlcore.config.from_easyr1 import from_easyr1
 from rlcore.config.from_verl import from_verl
 from rlcore.errors import ConfigError
@@ -145,6 +146,28 @@ def test_dotted_arguments_count_over_the_file_and_bring_every_choice(easyr1: Pat
     assert found.reward.name == "dapo"
     assert found.reward.overlong is not None
     assert (found.reward.overlong.buffer_tokens, found.reward.overlong.penalty) == (512, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("read", "given"),
+    [
+        (from_easyr1, ["worker.rollout.n=5", "worker.actor.model.model_path=policy"]),
+        (from_verl, ["actor_rollout_ref.rollout.n=5", "actor_rollout_ref.model.path=policy"]),
+    ],
+)
+def test_the_engines_dtype(read: Callable[..., Translation], given: list[str]) -> None:
+    key = given[0].replace("n=5", "dtype")
+
+    def of(value: str) -> tuple[str, list[str]]:
+        found = read(read_foreign(None, [*given, f"{key}={value}"]))
+        return found.experiment.rollout.dtype, [note.text for note in found.having("listed") if note.key == key]
+
+    assert of("fp16") == of("half") == ("float16", [])
+    assert of("float32") == ("float32", [])
+    assert of("bf16") == of("bfloat16") == ("auto", []), "as an engine on a GPU does"
+    dtype, (told,) = of("fp8")
+    assert dtype == "auto"
+    assert "float16" in told
 
 
 def test_verls_gsm8k_script_is_grpo_gsm8k() -> None:

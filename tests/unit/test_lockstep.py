@@ -97,6 +97,13 @@ def test_adapters_in_an_engine_of_several_workers_are_refused():
         build_experiment(settings)
 
 
+def test_an_engine_finer_than_the_trainer_is_refused_with_adapters():
+    settings = {"name": "toy", "rollout": {"dtype": "float16"}, "model": {"lora": {}}}
+    with pytest.raises(ConfigError, match=r"rollout.dtype is float16, .* Set rollout.dtype to auto, or"):
+        build_experiment(settings)
+    assert build_experiment(settings, ["model.compute_dtype=float32"]).rollout.dtype == "float16"
+
+
 def test_a_run_may_go_on_with_engines_of_other_sizes():
     one = build_experiment({"name": "toy", "resources": {"workers": 2}})
     two = build_experiment({"name": "toy", "resources": {"workers": 2}, "rollout": {"tensor_parallel": 2}})

@@ -1,9 +1,9 @@
-"""Partial rollouts, and how stale a trained sample may be with and without them."""
+"""Sampling: the engine, partial rollouts, and how stale a trained sample may be with and without them."""
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
@@ -32,6 +32,43 @@ class PartialRolloutConfig(Frozen):
     def groups(self, problems_per_step: int) -> int:
         """Groups in flight while a batch is sampled."""
         return math.ceil(round(self.in_flight * problems_per_step, 6))  # 1.1 * 10 is a little above 11
+
+
+class RolloutConfig(Frozen):
+    group_size: int = Field(8, ge=1)
+    """G: completions sampled per problem."""
+    max_completion_tokens: int = Field(2048, ge=1)
+    """A completion is cut there (rollout/truncated)."""
+    temperature: float = Field(1.0, gt=0)
+    """Of sampling; logits are divided by it wherever log-probs are taken."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """1 keeps the whole distribution."""
+    top_k: int = Field(0, ge=0)
+    """0 keeps the whole vocabulary."""
+    tensor_parallel: int = Field(1, ge=1)
+    """Workers that hold one engine together, every one a part of each weight and of the key-value cache (vLLM's tensor
+    parallelism), on one node. Divides resources.workers, resources.rollout_workers and the model's attention heads. For
+    policies of which one GPU cannot hold a whole copy; otherwise 1 is faster."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Dtype in which the engine holds the policy and computes. auto: bfloat16 on a GPU, float32 on CPU. Sampler and
+    trainer agree best where it is that of model.compute_dtype or a finer one (rollout/abs_delta_logprob_mean)."""
+    gpu_memory_utilization: float = Field(0.6, gt=0, lt=1)
+    """vLLM's share of each GPU. Unused on CPU."""
+    kv_cache_mib: int = Field(64, ge=1)
+    """vLLM's key-value cache on CPU, MiB per worker. Unused on GPU."""
+    max_sequences: int = Field(1024, ge=1)
+    """Sequences that one engine decodes at the same time."""
+    tokens_per_burst: int | None = Field(None, ge=1)
+    """Tokens that each sequence decodes between two looks of the engine's scheduler. What is drawn does not depend on
+    it. More saves time between tokens; a sequence that ends holds its place for half of it on average. null: 16 on a
+    GPU, 1 on CPU."""
+    sleep: Literal["auto", "always", "never"] = "auto"
+    """Whether the engine gives its GPU memory back while the policy trains. auto: until a step has shown that both fit
+    beside each other with a tenth of the memory to spare. Unused on CPU."""
+    enforce_eager: bool = False
+    """GPU only: no CUDA graphs, which saves some memory and the time of capturing them."""
+    partial: PartialRolloutConfig | None = None
+    """null: every completion is drawn to its end by the policy that began it."""
 
 
 def check_staleness(config: ExperimentConfig) -> None:
