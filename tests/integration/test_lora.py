@@ -18,8 +18,8 @@ from tests.integration.test_weight_sync import measured
 __all__ = ["dataset"]  # a fixture
 
 
-def configured(**model: Any) -> ExperimentConfig:
-    values = experiment().model_dump(mode="json")
+def configured(workers: int = 2, **model: Any) -> ExperimentConfig:
+    values = experiment(**{"resources.workers": workers}).model_dump(mode="json")
     values["training"]["optimizer"] = model.pop("optimizer", "adamw")
     values["model"] |= model
     return ExperimentConfig.model_validate(values)
@@ -69,7 +69,8 @@ def _evaluated(config: ExperimentConfig, dataset: Path, checkpoint: Path, model:
 def test_the_loop_trains_adapters_and_a_resumed_run_equals_an_unbroken_one(
     tiny_model: Path, dataset: Path, tmp_path: Path
 ) -> None:
-    config = configured(lora={"rank": 8, "alpha": 32.0, "vision_tower": True})
+    """Of one rank; two that train adapters, with a third that samples, are in test_placement."""
+    config = configured(lora={"rank": 8, "alpha": 32.0, "vision_tower": True}, workers=1)
     whole = run(tmp_path / "whole", tiny_model, dataset, config, until=2)
     first = run(tmp_path / "first", tiny_model, dataset, config, until=1)
     second = run(tmp_path / "second", tiny_model, dataset, config, until=2, resume=tmp_path / "first" / "checkpoint")
