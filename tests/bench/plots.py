@@ -36,6 +36,7 @@ def steps(path: Path) -> None:
         ("rlflow", text["ragged"]["ours"]),
         ("TRL 1.16, VL-3B", recorded),
         ("rlflow", vl["fixed"]["ours"]),
+        ("rlflow, VL-3B ragged", vl["ragged"]["ours"]),
     ]
     figure, axes = plt.subplots(figsize=(8, 3.6), layout="constrained")
     for place, (_, found) in enumerate(rows):
@@ -70,7 +71,7 @@ def update(path: Path) -> None:
         axes.set_xticks(range(len(bars)), [name for name, _, _ in bars], fontsize=7)
         axes.axhline(100 * goal, color=TARGET, linewidth=0.8, linestyle="--")
         axes.text(len(bars) - 0.5, 100 * goal + 0.5, "to reach", ha="right", fontsize=8)
-        axes.set_title({"text": "1.5B text", "vl": "VL-3B, tower trained"}[kind], fontsize=10)
+        axes.set_title({"text": "1.5B text", "vl": "VL-3B"}[kind], fontsize=10)
     panels[0].set(ylabel="update MFU, %", ylim=(0, 58))
     figure.savefig(path, dpi=130)
 
@@ -106,9 +107,10 @@ def generation(path: Path) -> None:
 
 
 def several(path: Path) -> None:
-    """A step by placement of four GPUs, with the share that a GPU of each role is idle; a step by the response cap."""
+    """A step by placement of four GPUs, with the share that a GPU of each role is idle; a step by the response cap and
+    by the group size."""
     found, growth = read("accepted/placement-h200x4.json"), read("accepted/growth-h200.json")
-    figure, (placed, grown) = plt.subplots(1, 2, figsize=(9, 3.2), layout="constrained")
+    figure, (placed, by_cap, by_group) = plt.subplots(1, 3, figsize=(13, 3.2), layout="constrained")
     roles = {"colocated": "4 of both", "apart": "3 train, 1 samples", "apart, one step off": "the same, one step off"}
     for place, name in enumerate(roles):
         result = found["placements"][name]
@@ -119,26 +121,27 @@ def several(path: Path) -> None:
         placed.text(seconds + 0.2, place, text, va="center")
     placed.set_yticks(range(len(roles)), list(roles.values()))
     placed.invert_yaxis()
-    placed.set(xlabel="seconds a step", xlim=(0, 24))
+    placed.set(xlabel="seconds a step", xlim=(0, 26))
     placed.set_title("four H200s, 1.5B text, 60 x 8 x (256 + 1,024)", fontsize=10)
-    caps = growth["by cap"]
-    for phase, color in (("seconds", TARGET), ("generate", "#4c78a8"), ("update", OURS)):
-        label = "step" if phase == "seconds" else phase
-        grown.loglog([row["cap"] for row in caps], [row[phase] for row in caps], "o-", color=color, label=label)
-    first = caps[0]
-    grown.loglog(
-        [row["cap"] for row in caps],
-        [first["seconds"] * row["cap"] / first["cap"] for row in caps],
-        linestyle="--",
-        color=PEER,
-        label="linear",
-    )
-    grown.set_xticks([row["cap"] for row in caps], [f"{row['cap']:,}" for row in caps])
-    grown.minorticks_off()
-    grown.set(xlabel="response cap, tokens", ylabel="seconds")
-    grown.set_title("one H200, 8 x 8, every completion at the cap", fontsize=10)
-    grown.legend(fontsize=8, frameon=False)
+    grown(by_cap, growth["by cap"], "cap", "response cap, tokens")
+    by_cap.set_title("one H200, 8 x 8, all at the cap", fontsize=10)
+    grown(by_group, growth["by group size"], "group", "completions of a problem")
+    by_group.set_title("one H200, 8 problems, 1,024 tokens", fontsize=10)
     figure.savefig(path, dpi=130)
+
+
+def grown(axes: Any, rows: list[dict[str, Any]], by: str, label: str) -> None:
+    """Seconds of a step and of its phases over what grows, beside a line of slope 1 through the first."""
+    places = [row[by] for row in rows]
+    for phase, color in (("seconds", TARGET), ("generate", "#4c78a8"), ("update", OURS)):
+        name = "step" if phase == "seconds" else phase
+        axes.loglog(places, [row[phase] for row in rows], "o-", color=color, label=name)
+    linear = [rows[0]["seconds"] * place / places[0] for place in places]
+    axes.loglog(places, linear, linestyle="--", color=PEER, label="linear")
+    axes.set_xticks(places, [f"{place:,}" for place in places])
+    axes.minorticks_off()
+    axes.set(xlabel=label, ylabel="seconds")
+    axes.legend(fontsize=8, frameon=False)
 
 
 if __name__ == "__main__":
