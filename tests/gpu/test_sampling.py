@@ -14,7 +14,7 @@ import torch
 from rlcore.artifacts import DatasetRef, EvalReport, ModelRef
 from rlcore.job import EvaluateSpec
 from tests.gpu.test_cut_run import SETTINGS
-from tests.integration.test_partial_rollouts import CORRECTED
+from tests.integration.test_partial_rollouts import CORRECTED, PARTIAL
 from tests.integration.test_train_tiny import ROOT, dataset, experiment, journal, run
 
 __all__ = ["dataset"]  # a fixture
@@ -53,8 +53,7 @@ def test_an_evaluation_needs_no_cluster_and_gives_the_same_rows_twice(
 @pytest.mark.timeout(300)
 def test_partial_rollouts(tiny_model: Path, dataset: Path, tmp_path: Path) -> None:
     """The policies of one completion differ by their rates of learning only, so both sides still agree."""
-    partial = {"rollout.partial.tokens_per_round": 6, "rollout.partial.in_flight": 2, "training.max_staleness": 2}
-    config = experiment(**SETTINGS, **CORRECTED, **partial, **{"training.learning_rate": 1e-6})
+    config = experiment(**SETTINGS, **CORRECTED, **PARTIAL, **{"training.learning_rate": 1e-6})
     run(tmp_path / "run", tiny_model, dataset, config, until=4)
     steps = [record.metrics for record in journal(tmp_path / "run")]
     assert [metrics["rollout/policy_age_max"] for metrics in steps] == [0, 1, 2, 2]

@@ -14,9 +14,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rlcore.algorithms.aggregation import StepTotals
+from rlcore.algorithms.fused import fused
 from rlcore.algorithms.logprobs import linear_logprobs, logprobs_and_entropy
 from rlcore.config import build_experiment
 from rlcore.models.attention import shared_prompt_attention
+from rlcore.models.optimizer import _kahan_adamw_
 from rlcore.models.torch_policy import TorchPolicy
 from rlcore.types import TrainingSample
 from tests.numerics.test_shared_prompt import LAYOUTS, SCALE, dense, segments
@@ -148,3 +150,21 @@ def test_float32_has_the_gradient_of_the_cpu() -> None:
         found = gradient("cuda", shared=shared, compute_dtype="float32")
         assert float((found[0] - logprobs).abs().max()) < 1e-4
         assert apart(found[1], expected) < 1e-4
+
+
+def test_the_bfloat16_optimizer_in_one_kernel() -> None:
+    torch.manual_seed(0)
+    size = 100_003
+    start = [torch.randn(size).bfloat16(), *(torch.zeros(size, dtype=torch.bfloat16) for _ in range(3))]
+    plain, other = [tensor.clone() for tensor in start], [tensor.to(CUDA) for tensor in start]
+    for step in range(1, 4):
+        gradient, noise = torch.randn(size).bfloat16(), torch.randint(1 << 16, (2, size), dtype=torch.int32)
+        numbers = [torch.tensor(number) for number in (1 - 1e-4, -1e-3 / (1 - 0.9**step), 1 - 0.999**step)]
+        _kahan_adamw_(plain[0], gradient, *plain[1:], *noise, *numbers, 0.9, 0.999, 1e-8)
+        arguments = (other[0], gradient.to(CUDA), *other[1:], *noise.to(CUDA))
+        fused(_kahan_adamw_, "cuda")(*arguments, *numbers, 0.9, 0.999, 1e-8)
+    for found, expected in zip(other[:3], plain[:3], strict=True):
+        torch.testing.assert_close(found.cpu(), expected, rtol=2**-7, atol=0)
+    weights = [held[0].double().cpu() + held[3].double().cpu() for held in (other, plain)]
+    torch.testing.assert_close(*weights, rtol=2**-15, atol=1e-7)  # a compiler may leave the remainders out
+    assert float((other[3] != 0).double().mean()) > 0.9

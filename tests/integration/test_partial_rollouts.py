@@ -16,6 +16,13 @@ from tests.integration.test_weight_sync import Bench, measured
 __all__ = ["dataset"]  # a fixture
 pytestmark = pytest.mark.slow
 CORRECTED = {"algorithm.correction.name": "truncate", "algorithm.recompute_old_logprobs": False}
+PARTIAL = {
+    "rollout.partial.tokens_per_round": 6,
+    "rollout.partial.in_flight": 2,
+    "rollout.partial.one_ahead": True,
+    "training.max_staleness": 2,
+    "data.curriculum.rest_epochs": 1,
+}
 ROUND = 5  # tokens
 
 
@@ -103,14 +110,7 @@ def test_what_is_in_flight_survives_a_cut_and_another_placement(
     tiny_model: Path, dataset: Path, tmp_path: Path
 ) -> None:
     options: dict[str, Any] = {"model": tiny_model, "dataset": dataset}
-    partial = {
-        "rollout.partial.tokens_per_round": 6,
-        "rollout.partial.in_flight": 2,
-        "rollout.partial.one_ahead": True,
-        "training.max_staleness": 2,
-        "data.curriculum.rest_epochs": 1,
-    }
-    apart, together = experiment(**APART, **CORRECTED, **partial), experiment(**ALONE, **CORRECTED, **partial)
+    apart, together = experiment(**APART, **CORRECTED, **PARTIAL), experiment(**ALONE, **CORRECTED, **PARTIAL)
     whole = run(tmp_path / "whole", config=apart, until=4, **options)
     first = run(tmp_path / "first", config=apart, until=2, **options)
     rest = run(tmp_path / "rest", config=together, until=4, resume=tmp_path / "first" / "checkpoint", **options)
