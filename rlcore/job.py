@@ -22,7 +22,6 @@ from rlcore.algorithms.estimate import Architecture
 from rlcore.artifacts import CheckpointRef, DatasetRef, ModelRef
 from rlcore.config import DataConfig, ExperimentConfig, ModelConfig
 from rlcore.segment.spec import EXIT_BAD_CONFIG
-from rlcore.startup import make_transformers_lean
 
 
 class JobSpec(BaseModel):
@@ -128,7 +127,6 @@ def job_main(run: Callable[[S], BaseModel], spec_type: type[S]) -> None:
     if len(sys.argv) != 2:
         sys.exit(f"usage: python -m {run.__module__} SPEC.json")
     spec = spec_type.model_validate_json(Path(sys.argv[1]).read_text())
-    make_transformers_lean()
     try:
         result = run(spec)
     except Exception as error:  # noqa: BLE001 - the boundary: every failure is handed to the asker whole

@@ -14,7 +14,7 @@ from infra.settings import Settings
 from rlcore.artifacts import ModelRef
 from rlcore.config import ModelConfig
 from rlcore.job import BootstrapSpec
-from rlcore.models.bootstrap import tiny_folder
+from rlcore.tiny import tiny_folder
 from tasks.caching import cache_key, present
 from tasks.jobs import new_result_path, run_job, worth_retrying
 from tasks.stored import kept

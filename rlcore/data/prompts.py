@@ -24,6 +24,7 @@ from rlcore.data.digest import template_text
 from rlcore.data.pixels import stable_target_size
 from rlcore.data.questions import IMAGE_MARKER
 from rlcore.errors import ConfigError, DataError, ModelError
+from rlcore.startup import make_transformers_lean
 from rlcore.types import ImageRef, Ints, Problem
 
 _VISION_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>")
@@ -51,6 +52,7 @@ def load_processor(model: ModelConfig) -> Any:
     """
     if model.path == "tiny":
         return _tiny_processor(model.tiny)
+    make_transformers_lean()
     from transformers import AutoProcessor, AutoTokenizer, PreTrainedTokenizerBase
 
     folder = Path(model.path).expanduser()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
 from pathlib import Path
@@ -12,14 +11,10 @@ from rlcore.config import ModelConfig, TinyModelConfig
 from rlcore.errors import ModelError
 from rlcore.job import BootstrapSpec, job_main
 from rlcore.models.folder import count_parameters, folder_digest
+from rlcore.tiny import tiny_folder
 
 # what a model needs to load; never *.bin or *.pt, which are pickles and can run code
 DOWNLOADED = ("*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model", "*.tiktoken")
-_TINY_SOURCES = {
-    "geometry": ("models/tiny.py", "models/tiny_parts.py", "data/synthetic.py", "data/drawn.py"),
-    "sums": ("models/tiny_text.py", "models/tiny_parts.py", "data/arithmetic.py", "data/drawn.py"),
-    "countdown": ("models/tiny_text.py", "models/tiny_parts.py", "data/arithmetic.py", "data/drawn.py"),
-}
 
 
 def bootstrap(spec: BootstrapSpec) -> ModelRef:
@@ -43,14 +38,6 @@ def bootstrap(spec: BootstrapSpec) -> ModelRef:
         source=model.path if model.revision is None else f"{model.path}@{model.revision}",
         num_parameters=count_parameters(folder),
     )
-
-
-def tiny_folder(models_dir: Path, config: TinyModelConfig) -> Path:
-    """Where the tiny policy of this configuration, made by this code, lives."""
-    digest = hashlib.sha256(config.model_dump_json().encode())
-    for name in _TINY_SOURCES[config.task]:
-        digest.update((Path(__file__).parents[1] / name).read_bytes())
-    return models_dir / f"tiny-{digest.hexdigest()[:16]}"
 
 
 def _make_tiny(folder: Path, config: TinyModelConfig) -> None:

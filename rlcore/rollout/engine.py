@@ -18,7 +18,7 @@ from torch import Tensor
 from rlcore.config import ExperimentConfig, LoraConfig
 from rlcore.data.images import ImageStore
 from rlcore.errors import SamplerError
-from rlcore.startup import leaving_out
+from rlcore.startup import importing_vllm
 from rlcore.types import ImageRef
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def build_engine(
         lora: makes room for one adapter of this shape.
     """
     set_engine_environment(device)
-    with leaving_out("scipy"):  # which it wants for sound: a tenth of the time that importing it takes
+    with importing_vllm():
         from vllm import LLM
 
     _register_model_class(model)

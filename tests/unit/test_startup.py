@@ -4,21 +4,40 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from rlcore.startup import leaving_out
 
-SCRIPT = """
+LEAN = """
 import sys
-from rlcore.startup import making_what_stays
+from rlcore.config import ModelConfig
+from rlcore.data.prompts import load_processor
+from rlcore.startup import importing_vllm
 
-with making_what_stays():
-    from transformers import AutoModelForCausalLM
-    import rlcore.models.torch_policy
-print(sorted({"scipy", "sklearn", "torch"} & sys.modules.keys()))
+load_processor(ModelConfig(path={model!r}))
+import rlcore.models.loading
+with importing_vllm():
+    try:
+        import scipy
+    except ModuleNotFoundError:
+        print("no sound")
+print(sorted({{"scipy", "sklearn", "torch"}} & sys.modules.keys()))
 import scipy.stats, sklearn
 """
+ASKED_BEFORE = """
+from transformers import utils
+from rlcore.startup import importing_vllm
+
+assert utils.is_sklearn_available()
+with importing_vllm():
+    import scipy, sklearn
+"""
+
+
+def told(script: str) -> list[str]:
+    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split("\n")
 
 
 def test_what_is_left_out_is_back_behind_it_and_what_is_loaded_stays() -> None:
@@ -29,6 +48,9 @@ def test_what_is_left_out_is_back_behind_it_and_what_is_loaded_stays() -> None:
     assert "scipy.odr" not in sys.modules
 
 
-def test_transformers_comes_without_what_nobody_here_asks_of_it() -> None:
-    told = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True)
-    assert told.stdout.split() == ["['torch']"]
+def test_what_nobody_here_asks_for_is_not_imported(tiny_model: Path) -> None:
+    assert told(LEAN.format(model=str(tiny_model))) == ["no sound", "['torch']", ""]
+
+
+def test_nothing_is_hidden_from_a_transformers_that_counts_on_it() -> None:
+    assert told(ASKED_BEFORE) == [""]

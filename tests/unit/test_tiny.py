@@ -16,9 +16,10 @@ from rlcore.config import ModelConfig, TinyModelConfig
 from rlcore.data.synthetic import draw_problem
 from rlcore.errors import ModelError
 from rlcore.job import BootstrapSpec
-from rlcore.models.bootstrap import bootstrap, tiny_folder
+from rlcore.models.bootstrap import bootstrap
 from rlcore.models.tiny import build_model, build_processor, completion_text, create_tiny_policy
 from rlcore.models.tiny_parts import SPECIAL_TOKENS, TEXT_TOKENS
+from rlcore.tiny import tiny_folder
 
 torch.set_num_threads(1)
 
