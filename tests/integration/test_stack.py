@@ -167,7 +167,5 @@ def test_a_run_outlives_its_servers_its_worker_and_the_whole_stack(place: Place)
     points = client.get_metric_history(run.info.run_id, "reward/mean")
     assert sorted(point.step for point in points) == list(range(1, 201))
     with place.client() as prefect:
-        wait_for(
-            lambda: prefect.read_flow_run(flow_run_id).state.type is StateType.COMPLETED, "Prefect's word", seconds=60
-        )
+        wait_for(lambda: prefect.read_flow_run(flow_run_id).state.type is StateType.COMPLETED, "Prefect's word")
     place.stack("down")
