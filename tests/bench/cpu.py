@@ -43,6 +43,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2, help="turns of each side")
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--counted", type=int, default=8)
+    parser.add_argument("--dtype", default="auto", help="of our engine: float32 by itself; the peer's is bfloat16")
     parser.add_argument("--side", choices=("both", "ours", "peer"), default="both")
     parser.add_argument("--folder", type=Path, default=Path("/tmp/cpu-bench"))
     parser.add_argument("--out", type=Path)
@@ -65,7 +66,7 @@ def by_turns(arguments: argparse.Namespace) -> None:
         for side, before in (("peer", runner), ("ours", [])):
             out = arguments.folder / f"{side}-{arguments.kind}-{arguments.regime}-{turn}.json"
             command = [sys.executable, *before, "-m", "tests.bench.cpu", "--side", side, "--out", str(out)]
-            for name in ("peer", "kind", "regime", "warmup", "counted", "folder"):
+            for name in ("peer", "kind", "regime", "warmup", "counted", "dtype", "folder"):
                 command += [f"--{name}", str(getattr(arguments, name))]
             with out.with_suffix(".log").open("w") as log:
                 environment = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -83,7 +84,12 @@ def by_turns(arguments: argparse.Namespace) -> None:
         "step time, peer / ours": found["peer"]["seconds"]["median"] / found["ours"]["seconds"]["median"],
         "real tokens/s, ours / peer": found["ours"]["tokens_per_s"]["median"] / found["peer"]["tokens_per_s"]["median"],
     }
-    settings = {"kind": arguments.kind, "regime": arguments.regime, "steps": {k: len(v) for k, v in rows.items()}}
+    settings = {
+        "kind": arguments.kind,
+        "regime": arguments.regime,
+        "dtype": arguments.dtype,
+        "steps": {k: len(v) for k, v in rows.items()},
+    }
     write(arguments.out, {**settings, **ratios, "medians": found, "rows": rows})
 
 
@@ -131,7 +137,12 @@ def ours(arguments: argparse.Namespace) -> None:
         regime=arguments.regime,
         warmup=arguments.warmup,
         counted=arguments.counted,
-        set=["rollout.kv_cache_mib=64", "model.gradient_checkpointing=none", "resources.threads_per_worker=1"],
+        set=[
+            f"rollout.dtype={arguments.dtype}",
+            "rollout.kv_cache_mib=64",
+            "model.gradient_checkpointing=none",
+            "resources.threads_per_worker=1",
+        ],
     )
     result = placed(options, case, [f"resources.workers={PROCESSES}"])
     write(arguments.out, {"rows": [{**row, "seconds": row["step"]} for row in result["rows"]]})

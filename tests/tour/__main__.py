@@ -27,7 +27,7 @@ from infra.servers import free_port
 from infra.settings import Settings
 from infra.supervisor import mark_of
 from tests.shell import new_shell
-from tests.tour.pages import take_pictures
+from tests.tour.pages import find_browser, take_pictures
 
 SERVICES = ("supervisor", "gpu", "cpu", "mlflow", "prefect")
 RUN = ["data.synthetic_problems=512", "evaluation.problems=64", "segment.steps=12"]
@@ -74,6 +74,10 @@ def main() -> int:
     parser.add_argument("--pictures", type=Path, default=ROOT / "docs" / "img")
     parser.add_argument("--steps", type=int, default=24, help="of the first run")
     arguments = parser.parse_args()
+    try:
+        find_browser()
+    except RuntimeError as error:  # before a quarter of an hour of runs
+        sys.exit(f"tour: {error}")
     arguments.pictures.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="rlflow-tour-") as folder:
         result = run(open_tour(Path(folder)), arguments.pictures, arguments.steps)

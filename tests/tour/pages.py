@@ -32,6 +32,17 @@ class Page:
     searched: str = ""  # what MLflow's field for charts gets
 
 
+def find_browser() -> str:
+    """
+    Raises:
+        RuntimeError: there is none.
+    """
+    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if browser is None:
+        raise RuntimeError(f"no browser on this machine: install one of {', '.join(BROWSERS)}")
+    return browser
+
+
 def take_pictures(prefect: str, mlflow: str, runs: Sequence[RunData], folder: Path) -> list[str]:
     """One picture of each page, ``tour_*.png``, once it shows what it is there for; their names.
 
@@ -42,9 +53,7 @@ def take_pictures(prefect: str, mlflow: str, runs: Sequence[RunData], folder: Pa
         RuntimeError: there is no browser.
         playwright.sync_api.Error: a page does not show what it should.
     """
-    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
-    if browser is None:
-        raise RuntimeError(f"no browser on this machine: install one of {', '.join(BROWSERS)}")
+    browser = find_browser()
     from playwright.sync_api import sync_playwright
 
     found: list[str] = []
