@@ -4,7 +4,6 @@ that they leave behind, in a real browser."""
 from __future__ import annotations
 
 import json
-import shutil
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from infra.servers import mlflow_server
 from infra.settings import Settings
 from tasks.ablation_points import tag_of
 from tests.integration.prefect_stack import ROOT, Stack, prefect_stack
-from tests.integration.test_ui import BROWSERS
+from tests.tour.pages import find_browser
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 NOTEBOOKS = ROOT / "notebooks"
@@ -94,9 +93,10 @@ def test_an_ablation_is_started_compared_and_looked_at(place: Place) -> None:
 
 def test_the_pages_show_the_ablation(place: Place) -> None:
     """MLflow's compare page: names, what differs, rewards in its first plot. Prefect's: the report with its plots."""
-    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
-    if browser is None:
-        pytest.skip(f"no browser on this machine: install one of {', '.join(BROWSERS)} to run this test")
+    try:
+        browser = find_browser()
+    except RuntimeError as error:
+        pytest.skip(str(error))
     from playwright.sync_api import sync_playwright
 
     runs = Results(place.mlflow).latest("grpo-geo3k-tiny", 4)

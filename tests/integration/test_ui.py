@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import sys
 import time
@@ -18,7 +17,7 @@ from infra.servers import answers, free_port
 from infra.settings import Settings
 from infra.tracking import Tracker
 from rlcore.segment.journal import StepRecord
-from tests.tour.pages import BROWSERS
+from tests.tour.pages import find_browser
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.slow
@@ -77,9 +76,10 @@ def _run_a_flow(env: dict[str, str]) -> None:
 
 
 def test_both_pages_show_the_run(pages: tuple[str, str, Path]) -> None:
-    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
-    if browser is None:
-        pytest.skip(f"no browser on this machine: install one of {', '.join(BROWSERS)} to run this test")
+    try:
+        browser = find_browser()
+    except RuntimeError as error:
+        pytest.skip(str(error))
     from playwright.sync_api import sync_playwright
 
     prefect, mlflow, folder = pages
