@@ -20,6 +20,7 @@ from infra.supervisor import mark_of
 _UP_SECONDS = 400.0
 _DOWN_EXTRA_SECONDS = 240.0
 _POLL_SECONDS = 0.2
+_ANSWER_SECONDS = 30.0  # a server that has just started on a busy machine is slow, not gone
 
 
 def up(settings: Settings) -> StackState:
@@ -77,9 +78,10 @@ def describe(settings: Settings) -> str:
     for service in state.services:
         again = f", restarted {service.restarts} x" if service.restarts else ""
         lines.append(f"  {service.name:<12} {service.address or '':<24} pid {service.pid}{again}")
-    if answers(layout.prefect.health_url, timeout_seconds=5):
-        for pool in POOLS:
-            lines.append(f"  pool {pool:<7} {_pool(layout, pool)}")
+    if answers(layout.prefect.health_url, timeout_seconds=_ANSWER_SECONDS):
+        lines += [f"  pool {pool:<7} {_pool(layout, pool)}" for pool in POOLS]
+    else:
+        lines.append(f"  pools: not known, for Prefect gave no answer. Its log: {layout.prefect.log}")
     return "\n".join(lines)
 
 
