@@ -98,6 +98,17 @@ def family(mark: str) -> list[psutil.Process]:
     return [*found, *(process for process in _below(found) if process not in found)]
 
 
+def has_children() -> bool:
+    """Whether a child of this process lives. One that has ended and that nobody has waited for does not count."""
+    for child in psutil.Process().children():
+        try:
+            if _is_live(child):
+                return True
+        except psutil.NoSuchProcess:
+            continue
+    return False
+
+
 def stop(mark: str, grace_seconds: float) -> None:
     """SIGTERM to every process that carries ``mark``, then SIGKILL to those still there after the grace.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import socket
+import subprocess
 import sys
 import time
 from datetime import UTC, datetime
@@ -34,6 +35,7 @@ def up(settings: Settings) -> StackState:
     if state is not None and state.phase == "up":
         layout.apply()
         return state
+    supervisor = None
     if state is None:
         if settings.mlflow_uri not in ("", layout.mlflow.address):
             raise ServerError(
@@ -42,8 +44,8 @@ def up(settings: Settings) -> StackState:
             )
         for port, name in ((settings.prefect_port, "PREFECT"), (settings.mlflow_port, "MLFLOW")):
             _require_free(settings.host, port, f"RLFLOW_{name}_PORT")
-        _start_supervisor(settings)
-    return _wait_until_up(settings)
+        supervisor = _start_supervisor(settings)
+    return _wait_until_up(settings, supervisor)
 
 
 def down(settings: Settings) -> bool:
@@ -110,10 +112,10 @@ def _require_free(host: str, port: int, setting: str) -> None:
             raise ServerError(f"port {port} is taken ({error}). Free it, or name another in {setting}.") from error
 
 
-def _start_supervisor(settings: Settings) -> None:
+def _start_supervisor(settings: Settings) -> subprocess.Popen[bytes]:
     settings.stack_dir.mkdir(parents=True, exist_ok=True)
     with Layout.of(settings).log("supervisor").open("ab") as log:
-        processes.start(
+        return processes.start(
             [sys.executable, "-m", "infra.supervisor"],
             env={
                 **environment.for_children(settings),
@@ -127,13 +129,16 @@ def _start_supervisor(settings: Settings) -> None:
         )
 
 
-def _wait_until_up(settings: Settings) -> StackState:
+def _wait_until_up(settings: Settings, started: subprocess.Popen[bytes] | None) -> StackState:
+    """``started``: our supervisor, which may not have come to write a state yet; None: somebody else's."""
     deadline = time.monotonic() + _UP_SECONDS
     while time.monotonic() < deadline:
         state = read_state(settings)
         if state is not None and state.phase == "up":
             return state
-        if state is None and not processes.marked(mark_of(settings, "supervisor")):
+        # marks are not enough: a process that has only just started has none to be read for a moment
+        ours = started is not None and started.poll() is None
+        if state is None and not ours and not processes.marked(mark_of(settings, "supervisor")):
             break
         time.sleep(_POLL_SECONDS)
     raise ServerError(f"the stack did not start. {end_of(Layout.of(settings).log('supervisor'))}")

@@ -14,13 +14,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import psutil
 from prefect.events.worker import EventsWorker
 from prefect.exceptions import ParameterTypeError, TerminationSignal
 from prefect.logging.handlers import APILogHandler
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from pydantic import BaseModel
 
+from infra import processes
 from infra.errors import InfraError
 from infra.logs import get_logger, log_to_console
 from infra.servers import check_prefect, prefect_answers, prefect_server
@@ -151,7 +151,7 @@ def _end_without_server(url: str | None, parent: int) -> None:
     since = time.monotonic()
     while url:
         time.sleep(1.0)
-        if os.getppid() == parent or psutil.Process().children() or prefect_answers(url, _ALIVE_SECONDS):
+        if os.getppid() == parent or processes.has_children() or prefect_answers(url, _ALIVE_SECONDS):
             since = time.monotonic()
         elif time.monotonic() - since > _PATIENCE_SECONDS:
             sys.stderr.write(f"\nInterrupted, and no Prefect server is left at {url}; what is committed stays.\n")

@@ -96,7 +96,7 @@ def test_a_killed_flow_is_brought_back_by_its_automation_and_follows_its_trainer
 
 @pytest.mark.stacks
 def test_the_run_of_a_stopped_worker_is_brought_back_once_it_is_silent(stack: Stack) -> None:
-    flow_run_id = stack.submit("recovery.silence_seconds=8")
+    flow_run_id = stack.submit("recovery.silence_seconds=20")  # a flow may take ten to start
     stack.wait_for_step(flow_run_id, 2)
     driver = stack.driver(flow_run_id)
     stack.stop_worker()

@@ -68,7 +68,7 @@ class Place:
 
     def submit(self, steps: int) -> UUID:
         """As a person does in the repository's root, who has set no server."""
-        values = '["segment.steps=20", "data.template=math", "recovery.silence_seconds=8"]'
+        values = '["segment.steps=20", "data.template=math", "recovery.silence_seconds=20"]'
         words = ["deployment", "run", "grpo-geo3k-tiny", "-p", f"steps={steps}", "-p", f"overrides={values}"]
         command = [str(Path(sys.executable).with_name("prefect")), *words]
         answer = subprocess.run(command, env=self.env, cwd=ROOT, capture_output=True, text=True, check=False)

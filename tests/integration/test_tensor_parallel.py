@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import os
-import socket
 import traceback
 from collections.abc import Callable
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.integration.test_train_tiny import dataset, experiment, journal, run
+from infra.servers import free_port
+from tests.integration.test_train_tiny import dataset, experiment, journal, run, tokens_after
 from tests.integration.test_weight_sync import Bench
+from tests.ranks import FORKED
 
 __all__ = ["dataset"]  # a fixture
 pytestmark = pytest.mark.slow
@@ -88,15 +88,11 @@ def _child(measure: Callable[[int, int, Path], Any], rank: int, port: int, model
 
 def measured(model: Path) -> list[dict[str, Any]]:
     """Of rank 0, of rank 1, and of an engine that one process holds."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = int(probe.getsockname()[1])
-    context = get_context("spawn")
-    queue = context.Queue()
+    port = free_port()
+    queue = FORKED.Queue()
     measures = [one_of_two, one_of_two, alone]
     children = [
-        context.Process(target=_child, args=(measure, rank, port, model, queue))
-        for rank, measure in enumerate(measures)
+        FORKED.Process(target=_child, args=(measure, rank, port, model, queue)) for rank, measure in enumerate(measures)
     ]
     for child in children:
         child.start()
@@ -141,29 +137,29 @@ def test_two_ranks_draw_what_one_draws(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def first(tiny_model: Path, dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """The first step of a run whose two workers hold one sampler: its folder and its result."""
-    folder = tmp_path_factory.mktemp("tensor-parallel") / "first"
-    return folder, run(folder, tiny_model, dataset, experiment(**TOGETHER), until=1)
+def whole(tiny_model: Path, dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """Two steps of a run whose two workers hold one sampler: its folder and its result."""
+    folder = tmp_path_factory.mktemp("tensor-parallel") / "whole"
+    return folder, run(folder, tiny_model, dataset, experiment(**TOGETHER), until=2, cut=1)
 
 
 def test_a_cut_run_equals_the_whole(
-    first: tuple[Path, dict[str, Any]], tiny_model: Path, dataset: Path, tmp_path: Path
+    whole: tuple[Path, dict[str, Any]], tiny_model: Path, dataset: Path, tmp_path: Path
 ) -> None:
-    folder, begun = first
-    options: dict[str, Any] = {"model": tiny_model, "dataset": dataset, "config": experiment(**TOGETHER), "until": 2}
-    whole = run(tmp_path / "whole", **options)
-    second = run(tmp_path / "second", resume=folder / "checkpoint", **options)
-    assert begun["tokens"] + second["tokens"] == whole["tokens"]
-    assert begun["weights"] != whole["weights"]
-    assert second["weights"] == whole["weights"]
-    for record in journal(tmp_path / "whole"):
+    folder, result = whole
+    second = run(tmp_path / "second", tiny_model, dataset, experiment(**TOGETHER), until=2, resume=folder / "cut")
+    assert second["tokens"] == tokens_after(1, result) != []
+    assert result["weights_at_cut"] != result["weights"]
+    assert second["weights"] == result["weights"]
+    for record in journal(folder):
         assert record.metrics["rollout/abs_delta_logprob_mean"] < 1e-4
         assert record.metrics["optim/grad_norm"] > 0
 
 
 def test_two_ranks_that_only_sample_draw_the_same(
-    first: tuple[Path, dict[str, Any]], tiny_model: Path, dataset: Path, tmp_path: Path
+    whole: tuple[Path, dict[str, Any]], tiny_model: Path, dataset: Path, tmp_path: Path
 ) -> None:
     apart = experiment(**TOGETHER, **{"resources.rollout_workers": RANKS})
-    assert run(tmp_path / "apart", tiny_model, dataset, apart, until=1) == first[1]
+    first, (_, result) = run(tmp_path / "apart", tiny_model, dataset, apart, until=1), whole
+    assert first["weights"] == result["weights_at_cut"]
+    assert first["tokens"] + tokens_after(1, result) == result["tokens"]

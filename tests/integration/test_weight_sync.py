@@ -7,12 +7,13 @@ import time
 import traceback
 from collections.abc import Callable
 from functools import partial
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+
+from tests.ranks import FORKED
 
 
 class Pictures:
@@ -206,9 +207,8 @@ def _child(measure: Callable[[Path], dict[str, Any]], model: Path, queue: Any) -
 
 
 def measured(measure: Callable[[Path], dict[str, Any]], model: Path) -> dict[str, Any]:
-    context = get_context("spawn")
-    queue = context.Queue()
-    process = context.Process(target=_child, args=(measure, model, queue))
+    queue = FORKED.Queue()
+    process = FORKED.Process(target=_child, args=(measure, model, queue))
     process.start()
     result = queue.get(timeout=240)
     process.kill()  # an engine takes its time to shut down, and nothing is left to learn from it

@@ -1,6 +1,6 @@
 """Run in a process of its own: the real loop with real Ray, FSDP2 and vLLM on the tiny policy with random weights.
 
-``python -m tests.integration.train_tiny SETTINGS.json``. Only the grader is a stand-in, because random weights never
+Only the grader is a stand-in, because random weights never
 give a right answer: it rewards the share of letters, which varies within a group, or (``coarse``) a number of letters
 that three divides, which leaves every fifth group of four without signal.
 """
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -79,21 +78,28 @@ def main(settings: dict[str, object]) -> None:
         workers.sync_weights(state.step)
         grader = LetterGrader(coarse=bool(settings.get("coarse")))
         run = TrainingRun(config, load_problems(dataset), workers, grader, MetricJournal(out / "journal.jsonl"), keep)
-        state = train(run, state, until_step=int(str(settings["until"])), should_stop=lambda: False)
-        checkpoint = out / "checkpoint"
-        checkpoint.mkdir()
-        workers.begin_save(checkpoint)
-        while not workers.saved():
-            time.sleep(0.01)
-        state.save(checkpoint)
-        (checkpoint / "state.json").write_text(json.dumps(state.scalars()))
+        ends = {"cut": settings["cut"], "checkpoint": settings["until"]}
+        for name, until in ends.items():
+            if until is None:
+                continue
+            state = train(run, state, until_step=int(str(until)), should_stop=lambda: False)
+            checkpoint = out / name
+            checkpoint.mkdir()
+            workers.begin_save(checkpoint)
+            while not workers.saved():
+                time.sleep(0.01)
+            state.save(checkpoint)
+            (checkpoint / "state.json").write_text(json.dumps(state.scalars()))
     finally:
         stop_ray()
+    result = {"weights": _digest(out / "checkpoint", settings), "tokens": tokens}
+    if settings["cut"] is not None:
+        result["weights_at_cut"] = _digest(out / "cut", settings)
+    (out / "result.json").write_text(json.dumps(result))
+
+
+def _digest(checkpoint: Path, settings: dict[str, object]) -> str:
     digest = hashlib.sha256()
     for name, value in sorted(load_full_weights(checkpoint, Path(str(settings["model"]))).items()):
         digest.update(name.encode() + value.float().numpy().tobytes())
-    (out / "result.json").write_text(json.dumps({"weights": digest.hexdigest(), "tokens": tokens}))
-
-
-if __name__ == "__main__":
-    main(json.loads(Path(sys.argv[1]).read_text()))
+    return digest.hexdigest()

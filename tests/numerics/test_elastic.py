@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import socket
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,8 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
 
 from rlcore.algorithms.aggregation import StepTotals
@@ -27,11 +23,11 @@ from rlcore.training.metrics import update_metrics
 from rlcore.training.step import UpdateResult
 from rlcore.types import Problem, TrainingSample
 from tests.numerics import toy
+from tests.ranks import on_ranks
 
 
-def _rank(rank: int, world: int, port: int, model: str, source: str | None, out: str) -> None:
+def _rank(rank: int, world: int, model: str, source: str | None, out: str) -> None:
     """Without a source: take a step, save, take another. With one: load, take that other step."""
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
     policy = toy.policy(Path(model), toy.config(), init_device_mesh("cpu", (world,)))
     if source is None:
         _update(policy, toy.samples(8), rank, world)
@@ -44,8 +40,6 @@ def _rank(rank: int, world: int, port: int, model: str, source: str | None, out:
     if rank == 0:
         torch.save(after, f"{out}.pt")
         Path(f"{out}.json").write_text(json.dumps({"weights": weights, "metrics": metrics}))
-    dist.barrier()
-    os._exit(0)  # gloo's thread can abort an interpreter that is shutting down
 
 
 def _update(policy: TorchPolicy, samples: Sequence[TrainingSample], rank: int, world: int) -> UpdateResult:
@@ -63,10 +57,7 @@ def _digest(policy: TorchPolicy) -> str:
 
 def _run(world: int, model: Path, out: Path, source: Path | None = None) -> tuple[dict[str, Any], torch.Tensor]:
     out.mkdir()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    mp.spawn(_rank, (world, port, str(model), source and str(source), str(out)), nprocs=world)
+    on_ranks(world, _rank, str(model), source and str(source), str(out))
     return json.loads(Path(f"{out}.json").read_text()), torch.load(f"{out}.pt", weights_only=True)
 
 

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -21,6 +17,7 @@ from rlcore.models.torch_policy import TorchPolicy
 from rlcore.models.vision import FrozenTower
 from rlcore.types import ImageRef
 from tests.numerics import toy
+from tests.ranks import on_ranks
 
 KL = 0.1
 
@@ -120,8 +117,7 @@ def test_features_are_kept_up_to_a_limit_and_made_in_the_compute_dtype():
     assert model.weight.dtype == torch.float32
 
 
-def _rank(rank: int, world: int, port: int, model: str, folder: str) -> None:
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
+def _rank(rank: int, world: int, model: str, folder: str) -> None:
     policy = toy.policy(Path(model), settings(freeze=True), init_device_mesh("cpu", (world,)))
     found = taken(policy, rank, world)
     before = {name: value.clone() for name, value in policy.full_weights()}
@@ -132,17 +128,12 @@ def _rank(rank: int, world: int, port: int, model: str, folder: str) -> None:
     restored = all(torch.equal(before[name], value) for name, value in policy.full_weights())
     if rank == 0:
         torch.save({"gradient": found["gradient"], "loss": found["loss"], "restored": restored}, f"{folder}/found.pt")
-    dist.barrier()
-    os._exit(0)  # gloo's thread can abort an interpreter that is shutting down
 
 
 @pytest.mark.slow
 def test_ranks_need_not_meet_for_it_and_its_weights_are_saved_whole(tiny_model: Path, tmp_path: Path):
     """Two ranks with different pictures, and one microbatch without any."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    mp.spawn(_rank, (2, port, str(tiny_model), str(tmp_path)), nprocs=2)
+    on_ranks(2, _rank, str(tiny_model), str(tmp_path))
     two = torch.load(tmp_path / "found.pt", weights_only=True)
     one = taken(toy.policy(tiny_model, settings(freeze=True)))
     assert two["restored"]

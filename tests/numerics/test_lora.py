@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,8 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -29,6 +26,7 @@ from rlcore.models.merge import merge_checkpoint
 from rlcore.models.torch_policy import TorchPolicy
 from rlcore.types import TrainingSample
 from tests.numerics import toy
+from tests.ranks import on_ranks
 
 LORA = LoraConfig(rank=4, alpha=12.0)
 
@@ -344,8 +342,7 @@ def test_everything_in_bfloat16_trains_syncs_and_merges(tiny_model: Path, tmp_pa
     assert all(torch.equal(value, numbers[name].float()) for name, value in found.items())
 
 
-def _rank(rank: int, world: int, port: int, model: str, folder: str) -> None:
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
+def _rank(rank: int, world: int, model: str, folder: str) -> None:
     policy = toy.policy(Path(model), settings(), init_device_mesh("cpu", (world,)))
     samples = toy.samples(6, group=2)
     mine = [samples] if world == 1 else [samples[rank::world], []]
@@ -361,8 +358,6 @@ def _rank(rank: int, world: int, port: int, model: str, folder: str) -> None:
         out["loaded"] = state(policy)
     if rank == 0:
         torch.save(out, f"{folder}/world-{world}.pt")
-    dist.barrier()
-    os._exit(0)  # gloo's thread can abort an interpreter that is shutting down
 
 
 def gradients_of_ranks(
@@ -382,10 +377,7 @@ def gradients_of_ranks(
 def test_two_ranks_train_the_adapters_of_one(tiny_model: Path, tmp_path: Path) -> None:
     found = {}
     for world in (1, 2):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        mp.spawn(_rank, (world, port, str(tiny_model), str(tmp_path)), nprocs=world)
+        on_ranks(world, _rank, str(tiny_model), str(tmp_path))
         found[world] = torch.load(tmp_path / f"world-{world}.pt", weights_only=True)
     one, two = found[1], found[2]
     a, b = flat(one["gradients"]), flat(two["gradients"])

@@ -18,6 +18,7 @@ from rlcore.algorithms.aggregation import StepTotals
 from rlcore.config import build_experiment
 from rlcore.models.torch_policy import TorchPolicy
 from tests.numerics import toy
+from tests.ranks import on_ranks
 
 
 def _generators() -> dict[str, object]:
@@ -46,12 +47,17 @@ def _step(policy: TorchPolicy) -> torch.Tensor:
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw_bf16"])
 @pytest.mark.parametrize("lora", [None, {"rank": 4}])
 def test_a_step_neither_reads_nor_moves_a_global_generator(tiny_model: Path, optimizer: str, lora: object) -> None:
+    """In a process of its own: threads that other tests have left, such as Prefect's, draw from Python's generator."""
+    on_ranks(1, _take_steps, tiny_model, optimizer, lora)
+
+
+def _take_steps(rank: int, world: int, model: Path, optimizer: str, lora: object) -> None:
     values = toy.config().model_dump(mode="json")
     values["training"]["optimizer"] = optimizer
     values["model"]["lora"] = lora
     weights = []
     for seed in (1, 2):
-        policy = toy.policy(tiny_model, build_experiment(values))
+        policy = toy.policy(model, build_experiment(values))
         _seed(seed)
         before = _generators()
         weights.append(torch.stack([_step(policy), _step(policy)]))

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import socket
 from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -21,6 +17,7 @@ from rlcore.config import ExperimentConfig
 from rlcore.models.offload import HostRest, OffloadedOptimizer, in_parts
 from rlcore.models.torch_policy import TorchPolicy
 from tests.numerics import toy
+from tests.ranks import on_ranks
 
 KL = 0.1
 
@@ -122,8 +119,7 @@ def test_a_run_with_offload_is_the_run_without_it_to_the_last_bit(tiny_model: Pa
     assert all(torch.equal(a, b) for a, b in zip(plain, offloaded, strict=True))
 
 
-def _rank(rank: int, world: int, port: int, model: str, folder: str) -> None:
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
+def _rank(rank: int, world: int, model: str, folder: str) -> None:
     mesh = init_device_mesh("cpu", (world,))
     plain, offloaded = (
         train(toy.policy(Path(model), settings(on, "adamw"), mesh), Path(folder) / str(on), rank, world)
@@ -131,17 +127,12 @@ def _rank(rank: int, world: int, port: int, model: str, folder: str) -> None:
     )
     same = len(plain) == len(offloaded) and all(torch.equal(a, b) for a, b in zip(plain, offloaded, strict=True))
     np.save(f"{folder}/same-{rank}.npy", np.array([same, len(plain)]))
-    dist.barrier()
-    os._exit(0)  # gloo's thread can abort an interpreter that is shutting down
 
 
 @pytest.mark.slow
 def test_and_so_it_is_with_shards_of_uneven_size(tiny_model: Path, tmp_path: Path) -> None:
     """3 ranks, which the widths (128, 384) do not all split evenly over."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    mp.spawn(_rank, (3, port, str(tiny_model), str(tmp_path)), nprocs=3)
+    on_ranks(3, _rank, str(tiny_model), str(tmp_path))
     for rank in range(3):
         same, count = np.load(tmp_path / f"same-{rank}.npy")
         assert same

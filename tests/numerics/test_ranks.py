@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
 
 from rlcore.algorithms.aggregation import Aggregation, StepTotals
@@ -21,6 +17,7 @@ from rlcore.ports import ScoredTokens
 from rlcore.training.metrics import update_metrics
 from rlcore.types import TrainingSample
 from tests.numerics import toy
+from tests.ranks import on_ranks
 
 KL_COEFFICIENT = 0.05
 LOSSES = ("ppo_clip", "gspo", "gspo_token", "cispo", "sapo", "vespo")
@@ -32,8 +29,7 @@ CHOICES["gspo corrected"] = {"loss": {"name": "gspo"}, "correction": CORRECTION}
 LAST = "ppo_clip sequence_mean_token_mean"  # whose step is taken, with a learning rate above 0
 
 
-def _rank(rank: int, world: int, port: int, model: str, out: str) -> None:
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
+def _rank(rank: int, world: int, model: str, out: str) -> None:
     policy = toy.policy(Path(model), _settings(LAST), init_device_mesh("cpu", (world,)))
     samples = toy.samples(12, group=4)
     samples += toy.samples(1, group=1, seed=5, text_only=True)  # one rank may meet a microbatch without a picture
@@ -56,8 +52,6 @@ def _rank(rank: int, world: int, port: int, model: str, out: str) -> None:
     if rank == 0:
         torch.save({"gradients": found, "weights": weights}, out)
         Path(out + ".json").write_text(json.dumps(metrics))
-    dist.barrier()
-    os._exit(0)  # gloo's thread can abort an interpreter that is shutting down
 
 
 def _settings(choice: str) -> ExperimentConfig:
@@ -73,11 +67,8 @@ def _beside(sample: TrainingSample, scored: ScoredTokens) -> TrainingSample:
 
 
 def _run(world: int, model: Path, folder: Path) -> tuple[dict[str, Any], dict[str, dict[str, float]]]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     out = str(folder / f"world-{world}.pt")
-    mp.spawn(_rank, (world, port, str(model), out), nprocs=world)
+    on_ranks(world, _rank, str(model), out)
     return torch.load(out, weights_only=True), json.loads(Path(out + ".json").read_text())
 
 

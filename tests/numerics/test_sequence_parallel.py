@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import socket
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -24,6 +21,7 @@ from rlcore.models import sequence
 from rlcore.models.sequence import SequenceGroup, cut
 from rlcore.types import TrainingSample
 from tests.numerics import toy
+from tests.ranks import on_ranks
 
 LOSSES = {"ppo_clip": "token_mean", "gspo": "sequence_mean_token_mean"}  # one of tokens, one of sequences
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -55,8 +53,7 @@ def mixed_samples(kind: str) -> list[TrainingSample]:
     return pictures if kind == "pictures" else pictures[:5] + toy.samples(2, group=2, seed=5, text_only=True)
 
 
-def _rank(rank: int, world: int, degree: int, port: int, model: str, cases: list[tuple[str, str, str]], out: str):
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
+def _rank(rank: int, world: int, degree: int, model: str, cases: list[tuple[str, str, str]], out: str):
     mesh = init_device_mesh("cpu", (world,))
     found = {}
     for case in cases:
@@ -89,16 +86,11 @@ def _rank(rank: int, world: int, degree: int, port: int, model: str, cases: list
         }
     if rank == 0:
         torch.save(found, out)
-    dist.barrier()
-    os._exit(0)  # gloo's thread can abort an interpreter that is shutting down
 
 
 def run(world: int, degree: int, model: Path, cases: list[tuple[str, str, str]], folder: Path) -> dict[Any, Any]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     out = str(folder / f"{world}-{degree}.pt")
-    mp.spawn(_rank, (world, degree, port, str(model), cases, out), nprocs=world)
+    on_ranks(world, _rank, degree, str(model), cases, out)
     return torch.load(out, weights_only=True)
 
 

@@ -37,14 +37,14 @@ pytestmark = [
 ]
 
 
-def marks(config, template: str, name: str) -> tuple[list[str], list[str]]:
-    """Truths that fall short of full marks, and truths for which the wrong answer is right."""
+def marks(config, template: str, name: str, every: int = 1) -> tuple[list[str], list[str]]:
+    """Truths that fall short of full marks, and for which the wrong answer is right, in each ``every``-th row."""
     reward = make_reward(config, max_completion_tokens=100)
     rows = pq.read_table(FOLDER / f"{name}.parquet", columns=["problem", "answer"]).to_pylist()
     assert len(rows) == FILES[name]
     wrong = template.replace("@", WRONG)
     short, gifts = [], []
-    for row in rows:
+    for row in rows[::every]:
         problem = Problem("p", row["problem"], (), row["answer"], name)
         if reward(template.replace("@", row["answer"]), problem, 5, "stop").reward < 1:
             short.append(row["answer"])
@@ -54,9 +54,10 @@ def marks(config, template: str, name: str) -> tuple[list[str], list[str]]:
 
 
 @pytest.mark.parametrize("name", FILES)
-@pytest.mark.parametrize("config", [MathReward(), MathVerifyReward()], ids=["math", "math_verify"])
-def test_the_truth_of_every_row_earns_full_marks(config, name):
-    assert marks(config, BOX, name) == ([], [])
+@pytest.mark.parametrize(("config", "every"), [(MathReward(), 1), (MathVerifyReward(), 5)], ids=["math", "math_verify"])
+def test_the_truth_of_every_row_earns_full_marks(config, every, name):
+    """Of every fifth with math_verify, which is slow and not ours."""
+    assert marks(config, BOX, name, every) == ([], [])
 
 
 # they share the equality of math, so the largest set is left out
@@ -81,7 +82,7 @@ def test_gsm8k_truths(name, method, template):
 
 
 @pytest.mark.parametrize("name", ["geometry3k/validation", "math500/test"])
-@pytest.mark.parametrize("config", [MathReward(), MathVerifyReward()], ids=["math", "math_verify"])
+@pytest.mark.parametrize(("config", "every"), [(MathReward(), 1), (MathVerifyReward(), 5)], ids=["math", "math_verify"])
 def test_the_truth_written_another_way_earns_full_marks(config, name):
     """Not the same text, so the graders have to recognise it: \\dfrac for \\frac, and no blanks around symbols."""
     reward = make_reward(config, max_completion_tokens=100)

@@ -1,0 +1,19 @@
+"""Imported once by the process that ``tests.ranks`` forks others from. Its environment stays as it is."""
+
+import os
+from unittest.mock import patch
+
+from rlcore.rollout.engine import set_engine_environment
+from rlcore.startup import importing_vllm, making_what_stays
+
+with patch.dict(os.environ), making_what_stays():
+    set_engine_environment("cpu")
+    import ray
+
+    import rlcore.models.torch_policy
+    import tests.numerics.toy
+
+    with importing_vllm():
+        from vllm import LLM
+
+__all__ = ["LLM", "ray", "rlcore", "tests"]

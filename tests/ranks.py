@@ -1,0 +1,33 @@
+"""Processes that tests start many of, forked from one that has imported torch, transformers and vLLM: these imports are
+most of what such a process would do."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from infra.servers import free_port
+
+FORKED = multiprocessing.get_context("forkserver")
+FORKED.set_forkserver_preload(["tests.preloaded"])
+
+
+def on_ranks(world: int, measure: Callable[..., None], *arguments: Any) -> None:
+    """Call ``measure(rank, world, *arguments)`` on each rank of a gloo world; raises what one of them raises."""
+    mp.start_processes(_joined, (world, free_port(), measure, arguments), nprocs=world, start_method="forkserver")
+
+
+def _joined(rank: int, world: int, port: int, measure: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
+    measure(rank, world, *arguments)
+    dist.barrier()
+    # Not through finalisation: a gloo thread that drops its last work there needs the GIL, is ended by
+    # Python 3.11 instead of getting it, and takes the process down with SIGABRT, one time in five.
+    os._exit(0)
