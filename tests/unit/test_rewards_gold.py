@@ -82,7 +82,7 @@ def test_gsm8k_truths(name, method, template):
 
 
 @pytest.mark.parametrize("name", ["geometry3k/validation", "math500/test"])
-@pytest.mark.parametrize(("config", "every"), [(MathReward(), 1), (MathVerifyReward(), 5)], ids=["math", "math_verify"])
+@pytest.mark.parametrize("config", [MathReward(), MathVerifyReward()], ids=["math", "math_verify"])
 def test_the_truth_written_another_way_earns_full_marks(config, name):
     """Not the same text, so the graders have to recognise it: \\dfrac for \\frac, and no blanks around symbols."""
     reward = make_reward(config, max_completion_tokens=100)
