@@ -29,7 +29,7 @@ from infra.settings import Settings
 
 POOLS = ("gpu", "cpu")
 _ANSWER_SECONDS = 20.0
-_PATIENCE_SECONDS = 60.0
+_PATIENCE_SECONDS = 120.0  # longer than the minute for which Prefect waits for a lock of SQLite
 _AGAIN_SECONDS = 0.5
 
 
