@@ -3,15 +3,19 @@ and given damaged files."""
 
 from __future__ import annotations
 
+import os
+import secrets
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
+from infra import processes
 from rlcore.artifacts import DatasetRef, ModelRef
 from rlcore.config import ExperimentConfig
 from rlcore.models.checkpoint import load_full_weights
@@ -26,11 +30,22 @@ __all__ = ["dataset"]  # a fixture
 STEPS = 6
 
 
-def start(spec: SegmentSpec) -> subprocess.Popen[bytes]:
+def start(spec: SegmentSpec, mark: str = "") -> subprocess.Popen[bytes]:
+    """``mark``: of all that the trainer starts, as a flow would mark it."""
     path = spec.run_dir / "spec.json"
     path.write_text(spec.model_dump_json())
     log = (spec.run_dir / "trainer.log").open("ab")
-    return subprocess.Popen([sys.executable, "-m", "rlcore.segment", "run", str(path)], stdout=log, stderr=log)
+    command = [sys.executable, "-m", "rlcore.segment", "run", str(path)]
+    if mark:
+        return processes.start(command, env=os.environ, mark=mark, output=log, ends_with_parent=True)
+    return subprocess.Popen(command, stdout=log, stderr=log)
+
+
+def left_of(mark: str) -> list[str]:
+    """Processes that carry the mark, and Ray's, which write over it but work in the marked folder."""
+    folder = str(processes.temporary_folder(mark))
+    commands = [" ".join(item.info["cmdline"] or []) for item in psutil.process_iter(["cmdline"])]
+    return [*map(str, processes.marked(mark)), *(command for command in commands if folder in command)]
 
 
 def manifests(run_dir: Path) -> list[SegmentManifest]:
@@ -66,12 +81,19 @@ def test_a_stopped_trainer_commits_and_the_next_one_goes_on(tiny_model: Path, da
     spec = spec_of(tmp_path, tiny_model, dataset, config)
     control = Control(tmp_path / "control.json")
     control.beat(9)
-    trainer = start(spec)
+    mark = f"segment-{secrets.token_hex(3)}"
+    trainer = start(spec, mark)
     while not read_journal(tmp_path / "journal.jsonl"):
         assert trainer.poll() is None, log_of(tmp_path)[-2000:]
         time.sleep(0.05)
+    assert any("raylet" in command for command in left_of(mark))
     trainer.send_signal(signal.SIGTERM)
     assert trainer.wait(60) == EXIT_PREEMPTED, log_of(tmp_path)[-2000:]
+    deadline = time.monotonic() + 30
+    while left := left_of(mark):
+        assert time.monotonic() < deadline, left
+        time.sleep(0.1)
+    processes.kill(mark)  # its folder
     (stopped,) = manifests(tmp_path)
     assert not stopped.complete
     assert 1 <= stopped.last_step < 4
