@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from infra.servers import free_port
 from rlcore.algorithms.aggregation import StepTotals
 from rlcore.config import build_experiment
 from rlcore.models.torch_policy import TorchPolicy
@@ -99,11 +99,8 @@ def test_two_gpus_take_the_step_of_one(tmp_path: Path, compiled: bool) -> None:
     """In bfloat16, in which the kernels compute."""
     found = []
     for world in (1, 2):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
         out = tmp_path / f"{world}.pt"
-        mp.spawn(_rank, (world, port, compiled, str(out)), nprocs=world)
+        mp.spawn(_rank, (world, free_port(), compiled, str(out)), nprocs=world)
         found.append(torch.load(out, weights_only=True))
     one, two = found
     assert float((one["gradient"] - two["gradient"]).norm() / one["gradient"].norm()) < 3e-2

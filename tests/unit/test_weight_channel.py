@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -11,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from infra.servers import free_port
 from rlcore.rollout.channel import WeightChannel, WeightSender
 from rlcore.rollout.proof import checksum
 from rlcore.rollout.weights import bucketed
@@ -20,9 +20,7 @@ T = TypeVar("T")
 
 def everywhere(size: int, dtype: torch.dtype, work: Callable[[int, WeightChannel], T]) -> list[T]:
     """``work`` of each member, in threads that stand for processes."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = int(probe.getsockname()[1])
+    port = free_port()
 
     def member(number: int) -> T:
         channel = WeightChannel(number, size, address="127.0.0.1", port=port, device="cpu", dtype=dtype)
