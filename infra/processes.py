@@ -7,6 +7,7 @@ they go, and keeps its temporary files (Ray's session, sockets) in a folder that
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import shutil
@@ -28,6 +29,7 @@ _TEMPORARY = "rlflow-"
 _PR_SET_PDEATHSIG = 1
 _POLL_SECONDS = 0.1
 _KILL_SECONDS = 10.0
+_MARK_SECONDS = 1.0
 _STDERR = 2  # stdout stays ours: the last line there is a result that programs read
 
 
@@ -56,7 +58,7 @@ def start(
 
     temporary = temporary_folder(mark)
     temporary.mkdir(mode=0o700, exist_ok=True)
-    return subprocess.Popen(
+    process = subprocess.Popen(
         args,
         env={**env, MARK: mark, "TMPDIR": str(temporary)},
         cwd=cwd,
@@ -66,6 +68,18 @@ def start(
         start_new_session=True,
         preexec_fn=follow_parent if libc is not None else None,
     )
+    _wait_for_mark(process, mark)
+    return process
+
+
+def _wait_for_mark(process: subprocess.Popen[bytes], mark: str) -> None:
+    """Linux shows the environment of a new process some moments after its start: ``marked`` would miss it till then."""
+    deadline = time.monotonic() + _MARK_SECONDS
+    while process.poll() is None and time.monotonic() < deadline:
+        with contextlib.suppress(psutil.Error, OSError):
+            if psutil.Process(process.pid).environ().get(MARK) == mark:
+                return
+        time.sleep(0.001)
 
 
 def temporary_folder(mark: str) -> Path:

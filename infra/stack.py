@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import socket
-import subprocess
 import sys
 import time
 from datetime import UTC, datetime
@@ -35,7 +34,6 @@ def up(settings: Settings) -> StackState:
     if state is not None and state.phase == "up":
         layout.apply()
         return state
-    supervisor = None
     if state is None:
         if settings.mlflow_uri not in ("", layout.mlflow.address):
             raise ServerError(
@@ -44,8 +42,8 @@ def up(settings: Settings) -> StackState:
             )
         for port, name in ((settings.prefect_port, "PREFECT"), (settings.mlflow_port, "MLFLOW")):
             _require_free(settings.host, port, f"RLFLOW_{name}_PORT")
-        supervisor = _start_supervisor(settings)
-    return _wait_until_up(settings, supervisor)
+        _start_supervisor(settings)
+    return _wait_until_up(settings)
 
 
 def down(settings: Settings) -> bool:
@@ -112,10 +110,10 @@ def _require_free(host: str, port: int, setting: str) -> None:
             raise ServerError(f"port {port} is taken ({error}). Free it, or name another in {setting}.") from error
 
 
-def _start_supervisor(settings: Settings) -> subprocess.Popen[bytes]:
+def _start_supervisor(settings: Settings) -> None:
     settings.stack_dir.mkdir(parents=True, exist_ok=True)
     with Layout.of(settings).log("supervisor").open("ab") as log:
-        return processes.start(
+        processes.start(
             [sys.executable, "-m", "infra.supervisor"],
             env={
                 **environment.for_children(settings),
@@ -129,16 +127,13 @@ def _start_supervisor(settings: Settings) -> subprocess.Popen[bytes]:
         )
 
 
-def _wait_until_up(settings: Settings, started: subprocess.Popen[bytes] | None) -> StackState:
-    """``started``: our supervisor, which may not have come to write a state yet; None: somebody else's."""
+def _wait_until_up(settings: Settings) -> StackState:
     deadline = time.monotonic() + _UP_SECONDS
     while time.monotonic() < deadline:
         state = read_state(settings)
         if state is not None and state.phase == "up":
             return state
-        # marks are not enough: a process that has only just started has none to be read for a moment
-        ours = started is not None and started.poll() is None
-        if state is None and not ours and not processes.marked(mark_of(settings, "supervisor")):
+        if state is None and not processes.marked(mark_of(settings, "supervisor")):
             break
         time.sleep(_POLL_SECONDS)
     raise ServerError(f"the stack did not start. {end_of(Layout.of(settings).log('supervisor'))}")
