@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from uuid import UUID
 
-import psutil
 import pytest
 from mlflow import MlflowClient
 from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey
@@ -20,6 +19,7 @@ from rlcore.segment.spec import SegmentManifest
 from tasks.runs import existing_run
 from tests.flows.test_train_flow import still_running, temporary_folders
 from tests.integration.prefect_stack import Stack, prefect_stack
+from tests.shell import left_of
 from tests.stores import Parts
 
 pytestmark = pytest.mark.slow
@@ -64,8 +64,7 @@ def assert_nothing_left(stack: Stack, flow_run_id: UUID) -> None:
 
     # Prefect's own process of a flow outlives its state by some seconds
     stack.wait_for(lambda: not left(), "the end of every process but the servers", seconds=60)
-    folder = str(processes.temporary_folder(run.trainer_mark))  # Ray's agents write over their environment
-    assert not [item for item in psutil.process_iter(["cmdline"]) if folder in " ".join(item.info["cmdline"] or [])]
+    assert not left_of(run.trainer_mark)
 
 
 def recoveries(stack: Stack, flow_run_id: UUID) -> list[dict[str, object]]:

@@ -11,7 +11,6 @@ import sys
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 
@@ -24,6 +23,7 @@ from rlcore.segment.lease import Control
 from rlcore.segment.spec import EXIT_DONE, EXIT_PREEMPTED, SegmentManifest, SegmentSpec
 from rlcore.segment.store import LocalCheckpointStore
 from tests.integration.test_train_tiny import dataset, experiment
+from tests.shell import left_of
 
 __all__ = ["dataset"]  # a fixture
 
@@ -39,13 +39,6 @@ def start(spec: SegmentSpec, mark: str = "") -> subprocess.Popen[bytes]:
     if mark:
         return processes.start(command, env=os.environ, mark=mark, output=log, ends_with_parent=True)
     return subprocess.Popen(command, stdout=log, stderr=log)
-
-
-def left_of(mark: str) -> list[str]:
-    """Processes that carry the mark, and Ray's, which write over it but work in the marked folder."""
-    folder = str(processes.temporary_folder(mark))
-    commands = [" ".join(item.info["cmdline"] or []) for item in psutil.process_iter(["cmdline"])]
-    return [*map(str, processes.marked(mark)), *(command for command in commands if folder in command)]
 
 
 def manifests(run_dir: Path) -> list[SegmentManifest]:

@@ -129,7 +129,7 @@ def place_at(folder: Path, variables: Mapping[str, str]) -> Iterator[Place]:
 def test_a_run_outlives_its_servers_its_worker_and_the_whole_stack(place: Place) -> None:
     assert "down" in place.stack("status")
     place.stack("up")
-    # SQLite's Prefect can be silent for up to a minute when all deployments become ready at once
+    # over SQLite, Prefect can be silent for as long as it waits for a lock: a minute
     wait_for(lambda: "pool gpu     0 running of 1 at a time, 0 waiting" in place.stack("status"), "an idle pool")
     supervisor = place.state().supervisor
 
