@@ -58,20 +58,29 @@ def steps(path: Path) -> None:
 def update(path: Path) -> None:
     """The update's MFU by variant, with what is to be reached."""
     ours, trl = read("update_h200.json")["results"], read("accepted/trl-h200.json")["results"]
-    figure, panels = plt.subplots(1, 2, figsize=(8, 3.2), layout="constrained", sharey=True)
-    for axes, kind, goal in zip(panels, ("text", "vl"), (0.45, 0.38), strict=True):
-        bars = [(f"TRL\n{regime}", found["update_mfu"], PEER) for regime, found in trl[kind].items()]
-        for variant, regimes in sorted(ours[kind].items()):
-            for regime in ("fixed", "ragged"):
-                if regime in regimes:
-                    bars.append((f"{variant.replace('_', chr(10))}\n{regime}", regimes[regime]["mfu"], OURS))
-        axes.bar(range(len(bars)), [100 * value for _, value, _ in bars], color=[color for _, _, color in bars])
-        for place, (_, value, _) in enumerate(bars):
+    goals = {"text": 0.45, "vl": 0.38, "text-7b": 0.5}
+    bars = {
+        kind: [(f"TRL\n{regime}", found["update_mfu"], PEER) for regime, found in trl.get(kind, {}).items()]
+        + [
+            (f"{variant.replace('_', chr(10))}\n{regime}", regimes[regime]["mfu"], OURS)
+            for variant, regimes in sorted(ours[kind].items())
+            for regime in ("fixed", "ragged")
+            if regime in regimes
+        ]
+        for kind in goals
+    }
+    figure, panels = plt.subplots(
+        1, 3, figsize=(13, 3.4), layout="constrained", sharey=True, width_ratios=[len(bars[kind]) for kind in goals]
+    )
+    for axes, (kind, goal) in zip(panels, goals.items(), strict=True):
+        names, values, colors = zip(*bars[kind], strict=True)
+        axes.bar(range(len(names)), [100 * value for value in values], color=colors)
+        for place, value in enumerate(values):
             axes.text(place, 100 * value - 4, f"{100 * value:.1f}", ha="center", fontsize=8, color="white")
-        axes.set_xticks(range(len(bars)), [name for name, _, _ in bars], fontsize=7)
+        axes.set_xticks(range(len(names)), names, fontsize=7)
         axes.axhline(100 * goal, color=TARGET, linewidth=0.8, linestyle="--")
-        axes.text(len(bars) - 0.5, 100 * goal + 0.5, "to reach", ha="right", fontsize=8)
-        axes.set_title({"text": "1.5B text", "vl": "VL-3B"}[kind], fontsize=10)
+        axes.text(len(names) - 0.5, 100 * goal + 0.5, "to reach", ha="right", fontsize=8)
+        axes.set_title({"text": "1.5B text", "vl": "VL-3B", "text-7b": "7B text"}[kind], fontsize=10)
     panels[0].set(ylabel="update MFU, %", ylim=(0, 58))
     figure.savefig(path, dpi=130)
 
