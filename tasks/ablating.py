@@ -15,7 +15,7 @@ from prefect.cache_policies import NO_CACHE
 from infra.logs import get_logger
 from infra.settings import Settings
 from rlcore.ablation.curves import band_over
-from rlcore.ablation.halving import most_steps, survivors
+from rlcore.ablation.halving import survivors
 from rlcore.ablation.plan import BASE, Point
 from rlcore.ablation.results import AblationSummary, PointResult, Row, Status
 from rlcore.errors import TrainerFailedError
@@ -42,7 +42,7 @@ _SECONDS_PER_HOUR = 3600.0
 def train_points(ablation: Ablation, names: Sequence[str], rung: int) -> None:
     """Every seed of the points called ``names`` to the end of a rung. One that fails for good is told and left."""
     settings, jobs = Settings(), ablation.plan.jobs(names, rung)
-    with AblationProgress(ablation.plan.ablation_id, _all_steps(ablation)) as progress:
+    with AblationProgress(ablation.plan.ablation_id, ablation.all_steps()) as progress:
         failed = run_jobs(
             ablation, jobs, point_runner(ablation, settings), lambda: progress.show(_steps_taken(ablation))
         )
@@ -148,14 +148,9 @@ def _status(ablation: Ablation, point: Point) -> Status:
     return "failed" if beyond or not reached else "dropped"
 
 
-def _run_dirs(ablation: Ablation, point: Point) -> list[Path]:
-    folders = (Settings().runs_dir / ablation.plan.run_id(point, seed) for seed in ablation.plan.settings.seeds)
-    return [folder for folder in folders if folder.exists()]
-
-
 def _gpu_hours(ablation: Ablation, point: Point) -> float:
     """Devices times the seconds of all steps, those that a kill took back included, and of the evaluations."""
-    journals = [path for folder in _run_dirs(ablation, point) for path in folder.glob("journal*.jsonl")]
+    journals = [path for folder in ablation.run_dirs(point) for path in folder.glob("journal*.jsonl")]
     steps = sum(record.metrics.get("time/step", 0.0) for path in journals for record in read_journal(path))
     evaluations = sum(item.report.seconds for item in _results_of(ablation, point))
     return point.experiment.resources.devices * (steps + evaluations) / _SECONDS_PER_HOUR
@@ -164,7 +159,7 @@ def _gpu_hours(ablation: Ablation, point: Point) -> float:
 def _curves(ablation: Ablation) -> list[Curve]:
     curves = []
     for point in ablation.plan.points:
-        seeds = [_series(read_journal(folder / "journal.jsonl")) for folder in _run_dirs(ablation, point)]
+        seeds = [_series(read_journal(folder / "journal.jsonl")) for folder in ablation.run_dirs(point)]
         window = max(1, round(_SMOOTH_SHARE * point.experiment.training.steps))
         curves.append(Curve(point.label, band_over([values for values in seeds if values], window)))
     return curves
@@ -175,16 +170,8 @@ def _series(records: Sequence[StepRecord]) -> dict[int, float]:
 
 
 def _steps_taken(ablation: Ablation) -> int:
-    folders = (folder for point in ablation.plan.points for folder in _run_dirs(ablation, point))
+    folders = (folder for point in ablation.plan.points for folder in ablation.run_dirs(point))
     return sum(records[-1].step for folder in folders if (records := read_journal(folder / "journal.jsonl")))
-
-
-def _all_steps(ablation: Ablation) -> int:
-    plan = ablation.plan
-    if plan.settings.rungs == 1:
-        return sum(job.steps for job in plan.jobs([point.name for point in plan.points], 0))
-    rungs = tuple(plan.steps(plan.points[0], rung) for rung in range(plan.settings.rungs))
-    return most_steps(rungs, len(plan.points), len(plan.settings.seeds), plan.settings.keep)
 
 
 def _markdown(ablation: Ablation, rows: Sequence[Row]) -> str:

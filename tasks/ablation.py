@@ -15,7 +15,8 @@ from pydantic import ValidationError
 
 from infra.logs import redact
 from infra.settings import Settings
-from rlcore.ablation.plan import AblationPlan, Job, make_plan
+from rlcore.ablation.halving import most_steps
+from rlcore.ablation.plan import AblationPlan, Job, Point, make_plan
 from rlcore.ablation.results import PointFailure, PointResult
 from rlcore.artifacts import DatasetRef, EvalReport, ModelRef
 from rlcore.config import AblationConfig
@@ -26,7 +27,7 @@ from tasks.data import prepare_and_resize
 from tasks.experiments import load_experiment
 from tasks.failures import failure_of
 from tasks.models import bootstrapped
-from tasks.runs import Run, new_run_id, tracker_of
+from tasks.runs import Run, new_run_id, note_driver, tracker_of
 from tasks.tracking import describe_run
 
 MESSAGE_CHARACTERS = 2000
@@ -71,6 +72,27 @@ class Ablation:
         write_json_atomically(self._file(job, "json"), found.model_dump_json(indent=1))
         return found
 
+    def run_dirs(self, point: Point) -> list[Path]:
+        """Of its seeds, as far as they have begun."""
+        folders = (Settings().runs_dir / self.plan.run_id(point, seed) for seed in self.plan.settings.seeds)
+        return [folder for folder in folders if folder.exists()]
+
+    def committed_steps(self) -> int:
+        """Of all its runs together."""
+        return sum(
+            Run(run_id=folder.name, run_dir=folder, experiment=point.experiment).committed_step()
+            for point in self.plan.points
+            for folder in self.run_dirs(point)
+        )
+
+    def all_steps(self) -> int:
+        """Of all its runs together in the end; with several rungs, if no point fails."""
+        plan = self.plan
+        if plan.settings.rungs == 1:
+            return sum(job.steps for job in plan.jobs([point.name for point in plan.points], 0))
+        rungs = tuple(plan.steps(plan.points[0], rung) for rung in range(plan.settings.rungs))
+        return most_steps(rungs, len(plan.points), len(plan.settings.seeds), plan.settings.keep)
+
     @contextmanager
     def noted_failure(self, job: Job) -> Iterator[None]:
         """Around one try: what it raises is written down for the flow that waits, and for the table."""
@@ -109,7 +131,8 @@ def point_name() -> str:
 
 
 def open_ablation(experiment: str, overrides: Sequence[str] | None, run_id: str | None, **settings: Any) -> Ablation:
-    """A new ablation, or the one called ``run_id`` continued, with the experiments that it began with.
+    """A new ablation, or the one called ``run_id`` continued, with the experiments that it began with. This process is
+    noted as the one that drives it.
 
     Args:
         settings: of ``AblationConfig``; None: its default.
@@ -132,10 +155,12 @@ def open_ablation(experiment: str, overrides: Sequence[str] | None, run_id: str 
                 f"ablation {name} was asked for as\n{_words(*stored.plan.request)}\nand now as\n{_words(*request)}\n"
                 "Continue it with its own values, or leave the name out to start a new one."
             )
+        note_driver(stored.run)
         return stored
-    plan = make_plan(name, *request, partial(load_experiment, experiment))
-    write_json_atomically(folder / "plan.json", plan.model_dump_json(indent=1))
-    return Ablation(plan, folder)
+    ablation = Ablation(make_plan(name, *request, partial(load_experiment, experiment)), folder)
+    write_json_atomically(folder / "plan.json", ablation.plan.model_dump_json(indent=1))
+    note_driver(ablation.run)
+    return ablation
 
 
 def existing_ablation(name: str) -> Ablation:

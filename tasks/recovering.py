@@ -1,11 +1,14 @@
-"""The recover flow's steps: look at every unfinished run, and carry out what ``recovery.decide`` says."""
+"""The recover flow's steps: look at every unfinished run and ablation, and carry out what ``recovery.decide`` says."""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
+from functools import partial
+from pathlib import Path
+from typing import TypeAlias
 from uuid import UUID
 
 from prefect import get_client, task
@@ -25,6 +28,7 @@ from rlcore.errors import RlflowError
 from rlcore.job import JobError
 from rlcore.segment.failures import POLICIES
 from rlcore.segment.lease import Control, holder_alive
+from tasks.ablation import existing_ablation
 from tasks.jobs import jobs_mark
 from tasks.recovery import Action, Decision, Facts, FlowRunFacts, LastFailure, decide
 from tasks.runs import Driver, Run, append_line, drivers, existing_run
@@ -32,6 +36,8 @@ from tasks.runs import Driver, Run, append_line, drivers, existing_run
 ARTIFACT = "recover"
 FINAL = frozenset(error.__name__ for policy in POLICIES if not policy.delays for error in policy.errors)
 """What a trainer reports where another try would end alike."""
+
+Judged: TypeAlias = tuple[Run, Facts, Decision]
 
 
 class Recovery(BaseModel):
@@ -46,20 +52,27 @@ class Recovery(BaseModel):
 
 
 @task(name="judge-runs", cache_policy=NO_CACHE, persist_result=False)
-def judge_runs() -> list[tuple[Facts, Decision]]:
-    """Facts and decision of every run that has not finished. One that cannot be read is told, and left."""
-    settings = Settings()
-    judged: list[tuple[Facts, Decision]] = []
+def judge_runs() -> list[Judged]:
+    """Facts and decision of every run and ablation that has not finished. One that cannot be read is told, and left."""
+    judged: list[Judged] = []
     with get_client(sync_client=True) as client:
-        for stored in sorted(settings.runs_dir.glob("*/experiment.json")):
+        for folder, read in _folders(Settings()):
             try:
-                run = existing_run(stored.parent.name, settings)
+                run = read(folder.name)
                 if not run.finished_marker.exists():
                     facts = observe(run, client)
-                    judged.append((facts, decide(facts)))
+                    judged.append((run, facts, decide(facts)))
             except (RlflowError, ValidationError) as error:
-                get_logger().warning("recover: %s cannot be read: %s", stored.parent, error)
+                get_logger().warning("recover: %s cannot be read: %s", folder, error)
     return judged
+
+
+def _folders(settings: Settings) -> Iterator[tuple[Path, Callable[[str], Run]]]:
+    """Of all runs, and of the ablations that a flow has driven, with what reads one by its name."""
+    for stored in sorted(settings.runs_dir.glob("*/experiment.json")):
+        yield stored.parent, partial(existing_run, settings=settings)
+    for stored in sorted(settings.ablations_dir.glob("*/drivers.jsonl")):
+        yield stored.parent, lambda name: existing_ablation(name).run
 
 
 def observe(run: Run, client: SyncPrefectClient) -> Facts:
@@ -67,11 +80,11 @@ def observe(run: Run, client: SyncPrefectClient) -> Facts:
     driver = known[-1] if known else None
     flow_run = _flow_run(driver, client)
     holder = holder_alive(run.run_dir / "lease.json")
-    committed = run.committed_step()
+    committed, steps = _steps(run)
     return Facts(
         run_id=run.run_id,
         finished=run.finished_marker.exists(),
-        steps=run.experiment.training.steps,
+        steps=steps,
         committed_step=committed,
         flow_run=_flow_run_facts(flow_run),
         driver_running=driver.is_running() if driver else False,
@@ -83,17 +96,23 @@ def observe(run: Run, client: SyncPrefectClient) -> Facts:
     )
 
 
+def _steps(run: Run) -> tuple[int, int]:
+    """Committed, and in all; of an ablation those of its runs together."""
+    if run.run_dir.parent != Settings().ablations_dir:
+        return run.committed_step(), run.experiment.training.steps
+    ablation = existing_ablation(run.run_id)
+    return ablation.committed_steps(), ablation.all_steps()
+
+
 @task(name="carry-out", cache_policy=NO_CACHE, persist_result=False)
-def carry_out(judged: Sequence[tuple[Facts, Decision]]) -> list[tuple[Facts, Decision]]:
+def carry_out(judged: Sequence[Judged]) -> list[Judged]:
     """Reschedule what is to be; of the others, end what their killed processes have left on this host.
 
     Returns what was carried out: a run whose state changed meanwhile is judged again.
     """
-    settings = Settings()
-    done: list[tuple[Facts, Decision]] = []
+    done: list[Judged] = []
     with get_client(sync_client=True) as client:
-        for facts, decision in judged:
-            run = existing_run(facts.run_id, settings)
+        for run, facts, decision in judged:
             if facts.driver_running is False and facts.flow_run is not None:
                 processes.kill_all(jobs_mark(facts.flow_run.flow_run_id))
             while decision.action is Action.RESCHEDULE and not reschedule(run, facts, decision, client):
@@ -102,7 +121,7 @@ def carry_out(judged: Sequence[tuple[Facts, Decision]]) -> list[tuple[Facts, Dec
             if decision.action is Action.LEAVE and _over(facts):
                 processes.kill(run.trainer_mark)
             get_logger().info("recover: %s: %s, %s", facts.run_id, decision.action, decision.reason)
-            done.append((facts, decision))
+            done.append((run, facts, decision))
     return done
 
 
@@ -127,7 +146,7 @@ def reschedule(run: Run, facts: Facts, decision: Decision, client: SyncPrefectCl
 
 
 @task(name="show-decisions", cache_policy=NO_CACHE)
-def show(judged: Sequence[tuple[Facts, Decision]]) -> None:
+def show(judged: Sequence[Judged]) -> None:
     """A table on Prefect's page; none where every run has finished."""
     table = [
         {
@@ -141,10 +160,12 @@ def show(judged: Sequence[tuple[Facts, Decision]]) -> None:
             "decision": decision.action.value,
             "why": decision.reason,
         }
-        for facts, decision in judged
+        for _, facts, decision in judged
     ]
     if table:
-        create_table_artifact(table, key=ARTIFACT, description="Unfinished runs, and what was done about them.")
+        create_table_artifact(
+            table, key=ARTIFACT, description="Unfinished runs and ablations, and what was done about them."
+        )
 
 
 def recoveries(run: Run) -> list[Recovery]:

@@ -150,7 +150,7 @@ def open_run(
         if found:
             _record(run, found)
     write_json_atomically(stored, experiment.model_dump_json(indent=1))
-    _note_driver(run)
+    note_driver(run)
     return run
 
 
@@ -160,7 +160,8 @@ def drivers(run: Run) -> list[Driver]:
     return [Driver.model_validate_json(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def _note_driver(run: Run) -> None:
+def note_driver(run: Run) -> None:
+    """This process drives the run from now on."""
     context = FlowRunContext.get()
     flow_run = context.flow_run if context else None
     me = processes.this_process()

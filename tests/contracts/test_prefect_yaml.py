@@ -94,14 +94,16 @@ def test_the_server_takes_the_deployment(deployment: dict[str, Any]) -> None:
         DeploymentTriggerAdapter.validate_python(trigger)
 
 
-def test_recover_looks_at_training_runs_alone_and_only_starts_itself() -> None:
+def test_recover_looks_at_runs_and_ablations_and_only_starts_itself() -> None:
     """Matched by flow name: heartbeats carry no deployment name. Its own crashes must not start it again."""
+    from flows.ablate import ablate
     from flows.train_grpo import grpo_geo3k
 
     (recover,) = [item for item in DEPLOYMENTS if item["name"] == "recover"]
     crashed, silent = recover["triggers"]
     for trigger in (crashed, silent):
-        assert trigger["match_related"] == {"prefect.resource.role": "flow", "prefect.resource.name": grpo_geo3k.name}
+        names = [grpo_geo3k.name, ablate.name]
+        assert trigger["match_related"] == {"prefect.resource.role": "flow", "prefect.resource.name": names}
         assert "actions" not in trigger
     assert crashed["expect"] == ["prefect.flow-run.Crashed"]
     beats = int(recover["work_pool"]["job_variables"]["env"]["PREFECT_FLOWS_HEARTBEAT_FREQUENCY"])

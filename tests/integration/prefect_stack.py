@@ -95,8 +95,9 @@ class Stack:
         journal = self.run_dir(flow_run_id) / "journal.jsonl"
         self.wait_for(lambda: len(read_journal(journal)) >= step, f"step {step}", seconds)
 
-    def driver(self, flow_run_id: UUID) -> psutil.Process:
-        lines = (self.run_dir(flow_run_id) / "drivers.jsonl").read_text().splitlines()
+    def driver(self, run_dir: Path) -> psutil.Process:
+        """The flow's process of a run or an ablation."""
+        lines = (run_dir / "drivers.jsonl").read_text().splitlines()
         return psutil.Process(json.loads(lines[-1])["pid"])
 
 

@@ -10,12 +10,13 @@ from uuid import UUID
 
 import pytest
 from mlflow import MlflowClient
-from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey
+from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey, FlowRunFilter, FlowRunFilterTags
 from prefect.client.schemas.objects import StateType
 
 from infra import processes
 from rlcore.segment.journal import read_journal
 from rlcore.segment.spec import SegmentManifest
+from tasks.ablation_points import tag_of
 from tasks.runs import existing_run
 from tests.flows.test_train_flow import still_running, temporary_folders
 from tests.integration.prefect_stack import Stack, prefect_stack
@@ -28,7 +29,8 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory, parts: Parts) -> Iterator[Stack]:
     variables = {"FAKE_STEP_SECONDS": "0.5", **parts.variables("recovery")}
-    with prefect_stack(tmp_path_factory.mktemp("stack"), variables) as found:
+    deployments = ("grpo-geo3k-tiny", "ablate", "ablation-point", "recover")
+    with prefect_stack(tmp_path_factory.mktemp("stack"), variables, deployments) as found:
         yield found
 
 
@@ -67,8 +69,8 @@ def assert_nothing_left(stack: Stack, flow_run_id: UUID) -> None:
     assert not left_of(run.trainer_mark)
 
 
-def recoveries(stack: Stack, flow_run_id: UUID) -> list[dict[str, object]]:
-    path = stack.run_dir(flow_run_id) / "recoveries.jsonl"
+def recoveries(run_dir: Path) -> list[dict[str, object]]:
+    path = run_dir / "recoveries.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
@@ -77,44 +79,67 @@ def test_a_killed_flow_is_brought_back_by_its_automation_and_follows_its_trainer
     flow_run_id = stack.submit()
     stack.wait_for_step(flow_run_id, 2)
     before = calls(stack)
-    stack.driver(flow_run_id).kill()
-    stack.wait_for(lambda: bool(recoveries(stack, flow_run_id)), "a recovery")  # Crashed -> automation -> recover
+    run_dir = stack.run_dir(flow_run_id)
+    stack.driver(run_dir).kill()
+    stack.wait_for(lambda: bool(recoveries(run_dir)), "a recovery")  # Crashed -> automation -> recover
     ended = stack.wait_for_state(flow_run_id, StateType.COMPLETED)
     assert ended.run_count == 2
-    assert ended.name == stack.run_dir(flow_run_id).name
+    assert ended.name == run_dir.name
     assert calls(stack) == before, "the trainer outlived its driver and was followed, not started again"
-    (note,) = recoveries(stack, flow_run_id)
+    (note,) = recoveries(run_dir)
     assert note["flow_run_id"] == str(flow_run_id)
     assert "follows the trainer" in str(note["reason"])
     assert_whole(stack, flow_run_id)
     key = ArtifactFilter(key=ArtifactFilterKey(any_=["recover"]))
     (table, *_) = stack.client.read_artifacts(artifact_filter=key)
-    assert stack.run_dir(flow_run_id).name in str(table.data)
+    assert run_dir.name in str(table.data)
+
+
+@pytest.mark.stacks
+def test_a_killed_ablation_is_brought_back_and_waits_for_the_points_that_worked_on(stack: Stack) -> None:
+    values = ["training.steps=12", "segment.steps=4", "data.template=math"]
+    asked = {"experiment": "grpo-geo3k-tiny", "points": [["training.learning_rate=0.01"]], "seeds": [5]}
+    deployment = stack.client.read_deployment_by_name("ablate/ablate")
+    parameters = {**deployment.parameters, **asked, "overrides": values}
+    flow_run_id = stack.client.create_flow_run_from_deployment(deployment.id, parameters=parameters).id
+    name = f"grpo-geo3k-tiny-{flow_run_id.hex[:12]}"
+    folder = stack.settings.ablations_dir / name
+    journals = [stack.settings.runs_dir / f"{name}-{point}-s5" / "journal.jsonl" for point in ("base", "p01")]
+    stack.wait_for(lambda: any(map(read_journal, journals)), "a point's first step")
+    stack.driver(folder).kill()
+    stack.wait_for(lambda: bool(recoveries(folder)), "a recovery")
+    assert stack.wait_for_state(flow_run_id, StateType.COMPLETED).run_count == 2
+    assert len((folder / "table.csv").read_text().splitlines()) == 3  # its head, base, p01
+    assert [[record.step for record in read_journal(path)] for path in journals] == [list(range(1, 13))] * 2
+    tagged = FlowRunFilter(tags=FlowRunFilterTags(all_=[tag_of(name)]))
+    assert [item.run_count for item in stack.client.read_flow_runs(flow_run_filter=tagged)] == [1, 1]
+    assert len(recoveries(folder)) == 1
 
 
 @pytest.mark.stacks
 def test_the_run_of_a_stopped_worker_is_brought_back_once_it_is_silent(stack: Stack) -> None:
     flow_run_id = stack.submit("recovery.silence_seconds=20")  # a flow may take ten to start
     stack.wait_for_step(flow_run_id, 2)
-    driver = stack.driver(flow_run_id)
+    run_dir = stack.run_dir(flow_run_id)
+    driver = stack.driver(run_dir)
     stack.stop_worker()
     stack.wait_for(lambda: not driver.is_running(), "the end of the flow's process")
     assert stack.flow_run(flow_run_id).state.type is StateType.RUNNING, "what Prefect believes for ever"
-    processes.kill(existing_run(stack.run_dir(flow_run_id).name, stack.settings).trainer_mark)
+    processes.kill(existing_run(run_dir.name, stack.settings).trainer_mark)
     before = calls(stack)
     stack.start_worker()
-    stack.wait_for(lambda: _recovers(stack, flow_run_id), "a recovery")
+    stack.wait_for(lambda: _recovers(stack, run_dir), "a recovery")
     stack.recover()  # once more, while it waits or runs
     stack.wait_for_state(flow_run_id, StateType.COMPLETED)
-    (note,) = recoveries(stack, flow_run_id)
+    (note,) = recoveries(run_dir)
     assert "RUNNING, but its driver is gone" in str(note["reason"])
     assert calls(stack) == before + 1
     assert_whole(stack, flow_run_id)
 
 
-def _recovers(stack: Stack, flow_run_id: UUID) -> bool:
+def _recovers(stack: Stack, run_dir: Path) -> bool:
     stack.recover()
-    return bool(recoveries(stack, flow_run_id))
+    return bool(recoveries(run_dir))
 
 
 @pytest.mark.stacks
@@ -129,7 +154,7 @@ def test_a_cancelled_run_commits_is_left_alone_and_goes_on_when_a_person_retries
     assert_nothing_left(stack, flow_run_id)
     stack.recover()
     assert stack.flow_run(flow_run_id).state.type is StateType.CANCELLED
-    assert not recoveries(stack, flow_run_id)
+    assert not recoveries(stack.run_dir(flow_run_id))
 
     stack.prefect("flow-run", "retry", str(flow_run_id))
     assert stack.wait_for_state(flow_run_id, StateType.COMPLETED).run_count == 2

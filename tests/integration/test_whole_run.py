@@ -98,7 +98,7 @@ def ended(place: Place, source: Path) -> UUID:
     flow_run_id = stack.submit(*TINY, *data)
     segments = stack.run_dir(flow_run_id) / "segments"
     stack.wait_for(lambda: (segments / "0000.json").exists(), "the first commit", seconds=900)
-    stack.driver(flow_run_id).kill()
+    stack.driver(stack.run_dir(flow_run_id)).kill()
     processes.kill(existing_run(stack.run_dir(flow_run_id).name, stack.settings).trainer_mark)
     stack.wait_for_state(flow_run_id, StateType.COMPLETED, seconds=900)
     return flow_run_id

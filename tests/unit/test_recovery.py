@@ -20,9 +20,12 @@ from prefect.client.schemas.objects import State, StateType
 
 from infra import processes
 from infra.settings import Settings
+from rlcore.artifacts import CheckpointRef
 from rlcore.config import RecoveryConfig
-from rlcore.job import JobError
+from rlcore.job import JobError, write_json_atomically
 from rlcore.segment.lease import Control
+from rlcore.segment.spec import SegmentManifest, segment_path
+from tasks.ablation import open_ablation
 from tasks.cancelling import end_what_is_left
 from tasks.experiments import load_experiment
 from tasks.jobs import jobs_mark
@@ -154,6 +157,26 @@ def test_facts_of_a_killed_flow_and_its_one_reschedule(tmp_path: Path) -> None:
     assert decide(observe(run, server)).action is Action.LEAVE  # it has just been alive
     run.finished_marker.touch()
     assert decide(observe(run, server)).reason == "finished"
+
+
+def test_facts_of_an_ablation_are_those_of_its_runs_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RLFLOW_DATA_DIR", str(tmp_path))
+    tiny, points = "grpo-geo3k-tiny", [["training.learning_rate=1"]]
+    ablation = open_ablation(tiny, ["training.steps=40"], "study", points=points, seeds=[1, 2])
+    base, point = (open_run(load_experiment(tiny), f"study-{name}", Settings()) for name in ("base-s1", "p01-s2"))
+    for run, last in ((base, 40), (point, 20)):
+        checkpoint = CheckpointRef(
+            path=str(run.run_dir), step=last, policy_version=last, manifest_sha256="m", run_id=run.run_id, segment=0
+        )
+        manifest = SegmentManifest(
+            run_id=run.run_id, segment=0, first_step=0, last_step=last, complete=True, checkpoint=checkpoint,
+            experiment_digest="e", dataset_digest="d",
+        )  # fmt: skip
+        write_json_atomically(segment_path(run.run_dir, 0), manifest.model_dump_json())
+    facts = observe(ablation.run, FakeServer(SimpleNamespace()))
+    assert (facts.run_id, facts.committed_step, facts.steps, facts.driver_running) == ("study", 60, 160, True)
+    (driver,) = drivers(ablation.run)
+    assert driver.pid == os.getpid()
 
 
 def test_only_a_failure_since_the_last_start_counts(tmp_path: Path) -> None:
