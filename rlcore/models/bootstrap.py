@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import shutil
 from pathlib import Path
 
 from rlcore.artifacts import ModelRef
 from rlcore.config import ModelConfig, TinyModelConfig
+from rlcore.data.folder import building
 from rlcore.errors import ModelError
 from rlcore.job import BootstrapSpec, job_main
 from rlcore.models.folder import count_parameters, folder_digest
@@ -46,11 +46,8 @@ def _make_tiny(folder: Path, config: TinyModelConfig) -> None:
     from rlcore.models.tiny import create_tiny_policy
 
     torch.set_num_threads(len(os.sched_getaffinity(0)))  # nothing else runs meanwhile
-    aside = folder.with_name(f".{folder.name}.{os.getpid()}")
-    shutil.rmtree(aside, ignore_errors=True)  # of a process that died with the same id
-    aside.mkdir(parents=True)
-    create_tiny_policy(aside, config)
-    aside.replace(folder)
+    with building(folder) as aside:  # two runs that start at once both make it, and the first counts
+        create_tiny_policy(aside, config)
 
 
 def _download(model: ModelConfig) -> Path:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText, AutoProcessor, Qwen2_5_VLProcessor
 
+from rlcore.artifacts import ModelRef
 from rlcore.config import ModelConfig, TinyModelConfig
 from rlcore.data.synthetic import draw_problem
 from rlcore.errors import ModelError
@@ -198,6 +199,19 @@ def test_bootstrap_makes_the_tiny_policy_once(tmp_path: Path) -> None:
     assert weights.stat().st_mtime_ns == made
     assert [folder.name for folder in (tmp_path / "models").iterdir()] == [Path(first.path).name]
     assert first.num_parameters == sum(p.numel() for p in build_model(processor(), 0).parameters())
+
+
+@pytest.mark.usefixtures("threads")
+def test_of_two_that_make_it_at_once_the_first_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def slower(folder: Path, config: TinyModelConfig) -> None:
+        monkeypatch.undo()
+        made.append(bootstrap(spec(tmp_path, "tiny")))  # another process is faster
+        create_tiny_policy(folder, config)
+
+    made: list[ModelRef] = []
+    monkeypatch.setattr("rlcore.models.tiny.create_tiny_policy", slower)
+    assert bootstrap(spec(tmp_path, "tiny")) == made[0]
+    assert [str(folder) for folder in (tmp_path / "models").iterdir()] == [made[0].path]
 
 
 def test_another_configuration_is_another_folder(tmp_path: Path) -> None:
