@@ -58,7 +58,7 @@ def steps(path: Path) -> None:
 def update(path: Path) -> None:
     """The update's MFU by variant, with what is to be reached."""
     ours, trl = read("update_h200.json")["results"], read("accepted/trl-h200.json")["results"]
-    goals = {"text": 0.45, "vl": 0.38, "text-7b": 0.5}
+    goals = {"text": ("1.5B text", 0.45), "vl": ("VL-3B", 0.38), "text-7b": ("7B text", 0.5)}
     bars = {
         kind: [(f"TRL\n{regime}", found["update_mfu"], PEER) for regime, found in trl.get(kind, {}).items()]
         + [
@@ -72,7 +72,7 @@ def update(path: Path) -> None:
     figure, panels = plt.subplots(
         1, 3, figsize=(13, 3.4), layout="constrained", sharey=True, width_ratios=[len(bars[kind]) for kind in goals]
     )
-    for axes, (kind, goal) in zip(panels, goals.items(), strict=True):
+    for axes, (kind, (title, goal)) in zip(panels, goals.items(), strict=True):
         names, values, colors = zip(*bars[kind], strict=True)
         axes.bar(range(len(names)), [100 * value for value in values], color=colors)
         for place, value in enumerate(values):
@@ -80,7 +80,7 @@ def update(path: Path) -> None:
         axes.set_xticks(range(len(names)), names, fontsize=7)
         axes.axhline(100 * goal, color=TARGET, linewidth=0.8, linestyle="--")
         axes.text(len(names) - 0.5, 100 * goal + 0.5, "to reach", ha="right", fontsize=8)
-        axes.set_title({"text": "1.5B text", "vl": "VL-3B", "text-7b": "7B text"}[kind], fontsize=10)
+        axes.set_title(title, fontsize=10)
     panels[0].set(ylabel="update MFU, %", ylim=(0, 58))
     figure.savefig(path, dpi=130)
 
