@@ -9,6 +9,7 @@ arithmetic is in ``rlcore/algorithms``; stopping, checkpoints and segments are i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -29,8 +30,8 @@ from rlcore.training.state import TrainState
 from rlcore.types import Problem, RolloutGroup
 
 OnBatch = Callable[[int, Sequence[RolloutGroup], Sequence[RolloutGroup]], None]
-"""Told of each rollout batch at the end of its last step: that step, what was generated for it, and the groups that it
-was trained on, in their order."""
+"""Called once per rollout batch, when its training has ended: the batch's last step, what was generated for it, and the
+groups that it was trained on, in their order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +70,7 @@ def train(run: TrainingRun, state: TrainState, *, until_step: int, should_stop: 
 
         metrics: list[dict[str, float]] = []
         work = NOTHING
+        last_step = state.step + training.steps_per_batch
         for part in split(advantages.samples, training.updates_per_batch) * training.passes_per_batch:
             rate = learning_rate(state.step + 1, training) * run.adjustments.learning_rate_factor(state.step + 1)
             with clock("update"):
@@ -80,31 +82,40 @@ def train(run: TrainingRun, state: TrainState, *, until_step: int, should_stop: 
                 update_metrics(result, kl_coefficient, stale=collected.stale) | {"optim/learning_rate": rate}
             )
             if streak > training.max_nonfinite_steps:
-                raise DivergedError(
-                    f"the gradient was not finite in {streak} steps in a row, the last one step {state.step}. "
-                    "Lower training.learning_rate or look at reward/ and loss/ of the steps before."
-                )
-        seen_kl = metrics[-1]["loss/kl_ref"] if advantages.kl_penalty is None else advantages.kl_penalty
-        state = replace(state, kl_coefficient=adapted(kl, kl_coefficient, seen_kl, len(advantages.samples)))
-
-        state, collected = with_following(state, collected, clock)
-        with clock("weight_sync"):
-            workers.sync_weights(state.step)
+                break
+        diverged = state.nonfinite_in_a_row > training.max_nonfinite_steps
+        if not diverged:
+            kls = [m["loss/kl_ref"] for m in metrics] if advantages.kl_penalty is None else [advantages.kl_penalty]
+            state = replace(state, kl_coefficient=adapted(kl, kl_coefficient, kls, len(advantages.samples)))
+            state, collected = with_following(state, collected, clock)
+            with clock("weight_sync"):
+                workers.sync_weights(state.step)
 
         drawn, peak = collected.drawn.tokens, workers.peak_memory_bytes()
         metrics[-1] |= rollout_metrics(collected.generated, drawn, clock.seconds, peak)
         metrics[-1] |= performance_metrics(work, clock.seconds["update"], workers.size, workers.device_name)
         metrics[-1] |= collection_metrics(collected, advantages, state)
-        run.on_batch(state.step, collected.generated, [group.group for group in collected.groups])
-        for step, values in enumerate(metrics, start=state.step - training.steps_per_batch + 1):
+        run.on_batch(last_step, collected.generated, [group.group for group in collected.groups])
+        for step, values in enumerate(metrics, start=state.step - len(metrics) + 1):
             run.sink.step(step, values)
+        if diverged:  # only now, so that the journal holds the steps that explain it
+            raise DivergedError(
+                f"the gradient was not finite in {state.nonfinite_in_a_row} steps in a row, the last one step "
+                f"{state.step}. Lower training.learning_rate or look at reward/ and loss/ of the steps before."
+            )
     return state
 
 
-def adapted(kl: KlConfig, coefficient: float, seen: float, completions: int) -> float:
-    """The KL coefficient of the next batch."""
-    if kl.adaptive is None:
+def adapted(kl: KlConfig, coefficient: float, kls: Sequence[float], completions: int) -> float:
+    """The KL coefficient of the next batch.
+
+    Args:
+        kls: mean KL per token of each step of the batch; the last finite one counts. Without one the coefficient stays:
+            one NaN would make it NaN in all later steps.
+    """
+    finite = [value for value in kls if math.isfinite(value)]
+    if kl.adaptive is None or not finite:
         return coefficient
     return next_coefficient(
-        coefficient, seen, target=kl.adaptive.target, horizon=kl.adaptive.horizon, completions=completions
+        coefficient, finite[-1], target=kl.adaptive.target, horizon=kl.adaptive.horizon, completions=completions
     )
