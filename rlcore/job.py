@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
+import socket
 import sys
 import traceback
 from collections.abc import Callable
@@ -107,9 +109,11 @@ S = TypeVar("S", bound=JobSpec)
 
 
 def write_json_atomically(path: Path, text: str) -> None:
-    """Write aside, fsync, rename: a reader sees the old file or the new one, never a part. Nothing stays aside."""
+    """Write aside, fsync, rename, fsync the folder: a reader sees the old file or the new one, never a part, and what
+    was written survives a crash of the machine. Safe for any number of writers, also on several hosts."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    # the host and random bits: processes of two pods on one volume may have the same pid
+    aside = path.with_name(f".{path.name}.{socket.gethostname()}-{secrets.token_hex(6)}.tmp")
     try:
         with aside.open("w") as file:
             file.write(text)
@@ -120,6 +124,11 @@ def write_json_atomically(path: Path, text: str) -> None:
         with contextlib.suppress(OSError):  # the first one says more
             aside.unlink(missing_ok=True)
         raise
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
 
 
 def job_main(run: Callable[[S], BaseModel], spec_type: type[S]) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -59,3 +61,34 @@ def test_a_failed_write_leaves_nothing_aside(tmp_path: Path) -> None:
     with pytest.raises(OSError, match=r"x\.json"):
         write_json_atomically(tmp_path / "x.json", "{}")
     assert [path.name for path in tmp_path.iterdir()] == ["x.json"]
+
+
+def test_writers_that_share_a_pid_do_not_disturb_each_other(tmp_path: Path) -> None:
+    """As processes of two pods do that write to one volume; here they are threads."""
+    path, texts = tmp_path / "x.json", [str(number) * 1000 for number in range(8)]
+
+    def write_often(text: str) -> None:
+        for _ in range(50):
+            write_json_atomically(path, text)
+            assert path.read_text() in texts
+
+    with ThreadPoolExecutor(len(texts)) as pool:
+        list(pool.map(write_often, texts))
+    assert [left.name for left in tmp_path.iterdir()] == ["x.json"]
+
+
+def test_the_file_is_on_disk_before_its_name_and_its_name_before_the_call_returns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[tuple[str, bool]] = []
+    fsync = os.fsync
+
+    def spy(descriptor: int) -> None:
+        synced.append((os.readlink(f"/proc/self/fd/{descriptor}"), (tmp_path / "x.json").exists()))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", spy)
+    write_json_atomically(tmp_path / "x.json", "{}")
+    (aside, named_before), (folder, named_after) = synced
+    assert (Path(aside).parent, named_before) == (tmp_path, False)
+    assert (folder, named_after) == (str(tmp_path), True)
