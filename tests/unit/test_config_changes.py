@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import get_args
+
 import pytest
+from pydantic import BaseModel
 
 from rlcore.config import ExperimentConfig, build_experiment, changes
-from rlcore.config.experiment import SegmentConfig
+from rlcore.config.experiment import NOT_SCIENCE, STEPS, SegmentConfig
 from rlcore.errors import ConfigError
 
 BASE = {
@@ -95,3 +99,32 @@ def test_a_secret_is_refused_by_its_key_and_not_repeated(override: str) -> None:
     with pytest.raises(ConfigError, match=r"data\.train holds a password") as caught:
         build_experiment({**BASE, "data": {"train": "https://me:geheim12@host/x.parquet"}})
     assert "geheim12" not in str(caught.value)
+
+
+def _fields(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """Dotted names of all fields, of whatever union member they belong to; a section's name ends in a dot."""
+    for name, field in model.model_fields.items():
+        members = [member for member in _types(field.annotation) if issubclass(member, BaseModel)]
+        if members:
+            yield f"{prefix}{name}."
+        else:
+            yield f"{prefix}{name}"
+        for member in members:
+            yield from _fields(member, f"{prefix}{name}.")
+
+
+def _types(annotation: object) -> Iterator[type]:
+    if isinstance(annotation, type) and not get_args(annotation):
+        yield annotation
+    for part in get_args(annotation):
+        yield from _types(part)
+
+
+def test_what_may_change_is_named_by_whole_fields_and_sections() -> None:
+    """Each entry is compared as the beginning of a key: it must be a field or a section, and begin no other field."""
+    known = set(_fields(ExperimentConfig))
+    assert {"training.steps", "segment.", "algorithm.kl.adaptive.target", "reward.processes"} <= known
+    for entry in (*NOT_SCIENCE, STEPS):
+        assert entry in known or f"{entry}." in known, entry
+        others = {name for name in known if name.startswith(entry.rstrip("."))} - {entry}
+        assert all(name.startswith(f"{entry.rstrip('.')}.") for name in others), entry
