@@ -6,6 +6,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 
 class InfraError(Exception):
     """Base of all errors that ``infra`` raises on purpose."""
@@ -13,6 +15,26 @@ class InfraError(Exception):
 
 class StorageError(InfraError, OSError):
     """Files: missing, no space, no permission, or a download that did not arrive whole."""
+
+    permanent: ClassVar[bool] = False
+    """True: another try gives the same answer until somebody changes what the message names."""
+
+
+class StorageRefusedError(StorageError):
+    """The object store answered and refused: keys, rights, quota, no such bucket, a certificate."""
+
+    permanent = True
+
+
+class StorageDamagedError(StorageError):
+    """What the object store holds does not match its own list of files."""
+
+    permanent = True
+
+
+class StorageAwayError(StorageError):
+    """The object store was away for all the tries that one operation has. Trying again at once would only wait again;
+    the run can be continued once the store answers."""
 
 
 class ServerError(InfraError, ConnectionError):

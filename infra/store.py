@@ -17,12 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from botocore.exceptions import BotoCoreError, ClientError
 from pydantic import BaseModel, ConfigDict
 from s3fs import S3FileSystem
 
-from infra.errors import StorageError
-from infra.logs import redact
+from infra.errors import StorageDamagedError, StorageError, StorageRefusedError
+from infra.s3_errors import STORE_ERRORS, answer_of, storage_error
 from infra.storage import inside, require_space
 
 SEAL = ".sealed.json"
@@ -59,7 +58,7 @@ class Seal(BaseModel):
 class Store:
     """``s3://bucket/prefix``. Keys of folders and objects are relative to it. Address and keys of the endpoint are
     botocore's, from the environment. Safe for several threads; every method raises StorageError where the endpoint does
-    not answer or refuses, after retries."""
+    not answer, after retries, and StorageRefusedError where it refuses."""
 
     uri: str
     part_bytes: int = _PART_BYTES
@@ -128,7 +127,7 @@ class Store:
         try:
             return None if raw is None else Seal.model_validate_json(raw)
         except ValueError as error:
-            raise StorageError(f"{self.uri}/{key}/{SEAL} is damaged: {error}. Remove that object.") from error
+            raise StorageDamagedError(f"{self.uri}/{key}/{SEAL} is damaged: {error}. Remove that object.") from error
 
     def sealed_below(self, key: str) -> list[str]:
         """Names of the whole folders right below ``key``."""
@@ -157,7 +156,9 @@ class Store:
         with self._errors(f"reading {self.uri}/{key}"):
             try:
                 return bytes(self._files.cat_file(self._path(key)))
-            except FileNotFoundError:
+            except FileNotFoundError as error:
+                if (answer_of(error) or ("", 0))[0] == "NoSuchBucket":
+                    raise
                 return None
 
     def discard(self, key: str) -> None:
@@ -198,7 +199,7 @@ class Store:
         self._files.get_file(path, str(file))
         found = hash_of(file)
         if found != entry.sha256:
-            raise StorageError(
+            raise StorageDamagedError(
                 f"s3://{path} has SHA-256 {found}, expected {entry.sha256}. Restore it, or remove its folder there."
             )
         os.utime(file, (entry.modified, entry.modified))
@@ -228,10 +229,8 @@ class Store:
             yield
         except StorageError:
             raise
-        except (OSError, BotoCoreError, ClientError) as error:
-            raise StorageError(
-                f"{what} failed: {redact(str(error))}. Check RLFLOW_STORE, AWS_ENDPOINT_URL, the keys and the network."
-            ) from None  # the error's own traceback may name keys
+        except STORE_ERRORS as error:
+            raise storage_error(what, error) from None  # the error's own traceback may name keys
 
 
 def hash_of(file: Path) -> str:
@@ -244,7 +243,9 @@ def _describe(folder: Path, known: Mapping[str, str]) -> Seal:
     paths = sorted(folder.rglob("*"))
     links = [path for path in paths if path.is_symlink()]
     if links:
-        raise StorageError(f"{links[0]} is a link, and what it leads to may not be ours. Replace it by its file.")
+        raise StorageRefusedError(
+            f"{links[0]} is a link, and what it leads to may not be ours. Replace it by its file."
+        )
     files = {path.relative_to(folder).as_posix(): path for path in paths if path.is_file()}
     with ThreadPoolExecutor(_FILES_AT_ONCE) as pool:
         hashes = dict(zip(files, pool.map(lambda name: known.get(name) or hash_of(files[name]), files), strict=True))

@@ -53,7 +53,7 @@ class FailureRecord(BaseModel):
 def failure_of(error: object) -> Failure | None:
     """The class of what a task raised; None: a mistake in our own code, or nothing to retry."""
     if isinstance(error, InfraStorageError):
-        return Failure.STORAGE
+        return Failure.BAD_INPUT if error.permanent else Failure.STORAGE
     if isinstance(error, RegistryError):
         return Failure.BAD_INPUT
     return classify(error) if isinstance(error, BaseException) else None

@@ -130,7 +130,7 @@ POLICIES: tuple[Policy, ...] = (
         (StorageError,),
         (10, 30, 60, 120, 180, 300),
         "nothing; what is committed stays, what was staged goes",
-        "Free space, or make the folder writable.",
+        "Free space, make the folder writable, or bring the object store back.",
     ),
     Policy(
         Failure.TRACKING,

@@ -29,7 +29,7 @@ HOMES = {
     "swanlab": ("infra/tracker_sinks.py",),
     "fsspec": ("infra/storage.py",),
     "s3fs": ("infra/store.py",),
-    "botocore": ("infra/store.py",),
+    "botocore": ("infra/s3_errors.py",),
     "vllm": ("rlcore/rollout/",),
     "ray": ("rlcore/distributed/",),
     "mathruler": ("rlcore/rewards/grading.py",),

@@ -177,7 +177,7 @@ def test_a_network_that_goes_in_the_middle_of_a_file_is_an_error_and_a_later_try
     through = Store(
         store.uri, part_bytes=PART, retries=3
     )  # its number of tries keeps its client apart from the others'
-    with pytest.raises(StorageError, match=r"sending step-000004 to s3://.*Check RLFLOW_STORE"):
+    with pytest.raises(StorageError, match=r"sending step-000004 to s3://.*Check AWS_ENDPOINT_URL and the network"):
         through.push(folder, "key")
     monkeypatch.setenv("AWS_ENDPOINT_URL", s3.address)
     assert store.sealed("key") is None
