@@ -21,7 +21,7 @@ help:
 	@echo 'make demo-geo3k DATA=FOLDER    the same on real Geometry3K files, two steps'
 	@echo 'make demo-algorithms           does every algorithm learn? A table of three seeds each, under 40 minutes'
 	@echo 'make chaos                     kill everything, at random; is anything lost? A table, 15 to 20 minutes'
-	@echo 'make up, down, status          Prefect, MLflow and workers in the background; then prefect deployment run NAME'
+	@echo 'make up, down, status          Prefect, MLflow and workers in the background; then .venv/bin/prefect deployment run NAME'
 	@echo 'make tour                      all of it once, from nothing, with pictures of the pages; under 30 minutes'
 	@echo 'make ui                        the Prefect and MLflow pages over the data folder'
 	@echo 'make test, make check          the tests; lint, format and types'

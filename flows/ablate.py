@@ -8,7 +8,7 @@ from rlcore.ablation.results import AblationSummary
 from tasks import foreground
 from tasks import parameters as form
 from tasks.ablating import choose_points, report_ablation, train_points
-from tasks.ablation import ablation_name, describe_parent, open_ablation, share_inputs
+from tasks.ablation import ablation_name, describe_parent, open_ablation, plan_ablation, share_inputs
 from tasks.ablation_points import cancel_points
 from tasks.tracking import tracked
 
@@ -40,4 +40,4 @@ def ablate(
 
 
 if __name__ == "__main__":
-    foreground.main(ablate, command="flows.ablate", options=form.ABLATION_OPTIONS)
+    foreground.main(ablate, "flows.ablate", plan_ablation, options=form.ABLATION_OPTIONS)

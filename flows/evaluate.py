@@ -28,4 +28,8 @@ def evaluate_run(
 
 
 if __name__ == "__main__":
-    foreground.main(evaluate_run, command="flows.evaluate")
+    foreground.main(
+        evaluate_run,
+        "flows.evaluate",
+        lambda run_id, experiment, overrides: suite_of(existing_run(run_id, Settings()), experiment, overrides),
+    )

@@ -25,4 +25,4 @@ def merge_run(run_id: form.ExistingRun) -> ModelRef:
 
 
 if __name__ == "__main__":
-    foreground.main(lambda experiment, overrides, run_id: merge_run(run_id), command="flows.merge")
+    foreground.main(merge_run, "flows.merge", lambda run_id: existing_run(run_id, Settings()))

@@ -35,7 +35,4 @@ def prepare_data(
 
 
 if __name__ == "__main__":
-    foreground.main(
-        lambda experiment, overrides, run_id: prepare_data(experiment, overrides=overrides),
-        command="flows.prepare_data",
-    )
+    foreground.main(prepare_data, "flows.prepare_data", form.chosen)

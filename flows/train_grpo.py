@@ -17,7 +17,7 @@ from tasks.models import bootstrapped
 from tasks.page import RunSummary
 from tasks.preflight import preflight
 from tasks.reporting import report
-from tasks.runs import begun_with, flow_run_name, open_run, own_values
+from tasks.runs import begun_with, flow_run_name, open_run
 from tasks.tracking import describe_run, tracked
 from tasks.training import train_all_segments
 
@@ -39,8 +39,8 @@ def grpo_geo3k(
     """Train, or continue the run called ``run_id`` with its own values and what is given here; a retry with its own."""
     started = time.monotonic()
     config = begun_with(run_id) or form.chosen(
-        experiment, overrides, onto=own_values(run_id, experiment), steps=steps, seed=seed, workers=workers,
-        learning_rate=learning_rate, model=model, train_data=train_data, validation_data=validation_data)  # fmt: skip
+        experiment, overrides, run_id=run_id, steps=steps, seed=seed, workers=workers, learning_rate=learning_rate,
+        model=model, train_data=train_data, validation_data=validation_data)  # fmt: skip
     preflight(config)
     run = open_run(config, run_id, Settings(), allow_changes=allow_changes)
     train = prepare_and_resize(config, "train")
@@ -57,4 +57,4 @@ def grpo_geo3k(
 
 
 if __name__ == "__main__":
-    foreground.main(grpo_geo3k, command="flows.train_grpo", trains=True)
+    foreground.main(grpo_geo3k, "flows.train_grpo", lambda allow_changes, **given: form.chosen(**given), estimates=True)

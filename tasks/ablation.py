@@ -131,11 +131,23 @@ def point_name() -> str:
 
 
 def open_ablation(experiment: str, overrides: Sequence[str] | None, run_id: str | None, **settings: Any) -> Ablation:
-    """A new ablation, or the one called ``run_id`` continued, with the experiments that it began with. This process is
-    noted as the one that drives it.
+    """The planned ablation, on disk. This process is noted as the one that drives it.
 
     Args:
         settings: of ``AblationConfig``; None: its default.
+
+    Raises:
+        ConfigError: as ``plan_ablation``.
+    """
+    ablation = plan_ablation(experiment, overrides, run_id, **settings)
+    if not (ablation.folder / "plan.json").exists():
+        write_json_atomically(ablation.folder / "plan.json", ablation.plan.model_dump_json(indent=1))
+    note_driver(ablation.run)
+    return ablation
+
+
+def plan_ablation(experiment: str, overrides: Sequence[str] | None, run_id: str | None, **settings: Any) -> Ablation:
+    """A new ablation, or the one called ``run_id`` continued, with the experiments that it began with. Writes nothing.
 
     Raises:
         ConfigError: it makes no sense, or another one of this name was asked for before.
@@ -148,19 +160,15 @@ def open_ablation(experiment: str, overrides: Sequence[str] | None, run_id: str 
     name = run_id or (ablation_name() if FlowRunContext.get() else new_run_id(experiment))
     folder = Settings().ablations_dir / name
     request = (experiment, tuple(overrides or ()), wanted)
-    if (folder / "plan.json").exists():
-        stored = existing_ablation(name)
-        if stored.plan.request != request:
-            raise ConfigError(
-                f"ablation {name} was asked for as\n{_words(*stored.plan.request)}\nand now as\n{_words(*request)}\n"
-                "Continue it with its own values, or leave the name out to start a new one."
-            )
-        note_driver(stored.run)
-        return stored
-    ablation = Ablation(make_plan(name, *request, partial(load_experiment, experiment)), folder)
-    write_json_atomically(folder / "plan.json", ablation.plan.model_dump_json(indent=1))
-    note_driver(ablation.run)
-    return ablation
+    if not (folder / "plan.json").exists():
+        return Ablation(make_plan(name, *request, partial(load_experiment, experiment)), folder)
+    stored = existing_ablation(name)
+    if stored.plan.request != request:
+        raise ConfigError(
+            f"ablation {name} was asked for as\n{_words(*stored.plan.request)}\nand now as\n{_words(*request)}\n"
+            "Continue it with its own values, or leave the name out to start a new one."
+        )
+    return stored
 
 
 def existing_ablation(name: str) -> Ablation:

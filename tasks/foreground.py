@@ -9,11 +9,12 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from prefect import Flow
 from prefect.events.worker import EventsWorker
 from prefect.exceptions import ParameterTypeError, TerminationSignal
 from prefect.logging.handlers import APILogHandler
@@ -27,7 +28,6 @@ from infra.servers import check_prefect, prefect_answers, prefect_server
 from infra.settings import Settings
 from rlcore.errors import RlflowError
 from tasks.estimate import DEVICES, dry_run
-from tasks.experiments import load_experiment
 from tasks.runs import new_run_id
 
 EXIT_FAILED = 1
@@ -38,34 +38,36 @@ _PATIENCE_SECONDS = 10.0  # for what ends by itself
 
 
 def main(
-    run_flow: Callable[..., BaseModel],
+    run_flow: Flow[..., Any],
     command: str,
+    check: Callable[..., Any],
     *,
-    trains: bool = False,
+    estimates: bool = False,
     options: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> None:
     """Parse the command line, call the flow, print its result as the last line.
 
+    The command line follows the flow's parameters: NAME is ``experiment``, --run-id is ``run_id``, --set and --data are
+    ``overrides``, --allow-changes is ``allow_changes``. A parameter without a default is required. The parser refuses
+    what the flow does not take.
+
     Args:
-        run_flow: called as ``run_flow(experiment, overrides=..., run_id=...)``, with the experiment's name.
-        trains: it also takes ``allow_changes``, the command line's --allow-changes, and there is --dry-run.
+        check: called with the flow's arguments before a server starts; raises what is wrong with them.
+        estimates: there is --dry-run, for the experiment that ``check`` then returns.
         options: further ones, as argparse takes them; each is passed to the flow under its name.
     """
-    chosen, further = _parse(command, trains, options or {})
+    chosen = _parser(run_flow, command, options or {}, estimates=estimates).parse_args()
+    device = vars(chosen).pop("dry_run", None)
     try:
-        overrides = [*_from_data_folder(chosen.data), *chosen.set]
-        experiment = load_experiment(chosen.experiment, overrides)  # a mistake is told before a server starts
-        if trains and chosen.dry_run:
+        arguments = _arguments(chosen)
+        checked = check(**arguments)
+        if device:
             log_to_console()
-            sys.stdout.write(dry_run(experiment, chosen.dry_run).model_dump_json() + "\n")
+            sys.stdout.write(dry_run(checked, device).model_dump_json() + "\n")
             return
-        run_id = chosen.run_id or new_run_id(chosen.experiment)
     except (RlflowError, InfraError) as error:
         sys.exit(_say(error))
-    run_once(
-        lambda: run_flow(chosen.experiment, overrides=overrides, run_id=run_id, **further),
-        lambda: _say_how_to_continue(command, run_id),
-    )
+    run_once(lambda: run_flow(**arguments), lambda: _say_how_to_continue(command, arguments.get("run_id")))
 
 
 def run_once(
@@ -118,27 +120,45 @@ def prefect_api(settings: Settings) -> Iterator[None]:
             EventsWorker.drain_all(timeout=_DRAIN_SECONDS)
 
 
-def _parse(
-    command: str, trains: bool, options: Mapping[str, Mapping[str, Any]]
-) -> tuple[argparse.Namespace, dict[str, Any]]:
-    """What every flow takes, and what this one takes beyond that."""
+def _parser(
+    run_flow: Flow[..., Any], command: str, options: Mapping[str, Mapping[str, Any]], *, estimates: bool
+) -> argparse.ArgumentParser:
+    """One argument for each of the flow's parameters that a command line has."""
     parser = argparse.ArgumentParser(prog=f"python -m {command}")
-    parser.add_argument("experiment", help="a deployment of prefect.yaml")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="training.steps=40, say")
-    parser.add_argument("--run-id", help="name of a new run, or of one to continue")
-    parser.add_argument("--data", type=Path, help="folder with train and validation files in place of the named ones")
-    further = [parser.add_argument(flag, **values) for flag, values in options.items()]
-    if trains:
+    required, shown = run_flow.parameters.required, run_flow.parameters.properties
+    if "experiment" in shown:
+        text = shown["experiment"]["description"]
+        parser.add_argument("experiment", nargs=None if "experiment" in required else "?", metavar="NAME", help=text)
+    if "run_id" in shown:
+        text = shown["run_id"]["description"]
+        parser.add_argument("--run-id", metavar="RUN", required="run_id" in required, help=text)
+    if "overrides" in shown:
+        parser.add_argument(
+            "--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides", help="training.steps=40, say"
+        )
+        parser.add_argument(
+            "--data", type=Path, help="folder with train and validation files in place of the named ones"
+        )
+    for flag, values in options.items():
+        parser.add_argument(flag, **values)
+    if "allow_changes" in shown:
+        parser.add_argument("--allow-changes", action="store_true", help=shown["allow_changes"]["description"])
+    if estimates:
         text = f"only estimate memory and time, on {', '.join(DEVICES)} (H100 unless named), and do nothing"
         parser.add_argument("--dry-run", nargs="?", const="H100", choices=DEVICES, metavar="DEVICE", help=text)
-        text = "go on with other values than the run was started with; it records them in changes.jsonl"
-        further.append(parser.add_argument("--allow-changes", action="store_true", help=text))
-    chosen = parser.parse_args()
-    return chosen, {option.dest: getattr(chosen, option.dest) for option in further}
+    return parser
 
 
-def _from_data_folder(folder: Path | None) -> Sequence[str]:
-    return [] if folder is None else [f"data.{split}={folder.absolute()}" for split in ("train", "validation")]
+def _arguments(chosen: argparse.Namespace) -> dict[str, Any]:
+    """The flow's arguments. A new run gets its name here, so that an interrupt can say how to continue it."""
+    arguments = vars(chosen)
+    if "overrides" in arguments:
+        folder = arguments.pop("data")
+        splits = [] if folder is None else [f"data.{split}={folder.absolute()}" for split in ("train", "validation")]
+        arguments["overrides"] = [*splits, *arguments["overrides"]]
+    if "run_id" in arguments and arguments["run_id"] is None:
+        arguments["run_id"] = new_run_id(arguments["experiment"])
+    return arguments
 
 
 def _interrupt(*_: object) -> None:
@@ -166,11 +186,12 @@ def _say(error: Exception) -> int:
     return EXIT_FAILED
 
 
-def _say_how_to_continue(command: str, run_id: str) -> None:
+def _say_how_to_continue(command: str, run_id: str | None) -> None:
+    """A flow without a run begins anew; what it has cached stays."""
     words = [word for word in sys.argv[1:] if not word.startswith("--run-id")]
     if "--run-id" in sys.argv:
         words.remove(sys.argv[sys.argv.index("--run-id") + 1])
     data = os.environ.get("RLFLOW_DATA_DIR")
     prefix = f"RLFLOW_DATA_DIR={shlex.quote(data)} " if data else ""
-    again = shlex.join([sys.executable, "-m", command, *words, "--run-id", run_id])
+    again = shlex.join([sys.executable, "-m", command, *words, *(["--run-id", run_id] if run_id else [])])
     sys.stderr.write(f"Continue with: {prefix}{again}\n")

@@ -270,7 +270,7 @@ def _unwritten(found: RegisteredVersion) -> RegistryError:
     run = found.tags.get("rlflow.run_id")
     return RegistryError(
         f"{found.name} version {found.version} has no lineage in its MLflow run: "
-        + (f"it was registered before lineages were. Run python -m flows.merge on run {run}." if run else
+        + (f"it was registered before lineages were. Run .venv/bin/python -m flows.merge --run-id {run}." if run else
            "rlflow did not register it.")
     )  # fmt: skip
 

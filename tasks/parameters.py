@@ -25,7 +25,7 @@ from rlcore.config import (
 )
 from rlcore.config.secrets import SECRET
 from tasks.experiments import load_experiment
-from tasks.runs import RUN_ID
+from tasks.runs import RUN_ID, own_values
 
 
 class Help:
@@ -130,18 +130,19 @@ def chosen(
     experiment: str,
     overrides: Sequence[str] | None = None,
     *,
-    onto: ExperimentConfig | None = None,
+    run_id: str | None = None,
     **parameters: str | int | float | None,
 ) -> ExperimentConfig:
     """The experiment called ``experiment`` with ``parameters`` (keys of ``SETTINGS``; None: not given) and, over
     them, ``overrides``.
 
     Args:
-        onto: take these values instead of those that ``experiment`` has in prefect.yaml.
+        run_id: a run of this experiment that has this name keeps its own values, whatever prefect.yaml says now.
 
     Raises:
         ConfigError: no such experiment, or values that break a rule.
     """
     given = [f"{SETTINGS[name]}={json.dumps(value)}" for name, value in parameters.items() if value is not None]
     said = [*given, *(overrides or [])]
-    return load_experiment(experiment, said) if onto is None else build_experiment(onto.model_dump(mode="json"), said)
+    own = own_values(run_id, experiment)
+    return load_experiment(experiment, said) if own is None else build_experiment(own.model_dump(mode="json"), said)

@@ -32,16 +32,24 @@ EXPERIMENTS = experiment_values()
 DEPLOYMENTS = {item["name"]: item for item in yaml.safe_load(PREFECT_YAML.read_text())["deployments"]}
 SHELL = frozenset({"cat", "df", "dmesg", "free", "grep", "head", "ls", "tail", "touch", "unset"})
 INSTALLED = ".venv/bin/"  # where make puts programs
+OF_OUR_ENVIRONMENT = frozenset({"python", "prefect", "pytest", "torchrun", *OF_THE_ENVIRONMENT})
 _PLACEHOLDER = re.compile(r"[A-Z][A-Z_]*|\$\w+|.*\.\.\..*")  # NAME, $RUN, and what is left to the reader
 _ASSIGNMENT = re.compile(r"\w+=")
 
 
-def check(words: Sequence[str], *, elsewhere: bool = False, own_files: frozenset[str] = frozenset()) -> None:
+def check(
+    words: Sequence[str],
+    *,
+    elsewhere: bool = False,
+    own_files: frozenset[str] = frozenset(),
+    on_path: bool = False,
+) -> None:
     """
     Args:
         elsewhere: the page says that the command needs what is not here, so that programs of others pass; where they
             are installed, their options are checked.
         own_files: files that the reader has made by then.
+        on_path: the environment's programs are on the PATH, as in a container; no page activates the environment.
 
     Raises:
         Finding: no such program, option, target, file, deployment, parameter or setting.
@@ -54,6 +62,8 @@ def check(words: Sequence[str], *, elsewhere: bool = False, own_files: frozenset
     if not rest:
         return
     program, arguments = rest[0].removeprefix(INSTALLED), rest[1:]
+    if program == rest[0] and program in OF_OUR_ENVIRONMENT and not on_path:
+        raise Finding(f"a fresh machine has no {program} of ours on its PATH: write {INSTALLED}{program}")
     if program == "python":
         _python(arguments, own_files)
     elif check_of := _PROGRAMS.get(program):
@@ -63,7 +73,7 @@ def check(words: Sequence[str], *, elsewhere: bool = False, own_files: frozenset
             raise Finding(f"{program} does not come with the project: write <!-- elsewhere: WHAT --> before the block")
         outer, inner = _split_at_exec(arguments)
         check_program(program, outer)
-        check(inner, own_files=own_files)
+        check(inner, own_files=own_files, on_path=True)
     elif program not in SHELL and not elsewhere:
         raise Finding(f"no program {program!r} is known")
 
@@ -132,15 +142,17 @@ def _python(arguments: Sequence[str], own_files: frozenset[str]) -> None:
     if module == "pytest":
         _pytest(words)
         return
+    if modules.is_flow(module):
+        modules.call_flow(module, [modules.TINY if word == "NAME" else word.removeprefix("$") for word in words])
+        return
     chosen = vars(modules.parse(module, words))
     if name := chosen.get("experiment"):
-        of_ablation = {key: chosen[key] for key in AblationConfig.model_fields if chosen.get(key) is not None}
-        _experiment(module, name, chosen["set"], of_ablation)
+        _experiment(module, name, chosen["set"], {})
 
 
 def _experiment(where: str, name: str, sets: Sequence[str], of_ablation: dict[str, Any]) -> None:
     """The experiment exists, and it holds together with every ``--set``; so do the points of its ablation."""
-    name = "grpo-geo3k-tiny" if _PLACEHOLDER.fullmatch(name) else name
+    name = modules.TINY if _PLACEHOLDER.fullmatch(name) else name
     if name not in EXPERIMENTS:
         raise Finding(f"{where}: no experiment {name!r}; there are {sorted(EXPERIMENTS)}")
     build, given = partial(build_experiment, EXPERIMENTS[name]), [item for item in sets if "..." not in item]
@@ -187,8 +199,7 @@ def _deployment(name: str, options: Sequence[str]) -> None:
         raise Finding(f"the flow of {name!r} is called {flow.name!r}")
     given = [value for option, value in zip(options, options[1:], strict=False) if option == "-p"]
     values = {key: _value(text) for key, text in (item.split("=", 1) for item in given)}
-    if unknown := values.keys() - flow.parameters.properties.keys():
-        raise Finding(f"{name} has no parameters {sorted(unknown)}")
+    modules.bind(flow, {**found.get("parameters", {}), **values})
     if experiment := values.get("experiment", found.get("parameters", {}).get("experiment")):
         sets = [f"{SETTINGS[key]}={json.dumps(value)}" for key, value in values.items() if key in SETTINGS]
         of_ablation = {key: values[key] for key in AblationConfig.model_fields if key in values}

@@ -28,4 +28,4 @@ def train_only(experiment: form.Experiment, overrides: form.Overrides, run_id: f
 
 
 if __name__ == "__main__":
-    foreground.main(train_only, command="tests.integration.train_only")
+    foreground.main(train_only, "tests.integration.train_only", form.chosen)

@@ -1,12 +1,20 @@
-"""A command whose parent was killed, and with it the server that its flow reports to."""
+"""Commands that run a flow: what they call it with, and what ends them."""
 
 from __future__ import annotations
 
+import contextlib
+import runpy
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from infra.servers import free_port
+from rlcore.config import build_experiment
+from tasks import ablation, foreground
+from tasks.experiments import load_experiment
 from tasks.foreground import EXIT_INTERRUPTED
 
 ORPHAN = """
@@ -27,3 +35,39 @@ def test_it_ends_once_what_it_has_started_has_ended(tmp_path: Path) -> None:
     assert answer.returncode == EXIT_INTERRUPTED, answer.stderr
     assert "no Prefect server is left at" in answer.stderr
     assert committed.exists()
+
+
+@pytest.fixture
+def typed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """Runs a command's words up to where a server would start; returns whether they got there."""
+    monkeypatch.setenv("RLFLOW_DATA_DIR", str(tmp_path))
+
+    def run(module: str, *words: str) -> bool:
+        started: list[object] = []
+        monkeypatch.setattr(foreground, "run_once", lambda *_: started.append(_))
+        monkeypatch.setattr(sys, "argv", [module, *words])
+        with contextlib.suppress(SystemExit):
+            runpy.run_module(module, run_name="__main__")
+        return bool(started)
+
+    return run
+
+
+@pytest.mark.filterwarnings("ignore")  # the module is imported already
+def test_a_run_and_an_ablation_go_on_after_prefect_yaml_has_lost_their_experiment(
+    typed: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = load_experiment("grpo-geo3k-tiny").model_copy(update={"name": "grpo-gone"})
+    (tmp_path / "runs" / "old").mkdir(parents=True)
+    (tmp_path / "runs" / "old" / "experiment.json").write_text(gone.model_dump_json())
+    assert typed("flows.train_grpo", "grpo-gone", "--run-id", "old", "--set", "training.steps=240")
+    assert not typed("flows.train_grpo", "grpo-gone", "--run-id", "new")
+    assert not typed("flows.train_grpo", "grpo-gone", "--run-id", "old", "--set", "training.step=240")
+
+    asked = ("flows.ablate", "grpo-gone", "--point", "training.learning_rate=1e-4", "--run-id")
+    values = gone.model_dump(mode="json")
+    with monkeypatch.context() as patch:
+        patch.setattr(ablation, "load_experiment", lambda _, given=(): build_experiment(values, given))
+        ablation.open_ablation("grpo-gone", None, "old-ablation", points=[["training.learning_rate=1e-4"]])
+    assert typed(*asked, "old-ablation")
+    assert not typed(*asked, "new-ablation")
