@@ -1,7 +1,9 @@
 # make demo and make test set everything up themselves. RLFLOW_DATA_DIR moves the data folder (./data).
-# EXTRA=gpu installs for CUDA. JOBS: tests at a time; each file starts servers or Ray and wants about a core and 3 GiB.
+# EXTRA=gpu installs for CUDA. EXTRA=gpu-flash adds flash-attn, compiled against the torch of EXTRA=gpu (docs/performance.md).
+# JOBS: tests at a time; each file starts servers or Ray and wants about a core and 3 GiB.
 EXTRA ?= cpu
 JOBS ?= 2
+PINS := $(EXTRA:gpu-flash=gpu)
 STAMP := .venv/.installed-$(EXTRA)
 RUN := .venv/bin/python
 FIND_PYTHON := for p in python3.11 python3.12 python3; do \
@@ -31,11 +33,12 @@ help:
 
 install: $(STAMP)
 
-$(STAMP): pyproject.toml infra/requirements/$(EXTRA).txt | $(UV)
+$(STAMP): pyproject.toml infra/requirements/$(EXTRA).txt infra/requirements/$(PINS).txt | $(UV)
 	@test -n '$(PYTHON)' || { echo 'make: found no Python 3.11 or 3.12 on the PATH; install one of them.'; exit 1; }
 	test -x .venv/bin/python || $(UV) venv --quiet --python '$(PYTHON)' .venv
-	$(UV) pip sync --quiet --python .venv/bin/python infra/requirements/$(EXTRA).txt
+	$(UV) pip sync --quiet --no-build --python .venv/bin/python infra/requirements/$(PINS).txt
 	$(UV) pip install --quiet --python .venv/bin/python --no-deps --editable .
+	$(if $(filter gpu-flash,$(EXTRA)),$(UV) pip install --quiet --python .venv/bin/python --no-build-isolation --no-deps --requirement infra/requirements/gpu-flash.txt)
 	@rm -f .venv/.installed-* && touch $@
 
 .uv/bin/uv:

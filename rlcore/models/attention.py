@@ -8,6 +8,7 @@ other, and the causal mask is aligned to their end (FlashAttention 2.1 and later
 are added up where they came from, in float32. Two calls merged by their log-sum-exps (all completions of a group over
 the prompt, each over itself) gather nothing, and were slower on an H200: few keys under many queries fill few of its
 processors. FlexAttention wants a block mask for every microbatch and kernels of its own for the shapes.
+Which build of FlashAttention runs is decided in ``flash.flash_kernel``.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from rlcore.batch import Segments
+from rlcore.models.flash import flash_kernel
 from rlcore.models.sequence import SequenceGroup, heads_of_all_tokens, tokens_of_all_heads
 
 # "flash" in the name is what makes transformers hand the vision tower's cu_seqlens over in one call
@@ -114,7 +116,7 @@ def _attention(
 ) -> tuple[Tensor, Tensor]:
     """Output [T, Hq, D] and log-sum-exp [Hq, T] float32."""
     ends = (bounds, key_bounds, *sizes[1:].tolist())
-    out, lse = _flash_forward(query, key[key_rows], value[key_rows], *ends, scale)
+    out, lse = flash_kernel().forward(query, key[key_rows], value[key_rows], *ends, scale)
     return out.contiguous(), lse
 
 
@@ -133,45 +135,10 @@ def _attention_backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     ends = (bounds, key_bounds, *sizes[1:].tolist())
-    found = _flash_backward(grad, query, key[key_rows], value[key_rows], out, lse, *ends, scale)
-    of_key, of_value = (_scattered(part, key_rows, len(key)) for part in found[1:])
-    return found[0].contiguous(), of_key, of_value
-
-
-def _flash_forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bounds: Tensor,
-    key_bounds: Tensor,
-    longest: int,
-    longest_keys: int,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
-    """Causal, aligned to the end of each segment's keys."""
-    ends = (bounds, key_bounds, longest, longest_keys)
-    found = torch.ops.aten._flash_attention_forward(query, key, value, *ends, 0.0, True, False, scale=scale)
-    return found[0], found[1]
-
-
-def _flash_backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    bounds: Tensor,
-    key_bounds: Tensor,
-    longest: int,
-    longest_keys: int,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    ends = (bounds, key_bounds, longest, longest_keys)
-    no_dropout = (query.new_zeros(2, dtype=torch.uint64), query.new_empty(0))  # its generator's state
-    return torch.ops.aten._flash_attention_backward(  # type: ignore[no-any-return]
-        grad, query, key, value, out, lse, *ends, 0.0, True, *no_dropout, scale=scale
-    )
+    kernel = flash_kernel()
+    of_query, *of_copies = kernel.backward(grad, query, key[key_rows], value[key_rows], out, lse, *ends, scale)
+    of_key, of_value = (_scattered(part, key_rows, len(key)) for part in of_copies)
+    return of_query.contiguous(), of_key, of_value
 
 
 def _scattered(gradient: Tensor, rows: Tensor, count: int) -> Tensor:

@@ -111,6 +111,24 @@ def test_both_images_have_the_pinned_versions() -> None:
     assert values.ray_version == pins["ray"]
 
 
+def test_the_gpu_environment_is_wheels_and_flash_attn_is_an_option() -> None:
+    """A source package in gpu.txt fails in a fresh clone: flash-attn's build imports torch, and builds are isolated."""
+
+    def commands(extra: str) -> str:
+        words = ["make", "--dry-run", "--always-make", "--old-file=.uv/bin/uv", "install", f"EXTRA={extra}"]
+        return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+    requirements = ROOT / "infra" / "requirements"
+    assert "flash-attn" not in (requirements / "gpu.txt").read_text() + (ROOT / "pyproject.toml").read_text()
+    assert re.fullmatch(r"flash-attn==[\w.]+\n", (requirements / "gpu-flash.txt").read_text())
+    for extra in ("cpu", "gpu", "gpu-flash"):
+        wheels, *_ = re.findall(r"pip sync .*", commands(extra))
+        assert "--no-build " in wheels
+        assert wheels.endswith(f"infra/requirements/{extra.removesuffix('-flash')}.txt")
+    assert "gpu-flash.txt" not in commands("gpu")
+    assert re.search(r"pip install .*--no-build-isolation .*gpu-flash.txt", commands("gpu-flash"))
+
+
 def check_pods(spec: dict[str, Any]) -> list[dict[str, Any]]:
     """The pod templates of a cluster, valid by Kubernetes' schema."""
     pods = [group["template"] for group in (spec["headGroupSpec"], *spec.get("workerGroupSpecs", []))]

@@ -18,6 +18,7 @@ from rlcore.algorithms.fused import fused
 from rlcore.algorithms.logprobs import linear_logprobs, logprobs_and_entropy
 from rlcore.config import build_experiment
 from rlcore.models.attention import shared_prompt_attention
+from rlcore.models.flash import MODULES, FlashAttention2, FlashKernel, TorchKernel
 from rlcore.models.optimizer import _kahan_adamw_
 from rlcore.models.torch_policy import TorchPolicy
 from rlcore.types import TrainingSample
@@ -59,6 +60,35 @@ def test_attention_over_shared_prompts(layout: str) -> None:
     assert apart(out, expected) < 5e-3
     for found, want in zip(torch.autograd.grad(out, leaves, grad.to(CUDA)), wanted, strict=True):
         assert apart(found, want) < 1e-2
+
+
+@pytest.mark.parametrize(("version", "module"), [(v, name) for v, (name, _) in MODULES.items()])
+@pytest.mark.parametrize("head_size", [64, 80, 128])
+def test_another_flash_attention_equals_torchs_own(version: str, module: str, head_size: int) -> None:
+    library = pytest.importorskip(module)
+    if torch.cuda.get_device_capability()[0] not in MODULES[version][1]:
+        pytest.skip(f"{version} is not made for this GPU")
+    where = segments([(700, [3, 400, 129]), (33, [512, 64])])
+    ends = (where.bounds.to(CUDA), where.key_bounds.to(CUDA), *where.sizes[1:].tolist())
+    generator = torch.Generator().manual_seed(0)
+    rows = {12: int(where.bounds[-1]), 2: len(where.key_rows)}
+    query, key, value, grad = (
+        torch.randn(rows[heads], heads, head_size, generator=generator).bfloat16().to(CUDA) for heads in (12, 2, 2, 12)
+    )
+
+    def values(kernel: FlashKernel) -> tuple[Tensor, ...]:
+        out, lse = kernel.forward(query, key, value, *ends, SCALE)
+        return out, lse, *kernel.backward(grad, query, key, value, out, lse, *ends, SCALE)
+
+    expected = values(TorchKernel())
+    if version == "FA2":
+        found = values(FlashAttention2(library))
+    else:
+        torch.nn.attention.activate_flash_attention_impl(version)
+        found = values(TorchKernel())
+        torch.nn.attention.restore_flash_attention_impl()
+    for one, other in zip(found, expected, strict=True):
+        assert apart(one, other) < 1e-2
 
 
 def test_the_compiled_head() -> None:

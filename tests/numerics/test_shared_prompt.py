@@ -157,6 +157,13 @@ def math_backward(grad, query, key, value, out, lse, bounds, key_bounds, _longes
     return tuple(found)
 
 
+class MathKernel:
+    """A ``FlashKernel`` for the CPU."""
+
+    forward = staticmethod(math_forward)
+    backward = staticmethod(math_backward)
+
+
 LAYOUTS = {
     "one group": [(5, [3, 1, 7])],
     "several": [(5, [3, 1, 7]), (1, [4]), (2, [2, 2])],
@@ -185,8 +192,7 @@ def test_the_padded_batch_equals_the_dense_mask(layout):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_operator_of_cuda_equals_the_dense_mask_and_compiles_whole(layout, monkeypatch):
     """Plain arithmetic in the kernels' place; schema, shapes without data and autograd are checked by torch."""
-    monkeypatch.setattr(attention, "_flash_forward", math_forward)
-    monkeypatch.setattr(attention, "_flash_backward", math_backward)
+    monkeypatch.setattr(attention, "flash_kernel", MathKernel)
     for operator in (attention._attention, attention._attention_backward):
         operator.register_kernel("cpu", operator._init_fn)
     groups = LAYOUTS[layout]
