@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import struct
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -12,6 +12,7 @@ from prefect.artifacts import create_markdown_artifact
 from prefect.cache_policies import NO_CACHE
 from prefect.settings import PREFECT_API_URL
 from pydantic import BaseModel, ConfigDict
+from safetensors import SafetensorError, safe_open
 
 from infra import hardware, storage
 from infra.errors import InfraError, StorageError
@@ -120,7 +121,7 @@ def _machine(experiment: ExperimentConfig, settings: Settings) -> str:
 def _model(model: ModelConfig) -> str:
     if model.path == "tiny":
         return "tiny, made and warm-started here"
-    folder = Path(model.path).expanduser()
+    folder = Path(model.path)
     if folder.is_dir():
         parameters = _check_model_folder(folder)
         return f"{folder}, {parameters / 1e6:,.1f} M parameters"
@@ -167,22 +168,13 @@ def _tensor_elements(path: Path) -> int:
     """Elements of all tensors of a safetensors file, from its header alone.
 
     Raises:
-        ModelError: the header does not parse.
+        ModelError: the header does not parse, or the file is shorter than it says.
     """
     try:
-        with path.open("rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            header = json.loads(file.read(length))
-    except (struct.error, ValueError, MemoryError) as error:
+        with safe_open(path, framework="numpy") as tensors:
+            return sum(math.prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())  # noqa: SIM118 - no dict
+    except SafetensorError as error:
         raise ModelError(f"{path} is no whole safetensors file ({error}). Copy it again.") from error
-    return sum(_product(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
-
-
-def _product(shape: list[int]) -> int:
-    elements = 1
-    for size in shape:
-        elements *= size
-    return elements
 
 
 def _data(experiment: ExperimentConfig, split: Split, settings: Settings) -> str:
@@ -262,7 +254,7 @@ def _parameters(model: ModelConfig) -> int | None:
 
 
 def _safetensors(model: ModelConfig) -> Iterator[Path]:
-    yield from Path(model.path).expanduser().glob("*.safetensors")
+    yield from Path(model.path).glob("*.safetensors")
 
 
 def _store(settings: Settings) -> str:

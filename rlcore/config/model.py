@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from rlcore.config.base import Frozen
 
@@ -53,6 +54,12 @@ class ModelConfig(Frozen):
     lora: LoraConfig | None = None
     """Train low-rank adapters and leave the weights as they are; the reference policy is then the same model with its
     adapters off. null trains all weights."""
+
+    @field_validator("path")
+    @classmethod
+    def _without_tilde(cls, path: str) -> str:
+        """Expanded where the experiment is read, so that every process and every key means the same folder."""
+        return str(Path(path).expanduser()) if path.startswith("~") else path
 
     @model_validator(mode="after")
     def _frozen_and_adapted_exclude_each_other(self) -> Self:

@@ -104,7 +104,7 @@ def _source_content(spec: PrepareSpec) -> object:
 def _model_content(model: ModelConfig) -> object:
     if model.path == "tiny":  # its tokenizer is code
         return [model.tiny.task, *([path.name, _file_hash(path)] for path in sorted(_MODELS.glob("tiny*.py")))]
-    folder = Path(model.path).expanduser()
+    folder = Path(model.path)
     if folder.is_dir():
         return [[name, _file_hash(folder / name)] for name in _PROMPT_FILES if (folder / name).is_file()]
     return [model.path, model.revision]

@@ -55,7 +55,7 @@ def load_processor(model: ModelConfig) -> Any:
     make_transformers_lean()
     from transformers import AutoProcessor, AutoTokenizer, PreTrainedTokenizerBase
 
-    folder = Path(model.path).expanduser()
+    folder = Path(model.path)
     local = folder.is_dir()
     if not local and (folder.is_absolute() or model.path[0] in ".~" or model.path.count("/") != 1):
         raise ModelError(

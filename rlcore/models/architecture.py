@@ -79,7 +79,7 @@ def _elements(module: nn.Module) -> int:
 
 
 def _config_folder(model: ModelConfig) -> Path:
-    folder = Path(model.path).expanduser()
+    folder = Path(model.path)
     if folder.is_dir():
         return folder
     os.environ.setdefault("HF_HUB_ETAG_TIMEOUT", _ANSWER_SECONDS)

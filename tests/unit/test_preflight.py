@@ -17,6 +17,7 @@ from infra.servers import free_port
 from infra.settings import Settings
 from rlcore.config import ExperimentConfig, build_experiment
 from rlcore.errors import ConfigError, DataError, ModelError, RewardError
+from rlcore.job import BootstrapSpec
 from tasks import preflight
 from tasks.preflight import check
 
@@ -79,6 +80,28 @@ def test_model_with_pickled_weights_only(settings: Settings, tmp_path: Path) -> 
     (folder / "pytorch_model.bin").write_bytes(b"")
     with pytest.raises(ModelError, match=r"no \*\.safetensors \(pytorch_model\.bin is pickled"):
         check(experiment(f"model.path={folder}"), settings)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", struct.pack("<Q", 2**63) + b"{}", struct.pack("<Q", 2) + b"[]", struct.pack("<Q", 9) + b"{}"]
+)
+def test_a_broken_weights_file_is_named(content: bytes, settings: Settings, tmp_path: Path) -> None:
+    folder = model_folder(tmp_path / "model")
+    (folder / "model.safetensors").write_bytes(content)
+    with pytest.raises(ModelError, match=r"model\.safetensors is no whole safetensors file .* Copy it again"):
+        check(experiment(f"model.path={folder}"), settings)
+
+
+def test_a_home_folder_means_the_same_to_preflight_and_to_bootstrap(
+    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rlcore.models.bootstrap import bootstrap
+
+    monkeypatch.setenv("HOME", str(tmp_path))
+    folder, config = model_folder(tmp_path / "model"), experiment("model.path=~/model")
+    assert str(folder) in check(config, settings).facts["model"]
+    spec = BootstrapSpec(result=tmp_path / "result.json", model=config.model, models_dir=settings.models_dir)
+    assert bootstrap(spec).path == str(folder)
 
 
 def test_dataset_without_the_columns(settings: Settings, tmp_path: Path) -> None:
