@@ -17,7 +17,7 @@ from infra.settings import Settings
 from rlcore.ablation.curves import band_over
 from rlcore.ablation.halving import survivors
 from rlcore.ablation.plan import BASE, Point
-from rlcore.ablation.results import AblationSummary, PointResult, Row, Status
+from rlcore.ablation.results import AblationSummary, PointFailure, PointResult, Row, Status
 from rlcore.errors import TrainerFailedError
 from rlcore.segment.journal import StepRecord, read_journal
 from tasks.ablation import Ablation, mark
@@ -179,7 +179,7 @@ def _markdown(ablation: Ablation, rows: Sequence[Row]) -> str:
     asked = [*plan.settings.grid, *(" ".join(point) for point in plan.settings.points)]
     tried = [job for rung in range(plan.settings.rungs) for job in plan.jobs([p.name for p in plan.points], rung)]
     failures = [
-        f"- {job.point.label}, seed {job.seed}, to step {job.steps}: {failure.kind}: {failure.message.splitlines()[-1]}"
+        f"- {job.point.label}, seed {job.seed}, to step {job.steps}: {_last_line(failure)}"
         for job in tried
         if (failure := ablation.failure(job)) is not None
     ]
@@ -191,6 +191,12 @@ def _markdown(ablation: Ablation, rows: Sequence[Row]) -> str:
         "compared with the base at the step where they were dropped.\n"
         + (f"\nFailed:\n\n{chr(10).join(failures)}\n" if failures else "")
     )
+
+
+def _last_line(failure: PointFailure) -> str:
+    """The kind of the error, and what it says, if it says anything: an AssertionError may have no message."""
+    lines = failure.message.splitlines()
+    return f"{failure.kind}: {lines[-1]}" if lines else failure.kind
 
 
 def _png(figure: Figure) -> bytes:

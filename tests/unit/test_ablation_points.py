@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 
 from rlcore.ablation.plan import Job, make_plan
+from rlcore.ablation.table import PointNumbers, make_rows
 from rlcore.artifacts import EvalReport
 from rlcore.config import AblationConfig
 from rlcore.errors import ConfigError, DivergedError, TrainerFailedError
+from tasks.ablating import _markdown
 from tasks.ablation import Ablation, existing_ablation, open_ablation
 from tasks.ablation_points import run_jobs
 from tasks.experiments import load_experiment
@@ -101,6 +103,18 @@ def test_a_failed_point_is_tried_again_alone_and_one_beyond_help_is_not(ablation
     again = FakeRunner(ablation, 2, {})
     assert run_jobs(ablation, jobs, again, lambda: None, lambda _: None) == []
     assert again.started == ["study-p02-s0", "study-p01-s1"], "what is done is not done again"
+
+
+def test_a_failure_without_a_message_is_in_the_report(ablation: Ablation) -> None:
+    silent, told = ablation.plan.jobs(["p01"], 0)
+    for job, error in ((silent, AssertionError()), (told, TrainerFailedError("at first\nand in the end"))):
+        with pytest.raises(type(error)), ablation.noted_failure(job):
+            raise error
+    points = ablation.plan.points
+    rows = make_rows([PointNumbers(point.name, point.label, "failed", accuracy={}, gpu_hours=0.0) for point in points])
+    lines = _markdown(ablation, rows).splitlines()
+    assert f"- {silent.point.label}, seed 0, to step {silent.steps}: AssertionError" in lines
+    assert f"- {told.point.label}, seed 1, to step {told.steps}: TrainerFailedError: and in the end" in lines
 
 
 def test_an_interrupt_stops_what_is_at_work(ablation: Ablation) -> None:
