@@ -16,6 +16,12 @@ QUIET: Mapping[str, str] = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "HF_HUB_DISABLE_TELEMETRY": "1",
 }
+# botocore adds checksums in a form (aws-chunked) that many servers refuse over TLS: Swift 2.30, older Ceph and MinIO.
+# Our own copies are checked by SHA-256 anyway.
+CHECKSUMS: Mapping[str, str] = {
+    "AWS_REQUEST_CHECKSUM_CALCULATION": "when_required",
+    "AWS_RESPONSE_CHECKSUM_VALIDATION": "when_required",
+}
 # An MLflow that is away must not hold up the driver for longer than a trainer waits for its sign of life; MLflow's own
 # seven retries of 120 s would. Who waits for it asks again.
 PATIENCE: Mapping[str, str] = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "20"}
@@ -24,13 +30,19 @@ PATIENCE: Mapping[str, str] = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_H
 def apply(settings: Settings) -> None:
     """Prepare this process, before Prefect and MLflow are imported. What the user has set stays as it is."""
     settings.prefect_home.mkdir(parents=True, exist_ok=True)
-    for name, value in {**QUIET, **PATIENCE, **_prefect(settings), "MLFLOW_LOGGING_LEVEL": "WARNING"}.items():
+    for name, value in {
+        **QUIET,
+        **CHECKSUMS,
+        **PATIENCE,
+        **_prefect(settings),
+        "MLFLOW_LOGGING_LEVEL": "WARNING",
+    }.items():
         os.environ.setdefault(name, value)
 
 
 def for_children(settings: Settings) -> dict[str, str]:
     """The environment of a trainer, a job, a worker: all but the databases' passwords, which servers alone need."""
-    variables = {**QUIET, **_results(settings), **os.environ}
+    variables = {**QUIET, **CHECKSUMS, **_results(settings), **os.environ}
     for name in ("RLFLOW_PREFECT_DATABASE", "RLFLOW_MLFLOW_DATABASE", "MLFLOW_TRACKING_URI"):
         variables.pop(name, None)
     # Some environments forbid bytecode; without it a trainer imports for 15 s instead of 6.

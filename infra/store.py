@@ -20,6 +20,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 from s3fs import S3FileSystem
 
+from infra.environment import CHECKSUMS
 from infra.errors import StorageDamagedError, StorageError, StorageRefusedError
 from infra.s3_errors import STORE_ERRORS, answer_of, storage_error
 from infra.storage import inside, require_space
@@ -175,6 +176,7 @@ class Store:
                 "retries": {"mode": "standard", "max_attempts": self.retries},
                 "connect_timeout": 10,
                 "read_timeout": 60,
+                **{name.removeprefix("AWS_").lower(): os.environ.get(name, value) for name, value in CHECKSUMS.items()},
             },
         )
 

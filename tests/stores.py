@@ -7,20 +7,24 @@ import os
 import secrets
 import shutil
 import signal
+import ssl
 import subprocess
 import sys
 import tempfile
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from http import HTTPStatus
 from pathlib import Path
 
 import psycopg
 import pytest
 import s3fs
 
-from infra.servers import answers, free_port
+from infra.servers import free_port
 from tests.shell import new_shell
 
 BUCKET = "rlflow-tests"
@@ -52,7 +56,7 @@ def postgres_programs() -> Path:
     return usable[-1] if usable else Path(str(on_path)).resolve().parent
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
     """In a child before it begins: Linux sends it SIGINT when the tests die, however they do."""
     ctypes.CDLL(None).prctl(1, signal.SIGINT)
 
@@ -81,7 +85,7 @@ def postgres_server() -> Iterator[Postgres]:
                 stdout=log,
                 stderr=log,
                 cwd="/",
-                preexec_fn=_end_with_parent,
+                preexec_fn=end_with_parent,
                 **user,
             )
         try:
@@ -105,6 +109,24 @@ def _wait_for(found: Postgres, server: subprocess.Popen[bytes], log: Path) -> No
             assert server.poll() is None, log.read_text()
             assert time.monotonic() < deadline, log.read_text()
             time.sleep(0.1)
+
+
+def wait_for_answer(address: str, process: subprocess.Popen[bytes], log: Path, *, ca: Path | None = None) -> None:
+    """Until the server at ``address`` answers anything but an error of its own."""
+    deadline = time.monotonic() + _START_SECONDS
+    trusted = None if ca is None else ssl.create_default_context(cafile=str(ca))
+    while True:
+        try:
+            with urllib.request.urlopen(address, timeout=2, context=trusted):
+                return
+        except urllib.error.HTTPError as error:
+            if error.code < HTTPStatus.INTERNAL_SERVER_ERROR:
+                return
+        except OSError:
+            pass
+        assert process.poll() is None, log.read_text()
+        assert time.monotonic() < deadline, log.read_text()
+        time.sleep(0.1)
 
 
 @dataclass(slots=True)
@@ -142,12 +164,8 @@ class S3:
     def start(self, log: Path) -> None:
         command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(self.port)]
         with log.open("ab") as output:
-            self.process = subprocess.Popen(command, stdout=output, stderr=output, preexec_fn=_end_with_parent)
-        deadline = time.monotonic() + _START_SECONDS
-        while not answers(f"{self.address}/moto-api/data.json", 2):
-            assert self.process.poll() is None, log.read_text()
-            assert time.monotonic() < deadline, log.read_text()
-            time.sleep(0.1)
+            self.process = subprocess.Popen(command, stdout=output, stderr=output, preexec_fn=end_with_parent)
+        wait_for_answer(f"{self.address}/moto-api/data.json", self.process, log)
         self.files().mkdir(BUCKET)
 
     def stop(self) -> None:

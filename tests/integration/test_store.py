@@ -1,8 +1,9 @@
-"""Folders in a bucket of a real S3 server: whole or absent, whoever is killed when."""
+"""Folders in a bucket, of moto over http and of OpenStack Swift over TLS: whole or absent, whoever is killed when."""
 
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -17,24 +18,32 @@ import pytest
 from infra.errors import StorageError
 from infra.servers import free_port
 from infra.store import SEAL, FileEntry, Seal, Store
+from tests.shell import new_shell
 from tests.stores import BUCKET, S3, open_uploads, s3_server
+from tests.swift import swift_server
 
 MIB = 2**20
 PART = 5 * MIB  # the least that S3 takes
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
-def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3]:
-    with s3_server(tmp_path_factory.mktemp("s3") / "log") as server, pytest.MonkeyPatch.context() as patch:
+@pytest.fixture(scope="module", params=["moto", "swift over TLS"])
+def s3(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3]:
+    folder = tmp_path_factory.mktemp("s3")
+    serve = s3_server(folder / "log") if request.param == "moto" else swift_server(folder)
+    with serve as server, pytest.MonkeyPatch.context() as patch:
         for name, value in server.variables.items():
             patch.setenv(name, value)
         yield server
 
 
+def place_of(request: pytest.FixtureRequest) -> str:
+    return re.sub(r"\W+", "-", request.node.name).strip("-")
+
+
 @pytest.fixture
 def store(s3: S3, request: pytest.FixtureRequest) -> Store:
-    return Store(f"s3://{BUCKET}/{request.node.name}", part_bytes=PART, retries=2)
+    return Store(f"s3://{BUCKET}/{place_of(request)}", part_bytes=PART, retries=2)
 
 
 @pytest.fixture
@@ -128,6 +137,7 @@ class Plug:
         self._connections: list[socket.socket] = []
         self.passed = 0  # bytes towards the server
         self.pull_at: int | None = None
+        self.is_out = False
         self._plug_in()
 
     def _plug_in(self) -> None:
@@ -159,12 +169,13 @@ class Plug:
             sink.close()
 
     def pull_out(self) -> None:
+        self.is_out = True
         self._listener.close()
         for connection in self._connections:
             connection.close()
 
     def put_in(self) -> None:
-        self.pull_at = None
+        self.pull_at, self.is_out = None, False
         self._plug_in()
 
 
@@ -173,7 +184,7 @@ def test_a_network_that_goes_in_the_middle_of_a_file_is_an_error_and_a_later_try
 ) -> None:
     plug = Plug(s3.port)
     plug.pull_at = 2 * PART
-    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{plug.port}")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", s3.address.replace(str(s3.port), str(plug.port)))
     through = Store(
         store.uri, part_bytes=PART, retries=3
     )  # its number of tries keeps its client apart from the others'
@@ -183,7 +194,7 @@ def test_a_network_that_goes_in_the_middle_of_a_file_is_an_error_and_a_later_try
     assert store.sealed("key") is None
     assert not store.pull("key", tmp_path / "half")
     plug.put_in()
-    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{plug.port}")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", s3.address.replace(str(s3.port), str(plug.port)))
     through.push(folder, "key")
     assert through.pull("key", tmp_path / "back")
     assert contents(tmp_path / "back") == contents(folder)
@@ -216,3 +227,24 @@ def test_a_link_is_not_followed_into_the_bucket(store: Store, folder: Path, tmp_
     with pytest.raises(StorageError, match="link is a link"):
         store.push(folder, "key")
     assert store.files_below("key") == []
+
+
+def test_mlflow_s_own_client_reaches_the_same_bucket(store: Store, s3: S3, tmp_path: Path) -> None:
+    """MLflow sends artifacts with boto3, by the environment that rlflow gives to all its processes."""
+    code = (
+        "import tasks\n"  # as every flow
+        "from pathlib import Path\n"
+        "from infra.settings import Settings\n"
+        "from infra.tracking import Tracker\n"
+        "it = Settings()\n"
+        "tracker = Tracker.open(uri=it.tracking_uri, artifacts_uri=it.artifacts_uri, experiment='e', run_id='r',\n"
+        "    run_dir=it.runs_dir / 'r')\n"
+        "tracker.log_text('said', 'folder/words.txt')\n"
+        "assert tracker.artifact_names('folder') == ['folder/words.txt']\n"
+    )
+    env = new_shell(s3.variables, RLFLOW_STORE=store.uri, RLFLOW_DATA_DIR=str(tmp_path / "data"))
+    answer = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
+    assert answer.returncode == 0, answer.stderr
+    (name,) = store.files_below("mlflow")
+    assert name.endswith("artifacts/folder/words.txt")
+    assert store.get(f"mlflow/{name}") == b"said"
