@@ -24,7 +24,12 @@ class Advantages:
     """What each completion of a batch is worth."""
 
     values: Tensor  # [B, G] float64, or [B, G, C] where it differs from token to token
-    signal: Tensor  # [B] bool; False: the group teaches nothing, and all its values are exactly 0
+
+    @property
+    def signal(self) -> Tensor:
+        """[B] bool: whether any value of the group is not 0. Without signal a group adds exactly nothing to the loss.
+        This is the only definition of signal; every other place asks this one."""
+        return self.values.ne(0).flatten(1).any(-1)
 
 
 def grpo(rewards: Tensor, graded: Tensor, *, std: Literal["sample", "population"]) -> Advantages:
@@ -37,17 +42,17 @@ def grpo(rewards: Tensor, graded: Tensor, *, std: Literal["sample", "population"
 
     Source: GRPO, arXiv:2402.03300, section 4.1.2.
     """
-    centred, signal = _centred(rewards, graded)
+    centred, spread = _centred(rewards, graded)
     counts = graded.sum(-1, keepdim=True)
     divisor = counts - 1 if std == "sample" else counts
     deviation = (centred.square().sum(-1, keepdim=True) / divisor.clamp_min(1)).sqrt()
-    return _where(signal, centred / deviation)
+    return _where(spread, centred / deviation)
 
 
 def dr_grpo(rewards: Tensor, graded: Tensor) -> Advantages:
     """reward - mean of the group. Arguments as ``grpo``. Source: Dr.GRPO, arXiv:2503.20783, section 3."""
-    centred, signal = _centred(rewards, graded)
-    return _where(signal, centred)
+    centred, spread = _centred(rewards, graded)
+    return _where(spread, centred)
 
 
 def batch_std(rewards: Tensor, graded: Tensor) -> Advantages:
@@ -55,10 +60,10 @@ def batch_std(rewards: Tensor, graded: Tensor) -> Advantages:
 
     Source: "Part I: Tricks or Traps?", arXiv:2508.08221, section 4.1.
     """
-    centred, signal = _centred(rewards, graded)
-    if not bool(signal.any()):
-        return _where(signal, centred)
-    return _where(signal, centred / rewards[graded].double().std(unbiased=True))
+    centred, spread = _centred(rewards, graded)
+    if not bool(spread.any()):
+        return _where(spread, centred)
+    return _where(spread, centred / rewards[graded].double().std(unbiased=True))
 
 
 def rloo(rewards: Tensor, graded: Tensor) -> Advantages:
@@ -66,9 +71,9 @@ def rloo(rewards: Tensor, graded: Tensor) -> Advantages:
 
     Source: RLOO, arXiv:2402.14740.
     """
-    centred, signal = _centred(rewards, graded)
+    centred, spread = _centred(rewards, graded)
     counts = graded.sum(-1, keepdim=True).double()
-    return _where(signal, centred * counts / (counts - 1).clamp_min(1))  # n / (n - 1) * (r - mean) is the same number
+    return _where(spread, centred * counts / (counts - 1).clamp_min(1))  # n / (n - 1) * (r - mean) is the same number
 
 
 def bnpo(rewards: Tensor, graded: Tensor) -> Advantages:
@@ -81,7 +86,7 @@ def bnpo(rewards: Tensor, graded: Tensor) -> Advantages:
 
     Source: BNPO, arXiv:2506.02864; the sample variance and the bound are its authors' code's.
     """
-    centred, signal = _centred(rewards, graded)
+    centred, spread = _centred(rewards, graded)
     means = _mean(rewards, graded)
     p = means[graded.any(-1), 0]
     total = centred.new_zeros(())
@@ -89,7 +94,7 @@ def bnpo(rewards: Tensor, graded: Tensor) -> Advantages:
         total = (p.mean() * (1 - p.mean()) / p.var(unbiased=True) - 1).clamp_min(0)
     a, b = (p.mean() * total, (1 - p.mean()) * total) if p.numel() else (total, total)
     density = _beta_density(means.clamp(MIN_SPREAD, 1 - MIN_SPREAD), 1 + a / 3, 1 + b / 3)
-    return _where(signal, centred / density.clamp_min(MIN_DENSITY))
+    return _where(spread, centred / density.clamp_min(MIN_DENSITY))
 
 
 def _beta_density(x: Tensor, alpha: Tensor, beta: Tensor) -> Tensor:
@@ -108,13 +113,11 @@ def pass_at_k(rewards: Tensor, graded: Tensor, *, k: int) -> Advantages:
     Source: Pass@k training, arXiv:2508.10751, "Analytical Derivation".
     """
     values = torch.zeros(rewards.shape, dtype=torch.float64)
-    signal = torch.zeros(len(rewards), dtype=torch.bool)
     for row, (group, counted) in enumerate(zip(rewards.double(), graded, strict=True)):
         found = _pass_at_k_of_group(group[counted], k)
         if found is not None:
             values[row, counted] = found
-            signal[row] = True
-    return Advantages(values, signal)
+    return Advantages(values)
 
 
 def _pass_at_k_of_group(rewards: Tensor, k: int) -> Tensor | None:
@@ -150,8 +153,7 @@ def remax(rewards: Tensor, graded: Tensor, baselines: Tensor, baseline_graded: T
     Source: ReMax, arXiv:2310.10505.
     """
     values = torch.where(graded & baseline_graded[:, None], rewards.double() - baselines.double()[:, None], 0.0)
-    values = torch.where(values.abs() > MIN_SPREAD, values, 0.0)
-    return Advantages(values, values.ne(0).any(-1))
+    return Advantages(torch.where(values.abs() > MIN_SPREAD, values, 0.0))
 
 
 def reinforce_plus_plus(returns: Tensor, tokens: Tensor, graded: Tensor) -> Advantages:
@@ -168,9 +170,8 @@ def reinforce_plus_plus(returns: Tensor, tokens: Tensor, graded: Tensor) -> Adva
     counted = tokens & graded[..., None]
     found = returns[counted]
     if found.numel() < 2 or not bool(found.max() - found.min() > MIN_SPREAD):
-        return Advantages(torch.zeros_like(returns), torch.zeros(len(returns), dtype=torch.bool))
-    values = torch.where(counted, (returns - found.mean()) / found.std(unbiased=False), 0.0)
-    return Advantages(values, values.ne(0).flatten(1).any(-1))
+        return Advantages(torch.zeros_like(returns))
+    return Advantages(torch.where(counted, (returns - found.mean()) / found.std(unbiased=False), 0.0))
 
 
 def reinforce_plus_plus_baseline(rewards: Tensor, graded: Tensor, lengths: Tensor) -> Advantages:
@@ -184,16 +185,16 @@ def reinforce_plus_plus_baseline(rewards: Tensor, graded: Tensor, lengths: Tenso
 
     Source: REINFORCE++ with baseline, arXiv:2501.03262v9, eq. 6 and 7.
     """
-    centred, signal = _centred(rewards, graded)
+    centred, spread = _centred(rewards, graded)
     weights = torch.where(graded, lengths, 0).double()
     total = weights.sum()
-    if not bool(signal.any()) or not bool(total > 0):
-        return _where(torch.zeros_like(signal), centred)
+    if not bool(spread.any()) or not bool(total > 0):
+        return Advantages(torch.zeros_like(centred))
     mean = (weights * centred).sum() / total
     deviation = ((weights * (centred - mean).square()).sum() / total).sqrt()
     if not bool(deviation > MIN_SPREAD):
-        return _where(torch.zeros_like(signal), centred)
-    return _where(signal, torch.where(graded, (centred - mean) / deviation, 0.0))
+        return Advantages(torch.zeros_like(centred))
+    return _where(spread, torch.where(graded, (centred - mean) / deviation, 0.0))
 
 
 def _mean(rewards: Tensor, graded: Tensor) -> Tensor:
@@ -207,9 +208,9 @@ def _centred(rewards: Tensor, graded: Tensor) -> tuple[Tensor, Tensor]:
     rewards = rewards.double()
     highest = torch.where(graded, rewards, -torch.inf).amax(-1)
     lowest = torch.where(graded, rewards, torch.inf).amin(-1)
-    signal = (graded.sum(-1) >= 2) & (highest - lowest > MIN_SPREAD)
-    return torch.where(graded, rewards - _mean(rewards, graded), 0.0), signal
+    spread = (graded.sum(-1) >= 2) & (highest - lowest > MIN_SPREAD)
+    return torch.where(graded, rewards - _mean(rewards, graded), 0.0), spread
 
 
-def _where(signal: Tensor, values: Tensor) -> Advantages:
-    return Advantages(torch.where(signal[:, None], values, 0.0), signal)
+def _where(spread: Tensor, values: Tensor) -> Advantages:
+    return Advantages(torch.where(spread[:, None], values, 0.0))

@@ -29,9 +29,9 @@ class TokenLosses:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LossSums:
-    """What the loss saw: [] tensors, detached, summed over trained tokens.
+    """What the loss saw: [] tensors, detached, summed over the counted tokens.
 
-    Divide by the step's trained tokens after merging all microbatches and ranks.
+    Divide by their number in the whole step after merging all microbatches and ranks.
     """
 
     clipped_low: Tensor
@@ -53,16 +53,18 @@ class LossSums:
         )
 
 
-def loss_sums(losses: TokenLosses, logprobs: Tensor, old_logprobs: Tensor) -> LossSums:
-    """Sums over the N tokens of ``losses``."""
+def loss_sums(losses: TokenLosses, logprobs: Tensor, old_logprobs: Tensor, counted: Tensor | None = None) -> LossSums:
+    """Sums over the N tokens of ``losses``, or over those of them that are ``counted`` ([N] bool)."""
     logprobs, old_logprobs = logprobs.detach(), old_logprobs.detach()
+    counted = torch.ones_like(losses.clipped_low) if counted is None else counted
+    ratios = torch.where(counted, losses.ratios, 0)
     return LossSums(
-        clipped_low=losses.clipped_low.sum(dtype=logprobs.dtype),
-        clipped_high=losses.clipped_high.sum(dtype=logprobs.dtype),
-        ratio=losses.ratios.sum(),
-        ratio_max=torch.cat([losses.ratios, losses.ratios.new_zeros(1)]).max(),
-        kl_k1=k1(old_logprobs, logprobs).sum(),
-        kl_k3=k3(old_logprobs, logprobs).sum(),
+        clipped_low=(losses.clipped_low & counted).sum(dtype=logprobs.dtype),
+        clipped_high=(losses.clipped_high & counted).sum(dtype=logprobs.dtype),
+        ratio=ratios.sum(),
+        ratio_max=torch.cat([ratios, ratios.new_zeros(1)]).max(),
+        kl_k1=torch.where(counted, k1(old_logprobs, logprobs), 0).sum(),
+        kl_k3=torch.where(counted, k3(old_logprobs, logprobs), 0).sum(),
     )
 
 

@@ -17,7 +17,7 @@ from rlcore.algorithms.kl import MAX_LOG_RATIO, clamped_log_ratio, k3
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MismatchSums:
-    """[] tensors, detached, summed over tokens. Merge all microbatches and ranks before dividing."""
+    """[] tensors, detached, summed over the counted tokens. Merge all microbatches and ranks before dividing."""
 
     abs_delta: Tensor  # |log p_trainer - log p_sampler|, nats
     abs_delta_max: Tensor  # a maximum, not a sum; 0 over no tokens
@@ -43,7 +43,7 @@ class MismatchSums:
         return self.weight.square() / self.weight_squared.clamp_min(torch.finfo(self.weight.dtype).tiny)
 
 
-def mismatch(logprobs: Tensor, sampler_logprobs: Tensor) -> MismatchSums:
+def mismatch(logprobs: Tensor, sampler_logprobs: Tensor, counted: Tensor | None = None) -> MismatchSums:
     """Compare the trainer's log-probs with the sampler's at the same weights.
 
     Importance weights are per token, their log clamped to +-20 (not per sequence: the product over a long
@@ -52,16 +52,18 @@ def mismatch(logprobs: Tensor, sampler_logprobs: Tensor) -> MismatchSums:
     Args:
         logprobs: [N] float, nats, the trainer's, before any update.
         sampler_logprobs: [N] float, nats.
+        counted: [N] bool, the tokens to sum over. None: all.
     """
     logprobs, sampler_logprobs = logprobs.detach(), sampler_logprobs.detach()
-    delta = (logprobs - sampler_logprobs).abs()
-    weights = clamped_log_ratio(logprobs, sampler_logprobs).exp()
+    counted = torch.ones_like(logprobs, dtype=torch.bool) if counted is None else counted
+    delta = torch.where(counted, (logprobs - sampler_logprobs).abs(), 0)
+    weights = torch.where(counted, clamped_log_ratio(logprobs, sampler_logprobs).exp(), 0)
     return MismatchSums(
         abs_delta=delta.sum(),
         abs_delta_max=torch.cat([delta, delta.new_zeros(1)]).max(),
         weight=weights.sum(),
         weight_squared=weights.square().sum(),
-        k3=k3(sampler_logprobs, logprobs).sum(),
+        k3=torch.where(counted, k3(sampler_logprobs, logprobs), 0).sum(),
     )
 
 

@@ -71,13 +71,21 @@ def _broken(rule: HealthRule, window: Sequence[float], mean: float, best: float 
 def require_known_metrics(rules: Sequence[HealthRule], records: Sequence[StepRecord]) -> None:
     """
     Raises:
-        ConfigError: a rule's metric is in none of ``records``, those of at least one rollout batch.
+        ConfigError: a rule's metric is in none of ``records``, those of at least one rollout batch, although they had
+            what it could have been measured on.
     """
-    known = sorted({name for record in records for name in record.metrics})
+    known = {name for record in records for name in record.metrics}
+    # a step leaves out means over nothing: over graded completions, and over tokens that have an advantage
+    not_yet: tuple[str, ...] = ()
+    if "reward/ungraded" in known and "reward/mean" not in known:
+        not_yet += ("reward/",)
+    if "loss/total" in known and "loss/entropy" not in known:
+        not_yet += ("loss/", "rollout/")
     for rule in rules:
-        if rule.metric not in known:
+        if rule.metric not in known and not rule.metric.startswith(not_yet):
             raise ConfigError(
-                f"a health rule looks at {rule.metric!r}, which no step has logged. Take one of: {', '.join(known)}."
+                f"a health rule looks at {rule.metric!r}, which no step has logged. Take one of: "
+                f"{', '.join(sorted(known))}."
             )
 
 

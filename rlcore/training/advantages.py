@@ -36,22 +36,16 @@ class ScoredGroup:
     baseline: Score | None  # of the greedy completion, where the estimator wants one
 
     def has_signal(self, algorithm: AlgorithmConfig) -> bool:
-        """Whether its completions can be told apart: rewards differ, or one differs from the greedy baseline; for
-        pass@k, the best of k is not the same for every k of them."""
-        graded = [r.score.reward for r in self.group.rollouts if r.score.graded]
-        if isinstance(algorithm.advantage, PassAtKAdvantage):
-            rewards = torch.tensor([graded], dtype=torch.float64)
-            every = torch.ones_like(rewards, dtype=torch.bool)
-            return bool(estimators.pass_at_k(rewards, every, k=algorithm.advantage.k).signal)
-        if self.baseline is not None and self.baseline.graded:
-            return any(abs(reward - self.baseline.reward) > estimators.MIN_SPREAD for reward in graded)
-        return len(graded) >= 2 and max(graded) - min(graded) > estimators.MIN_SPREAD
+        """Whether the estimator, given the scores of this group alone, has an advantage other than 0 for any of its
+        completions. What an estimator compares with other groups, and a KL in the reward, are not known here."""
+        penalties = [np.zeros(sample.num_tokens, np.float32) for sample in self.samples]
+        return bool(_estimate([self], penalties, algorithm, kl_coefficient=0.0).signal)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepAdvantages:
     samples: list[TrainingSample]  # in the order of the groups, advantages attached
-    signal: list[bool]  # of each group
+    signal: list[bool]  # of each group, among those of the step: ``Advantages.signal``
     kl_penalty: float | None  # mean per trained token of the KL in the reward, nats, before the coefficient
 
 
@@ -68,31 +62,30 @@ def attach_advantages(
     penalties = [
         _penalties(sample, algorithm) if in_reward else np.zeros(sample.num_tokens, np.float32) for sample in samples
     ]
-    scores = [[r.score for r in g.group.rollouts] for g in groups]
-    graded = torch.tensor([[score.graded for score in row] for row in scores])
-    totals = torch.tensor([float(p.sum(dtype=np.float64)) for p in penalties], dtype=torch.float64)
-    rewards = torch.tensor([[score.reward for score in row] for row in scores], dtype=torch.float64)
-    rewards = rewards - kl_coefficient * totals.view(rewards.shape)
-
-    found = _estimate(groups, samples, penalties, rewards, graded, algorithm, kl_coefficient)
+    found = _estimate(groups, penalties, algorithm, kl_coefficient)
     rows = found.values.flatten(0, 1)
     with_advantages = [replace(s, advantages=_of_tokens(s, row)) for s, row in zip(samples, rows, strict=True)]
     mean_penalty = None
     if in_reward:
         with_advantages = [replace(s, ref_logprobs=None) for s in with_advantages]
-        mean_penalty = float(totals.sum()) / max(1, sum(s.num_trained for s in samples))
+        mean_penalty = sum(_total(p) for p in penalties) / max(1, sum(s.num_trained for s in samples))
     return StepAdvantages(with_advantages, found.signal.tolist(), mean_penalty)
 
 
 def _estimate(
-    groups: Sequence[ScoredGroup],
-    samples: Sequence[TrainingSample],
-    penalties: Sequence[Floats],
-    rewards: Tensor,
-    graded: Tensor,
-    algorithm: AlgorithmConfig,
-    kl_coefficient: float,
+    groups: Sequence[ScoredGroup], penalties: Sequence[Floats], algorithm: AlgorithmConfig, kl_coefficient: float
 ) -> estimators.Advantages:
+    """
+    Args:
+        penalties: KL per token of each sample, in the order of the groups.
+    """
+    samples = [sample for group in groups for sample in group.samples]
+    scores = [[r.score for r in g.group.rollouts] for g in groups]
+    graded = torch.tensor([[score.graded for score in row] for row in scores])
+    rewards = torch.tensor([[score.reward for score in row] for row in scores], dtype=torch.float64)
+    rewards = rewards - kl_coefficient * torch.tensor([_total(p) for p in penalties], dtype=torch.float64).view(
+        rewards.shape
+    )
     choice = algorithm.advantage
     match choice:
         case GrpoAdvantage():
@@ -139,6 +132,10 @@ def _returns(
         returns[row, : len(own)] = torch.from_numpy(score - coefficient * to_go)
         tokens[row, : len(own)] = True
     return returns, tokens
+
+
+def _total(penalties: Floats) -> float:
+    return float(penalties.sum(dtype=np.float64))
 
 
 def _penalties(sample: TrainingSample, algorithm: AlgorithmConfig) -> Floats:

@@ -24,7 +24,7 @@ from rlcore.training.drawing import Drawn, draw_problems, with_pass_rates
 from rlcore.training.partial import partial_batch
 from rlcore.training.state import TrainState
 from rlcore.training.ungraded import require_graded
-from rlcore.types import Problem, RolloutGroup, Score, TrainingSample
+from rlcore.types import Problem, Score, TrainingSample
 
 if TYPE_CHECKING:
     from rlcore.training.loop import TrainingRun
@@ -35,7 +35,7 @@ class Collected:
     """What a step trains on, and what became of everything that was sampled for it."""
 
     groups: list[ScoredGroup]  # of the step
-    generated: list[RolloutGroup]  # for this step, kept or not; never empty
+    generated: Sequence[ScoredGroup]  # for this step, kept or not; empty where the buffer alone fills the step
     drawn: Drawn
     age_max: int  # optimizer steps between the policy of the oldest token and the one that trains on it
     stale: bool = False  # the sampler's log-probs are those of older policies
@@ -113,7 +113,7 @@ def _collected(run: TrainingRun, state: TrainState, clock: Clock) -> tuple[Colle
     samples = with_policy_logprobs(run, _samples(draw, run.config), clock)  # beside the grading
     groups = _graded(run, draw, samples, clock)
     state = _with_pass_rates(state, draw, groups, run.config)
-    return Collected(groups, [g.group for g in groups], draw.drawn, age_max=0), state
+    return Collected(groups, groups, draw.drawn, age_max=0), state
 
 
 def with_following(state: TrainState, collected: Collected, clock: Clock) -> tuple[TrainState, Collected]:
@@ -161,7 +161,7 @@ def _perhaps_stale(
 ) -> Collected:
     trained = _completed(run, groups, clock)
     age = max(state.step - sample.policy_version for group in trained for sample in group.samples)
-    return Collected(trained, [g.group for g in groups], drawn, age, stale=age > 0)
+    return Collected(trained, groups, drawn, age, stale=age > 0)
 
 
 def _beside(run: TrainingRun, state: TrainState, step: int) -> _Following:
@@ -184,12 +184,14 @@ def _with_batch(run: TrainingRun, state: TrainState, step: int, clock: Clock) ->
 def _until_full(
     run: TrainingRun, state: TrainState, dynamic: DynamicSamplingConfig, clock: Clock
 ) -> tuple[Collected, TrainState]:
+    """Groups that wait in the buffer go first, then those of as many rounds as it takes to fill the step. A buffer that
+    holds a whole step (of a run that is continued with a smaller batch) is trained on before anything is sampled."""
     wanted = run.config.training.problems_per_step
-    ages = [state.step - group.samples[0].policy_version for group in state.buffer]
-    waiting = [group for group, age in zip(state.buffer, ages, strict=True) if age <= dynamic.max_staleness]
+    fresh = [group for group in state.buffer if state.step - group.samples[0].policy_version <= dynamic.max_staleness]
+    waiting, left = fresh[:wanted], fresh[wanted:]
     found: list[ScoredGroup] = []
     without_signal: list[ScoredGroup] = []
-    drawn = Drawn(dropped_stale=len(state.buffer) - len(waiting))
+    drawn = Drawn(dropped_stale=len(state.buffer) - len(fresh))
     while len(waiting) + len(found) < wanted and drawn.rounds < dynamic.max_rounds:
         draw, state = _sample(run, state, state.step, f"+{drawn.rounds}" if drawn.rounds else "", clock)
         groups = _graded(run, draw, _samples(draw, run.config), clock)
@@ -198,7 +200,7 @@ def _until_full(
             (found if group.has_signal(run.config.algorithm) else without_signal).append(group)
         drawn += draw.drawn
     _end_sampling(run, clock)
-    generated = [g.group for g in (*found, *without_signal)]
+    generated = [*found, *without_signal]
     missing = max(0, wanted - len(waiting) - len(found))
     if missing and dynamic.if_short == "fail":
         raise StarvedError(
@@ -206,18 +208,18 @@ def _until_full(
             f"and {wanted - len(waiting)} were needed. Raise algorithm.dynamic_sampling.max_rounds, take easier or "
             "harder problems, or set algorithm.dynamic_sampling.if_short to fill."
         )
-    room = wanted - len(waiting)  # at least 1: what is left of a round is always less than a step
-    step = _completed(run, [*found[:room], *without_signal[:missing]], clock)
+    room = wanted - len(waiting)
+    step = _completed(run, [*waiting, *found[:room], *without_signal[:missing]], clock)
     surplus = _completed(run, found[room:], clock, whole=True) if dynamic.max_staleness > 0 else []
     collected = Collected(
-        groups=[*waiting, *step],
+        groups=step,
         generated=generated,
         drawn=drawn,
-        age_max=max((age for age in ages if age <= dynamic.max_staleness), default=0),
+        age_max=max((state.step - group.samples[0].policy_version for group in waiting), default=0),
         filled=missing,
         from_buffer=len(waiting),
     )
-    return collected, replace(state, buffer=tuple(surplus))
+    return collected, replace(state, buffer=(*left, *surplus))
 
 
 def _sample(run: TrainingRun, state: TrainState, step: int, round_: str, clock: Clock) -> tuple[_Draw, TrainState]:
@@ -281,29 +283,38 @@ def _graded(run: TrainingRun, draw: _Draw, samples: Sequence[TrainingSample], cl
 
 
 def with_policy_logprobs(
-    run: TrainingRun, samples: list[TrainingSample], clock: Clock, *, whole: bool = False
+    run: TrainingRun, samples: Sequence[TrainingSample], clock: Clock, *, whole: bool = False
 ) -> list[TrainingSample]:
-    """Samples with old and reference log-probs, where the config needs them.
+    """Samples with old and reference log-probs, where the config needs them. Those that are there already stay: they
+    are of the policy that sampled.
 
     Args:
         whole: the samples are not those of one step, to be split into its updates.
     """
     config = run.config
-    if not samples:
-        return samples
     with clock("old_logprobs"):
         if needs_old_logprobs(config):
-            # per update, so that each update repeats the very microbatches and its ratio starts at exactly 1
             parts = [samples] if whole else split(samples, config.training.updates_per_batch)
-            old = [scored for part in parts for scored in run.workers.logprobs(part)]
-            samples = [
-                replace(s, old_logprobs=o.logprobs, log_kept=o.log_kept) for s, o in zip(samples, old, strict=True)
-            ]
+            samples = [sample for part in parts for sample in _with_old_logprobs(run, part)]
     with clock("ref_logprobs"):
-        if config.algorithm.kl.coefficient > 0:
-            reference = run.workers.reference_logprobs(samples)
-            samples = [replace(s, ref_logprobs=r.logprobs) for s, r in zip(samples, reference, strict=True)]
-    return samples
+        missing = [sample for sample in samples if sample.ref_logprobs is None]
+        if config.algorithm.kl.coefficient > 0 and missing:
+            reference = iter(run.workers.reference_logprobs(missing))
+            samples = [
+                s if s.ref_logprobs is not None else replace(s, ref_logprobs=next(reference).logprobs) for s in samples
+            ]
+    return list(samples)
+
+
+def _with_old_logprobs(run: TrainingRun, update: Sequence[TrainingSample]) -> Sequence[TrainingSample]:
+    """The samples of one update. All of them go through the pass, also those whose values stay: the microbatches are
+    then those of the update, so that its ratio starts at exactly 1."""
+    if all(sample.old_logprobs is not None for sample in update):
+        return update
+    return [
+        s if s.old_logprobs is not None else replace(s, old_logprobs=scored.logprobs, log_kept=scored.log_kept)
+        for s, scored in zip(update, run.workers.logprobs(update), strict=True)
+    ]
 
 
 def needs_old_logprobs(config: ExperimentConfig) -> bool:
@@ -319,9 +330,7 @@ def _completed(
     run: TrainingRun, groups: Sequence[ScoredGroup], clock: Clock, *, whole: bool = False
 ) -> list[ScoredGroup]:
     """Groups with the log-probs of ``with_policy_logprobs``."""
-    updates = run.config.training.updates_per_batch
-    flat = [sample for group in groups for sample in group.samples]
-    rest = iter(with_policy_logprobs(run, flat, clock, whole=whole or len(groups) % updates != 0))
+    rest = iter(with_policy_logprobs(run, [s for group in groups for s in group.samples], clock, whole=whole))
     return [replace(group, samples=tuple(next(rest) for _ in group.samples)) for group in groups]
 
 

@@ -92,10 +92,12 @@ def train(run: TrainingRun, state: TrainState, *, until_step: int, should_stop: 
                 workers.sync_weights(state.step)
 
         drawn, peak = collected.drawn.tokens, workers.peak_memory_bytes()
-        metrics[-1] |= rollout_metrics(collected.generated, drawn, clock.seconds, peak)
+        metrics[-1] |= rollout_metrics(collected.generated, config.algorithm, drawn, clock.seconds, peak)
         metrics[-1] |= performance_metrics(work, clock.seconds["update"], workers.size, workers.device_name)
         metrics[-1] |= collection_metrics(collected, advantages, state)
-        run.on_batch(last_step, collected.generated, [group.group for group in collected.groups])
+        run.on_batch(
+            last_step, *([scored.group for scored in groups] for groups in (collected.generated, collected.groups))
+        )
         for step, values in enumerate(metrics, start=state.step - len(metrics) + 1):
             run.sink.step(step, values)
         if diverged:  # only now, so that the journal holds the steps that explain it

@@ -1,8 +1,19 @@
 """Names and denominators of what is logged each step.
 
 ``reward/ rollout/`` describe the batch that was sampled, ``loss/ optim/`` the optimizer step, ``time/`` seconds per
-phase, ``perf/`` what the updates computed and how near to the chip's limit, ``system/`` the machine. Token means divide
-by the trained tokens of the step, sequence means by its sequences.
+phase, ``perf/`` what the updates computed and how near to the chip's limit, ``system/`` the machine.
+
+Each metric has one denominator, which no other setting changes:
+
+- ``loss/total`` and ``loss/policy``: that of ``algorithm.aggregation``, over all tokens or sequences of the step.
+- ``loss/kl_ref``: all trained tokens of the step.
+- Every other token mean, share or maximum of ``update_metrics``: the trained tokens of the step whose advantage is not
+  0. Without a KL term and with one update per batch, other sequences are not computed at all, because they cannot move
+  the policy; with them in the mean, it would be over other problems as soon as ``algorithm.kl.coefficient`` is not 0.
+- ``reward/``: the graded completions of the batch; ``reward/ungraded`` and other shares of completions: all of them.
+- Shares of groups: all groups of the batch.
+
+A mean over nothing is left out, never 0.
 """
 
 from __future__ import annotations
@@ -11,51 +22,55 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from rlcore.algorithms.advantage import MIN_SPREAD
-from rlcore.algorithms.filtering import OutcomeCounts, count_outcomes, group_outcome
+from rlcore.algorithms.filtering import GroupOutcome, count_outcomes, group_outcome
 from rlcore.algorithms.flops import Work, utilisation
-from rlcore.training.advantages import StepAdvantages
+from rlcore.config import AlgorithmConfig
+from rlcore.training.advantages import ScoredGroup, StepAdvantages
 from rlcore.training.collection import Collected
 from rlcore.training.state import TrainState
 from rlcore.training.step import UpdateResult
-from rlcore.types import RolloutGroup
+from rlcore.types import RolloutGroup, Score
 
 MISMATCH_ALARM = 0.01  # nats per token: beyond it the sampler's numbers are not the trainer's, and ratios lie
 
 
 def update_metrics(result: UpdateResult, kl_coefficient: float, *, stale: bool = False) -> dict[str, float]:
-    """loss/ and optim/ of one optimizer step, and how far sampler and trainer are apart.
+    """loss/ and optim/ of one optimizer step, and how far sampler and trainer are apart. Where no token has an
+    advantage other than 0, the means over such tokens are left out.
 
     Args:
         stale: an older policy has sampled, so that this distance is no fault.
     """
-    sums = result.sums
-    tokens = max(1.0, float(sums.tokens))  # none where every completion was masked
-
-    def per_token(value: object) -> float:
-        return float(value) / tokens  # type: ignore[arg-type]
-
-    return {
+    sums, tokens = result.sums, float(result.sums.tokens)
+    found = {
         "loss/total": float(sums.policy_loss) + kl_coefficient * float(sums.kl_loss),
         "loss/policy": float(sums.policy_loss),
         "loss/kl_coefficient": kl_coefficient,
-        "loss/kl_ref": per_token(sums.kl_ref),
-        "loss/kl_old": per_token(sums.loss.kl_k3),
-        "loss/entropy": per_token(sums.entropy),
-        "loss/clip_fraction": per_token(sums.loss.clipped_low + sums.loss.clipped_high),
-        "loss/clip_fraction_low": per_token(sums.loss.clipped_low),
-        "loss/clip_fraction_high": per_token(sums.loss.clipped_high),
-        "loss/ratio_mean": per_token(sums.loss.ratio),
-        "loss/ratio_max": float(sums.loss.ratio_max),
+        "loss/kl_ref": float(sums.kl_ref) / max(1.0, float(sums.computed)),  # 0 where every completion was masked
         "optim/grad_norm": result.grad_norm,
         "optim/skipped": float(result.skipped),
-        "rollout/abs_delta_logprob_mean": per_token(sums.mismatch.abs_delta),
-        "rollout/mismatch_alarm": float(not stale and per_token(sums.mismatch.abs_delta) > MISMATCH_ALARM),
+        "rollout/mismatch_alarm": float(not stale and float(sums.mismatch.abs_delta) > MISMATCH_ALARM * tokens),
+    }
+    if not tokens:
+        return found
+    means = {
+        "loss/kl_old": sums.loss.kl_k3,
+        "loss/entropy": sums.entropy,
+        "loss/clip_fraction": sums.loss.clipped_low + sums.loss.clipped_high,
+        "loss/clip_fraction_low": sums.loss.clipped_low,
+        "loss/clip_fraction_high": sums.loss.clipped_high,
+        "loss/ratio_mean": sums.loss.ratio,
+        "rollout/abs_delta_logprob_mean": sums.mismatch.abs_delta,
+        "rollout/effective_sample_size": sums.mismatch.effective_sample_size(),
+        "rollout/kl_sampler_trainer": sums.mismatch.k3,
+        "rollout/importance_weight_mean": sums.importance,
+        "rollout/importance_masked": sums.importance_zero,
+    }
+    return {
+        **found,
+        **{name: float(value) / tokens for name, value in means.items()},
+        "loss/ratio_max": float(sums.loss.ratio_max),
         "rollout/abs_delta_logprob_max": float(sums.mismatch.abs_delta_max),
-        "rollout/effective_sample_size": per_token(sums.mismatch.effective_sample_size()),
-        "rollout/kl_sampler_trainer": per_token(sums.mismatch.k3),
-        "rollout/importance_weight_mean": per_token(sums.importance),
-        "rollout/importance_masked": per_token(sums.importance_zero),
     }
 
 
@@ -80,13 +95,13 @@ def performance_metrics(work: Work, seconds: float, devices: int, device_name: s
 
 def collection_metrics(collected: Collected, advantages: StepAdvantages, state: TrainState) -> dict[str, float]:
     """What was kept of what was generated, and what the trained groups were worth."""
-    kept = [group.group for group in collected.groups]
-    rewards = [rollout.score.reward for group in kept for rollout in group.rollouts]
+    scores = [rollout.score for group in collected.groups for rollout in group.group.rollouts]
+    rewards = [score.reward for score in scores if score.graded]
     found = {
-        "reward/trained_mean": float(np.mean(rewards)),
+        **({"reward/trained_mean": float(np.mean(rewards))} if rewards else {}),
         "rollout/trained_zero_signal": 1 - sum(advantages.signal) / len(advantages.signal),
         "rollout/groups_generated": float(len(collected.generated)),
-        "rollout/groups_trained": float(len(kept)),
+        "rollout/groups_trained": float(len(collected.groups)),
         "rollout/groups_filled": float(collected.filled),
         "rollout/groups_from_buffer": float(collected.from_buffer),
         "rollout/groups_buffered": float(len(state.buffer)),
@@ -103,30 +118,34 @@ def collection_metrics(collected: Collected, advantages: StepAdvantages, state: 
 
 
 def rollout_metrics(
-    groups: Sequence[RolloutGroup],
+    groups: Sequence[ScoredGroup],
+    algorithm: AlgorithmConfig,
     drawn: int,
     seconds: Mapping[str, float],
     peak_memory_bytes: int,
 ) -> dict[str, float]:
     """reward/, rollout/, time/ and system/ of one rollout batch.
 
+    reward/ covers the graded completions, but for ``ungraded``, which is a share of all; without a graded completion it
+    holds nothing else. ``all_right``, ``all_wrong`` and ``zero_signal`` are shares of the groups. Where nothing was
+    generated, only time/ and the peak memory are known.
+
     Args:
         groups: that were generated for this step.
         drawn: completion tokens, in the seconds of this step, of which ``generate_beside`` overlap with others.
     """
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
-    rewards = np.array([r.score.reward for r in rollouts])
+    known = {f"time/{phase}": value for phase, value in seconds.items()}
+    known["system/peak_memory_gib"] = peak_memory_bytes / 2**30
+    if not groups:
+        return known
+    rollouts = [rollout for scored in groups for rollout in scored.group.rollouts]
     lengths = np.array([len(r.completion.token_ids) for r in rollouts])
-    prompts = sum(len(g.prompt_token_ids) * len(g.rollouts) for g in groups)
-    outcomes = _outcomes(groups)
-    graded = [r.score for r in rollouts if r.score.graded]
-    parts = sorted({name for score in graded for name in score.parts})
+    prompts = sum(len(scored.group.prompt_token_ids) * len(scored.group.rollouts) for scored in groups)
+    outcomes = count_outcomes((_outcome(scored.group), scored.has_signal(algorithm)) for scored in groups)
     tokens = int(lengths.sum())
     return {
-        "reward/mean": float(rewards.mean()),
-        "reward/std": float(rewards.std()),
-        **{f"reward/{name}": float(np.mean([s.parts[name] for s in graded if name in s.parts])) for name in parts},
-        "reward/ungraded": 1 - len(graded) / len(rollouts),
+        **known,
+        **_reward_metrics([rollout.score for rollout in rollouts]),
         "rollout/all_right": outcomes.all_right / outcomes.groups,
         "rollout/all_wrong": outcomes.all_wrong / outcomes.groups,
         "rollout/zero_signal": outcomes.zero_signal / outcomes.groups,
@@ -134,20 +153,25 @@ def rollout_metrics(
         "rollout/completion_tokens_mean": float(lengths.mean()),
         "rollout/completion_tokens_max": float(lengths.max()),
         "rollout/prompt_tokens_mean": prompts / len(rollouts),
-        **{f"time/{phase}": value for phase, value in seconds.items()},
         "system/tokens_per_second": (prompts + tokens) / seconds["step"],
         "system/generated_tokens_per_second": drawn
         / (seconds.get("generate", 0.0) + seconds.get("generate_beside", 0.0)),
-        "system/peak_memory_gib": peak_memory_bytes / 2**30,
     }
 
 
-def _outcomes(groups: Sequence[RolloutGroup]) -> OutcomeCounts:
-    pairs = []
-    for group in groups:
-        scores = [rollout.score for rollout in group.rollouts]
-        graded = [score.graded for score in scores]
-        rewards = [score.reward for score in scores if score.graded]
-        outcome = group_outcome([score.parts.get("accuracy", score.reward) for score in scores], graded)
-        pairs.append((outcome, len(rewards) >= 2 and max(rewards) - min(rewards) > MIN_SPREAD))
-    return count_outcomes(pairs)
+def _reward_metrics(scores: Sequence[Score]) -> dict[str, float]:
+    graded = [score for score in scores if score.graded]
+    found = {"reward/ungraded": 1 - len(graded) / len(scores)}
+    if not graded:
+        return found
+    rewards = [score.reward for score in graded]
+    found |= {"reward/mean": float(np.mean(rewards)), "reward/std": float(np.std(rewards))}
+    for name in sorted({name for score in graded for name in score.parts}):
+        found[f"reward/{name}"] = float(np.mean([s.parts[name] for s in graded if name in s.parts]))
+    return found
+
+
+def _outcome(group: RolloutGroup) -> GroupOutcome:
+    scores = [rollout.score for rollout in group.rollouts]
+    accuracy = [score.parts.get("accuracy", score.reward) for score in scores]
+    return group_outcome(accuracy, [score.graded for score in scores])

@@ -50,12 +50,17 @@ class PolicyTokens(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepSums:
-    """[] tensors over the trained tokens of a step; sums unless said otherwise. Merge microbatches, then ranks."""
+    """[] tensors, sums over a step unless said otherwise. Merge microbatches, then ranks.
 
-    tokens: Tensor  # trained
+    Everything without a note of its own is over the ``tokens``: those whose advantage is not 0. The trainer leaves out
+    sequences that cannot move the policy, and whether it may depends on the KL term; these tokens are always there.
+    """
+
+    tokens: Tensor  # trained, with an advantage other than 0
+    computed: Tensor  # all trained tokens that were computed; with a KL term these are all trained tokens of the step
     policy_loss: Tensor  # weighted: already the step's mean once everything is merged
     kl_loss: Tensor  # weighted, before the coefficient
-    kl_ref: Tensor  # KL(policy || reference) in the configured estimator, nats
+    kl_ref: Tensor  # KL(policy || reference) in the configured estimator, nats, over ``computed``
     entropy: Tensor  # nats
     importance: Tensor  # weights against the mismatch of sampler and trainer
     importance_zero: Tensor  # tokens that they leave out
@@ -69,6 +74,7 @@ class StepSums:
 
         return cls(
             tokens=none(),
+            computed=none(),
             policy_loss=none(),
             kl_loss=none(),
             kl_ref=none(),
@@ -82,6 +88,7 @@ class StepSums:
     def merge(self, other: StepSums) -> StepSums:
         return StepSums(
             tokens=self.tokens + other.tokens,
+            computed=self.computed + other.computed,
             policy_loss=self.policy_loss + other.policy_loss,
             kl_loss=self.kl_loss + other.kl_loss,
             kl_ref=self.kl_ref + other.kl_ref,
@@ -118,7 +125,7 @@ class UpdateResult:
     skipped: bool  # the gradient was not finite
 
 
-_OWN = ("tokens", "policy_loss", "kl_loss", "kl_ref", "entropy", "importance", "importance_zero")
+_OWN = ("tokens", "computed", "policy_loss", "kl_loss", "kl_ref", "entropy", "importance", "importance_zero")
 
 
 def _from_row(values: Tensor) -> StepSums:
@@ -163,16 +170,18 @@ def microbatch_loss(
         weighted = (weights * per_token).sum()
         loss = policy + kl_coefficient * weighted
         kl_loss, kl_ref = weighted.detach(), per_token.detach().sum()
+    counted = batch.advantages.ne(0)
     sums = StepSums(
-        tokens=lengths.sum(),
+        tokens=counted.sum(),
+        computed=lengths.sum(),
         policy_loss=policy.detach(),
         kl_loss=kl_loss,
         kl_ref=kl_ref,
-        entropy=tokens.entropy.sum(),
-        importance=importance.sum(),
-        importance_zero=importance.eq(0).sum(),
-        loss=loss_sums(losses, logprobs, old),
-        mismatch=mismatch(old, sampler),
+        entropy=torch.where(counted, tokens.entropy, 0).sum(),
+        importance=torch.where(counted, importance, 0).sum(),
+        importance_zero=(counted & importance.eq(0)).sum(),
+        loss=loss_sums(losses, logprobs, old, counted),
+        mismatch=mismatch(old, sampler, counted),
     )
     return loss, sums
 

@@ -197,6 +197,42 @@ def test_the_sampler_gets_every_tensor_of_the_state_dict(tiny_model: Path) -> No
         assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
+def test_no_metric_of_the_step_depends_on_the_kl_coefficient(tiny_model: Path) -> None:
+    """Without a KL term three of eight samples are not computed, with one all are: the means stay those over the tokens
+    with an advantage, whether the ratio is 1 or (``old_logprobs``) not."""
+    from rlcore.distributed.group import LocalRanks, WorkerGroup
+    from rlcore.training.metrics import update_metrics
+
+    samples = [flat(s) if i in (1, 4, 5) else s for i, s in enumerate(toy.samples(8))]
+
+    def metrics(coefficient: float, *, old: bool, samples: list[TrainingSample] = samples) -> dict[str, float]:
+        settings = toy.config(kl={"coefficient": coefficient})
+        policy = toy.policy(tiny_model, settings)
+        workers = WorkerGroup(LocalRanks(policy), settings)
+        if coefficient > 0:
+            reference = policy.logprobs([samples], reference=True)[0]
+            samples = [replace(s, ref_logprobs=r.logprobs) for s, r in zip(samples, reference, strict=True)]
+        if old:
+            samples = [replace(s, old_logprobs=s.sampler_logprobs) for s in samples]
+        return update_metrics(workers.update(samples, 0.0, coefficient), coefficient)
+
+    of_the_objective = {"loss/total", "loss/kl_coefficient", "loss/kl_ref", "optim/grad_norm"}
+    for old in (False, True):
+        without, with_kl = metrics(0.0, old=old), metrics(0.1, old=old)
+        assert without.keys() == with_kl.keys()
+        for name in without.keys() - of_the_objective:
+            assert without[name] == pytest.approx(with_kl[name], rel=1e-5, abs=1e-6), name
+    trained = [s for i, s in enumerate(samples) if i not in (1, 4, 5)]
+    values = np.concatenate([huggingface_logprobs(tiny_model, s, 0.9)[s.loss_mask] for s in trained])
+    sampler = np.concatenate([s.sampler_logprobs[s.loss_mask] for s in trained])
+    apart = metrics(0.0, old=False)["rollout/abs_delta_logprob_mean"]
+    assert apart == pytest.approx(np.abs(values - sampler).mean(), rel=1e-4)
+
+    left_out = metrics(0.0, old=False).keys() - metrics(0.0, old=False, samples=[flat(s) for s in samples]).keys()
+    assert {"loss/entropy", "loss/ratio_mean", "rollout/effective_sample_size"} <= left_out
+    assert "rollout/mismatch_alarm" not in left_out
+
+
 def test_leaving_out_samples_without_gradient_changes_nothing(tiny_model: Path) -> None:
     """The group drops them before the update and keeps them in the denominators; the step taken is the same."""
     from rlcore.distributed.group import LocalRanks, WorkerGroup, has_gradient

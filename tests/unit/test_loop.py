@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
 import torch
 
 from rlcore.algorithms.flops import NOTHING, Work
-from rlcore.config import ExperimentConfig
+from rlcore.config import ExperimentConfig, HealthRule
 from rlcore.errors import DivergedError
+from rlcore.segment.adjustments import Adjustments
+from rlcore.segment.health import HealthWatch
 from rlcore.segment.journal import MetricJournal, read_journal
+from rlcore.training.clock import Clock
+from rlcore.training.collection import collect
 from rlcore.training.loop import TrainingRun, train
 from rlcore.training.state import TrainState
 from rlcore.training.step import StepSums, UpdateResult
-from rlcore.types import RolloutGroup, TrainingSample
+from rlcore.types import Completion, Problem, RolloutGroup, Score, TrainingSample
 from tests.unit import test_collection as toy
 
 KL = {"kl": {"coefficient": 0.1, "adaptive": {"target": 0.1, "horizon": 100}}}
@@ -34,13 +40,16 @@ class Trainers(toy.Workers):
         self.kls = list(kls)
         self.coefficients: list[float] = []
         self.rates: list[float] = []
+        self.updated: list[Sequence[TrainingSample]] = []
 
     def update(self, samples: Sequence[TrainingSample], learning_rate: float, kl_coefficient: float) -> UpdateResult:
         kl = self.kls.pop(0)
         self.coefficients.append(kl_coefficient)
         self.rates.append(learning_rate)
+        self.updated.append(samples)
         tokens = torch.tensor(float(sum(s.num_trained for s in samples)))
-        sums = dataclasses.replace(StepSums.zero(torch.device("cpu")), tokens=tokens, kl_ref=kl * tokens)
+        sums = dataclasses.replace(StepSums.zero(torch.device("cpu")), computed=tokens, kl_ref=kl * tokens)
+        sums = dataclasses.replace(sums, tokens=tokens)
         return UpdateResult(sums, grad_norm=kl, skipped=not math.isfinite(kl))
 
     def work(self, samples: Sequence[TrainingSample]) -> Work:
@@ -117,3 +126,126 @@ def test_a_diverging_batch_that_is_cut_short_journals_the_steps_it_took(tmp_path
     with pytest.raises(DivergedError, match="the last one step 3"):
         train(run, TrainState(), until_step=8, should_stop=never)
     assert [r.step for r in read_journal(tmp_path / "journal.jsonl")] == [1, 2, 3]
+
+
+class Silent(toy.Grader):
+    """Gives no verdict on some completions, by their text."""
+
+    def __init__(self, rewards: dict[str, list[float]], ungraded: Callable[[str], bool]) -> None:
+        super().__init__(rewards)
+        self._ungraded = ungraded
+
+    def submit(self, problems: Sequence[Problem], completions: Sequence[Completion]) -> Future[list[Score]]:
+        scores = super().submit(problems, completions).result()
+        future: Future[list[Score]] = Future()
+        future.set_result(
+            [
+                Score(0.0, {}, graded=False) if self._ungraded(completion.text) else score
+                for score, completion in zip(scores, completions, strict=True)
+            ]
+        )
+        return future
+
+
+ANY_SHARE = {"name": "math", "max_ungraded_share": 1.0}
+
+
+def test_ungraded_completions_enter_no_mean_and_no_deviation(tmp_path: Path):
+    run = wired(toy.config(reward=ANY_SHARE), [0.1], tmp_path / "journal.jsonl")
+    rewards = {problem.problem_id: [0.25, 0.75] for problem in toy.PROBLEMS}
+    silent = toy.order(2)
+    grader = Silent(rewards, lambda text: text in (f"{silent[0]}/0", f"{silent[1]}/0"))
+    train(dataclasses.replace(run, grader=grader), TrainState(), until_step=1, should_stop=never)
+    (found,) = metrics_of(tmp_path / "journal.jsonl")
+    graded = [0.75, 0.75, 0.25, 0.75, 0.25, 0.75]  # as zeros the other two would make this 0.4375
+    assert found["reward/mean"] == found["reward/trained_mean"] == pytest.approx(sum(graded) / 6)
+    assert found["reward/std"] == pytest.approx(statistics.pstdev(graded))
+    assert found["reward/accuracy"] == found["reward/mean"]
+    assert found["reward/ungraded"] == 0.25
+
+
+def test_where_nothing_is_graded_there_is_no_mean(tmp_path: Path):
+    rule = HealthRule.model_validate({"metric": "reward/mean", "below": 0.1, "for_steps": 1, "action": "pause"})
+    run = wired(toy.config(reward=ANY_SHARE), [0.1], tmp_path / "journal.jsonl")
+    run = dataclasses.replace(run, grader=Silent({}, lambda text: True))
+    train(run, TrainState(), until_step=1, should_stop=never)
+    (record,) = read_journal(tmp_path / "journal.jsonl")
+    assert {name for name in record.metrics if name.startswith("reward/")} == {"reward/ungraded"}
+    assert record.metrics["reward/ungraded"] == record.metrics["rollout/zero_signal"] == 1
+    assert not HealthWatch([rule], [record], Adjustments()).broken()  # nor is its name unknown
+
+
+def dynamic(size: int, **more: object) -> ExperimentConfig:
+    algorithm = {"kl": {"coefficient": 0.0}, "dynamic_sampling": {"max_rounds": 3, "max_staleness": 2}}
+    return toy.config(algorithm=algorithm, training={"problems_per_step": size, "steps": 8, **more})
+
+
+def test_a_buffer_that_holds_more_than_a_step_is_trained_on_before_anything_is_sampled(tmp_path: Path):
+    """As that of a run which is continued with a smaller batch."""
+    stream = toy.order(16)
+    before = toy.wired(dynamic(8), {stream[0]: toy.WRONG})
+    _, state = collect(before, TrainState(), Clock())
+    assert len(state.buffer) == 7
+    waiting = toy.ids(state.buffer)
+
+    trained: list[list[str]] = []
+
+    def on_batch(step: int, generated: Sequence[RolloutGroup], groups: Sequence[RolloutGroup]) -> None:
+        trained.append([group.problem.problem_id for group in groups])
+
+    run = wired(dynamic(2, updates_per_batch=2), [0.1] * 4, tmp_path / "journal.jsonl")
+    run = dataclasses.replace(run, on_batch=on_batch)
+    state = train(run, dataclasses.replace(state, step=0), until_step=4, should_stop=never)
+    assert trained == [waiting[:2], waiting[2:4]]
+    assert toy.ids(state.buffer) == waiting[4:]
+    assert run.workers.requests == []
+    ends = metrics_of(tmp_path / "journal.jsonl")[1::2]
+    assert [(m["rollout/rounds"], m["rollout/groups_from_buffer"], m["rollout/groups_generated"]) for m in ends] == [
+        (0, 2, 0),
+        (0, 2, 0),
+    ]
+
+
+def test_remax_without_a_graded_baseline_has_no_signal_in_sampling_and_in_metrics(tmp_path: Path):
+    """The rewards of the first group differ, and still every advantage is 0; those of the second are equal, and differ
+    from the baseline of 0.5."""
+    stream = toy.order(6)
+    settings = toy.config(
+        reward=ANY_SHARE,
+        algorithm={
+            "advantage": {"name": "remax"},
+            "kl": {"coefficient": 0.0},
+            "dynamic_sampling": {"max_rounds": 3, "max_staleness": 0},
+        },
+    )
+    run = wired(settings, [0.1], tmp_path / "journal.jsonl")
+    grader = Silent({stream[1]: toy.RIGHT}, lambda text: text == f"{stream[0]}/greedy")
+    batches: list[list[str]] = []
+
+    def on_batch(step: int, generated: Sequence[RolloutGroup], groups: Sequence[RolloutGroup]) -> None:
+        batches.append([group.problem.problem_id for group in groups])
+
+    run = dataclasses.replace(run, grader=grader, on_batch=on_batch)
+    train(run, TrainState(), until_step=1, should_stop=never)
+    assert batches == [stream[1:5]]
+    (found,) = metrics_of(tmp_path / "journal.jsonl")
+    assert (found["rollout/rounds"], found["rollout/zero_signal"], found["rollout/trained_zero_signal"]) == (
+        2,
+        1 / 8,
+        0,
+    )
+
+
+@pytest.mark.parametrize("updates", [1, 2])
+def test_old_log_probs_beside_a_buffer_come_from_the_passes_that_the_updates_repeat(tmp_path: Path, updates: int):
+    """Each pass is over all samples of an update, those of the buffer too, whose values stay: the plan of microbatches
+    depends on the samples alone, so it is the update's, and the ratio is exactly 1."""
+    stream = toy.order(16)
+    run = wired(dynamic(4, updates_per_batch=updates), [0.1] * 2 * updates, tmp_path / "journal.jsonl")
+    run = dataclasses.replace(run, grader=toy.Grader({stream[0]: toy.WRONG, stream[1]: toy.WRONG}))
+    train(run, TrainState(), until_step=2 * updates, should_stop=never)
+    whole = 4 * 2 // updates
+    # step 1: four fresh groups, and two that will wait; step 2: these two and two fresh ones, and two that will wait
+    first, second = [whole] * updates + [4], [whole] + [4]
+    assert run.workers.scored == first + second
+    assert all(s.old_logprobs is not None for samples in run.workers.updated for s in samples)
