@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import multiprocessing
-from collections.abc import Callable, Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from PIL import Image
@@ -85,19 +86,28 @@ def resize(spec: ResizeSpec) -> DatasetRef:
         )
 
 
+_KEPT_BYTES = 256 << 20  # 85 images of 1024 x 1024: those that the sampler and the trainer ask for one after the other
+
+
+def _decoded_bytes(ref: ImageRef) -> int:
+    return ref.width * ref.height * 3
+
+
 class ImageStore:
     """Resized images of one dataset folder, by reference.
 
-    The last ``cached`` ones stay decoded and are handed out again: do not alter them.
+    The last ``kept_bytes`` of them stay decoded and are handed out again: do not alter them.
     """
 
-    def __init__(self, folder: Path, cached: int = 64) -> None:
+    def __init__(self, folder: Path, kept_bytes: int = _KEPT_BYTES) -> None:
         self._folder = folder
-        self._cached = cached
-        self._open: Callable[[ImageRef], Image.Image] = lru_cache(maxsize=cached)(self._decode)
+        self._kept_bytes = kept_bytes
+        self._decoded: OrderedDict[ImageRef, Image.Image] = OrderedDict()
+        self._held = 0
+        self._lock = Lock()  # the sampler and the thread that reads ahead share one store
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return ImageStore, (self._folder, self._cached)  # a worker starts with an empty cache
+        return ImageStore, (self._folder, self._kept_bytes)  # a worker starts with an empty cache
 
     def read(self, ref: ImageRef) -> Image.Image:
         """The image, RGB, of exactly ``ref``'s size.
@@ -105,7 +115,19 @@ class ImageStore:
         Raises:
             StorageError: it is missing, does not decode, or has another size.
         """
-        return self._open(ref)
+        with self._lock:
+            if ref in self._decoded:
+                self._decoded.move_to_end(ref)
+                return self._decoded[ref]
+        image = self._decode(ref)
+        with self._lock:
+            if ref not in self._decoded:
+                self._decoded[ref] = image
+                self._held += _decoded_bytes(ref)
+            while self._held > self._kept_bytes:
+                oldest, _ = self._decoded.popitem(last=False)
+                self._held -= _decoded_bytes(oldest)
+        return image
 
     def _decode(self, ref: ImageRef) -> Image.Image:
         path = self._folder / IMAGES / f"{ref.sha256}.png"

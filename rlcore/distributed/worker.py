@@ -60,25 +60,58 @@ class WorkerSpec:
         return cls(0, 1, 0, device, threads, "127.0.0.1", master_port, model, dataset, config)
 
 
-class ReadAhead:
-    """What ``read`` makes of an image, made by a thread from ``start`` on; the last ``kept`` ones stay."""
+# Per rank. 80 images of 1024 x 1024 pixels, 340 of 512 x 512: a rank's share of a rollout batch of 512 problems on
+# eight ranks is 64 images, and each is wanted again for the reference's log-probs and for each epoch over the batch.
+_KEPT_BYTES = 2 << 30
 
-    def __init__(self, read: Callable[[ImageRef], ImageFeatures], kept: int = 4096) -> None:
-        self._read, self._kept = read, kept
+
+def feature_bytes(image: ImageRef) -> int:
+    """Of an image's ``pixel_values``: each pixel in 3 channels and, for a still image, twice in time, as float32."""
+    return image.width * image.height * 3 * 2 * 4
+
+
+class ReadAhead:
+    """Features of images, read by a thread from ``start`` on, or when they are wanted; at most ``kept_bytes`` stay.
+
+    ``start`` pushes out only what was used before: a batch beyond the room would otherwise lose each image before
+    training comes to it.
+    """
+
+    def __init__(self, read: Callable[[ImageRef], ImageFeatures], kept_bytes: int = _KEPT_BYTES) -> None:
+        self._read, self._room = read, kept_bytes
         self._pool = ThreadPoolExecutor(1)  # what reads images is not made for several threads
-        self._found: OrderedDict[ImageRef, Future[ImageFeatures]] = OrderedDict()
+        self._futures: OrderedDict[ImageRef, Future[ImageFeatures]] = OrderedDict()  # those used longest ago first
+        self._used: set[ImageRef] = set()
+        self.held_bytes = 0
 
     def start(self, image: ImageRef) -> None:
-        if image not in self._found:
-            self._found[image] = self._pool.submit(self._read, image)
-            if len(self._found) > self._kept:
-                self._found.popitem(last=False)
+        if image not in self._futures and self._make_room(feature_bytes(image), self._used):
+            self._submit(image)
 
     def of(self, image: ImageRef) -> ImageFeatures:
         """Waits for it; raises what reading it raised."""
-        self.start(image)
-        self._found.move_to_end(image)
-        return self._found[image].result()
+        if image not in self._futures:
+            size = feature_bytes(image)
+            if not self._make_room(size, self._used):
+                self._make_room(size, set(self._futures))
+            self._submit(image)
+        self._futures.move_to_end(image)
+        self._used.add(image)
+        return self._futures[image].result()
+
+    def _submit(self, image: ImageRef) -> None:
+        self._futures[image] = self._pool.submit(self._read, image)
+        self.held_bytes += feature_bytes(image)
+
+    def _make_room(self, size: int, removable: set[ImageRef]) -> bool:
+        """Whether ``size`` bytes fit, once as few as possible of ``removable`` are gone."""
+        for image in [image for image in self._futures if image in removable]:
+            if self.held_bytes + size <= self._room:
+                break
+            del self._futures[image]
+            self._used.discard(image)
+            self.held_bytes -= feature_bytes(image)
+        return self.held_bytes + size <= self._room
 
 
 def make_worker(spec: WorkerSpec) -> Worker | RolloutWorker:

@@ -18,7 +18,7 @@ from rlcore.errors import ModelError
 from rlcore.job import ArchitectureRef, ArchitectureSpec, job_main
 from rlcore.models.loading import auto_class, load_hf_config
 from rlcore.models.lora import language_model, vision_tower
-from rlcore.models.packed import model_shape
+from rlcore.models.packed import model_shape, tower_width
 
 _ANSWER_SECONDS = "5"
 
@@ -60,10 +60,16 @@ def architecture(hf: nn.Module, model: ModelConfig) -> Architecture:
         intermediate=text.intermediate_size,
         key_value_width=text.num_key_value_heads * head_size,
         vocabulary=text.vocab_size,
-        tower_hidden=0 if vision is None else vision.hidden_size,
-        tower_intermediate=0 if vision is None else getattr(vision, "intermediate_size", 4 * vision.hidden_size),
+        tower_hidden=0 if vision is None else tower_width(vision),
+        tower_intermediate=0 if vision is None else _tower_intermediate(vision),
         tower_layers=0 if vision is None else vision.depth,
     )
+
+
+def _tower_intermediate(vision: Any) -> int:
+    if hasattr(vision, "intermediate_size"):
+        return int(vision.intermediate_size)
+    return int(tower_width(vision) * getattr(vision, "mlp_ratio", 4))  # Qwen2-VL
 
 
 def _adapter_elements(hf: nn.Module, lora: LoraConfig) -> int:

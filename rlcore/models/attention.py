@@ -22,11 +22,27 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from rlcore.batch import Segments
+from rlcore.errors import ModelError
 from rlcore.models.flash import flash_kernel
 from rlcore.models.sequence import SequenceGroup, heads_of_all_tokens, tokens_of_all_heads
 
 # "flash" in the name is what makes transformers hand the vision tower's cu_seqlens over in one call
 PACKED = "rlflow_packed_flash"
+
+# What transformers hands to attention and no implementation of plain softmax attention uses.
+_WITHOUT_EFFECT = frozenset(
+    {
+        "cache_position",
+        "cu_seq_lens_k",
+        "max_length_k",
+        "num_items_in_batch",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "position_ids",
+        "use_cache",
+    }
+)
 
 
 def use_packed_attention(model: nn.Module) -> None:
@@ -50,19 +66,38 @@ def packed_attention(
     sequence: SequenceGroup | None = None,
     cu_seq_lens_q: Tensor | None = None,
     max_length_q: int | None = None,
-    **_: object,
+    sliding_window: int | None = None,
+    is_causal: bool | None = None,
+    dropout: float = 0.0,
+    **others: object,
 ) -> tuple[Tensor, None]:
     """Softmax attention within a packed row: causal along ``segments`` in text, within ``cu_seq_lens_q`` in images.
 
     Args:
         sequence: the ranks that hold the other parts of a text row, if this one has only a part.
+        sliding_window: allowed where no sequence is longer. Compiled code cannot ask, and relies on
+            ``support.require_supported``.
 
     Returns:
         ([1, T, Hq, D], None), as transformers expects.
 
     Raises:
         ValueError: called without either, which would let sequences see each other.
+        ModelError: a keyword that would change the result and is not computed here, such as a soft cap or sinks.
     """
+    refused = {name: value for name, value in others.items() if value is not None and name not in _WITHOUT_EFFECT}
+    if dropout:
+        refused["dropout"] = dropout
+    if segments is not None and is_causal is False:
+        refused["is_causal"] = is_causal
+    looks_back = sliding_window is not None and not torch.compiler.is_compiling()
+    if looks_back and (segments is None or int(segments.sizes[2]) > sliding_window):
+        refused["sliding_window"] = sliding_window
+    if refused:
+        raise ModelError(
+            f"{type(module).__name__} wants attention with {', '.join(sorted(refused))}, which the packed attention "
+            "does not compute. Choose a model without it."
+        )
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, H, D]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if segments is not None and sequence is not None:

@@ -135,8 +135,13 @@ def model_shape(hf: nn.Module) -> ModelShape:
     )
 
 
+def tower_width(vision: Any) -> int:
+    """Of the tower's layers. Qwen2-VL calls it ``embed_dim``, and the decoder's width ``hidden_size``."""
+    return int(getattr(vision, "embed_dim", None) or vision.hidden_size)
+
+
 def _tower_shape(tower: nn.Module, vision: Any) -> TowerShape:
-    width = vision.hidden_size
+    width = tower_width(vision)
     full = len(getattr(vision, "fullatt_block_indexes", range(vision.depth)))  # without windows all are
     return TowerShape(
         parameters=_matrix_elements(tower.blocks) + _patch_width(vision) * width,

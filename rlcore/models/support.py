@@ -7,6 +7,16 @@ from typing import Any
 
 from rlcore.errors import ModelError
 
+# Fields that change logits or attention scores, and the values with which they do not.
+_NEUTRAL: dict[str, tuple[object, ...]] = {
+    "final_logit_softcapping": (None,),  # Gemma 2
+    "attn_logit_softcapping": (None,),
+    "logits_soft_cap": (None,),  # RecurrentGemma
+    "logit_scale": (None, 1.0),  # Cohere
+    "logits_scaling": (None, 1.0),  # Granite
+    "lm_head_multiplier": (None, 1.0),  # Falcon-H1
+}
+
 
 def require_supported(model: Any, *, longest: int, sequence_parallel: int, tensor_parallel: int = 1) -> None:
     """
@@ -19,7 +29,7 @@ def require_supported(model: Any, *, longest: int, sequence_parallel: int, tenso
     Raises:
         ModelError: heads or widths that these ranks cannot have equally much of; vision features that go into layers
             beside the first (deepstack); layers that are no attention over the whole sequence; a window that sequences
-            can be longer than.
+            can be longer than; soft caps or scales of logits.
     """
     name, text = model.model_type, model.get_text_config()
     heads = text.num_attention_heads
@@ -46,6 +56,13 @@ def require_supported(model: Any, *, longest: int, sequence_parallel: int, tenso
             f"{name} has layers of the kinds {sorted(kinds)}: allowed are full_attention and, for sequences within the "
             "window, sliding_attention. Others would let the sequences of a packed row see each other."
         )
+    for field, neutral in _NEUTRAL.items():
+        value = getattr(text, field, getattr(model, field, None))
+        if value not in neutral:
+            raise ModelError(
+                f"{name} sets {field} to {value}, which neither the packed attention nor the LM head computes: another "
+                f"model would be trained. Allowed is {' or '.join(map(str, neutral))}, or a model without that field."
+            )
     window = getattr(text, "sliding_window", None)
     if window is not None and (not kinds or "sliding_attention" in kinds) and longest > window:
         raise ModelError(

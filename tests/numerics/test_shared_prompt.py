@@ -16,13 +16,18 @@ from rlcore.algorithms.aggregation import StepTotals
 from rlcore.algorithms.flops import ModelShape
 from rlcore.batch import Microbatch, Segments, pack
 from rlcore.distributed.group import microbatch_work
+from rlcore.errors import ModelError
 from rlcore.models import attention
-from rlcore.models.attention import shared_prompt_attention
+from rlcore.models.attention import packed_attention, shared_prompt_attention
 from rlcore.models.torch_policy import TorchPolicy
 from rlcore.types import TrainingSample
 from tests.numerics import toy
 
 SCALE = 0.3
+
+
+class Gemma(torch.nn.Module):
+    """A layer by name."""
 
 
 def sample(prompt: Sequence[int], completion: Sequence[int], trained: Sequence[bool] | None = None) -> TrainingSample:
@@ -212,6 +217,26 @@ def test_the_operator_of_cuda_equals_the_dense_mask_and_compiles_whole(layout, m
     for found in (block(*leaves), torch.compile(block, fullgraph=True, dynamic=True, backend="aot_eager")(*leaves)):
         assert_close(found, expected)
         assert_close(torch.autograd.grad(found, leaves, grad.transpose(0, 1)), wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("keyword", "value"),
+    [("softcap", 50.0), ("s_aux", torch.zeros(2)), ("sliding_window", 9), ("dropout", 0.1), ("is_causal", False)],
+)
+def test_a_keyword_that_attention_does_not_compute_is_refused(keyword, value):
+    where = segments([(5, [3, 1, 7])])
+    query = torch.randn(1, 2, int(where.bounds[-1]), 8)
+    with pytest.raises(ModelError, match=f"Gemma.* {keyword}"):
+        packed_attention(Gemma(), query, query, query, None, segments=where, **{keyword: value})
+
+
+def test_keywords_without_effect_pass():
+    where = segments([(5, [3, 1, 7])])  # 12 tokens at most
+    query = torch.randn(1, 2, int(where.bounds[-1]), 8)
+    expected, _ = packed_attention(Gemma(), query, query, query, None, segments=where)
+    harmless = {"softcap": None, "s_aux": None, "sliding_window": 12, "dropout": 0.0, "position_ids": torch.arange(5)}
+    found, _ = packed_attention(Gemma(), query, query, query, None, segments=where, **harmless)
+    assert torch.equal(found, expected)
 
 
 # --- the whole policy ---

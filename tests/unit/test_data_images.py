@@ -164,11 +164,26 @@ def test_what_does_not_fit_together_is_refused(tmp_path):
     assert [path.name for path in Path(raw.path).parent.iterdir()] == [Path(raw.path).name]
 
 
+def test_the_store_keeps_a_number_of_bytes(tmp_path):
+    raw = prepared(tmp_path, [[encode(noise(56, 56, seed))] for seed in range(3)])
+    folder = Path(resize(spec_for(raw)).path)
+    first, second, third = (p.images[0] for p in load_problems(folder))
+    store = ImageStore(folder, kept_bytes=2 * 56 * 56 * 3)
+    picture = store.read(first)
+    store.read(second)
+    assert store.read(first) is picture
+    kept = store.read(third)  # in the place of the second
+    assert store.read(first) is picture
+    assert store.read(third) is kept
+    small = ImageStore(folder, kept_bytes=100)
+    assert small.read(first) is not small.read(first)
+
+
 def test_the_store_checks_what_it_reads(tmp_path):
     raw = prepared(tmp_path, [[encode(noise(60, 60))]])
     folder = Path(resize(spec_for(raw)).path)
     ref = load_problems(folder)[0].images[0]
-    store = pickle.loads(pickle.dumps(ImageStore(folder, cached=2)))
+    store = pickle.loads(pickle.dumps(ImageStore(folder)))
     assert store.read(ref) is store.read(ref)
     with pytest.raises(StorageError, match="is 56x56, not 84x56"):
         store.read(ImageRef(ref.sha256, 84, 56))

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Qwen2_5_VLConfig
+from transformers import Qwen2_5_VLConfig, Qwen2VLConfig, Qwen2VLForConditionalGeneration
 
 from rlcore.algorithms.estimate import BANDWIDTH, GIB, Architecture, Plan, estimate_memory, estimate_seconds
 from rlcore.algorithms.flops import PEAK_BF16
@@ -176,6 +176,21 @@ def test_adapters_and_frozen_towers_have_no_gradients_elsewhere() -> None:
     assert frozen.trained_parameters == frozen.parameters - frozen.tower_parameters
     assert frozen.shape.tower is not None
     assert not frozen.shape.tower.trains
+
+
+def test_the_width_of_qwen2_vls_tower_is_not_its_hidden_size() -> None:
+    """There hidden_size is the decoder's."""
+    text = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
+    config = Qwen2VLConfig(
+        text_config=text, vision_config={"depth": 2, "num_heads": 2, "embed_dim": 32, "hidden_size": 16, "mlp_ratio": 3}
+    )
+    with torch.device("meta"):
+        shape = architecture(Qwen2VLForConditionalGeneration(config), ModelConfig())
+    assert (shape.tower_hidden, shape.tower_intermediate) == (32, 96)
+    tower = shape.shape.tower
+    assert tower is not None
+    # qkv, proj and two matrices of the feed-forward part a block; 3 channels x 2 frames x 14 x 14 pixels a patch
+    assert (tower.width, tower.parameters) == (32, 2 * (4 * 32 * 32 + 2 * 32 * 96) + 3 * 2 * 14 * 14 * 32)
 
 
 def test_a_folder_with_nothing_but_config_json_will_do(tmp_path: Path) -> None:

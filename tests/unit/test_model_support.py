@@ -1,7 +1,15 @@
 """Models whose packed forward pass would be another model's."""
 
 import pytest
-from transformers import MistralConfig, Qwen2Config, Qwen3NextConfig, Qwen3VLConfig
+from transformers import (
+    CohereConfig,
+    Gemma2Config,
+    GraniteConfig,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3NextConfig,
+    Qwen3VLConfig,
+)
 
 from rlcore.errors import ModelError
 from rlcore.models.support import require_supported
@@ -59,3 +67,26 @@ def test_an_engine_that_cannot_be_cut_evenly_is_refused_with_what_is_allowed():
     tiny.vision_config.intermediate_size = 255
     with pytest.raises(ModelError, match=r"Allowed are \[1\]"):
         check(tiny, tensor_parallel=2)
+
+
+EVEN = {**SMALL, "hidden_size": 24}
+
+
+@pytest.mark.parametrize(
+    ("config", "field"),
+    [
+        (Gemma2Config(**EVEN, final_logit_softcapping=30.0, attn_logit_softcapping=None), "final_logit_softcapping"),
+        (Gemma2Config(**EVEN, final_logit_softcapping=None, attn_logit_softcapping=50.0), "attn_logit_softcapping"),
+        (CohereConfig(**EVEN, logit_scale=0.0625), "logit_scale"),
+        (GraniteConfig(**EVEN, logits_scaling=8.0), "logits_scaling"),
+    ],
+)
+def test_what_the_head_and_attention_do_not_compute_is_refused_by_the_name_of_its_field(config, field):
+    with pytest.raises(ModelError, match=rf"{config.model_type} sets {field} to "):
+        check(config, 32)
+
+
+def test_scales_of_one_and_caps_of_none_change_nothing():
+    check(Gemma2Config(**EVEN, final_logit_softcapping=None, attn_logit_softcapping=None), 32)
+    check(CohereConfig(**EVEN, logit_scale=1.0))
+    check(GraniteConfig(**EVEN, logits_scaling=1.0))

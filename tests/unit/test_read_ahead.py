@@ -4,8 +4,10 @@ import threading
 from typing import Any
 
 import pytest
+from PIL import Image
 
-from rlcore.distributed.worker import ReadAhead
+from rlcore.distributed.worker import ReadAhead, feature_bytes
+from rlcore.models.tiny import build_processor
 from rlcore.types import ImageRef
 
 
@@ -28,12 +30,65 @@ def test_an_image_is_read_once_and_by_another_thread() -> None:
     assert threading.get_ident() not in {thread for _, thread in reads}
 
 
-def test_the_one_used_longest_ago_goes_first() -> None:
+# 28 x 28 pixels are 4 patches of 3 channels x 2 frames x 14 x 14 float32
+IMAGE_BYTES = 4 * 1176 * 4
+
+
+def test_the_bytes_of_an_image_are_known_before_it_is_read() -> None:
+    processor = build_processor().image_processor
+    picture = Image.new("RGB", (56, 28))
+    pixels = processor(images=[picture], size={"shortest_edge": 784, "longest_edge": 50_000}, return_tensors="pt")
+    assert feature_bytes(ImageRef("a", 56, 28)) == pixels["pixel_values"].nbytes == 2 * IMAGE_BYTES
+
+
+def counting(room: int) -> tuple[ReadAhead, list[str]]:
     reads: list[str] = []
-    ahead = ReadAhead(lambda ref: reads.append(ref.sha256), kept=2)  # type: ignore[arg-type, func-returns-value]
+    read: Any = lambda ref: reads.append(ref.sha256)  # noqa: E731
+    return ReadAhead(read, kept_bytes=room), reads
+
+
+def test_the_one_used_longest_ago_goes_first() -> None:
+    ahead, reads = counting(2 * IMAGE_BYTES)
     for name in ("a", "b", "a", "c", "a", "b"):
         ahead.of(image(name))
     assert reads == ["a", "b", "c", "b"]
+
+
+def test_large_images_fill_the_room_sooner() -> None:
+    ahead, reads = counting(4 * IMAGE_BYTES)
+    large = ImageRef("large", 56, 56)  # all of the room
+    for ref in (image("a"), image("b"), large, image("a")):
+        ahead.of(ref)
+    assert reads == ["a", "b", "large", "a"]
+
+
+def test_a_batch_beyond_the_room_is_not_read_ahead_in_vain() -> None:
+    """Reading on would push out what training wants first."""
+    ahead, reads = counting(3 * IMAGE_BYTES)
+    for name in "abcdefgh":
+        ahead.start(image(name))
+    for name in "abcdefgh":
+        ahead.of(image(name))
+    assert reads == list("abcdefgh")
+
+
+def test_what_is_held_stays_within_the_room() -> None:
+    ahead, _ = counting(3 * IMAGE_BYTES)
+    for batch in ("abcdefgh", "ijklmnop"):
+        for name in batch:
+            ahead.start(image(name))
+            assert ahead.held_bytes <= 3 * IMAGE_BYTES
+        for name in batch[::2]:  # the other groups are not trained on
+            ahead.of(image(name))
+            assert ahead.held_bytes <= 3 * IMAGE_BYTES
+
+
+def test_an_image_larger_than_the_room_is_read_all_the_same() -> None:
+    ahead, reads = counting(IMAGE_BYTES)
+    ahead.of(ImageRef("large", 56, 56))
+    ahead.of(image("a"))
+    assert reads == ["large", "a"]
+    assert ahead.held_bytes == IMAGE_BYTES
 
 
 def test_what_goes_wrong_is_raised_where_the_image_is_wanted() -> None:
