@@ -13,6 +13,7 @@ import os
 import shutil
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import tempfile
@@ -23,6 +24,8 @@ from pathlib import Path
 from typing import IO
 
 import psutil
+
+from infra.errors import StorageError
 
 MARK = "RLFLOW_PROCESS_MARK"
 _TEMPORARY = "rlflow-"
@@ -49,6 +52,9 @@ def start(
 
     ``ends_with_parent`` asks Linux for a SIGTERM to the child when the thread that started it dies, even by
     SIGKILL.
+
+    Raises:
+        StorageError: somebody else has made that folder.
     """
     libc = ctypes.CDLL(None) if ends_with_parent and sys.platform == "linux" else None
 
@@ -57,7 +63,7 @@ def start(
             libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
     temporary = temporary_folder(mark)
-    temporary.mkdir(mode=0o700, exist_ok=True)
+    _make_private(temporary)
     process = subprocess.Popen(
         args,
         env={**env, MARK: mark, "TMPDIR": str(temporary)},
@@ -70,6 +76,25 @@ def start(
     )
     _wait_for_mark(process, mark)
     return process
+
+
+def _make_private(folder: Path) -> None:
+    """Make ``folder``, or check the one of an earlier try. /tmp belongs to every user of the machine: whoever makes the
+    folder first owns the sockets in it.
+
+    Raises:
+        StorageError: it is a link, another user's, or open to others.
+    """
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    facts = folder.lstat()
+    mode = stat.S_IMODE(facts.st_mode)
+    if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.getuid() or mode & 0o077:
+        raise StorageError(
+            f"{folder} is no folder of this user's alone: {stat.filemode(facts.st_mode)}, user {facts.st_uid}, mode "
+            f"{mode:o}. Allowed: a folder of user {os.getuid()} with mode 700. Remove it, or set TMPDIR to a folder of "
+            "yours."
+        )
 
 
 def _wait_for_mark(process: subprocess.Popen[bytes], mark: str) -> None:
