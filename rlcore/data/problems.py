@@ -7,7 +7,9 @@ give the size they will have, so a prompt that is too long is found before anyth
 from __future__ import annotations
 
 import hashlib
+import stat
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,7 +22,7 @@ from rlcore.data.folder import (
     finish_folder,
     progress,
 )
-from rlcore.data.pixels import read_header
+from rlcore.data.pixels import MAX_SOURCE_PIXELS, read_header
 from rlcore.data.prompts import PromptBuilder, load_processor
 from rlcore.data.questions import ImageCell, place_images, plain_text, question_text
 from rlcore.data.rejects import Reason, Reject, Unusable, nothing_usable
@@ -30,6 +32,8 @@ from rlcore.job import PrepareSpec, job_main
 from rlcore.types import ImageRef, Problem
 
 __all__ = ["load_problems", "prepare"]
+
+_MAX_IMAGE_BYTES = 4 * MAX_SOURCE_PIXELS  # an uncompressed RGBA image of as many pixels as may be decoded
 
 
 def prepare(spec: PrepareSpec) -> DatasetRef:
@@ -51,7 +55,8 @@ def prepare(spec: PrepareSpec) -> DatasetRef:
     prompts = PromptBuilder(load_processor(spec.model), data.template, data.min_pixels, data.max_pixels)
     with tempfile.TemporaryDirectory() as scratch, building(final) as aside:
         source = open_source(spec, Path(scratch))
-        intake = _Intake(prompts, spec.source, data.max_prompt_tokens, data.max_images, aside / ORIGINALS)
+        images = ImageReader(source.folders)
+        intake = _Intake(prompts, images, spec.source, data.max_prompt_tokens, data.max_images, aside / ORIGINALS)
         for row in progress(source.rows, f"preparing {spec.source}", source.num_rows):
             intake.add(row)
         if not intake.rows:
@@ -77,11 +82,43 @@ def load_problems(path: Path) -> list[Problem]:
     return [row.problem for row in load_rows(path)]
 
 
+class ImageReader:
+    """Reads the image files that rows name. A row may come from a stranger, so it names nothing outside the source."""
+
+    def __init__(self, folders: Sequence[Path]) -> None:
+        self._folders = tuple(folder.resolve() for folder in folders)
+
+    def read(self, image: ImageCell) -> bytes:
+        """
+        Raises:
+            Unusable: no file, not below the source's folders (links count by what they lead to), not a regular file, or
+                larger than any image may be.
+        """
+        if image is None:
+            raise Unusable(Reason.IMAGE_MISSING, "an image has neither bytes nor a path")
+        if isinstance(image, bytes):
+            return image
+        try:
+            path = image.resolve(strict=True)
+            if not any(path.is_relative_to(folder) for folder in self._folders):
+                allowed = " or ".join(map(str, self._folders))
+                raise Unusable(Reason.IMAGE_OUTSIDE, f"{image} is {path}, which lies outside {allowed}")
+            facts = path.stat()
+            if not stat.S_ISREG(facts.st_mode):
+                raise Unusable(Reason.IMAGE_MISSING, f"{image}: no regular file ({stat.filemode(facts.st_mode)})")
+            if facts.st_size > _MAX_IMAGE_BYTES:
+                raise Unusable(Reason.IMAGE_TOO_LARGE, f"{image}: {facts.st_size} bytes above {_MAX_IMAGE_BYTES}")
+            return path.read_bytes()
+        except (OSError, ValueError, RuntimeError) as error:  # a null byte in the path; a loop of links
+            raise Unusable(Reason.IMAGE_MISSING, f"{image}: {error}") from None
+
+
 @dataclass(slots=True)
 class _Intake:
     """Sorts rows into kept and rejected, and stores the originals of kept ones, each distinct one once."""
 
     prompts: PromptBuilder
+    images: ImageReader
     source: str
     max_prompt_tokens: int
     max_images: int
@@ -118,7 +155,7 @@ class _Intake:
         question, images = place_images(question, row.images, [_frames(video) for video in row.videos])
         if images and self.prompts.image_token_id is None:
             raise Unusable(Reason.MODEL_WITHOUT_IMAGES, f"{len(images)} image(s), and the model takes none")
-        contents = [_read(image) for image in images]
+        contents = [self.images.read(image) for image in images]
         refs = tuple(self._image_ref(content) for content in contents)
         problem = Problem(problem_id, question, refs, answer, self.source, row.extra)
         prompt_tokens = len(self.prompts.tokens(problem))
@@ -158,17 +195,6 @@ def _frames(video: tuple[ImageCell, ...] | None) -> tuple[ImageCell, ...]:
         found = "holds no frame" if video is not None else "is no list of frames"
         raise Unusable(Reason.VIDEO_FORMAT, f"a video {found}")
     return video
-
-
-def _read(image: ImageCell) -> bytes:
-    if image is None:
-        raise Unusable(Reason.IMAGE_MISSING, "an image has neither bytes nor a path")
-    if isinstance(image, bytes):
-        return image
-    try:
-        return image.read_bytes()
-    except (OSError, ValueError) as error:  # ValueError: a path with a null byte in it
-        raise Unusable(Reason.IMAGE_MISSING, f"{image}: {error}") from None
 
 
 if __name__ == "__main__":

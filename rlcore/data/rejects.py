@@ -23,6 +23,7 @@ class Reason(StrEnum):
     VIDEO_FORMAT = "video_format"
     MODEL_WITHOUT_IMAGES = "model_without_images"
     IMAGE_MISSING = "image_missing"
+    IMAGE_OUTSIDE = "image_outside"
     IMAGE_FORMAT = "image_format"
     IMAGE_ANIMATED = "image_animated"
     IMAGE_TOO_LARGE = "image_too_large"
@@ -42,6 +43,7 @@ _REMEDIES = {
     Reason.VIDEO_FORMAT: "write each video as a list of its frames, each an image",
     Reason.MODEL_WITHOUT_IMAGES: "set model.path to a vision-language model",
     Reason.IMAGE_MISSING: "keep image files beside the source file, or embed their bytes",
+    Reason.IMAGE_OUTSIDE: "point data.train at the folder that holds rows and images, or embed their bytes",
     Reason.IMAGE_FORMAT: "convert the images to PNG or JPEG",
     Reason.IMAGE_ANIMATED: "extract one frame per image",
     Reason.IMAGE_TOO_LARGE: "scale the originals down",

@@ -42,6 +42,7 @@ class Source:
     columns: tuple[str, ...]
     num_rows: int | None  # None: not known before the end
     rows: Iterator[SourceRow]
+    folders: tuple[Path, ...]  # image files are read below these only
 
 
 def open_source(spec: PrepareSpec, scratch: Path) -> Source:
@@ -57,10 +58,13 @@ def open_source(spec: PrepareSpec, scratch: Path) -> Source:
     name, split = parse_source(spec.source, spec.split)
     if spec.source_path is not None:
         tables = [open_file(path) for path in source_files(spec.source_path, split)]
+        folders = _folders(spec.source_path)
     elif name in DRAWN:
         tables = [open_file(write_drawn(scratch, name, split, spec.data))]
+        folders = (scratch,)
     else:
         tables = [_open_hub(name, split)]
+        folders = _hub_caches()
     for table in tables:
         _check_columns(table, spec.data)
     counts = [table.num_rows for table in tables]
@@ -69,6 +73,7 @@ def open_source(spec: PrepareSpec, scratch: Path) -> Source:
         columns=tuple(dict.fromkeys(column for table in tables for column in table.columns)),
         num_rows=None if None in counts else sum(count for count in counts if count),
         rows=(_source_row(index, row, base, spec.data) for index, (base, row) in enumerate(rows)),
+        folders=folders,
     )
 
 
@@ -76,6 +81,21 @@ def parse_source(source: str, split: str) -> tuple[str, str]:
     """``name@split`` taken apart; without @split (or where @ is part of a path) the split is ``split``."""
     name, _, words = source.rpartition("@")
     return (name, words) if name and "/" not in words and "." not in words else (source, split)
+
+
+def _folders(path: Path) -> tuple[Path, ...]:
+    """Where the images of a local source may lie: in its folder, and, in a snapshot of the Hugging Face cache, in the
+    folder that the snapshot's links lead to."""
+    folder = path if path.is_dir() else path.parent
+    blobs = folder.parent.parent / "blobs"
+    return (folder, blobs) if folder.parent.name == "snapshots" and blobs.is_dir() else (folder,)
+
+
+def _hub_caches() -> tuple[Path, ...]:
+    import datasets
+    from huggingface_hub import constants
+
+    return Path(datasets.config.HF_DATASETS_CACHE), Path(constants.HF_HUB_CACHE)
 
 
 def _open_hub(name: str, split: str) -> Table:

@@ -6,6 +6,7 @@ import hashlib
 import io
 import json
 import os
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -55,6 +56,78 @@ def spec_for(path: Path, **data: object) -> PrepareSpec:
 
 def prepared(tmp_path: Path, rows: list[dict], **data: object) -> DatasetRef:
     return prepare(spec_for(write(tmp_path / "rows.parquet", rows), **data))
+
+
+def rejected_detail(tmp_path: Path, images: object, reason: str) -> str:
+    """What is said of the second row; the first one is good."""
+    source = tmp_path / "source"
+    (source / "data").mkdir(parents=True, exist_ok=True)
+    rows = [row("1+1?", images=[]), row(images=images)]
+    (source / "data" / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    ref = prepare(spec_for(source))
+    (reject,) = read_rejects(Path(ref.path) / "rejects.jsonl")
+    assert reject.reason == reason
+    return reject.detail
+
+
+def test_images_may_lie_anywhere_below_the_source(tmp_path):
+    source = tmp_path / "source"
+    for folder in ("data", "images"):
+        (source / folder).mkdir(parents=True)
+    (source / "images" / "a.png").write_bytes(png())
+    (source / "images" / "link.png").symlink_to("a.png")
+    names = ["../images/a.png", str(source / "images" / "a.png"), "../images/link.png"]
+    (source / "data" / "train.jsonl").write_text("\n".join(json.dumps(row(images=[name])) for name in names))
+    (tmp_path / "linked").symlink_to(source)
+    for root in (source, tmp_path / "linked"):
+        assert prepare(spec_for(root)).num_problems == 3
+
+
+def test_images_of_a_downloaded_snapshot_are_links_to_its_blobs(tmp_path):
+    """As the Hugging Face cache lays a repository out."""
+    snapshot, blobs = tmp_path / "datasets--a--b" / "snapshots" / "1234", tmp_path / "datasets--a--b" / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    (blobs / "5678").write_bytes(png())
+    (snapshot / "a.png").symlink_to("../../blobs/5678")
+    (snapshot / "train.jsonl").write_text(json.dumps(row(images=["a.png"])))
+    assert prepare(spec_for(snapshot)).num_problems == 1
+
+
+def test_no_image_outside_the_source_is_read(tmp_path):
+    secret = tmp_path / "secret.png"
+    secret.write_bytes(png())
+    (tmp_path / "source").mkdir()
+    (tmp_path / "source" / "link.png").symlink_to(secret)
+    (tmp_path / "source" / "folder").symlink_to(tmp_path)
+    for name in ("../../secret.png", str(secret), "../link.png", "../folder/secret.png"):
+        detail = rejected_detail(tmp_path, [name], "image_outside")
+        assert "outside" in detail
+        assert str(tmp_path / "source") in detail, "what is allowed"
+
+
+@pytest.mark.parametrize("kind", ["fifo", "folder", "socket"])
+def test_what_is_no_regular_file_is_never_opened(tmp_path, kind):
+    odd = tmp_path / "source" / "odd.png"
+    odd.parent.mkdir()
+    if kind == "fifo":
+        os.mkfifo(odd)  # reading it waits for ever
+    elif kind == "folder":
+        odd.mkdir()
+    else:
+        os.mknod(odd, 0o600 | stat.S_IFSOCK)
+    assert "no regular file" in rejected_detail(tmp_path, ["../odd.png"], "image_missing")
+
+
+def test_a_device_is_not_read_for_ever(tmp_path):
+    assert "outside" in rejected_detail(tmp_path, ["/dev/zero"], "image_outside")
+
+
+def test_a_file_beyond_any_image_is_not_read(tmp_path):
+    (tmp_path / "source").mkdir()
+    with (tmp_path / "source" / "huge.png").open("wb") as file:
+        file.truncate(2**40)  # a hole: it takes no space
+    assert "1099511627776 bytes" in rejected_detail(tmp_path, ["../huge.png"], "image_too_large")
 
 
 def test_a_row_becomes_a_problem_and_its_image_is_stored_once(tmp_path):
