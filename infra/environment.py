@@ -26,6 +26,15 @@ CHECKSUMS: Mapping[str, str] = {
 # seven retries of 120 s would. Who waits for it asks again.
 PATIENCE: Mapping[str, str] = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "20"}
 
+_LOGINS = (
+    "PREFECT_API_AUTH_STRING",
+    "PREFECT_API_KEY",
+    "PREFECT_SERVER_API_AUTH_STRING",
+    "MLFLOW_TRACKING_USERNAME",
+    "MLFLOW_TRACKING_PASSWORD",
+    "MLFLOW_TRACKING_TOKEN",
+)
+
 
 def apply(settings: Settings) -> None:
     """Prepare this process, before Prefect and MLflow are imported. What the user has set stays as it is."""
@@ -41,7 +50,7 @@ def apply(settings: Settings) -> None:
 
 
 def for_children(settings: Settings) -> dict[str, str]:
-    """The environment of a trainer, a job, a worker: all but the databases' passwords, which servers alone need."""
+    """The environment of a server, a worker, a flow: all but the databases' passwords, which servers alone need."""
     variables = {**QUIET, **CHECKSUMS, **_results(settings), **os.environ}
     for name in ("RLFLOW_PREFECT_DATABASE", "RLFLOW_MLFLOW_DATABASE", "MLFLOW_TRACKING_URI"):
         variables.pop(name, None)
@@ -51,6 +60,11 @@ def for_children(settings: Settings) -> dict[str, str]:
     if settings.ray_address:
         variables["RAY_ADDRESS"] = settings.ray_address
     return variables
+
+
+def for_jobs(settings: Settings) -> dict[str, str]:
+    """``for_children`` without the logins of Prefect and MLflow: trainers, jobs and trackers never call these."""
+    return {name: value for name, value in for_children(settings).items() if name not in _LOGINS}
 
 
 def of_databases(settings: Settings) -> dict[str, str]:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from prefect.plugins import HookContext, SetupResult, register_hook
 
+from infra.login import login_of
 from infra.services import read_state
 from infra.settings import Settings
 
@@ -37,10 +38,11 @@ def setup_environment(*, ctx: HookContext) -> SetupResult | None:
         from prefect.cli import deployment
 
         accept_bare_names(deployment)
-    if ctx.api_url:
+    settings = Settings()
+    state = read_state(settings)
+    if state is None or ctx.api_url not in (None, "", f"{state.prefect}/api"):
         return None
-    state = read_state(Settings())
-    return SetupResult(env={"PREFECT_API_URL": f"{state.prefect}/api"}) if state else None
+    return SetupResult(env={"PREFECT_API_URL": f"{state.prefect}/api", **login_of(settings).for_prefect()})
 
 
 def runs_a_deployment(command: Sequence[str]) -> bool:

@@ -1,7 +1,8 @@
 """Prefect's and MLflow's servers as child processes, over the data folder or PostgreSQL and S3, gone when we are.
 
 They listen on loopback unless told otherwise, answer to their own names only (a foreign page may have its name resolved
-to loopback), and get passwords through their environment: command lines are everybody's to read.
+to loopback), and want a login, because loopback belongs to every user of a machine. They get passwords through their
+environment: every user can read command lines.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from pathlib import Path
 
 from infra import environment, processes
 from infra.errors import ServerError
+from infra.login import login_of
 from infra.provenance import ROOT
 from infra.settings import Settings
 
@@ -73,12 +75,13 @@ def mlflow_command(settings: Settings, port: int) -> Server:
     address = _address(settings, port)
     return Server(
         args=(
-            *(sys.executable, "-m", "mlflow", "server", "--host", settings.host, "--port", str(port)),
-            *("--workers", "1", "--artifacts-destination", settings.artifacts_uri),
-            *("--allowed-hosts", ",".join(f"{name}{end}" for name in settings.names for end in ("", ":*"))),
+            *(sys.executable, "-m", "uvicorn", "--factory", "infra.mlflow_app:create"),
+            *("--host", settings.host, "--port", str(port), "--log-level", "warning"),
         ),
         variables={
             "MLFLOW_BACKEND_STORE_URI": settings.database_uri,
+            "MLFLOW_ARTIFACTS_DESTINATION": settings.artifacts_uri,
+            "MLFLOW_SERVER_ALLOWED_HOSTS": ",".join(f"{name}{end}" for name in settings.names for end in ("", ":*")),
             # Its job runner costs 2.2 GB of memory and does nothing for us.
             "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
         },
@@ -163,7 +166,7 @@ def check_ray(address: str, timeout_seconds: float) -> None:
 def start_server(server: Server, settings: Settings, mark: str) -> subprocess.Popen[bytes]:
     """Start it; ``wait_healthy`` says when it can be asked."""
     server.log.parent.mkdir(parents=True, exist_ok=True)
-    env = {**environment.for_children(settings), **server.variables}
+    env = {**environment.for_children(settings), **server.variables, **login_of(settings).for_servers()}
     with server.log.open("ab") as output:
         return processes.start(server.args, env=env, mark=mark, output=output, cwd=ROOT, ends_with_parent=True)
 

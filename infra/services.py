@@ -22,6 +22,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from infra import environment
 from infra.errors import ServerError
+from infra.login import login_of
 from infra.processes import ProcessId, is_running
 from infra.provenance import ROOT, code_digest
 from infra.servers import Server, end_of, mlflow_command, prefect_command
@@ -86,8 +87,11 @@ class Layout:
 
     def environment(self) -> dict[str, str]:
         """Of workers, and of Prefect's commands."""
+        login = login_of(self.settings)
         return {
             **environment.for_children(self.settings),
+            **login.for_prefect(),
+            **login.for_mlflow(),
             "RLFLOW_DATA_DIR": str(self.settings.data_dir),
             "RLFLOW_MLFLOW_URI": self.mlflow.address,
             "PREFECT_HOME": str(self.settings.prefect_home),
@@ -133,7 +137,7 @@ class Layout:
             f"{self.prefect.address}/api{path}",
             method=method,
             data=None if body is None else json.dumps(body).encode(),
-            headers={"Content-Type": "application/json"},
+            headers={"Content-Type": "application/json", "Authorization": login_of(self.settings).header},
         )
         deadline = time.monotonic() + _PATIENCE_SECONDS
         while True:

@@ -58,8 +58,8 @@ class Settings(BaseSettings):
     """Copies of data that URIs name may take this much of the data folder; beyond it the least recently used ones go,
     but none that was used within a day."""
     host: str = "127.0.0.1"
-    """Address that the local stack's servers listen on. They have no passwords: another than loopback only inside a
-    network that you trust, or behind a proxy that asks for them."""
+    """Address that the local stack's servers listen on. Their login crosses the network as plain text: use another
+    address than loopback only inside a network that you trust, or behind a proxy with TLS."""
     allowed_hosts: str = ""
     """Names, separated by commas, that browsers may call the servers by beside localhost and ``host``. Every other one
     is refused, so that no foreign page reaches them through your browser."""

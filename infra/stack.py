@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import socket
 import sys
 import time
@@ -10,6 +11,7 @@ from datetime import UTC, datetime
 
 from infra import environment, processes
 from infra.errors import InfraError, ServerError
+from infra.login import how_to_log_in, login_file
 from infra.processes import is_running
 from infra.provenance import ROOT
 from infra.servers import answers, end_of
@@ -74,7 +76,7 @@ def describe(settings: Settings) -> str:
     if state is None:
         return f"The stack over {settings.data_dir} is down. make up starts it."
     layout = Layout.of(settings)
-    lines = [f"The stack over {settings.data_dir}: {state.phase}"]
+    lines = [f"The stack over {settings.data_dir}: {state.phase}", f"  {'login':<12} {login_file(settings)}"]
     for service in state.services:
         again = f", restarted {service.restarts} x" if service.restarts else ""
         lines.append(f"  {service.name:<12} {service.address or '':<24} pid {service.pid}{again}")
@@ -147,7 +149,12 @@ def main() -> None:
         if command == "up":
             state = up(settings)
             sys.stdout.write(f"Prefect  {state.prefect}\nMLflow   {state.mlflow}\n")
-            sys.stdout.write(f"Elsewhere than here: export PREFECT_API_URL={state.prefect}/api\n")
+            sys.stdout.write(f"Login    {how_to_log_in(settings)}\n")
+            file = shlex.quote(str(login_file(settings)))
+            sys.stdout.write(
+                f"Elsewhere than here: export PREFECT_API_URL={state.prefect}/api "
+                f'PREFECT_API_AUTH_STRING="$(cat {file})"\n'
+            )
         elif command == "down":
             sys.stdout.write("The stack is down.\n" if down(settings) else "The stack was down already.\n")
         else:

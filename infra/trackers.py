@@ -134,7 +134,7 @@ class ExtraTracker:
         with self._log.open("ab") as log:
             self._process = processes.start(
                 [str(self._settings.tracker_python), "-m", "infra.tracker_sinks", str(batch)],
-                env=environment.for_children(self._settings),
+                env=environment.for_jobs(self._settings),
                 mark=self.mark,
                 output=log,
                 cwd=ROOT,

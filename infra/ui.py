@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 
+from infra.login import how_to_log_in
 from infra.servers import mlflow_server, prefect_server
 from infra.settings import Settings
 
@@ -24,7 +25,8 @@ def main() -> None:
         prefect_server(settings, ports.prefect_port) as prefect,
         mlflow_server(settings, ports.mlflow_port) as mlflow,
     ):
-        sys.stdout.write(f"Prefect  {prefect}\nMLflow   {mlflow}\nCtrl-C ends both.\n")
+        sys.stdout.write(f"Prefect  {prefect}\nMLflow   {mlflow}\nLogin    {how_to_log_in(settings)}\n")
+        sys.stdout.write("Ctrl-C ends both.\n")
         sys.stdout.flush()
         over.wait()
 

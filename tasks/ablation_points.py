@@ -18,7 +18,7 @@ from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterTags
 from prefect.client.schemas.objects import StateType
 from prefect.context import FlowRunContext
-from prefect.settings import PREFECT_API_URL
+from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL
 from prefect.states import AwaitingRetry, Cancelling
 
 from infra import environment, processes
@@ -118,8 +118,9 @@ class LocalPoints:
         run_id = self._ablation.run_id(job)
         words = (self._ablation.plan.ablation_id, job.point.name, str(job.seed), str(job.steps))
         env = environment.for_children(self._settings)
-        if url := PREFECT_API_URL.value():
-            env["PREFECT_API_URL"] = url
+        for setting in (PREFECT_API_URL, PREFECT_API_AUTH_STRING):
+            if value := setting.value():
+                env[setting.name] = value
         log = self._ablation.folder / "logs" / f"{run_id}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
         mark = f"point-{uuid.uuid4().hex[:8]}"

@@ -18,11 +18,12 @@ from prefect import Flow
 from prefect.events.worker import EventsWorker
 from prefect.exceptions import ParameterTypeError, TerminationSignal
 from prefect.logging.handlers import APILogHandler
-from prefect.settings import PREFECT_API_URL, temporary_settings
+from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 from pydantic import BaseModel
 
 from infra import processes
 from infra.errors import InfraError
+from infra.login import login_of
 from infra.logs import get_logger, log_to_console
 from infra.servers import check_prefect, prefect_answers, prefect_server
 from infra.settings import Settings
@@ -110,7 +111,12 @@ def prefect_api(settings: Settings) -> Iterator[None]:
         check_prefect(url, settings.server_timeout_seconds)
         yield
         return
-    with prefect_server(settings) as address, temporary_settings({PREFECT_API_URL: f"{address}/api"}):
+    with (
+        prefect_server(settings) as address,
+        temporary_settings(
+            {PREFECT_API_URL: f"{address}/api", PREFECT_API_AUTH_STRING: login_of(settings).text},
+        ),
+    ):
         get_logger().info("prefect: %s while this runs", address)
         try:
             yield

@@ -54,7 +54,7 @@ def run_job(module: str, spec: JobSpec, result_type: type[R], settings: Settings
     with log.open("wb") if quiet else nullcontext() as output:
         process = processes.start(
             [str(settings.trainer_python), "-m", module, str(spec_path)],
-            env=environment.for_children(settings),
+            env=environment.for_jobs(settings),
             mark=mark,
             output=output,
             ends_with_parent=True,

@@ -202,7 +202,7 @@ def _start(run: Run, settings: Settings, dataset: DatasetRef, model: ModelRef, i
         log.flush()
         child = processes.start(
             [str(settings.trainer_python), "-m", "rlcore.segment", "run", str(spec_path)],
-            env=environment.for_children(settings),
+            env=environment.for_jobs(settings),
             mark=_mark(run),
             output=log,
             ends_with_parent=False,  # it must outlive a killed driver, commit, and be found by the next one

@@ -23,6 +23,7 @@ from types import TracebackType
 import psutil
 from mlflow import MlflowClient
 
+from infra.login import login_of
 from infra.servers import free_port, mlflow_server, prefect_server
 from infra.settings import Settings
 from rlcore.segment.journal import read_journal
@@ -303,8 +304,13 @@ class Chaos:
         return self._command is not None and self._command.poll() == 0
 
     def _run(self) -> None:
+        login = login_of(Settings(data_dir=self.data_dir))
         environment = _environment(
-            self.data_dir, PREFECT_API_URL=f"{self._prefect.address}/api", RLFLOW_MLFLOW_URI=self._mlflow.address
+            self.data_dir,
+            PREFECT_API_URL=f"{self._prefect.address}/api",
+            RLFLOW_MLFLOW_URI=self._mlflow.address,
+            **login.for_prefect(),
+            **login.for_mlflow(),
         )
         with (self.data_dir / "command.log").open("ab") as log:
             self._command = subprocess.Popen(self._arguments, env=environment, stdout=log, stderr=log)
@@ -324,6 +330,7 @@ class Chaos:
 
     def _ask_mlflow(self) -> tuple[list[int], list[int]]:
         """Steps of the journal that MLflow lacks, and those it holds more than once."""
+        os.environ.update(login_of(Settings(data_dir=self.data_dir)).for_mlflow())
         client = MlflowClient(tracking_uri=self._mlflow.address)
         run = json.loads((self.scene.run_dir / "mlflow.json").read_text())["mlflow_run_id"]
         missing: set[int] = set()

@@ -18,6 +18,7 @@ from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.objects import FlowRun, StateType
 
 from infra import environment, processes
+from infra.login import login_of
 from infra.servers import prefect_server
 from infra.settings import Settings
 from rlcore.config import ExperimentConfig
@@ -137,7 +138,10 @@ def prefect_stack(
     mark = f"test-{secrets.token_hex(4)}"
     with prefect_server(settings) as address:
         env["PREFECT_API_URL"] = f"{address}/api"
-        stack = Stack(settings, env, SyncPrefectClient(api=env["PREFECT_API_URL"]), folder / "worker.log", mark)
+        login = login_of(settings)
+        env |= login.for_prefect()
+        client = SyncPrefectClient(api=env["PREFECT_API_URL"], auth_string=login.text)
+        stack = Stack(settings, env, client, folder / "worker.log", mark)
         try:
             for pool in ("gpu", "cpu"):
                 stack.prefect("work-pool", "create", pool, "--type", "process")

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from prefect.client.orchestration import SyncPrefectClient
 
+from infra.login import login_of
 from infra.servers import prefect_server
 from infra.settings import Settings
 from tests.shell import new_shell
@@ -39,7 +40,11 @@ def shell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shell]:
     """Three deployments: one/alone, one/twice, two/twice."""
     folder = tmp_path_factory.mktemp("bare")
     settings = Settings(data_dir=folder / "data")
-    with prefect_server(settings) as address, SyncPrefectClient(api=f"{address}/api") as client:
+    login = login_of(settings)
+    with (
+        prefect_server(settings) as address,
+        SyncPrefectClient(api=f"{address}/api", auth_string=login.text) as client,
+    ):
         for flow, name in (("one", "alone"), ("one", "twice"), ("two", "twice")):
             flow_id = client.create_flow_from_name(flow)
             client.create_deployment(flow_id=flow_id, name=name, parameter_openapi_schema={"properties": {"steps": {}}})
@@ -48,6 +53,7 @@ def shell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shell]:
                 **new_shell(),
                 "PREFECT_HOME": str(folder / "home"),
                 "PREFECT_API_URL": f"{address}/api",
+                **login.for_prefect(),
                 "PYTHONPATH": f"{installed(folder)}{os.pathsep}{ROOT}",
                 "COLUMNS": "80",
             }

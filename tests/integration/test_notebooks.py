@@ -15,12 +15,13 @@ import pytest
 from nbclient import NotebookClient
 from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey, FlowRunFilter, FlowRunFilterTags
 
+from infra.login import login_of
 from infra.results import Results
 from infra.servers import mlflow_server
 from infra.settings import Settings
 from tasks.ablation_points import tag_of
 from tests.integration.prefect_stack import ROOT, Stack, prefect_stack
-from tests.tour.pages import find_browser
+from tests.tour.pages import find_browser, logged_in
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 NOTEBOOKS = ROOT / "notebooks"
@@ -53,8 +54,12 @@ class Place:
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     folder = tmp_path_factory.mktemp("notebooks")
-    with mlflow_server(Settings(data_dir=folder / "data")) as mlflow:
-        variables = {"RLFLOW_MLFLOW_URI": mlflow, "RLFLOW_TRAINER_PYTHON": sys.executable}
+    settings = Settings(data_dir=folder / "data")
+    with mlflow_server(settings) as mlflow, pytest.MonkeyPatch.context() as patch:
+        login = login_of(settings).for_mlflow()
+        for name, value in login.items():
+            patch.setenv(name, value)  # the test itself asks MLflow too
+        variables = {"RLFLOW_MLFLOW_URI": mlflow, "RLFLOW_TRAINER_PYTHON": sys.executable, **login}
         with prefect_stack(folder, variables, ("ablate", "ablation-point")) as stack:
             stack.prefect("work-pool", "set-concurrency-limit", "gpu", "1")
             yield Place(stack, mlflow, folder)
@@ -107,7 +112,7 @@ def test_the_pages_show_the_ablation(place: Place) -> None:
     )
     with sync_playwright() as playwright:
         chromium = playwright.chromium.launch(executable_path=browser, args=["--no-sandbox"])
-        page = chromium.new_page(viewport={"width": 1500, "height": 1700})
+        page = logged_in(chromium, login_of(place.stack.settings), {"width": 1500, "height": 1700}).new_page()
         page.goto(f"{place.mlflow}/#/compare-runs?runs={ids}&experiments={experiments}")
         for text in ("base, seed 0", "learning_rate=0.001, seed 0", "algorithm.advantage.name", "reward/accuracy"):
             page.get_by_text(text).first.wait_for(timeout=60_000)

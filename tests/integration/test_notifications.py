@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from infra import environment
+from infra.login import login_of
 from infra.servers import prefect_server
 from infra.settings import Settings
 from tests.shell import new_shell
@@ -70,6 +71,7 @@ def test_a_webhook_hears_of_failed_and_finished_runs_once(
     with prefect_server(settings) as address:
         env = {
             **environment.for_children(settings), "RLFLOW_DATA_DIR": str(settings.data_dir),
+            **login_of(settings).for_prefect(),
             "PREFECT_API_URL": f"{address}/api", "PREFECT_HOME": str(tmp_path / "home"), "PREFECT_PLUGINS_ENABLED": "0",
         }  # fmt: skip
         command = ("-m", "tasks.notifications", "webhook/team")

@@ -20,6 +20,7 @@ from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.objects import StateType
 
 from infra import processes
+from infra.login import login_of
 from infra.processes import is_running
 from infra.servers import answers, free_port
 from infra.services import StackState, read_state
@@ -57,7 +58,7 @@ class Place:
         return next(item.pid for item in self.state().services if item.name == service)
 
     def client(self) -> SyncPrefectClient:
-        return SyncPrefectClient(api=f"{self.state().prefect}/api")
+        return SyncPrefectClient(api=f"{self.state().prefect}/api", auth_string=login_of(self.settings).text)
 
     def scheduled(self) -> bool:
         """Whether Prefect's scheduler has made runs for every deployment with a schedule."""

@@ -7,12 +7,14 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from infra import environment, processes
+from infra.login import Login, login_file, login_of
 from infra.servers import answers, free_port
 from infra.settings import Settings
 from infra.tracking import Tracker
@@ -53,6 +55,15 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str, 
     assert not answers(f"{addresses[1]}/health", 1), "the MLflow server outlived make ui"
 
 
+Ask = Callable[..., tuple[int, str, bytes]]
+
+
+@pytest.fixture(scope="module")
+def ask(pages: tuple[str, str, Path]) -> Ask:
+    """``_ask`` with the login: a browser whose user has logged in adds it to what a foreign page asks."""
+    return partial(_ask, Authorization=login_of(Settings(data_dir=pages[2] / "data")).header)
+
+
 def _write_mlflow_run(settings: Settings) -> None:
     tracker = Tracker.open(
         uri=settings.tracking_uri,
@@ -83,11 +94,18 @@ def test_both_pages_show_the_run(pages: tuple[str, str, Path]) -> None:
     from playwright.sync_api import sync_playwright
 
     prefect, mlflow, folder = pages
+    login = login_of(Settings(data_dir=folder / "data"))
     with sync_playwright() as playwright:
         chromium = playwright.chromium.launch(executable_path=browser, args=["--no-sandbox"])
-        page = chromium.new_page(viewport={"width": 1400, "height": 900})
+        page = chromium.new_page(
+            viewport={"width": 1400, "height": 900},
+            http_credentials={"username": login.user, "password": login.password},  # what a person types for MLflow
+        )
         for name, address in (("prefect", f"{prefect}/runs"), ("mlflow", f"{mlflow}/#/experiments/1/runs")):
             page.goto(address)
+            if name == "prefect":
+                page.get_by_placeholder("admin:pass").fill(login_file(Settings(data_dir=folder / "data")).read_text())
+                page.get_by_role("button", name="Login").click()
             page.get_by_text("ui-run").first.wait_for(timeout=60_000)
             page.screenshot(path=str(folder / f"{name}.png"))
         chromium.close()
@@ -105,7 +123,27 @@ def _ask(url: str, method: str = "GET", body: bytes | None = None, **headers: st
         return error.code, error.headers.get("Access-Control-Allow-Origin", ""), error.read()
 
 
-def test_pages_answer_to_their_own_names_only(pages: tuple[str, str, Path]) -> None:
+def test_nobody_asks_or_changes_anything_without_the_login(pages: tuple[str, str, Path], ask: Ask) -> None:
+    """Loopback belongs to every user of the machine, and a flow run is code that runs as the stack's owner."""
+    prefect, mlflow, _ = pages
+    json_type = {"Content-Type": "application/json"}
+    wrong = {"Authorization": Login("rlflow", "not-the-password-of-this").header}
+    for url, method, body in (
+        (f"{prefect}/api/admin/version", "GET", None),
+        (f"{prefect}/api/deployments/filter", "POST", b"{}"),
+        (f"{prefect}/api/flows/", "POST", b'{"name": "made-by-another-user"}'),
+        (f"{mlflow}/api/2.0/mlflow/experiments/search?max_results=5", "GET", None),
+        (f"{mlflow}/ajax-api/2.0/mlflow/experiments/search?max_results=5", "GET", None),
+        (f"{mlflow}/api/2.0/mlflow/experiments/create", "POST", b'{"name": "made-by-another-user"}'),
+        (f"{mlflow}/api/2.0/mlflow-artifacts/artifacts", "GET", None),
+        (f"{mlflow}/", "GET", None),
+    ):
+        assert _ask(url, method, body, **json_type)[0] == 401, url
+        assert _ask(url, method, body, **json_type, **wrong)[0] == 401, url
+        assert ask(url, method, body, **json_type)[0] in (200, 201), url
+
+
+def test_pages_answer_to_their_own_names_only(pages: tuple[str, str, Path], ask: Ask) -> None:
     """A foreign page may have its own name resolved to loopback, and then ask what it likes."""
     prefect, mlflow, _ = pages
     for address, asked in (
@@ -115,26 +153,26 @@ def test_pages_answer_to_their_own_names_only(pages: tuple[str, str, Path]) -> N
         port = address.rpartition(":")[2]
         for path in asked:
             for name in ("127.0.0.1", "localhost", f"localhost:{port}"):
-                assert _ask(address + path, Host=name)[0] == 200, (path, name)
+                assert ask(address + path, Host=name)[0] == 200, (path, name)
             for name in ("evil.example", f"evil.example:{port}", "127.0.0.1.evil.example", "localhost.evil.example"):
-                assert _ask(address + path, Host=name)[0] in (400, 403), (path, name)
+                assert ask(address + path, Host=name)[0] in (400, 403), (path, name)
 
 
-def test_a_foreign_page_can_read_nothing_and_change_nothing(pages: tuple[str, str, Path]) -> None:
+def test_a_foreign_page_can_read_nothing_and_change_nothing(pages: tuple[str, str, Path], ask: Ask) -> None:
     prefect, mlflow, _ = pages
     evil = {"Origin": "http://evil.example"}
     # what a page may send without asking first, and then read only if it is named
-    assert _ask(f"{prefect}/api/flow_runs/filter", "POST", b"{}", **{"Content-Type": "text/plain"}, **evil)[1] == ""
-    assert _ask(f"{prefect}/api/admin/version", **evil)[1] == ""
+    assert ask(f"{prefect}/api/flow_runs/filter", "POST", b"{}", **{"Content-Type": "text/plain"}, **evil)[1] == ""
+    assert ask(f"{prefect}/api/admin/version", **evil)[1] == ""
     own = {"Origin": f"http://localhost:{prefect.rpartition(':')[2]}"}
-    assert _ask(f"{prefect}/api/admin/version", **own)[1] == own["Origin"], "its own page by its other name"
+    assert ask(f"{prefect}/api/admin/version", **own)[1] == own["Origin"], "its own page by its other name"
     flow = b'{"name": "made-by-a-foreign-page"}'
     for kind in ("text/plain", "application/x-www-form-urlencoded"):  # JSON needs the preflight that is refused
-        status, _, answer = _ask(f"{prefect}/api/flows/", "POST", flow, **{"Content-Type": kind}, **evil)
+        status, _, answer = ask(f"{prefect}/api/flows/", "POST", flow, **{"Content-Type": kind}, **evil)
         assert status in (403, 415, 422), answer
     experiment = b'{"name": "made-by-a-foreign-page"}'
     asked = f"{mlflow}/api/2.0/mlflow/experiments/create"
-    assert _ask(asked, "POST", experiment, **{"Content-Type": "application/json"}, **evil)[0] == 403
+    assert ask(asked, "POST", experiment, **{"Content-Type": "application/json"}, **evil)[0] == 403
 
 
 @pytest.mark.parametrize(
@@ -152,34 +190,36 @@ def test_a_foreign_page_can_read_nothing_and_change_nothing(pages: tuple[str, st
         "..%5coutside.txt",
     ],
 )
-def test_artifacts_cannot_be_read_or_written_outside_their_folder(pages: tuple[str, str, Path], path: str) -> None:
+def test_artifacts_cannot_be_read_or_written_outside_their_folder(
+    pages: tuple[str, str, Path], ask: Ask, path: str
+) -> None:
     _, mlflow, folder = pages
     root = folder / "data" / "mlflow"
     outside = root / "outside.txt"
     outside.write_text("not an artifact")
     asked = f"{mlflow}/api/2.0/mlflow-artifacts/artifacts/{path.format(absolute=outside)}"
-    status, _, answer = _ask(asked)
+    status, _, answer = ask(asked)
     assert b"not an artifact" not in answer
     assert status >= 400 or b"<html" in answer  # a path that the client's side resolves leads to the page
     before = sorted(item for item in folder.rglob("*") if "artifacts" not in item.parts and item.suffix == ".txt")
-    _ask(asked, "PUT", b"written from outside")
+    ask(asked, "PUT", b"written from outside")
     after = sorted(item for item in folder.rglob("*") if "artifacts" not in item.parts and item.suffix == ".txt")
     assert after == before
     assert outside.read_text() == "not an artifact"
 
 
-def test_a_link_among_the_artifacts_leads_nowhere(pages: tuple[str, str, Path]) -> None:
+def test_a_link_among_the_artifacts_leads_nowhere(pages: tuple[str, str, Path], ask: Ask) -> None:
     _, mlflow, folder = pages
     asked = f"{mlflow}/api/2.0/mlflow-artifacts/artifacts"
-    assert _ask(f"{asked}/inside.txt", "PUT", b"an artifact")[0] == 200
-    assert _ask(f"{asked}/inside.txt")[2] == b"an artifact", "what is meant to be read can be"
+    assert ask(f"{asked}/inside.txt", "PUT", b"an artifact")[0] == 200
+    assert ask(f"{asked}/inside.txt")[2] == b"an artifact", "what is meant to be read can be"
     root = folder / "data" / "mlflow"
     outside = root / "outside.txt"
     outside.write_text("not an artifact")
     (root / "artifacts" / "link.txt").symlink_to(outside)
     (root / "artifacts" / "folder").symlink_to(root)
     for path in ("link.txt", "folder/outside.txt"):
-        status, _, answer = _ask(f"{asked}/{path}")
+        status, _, answer = ask(f"{asked}/{path}")
         assert status >= 400, answer
-        assert _ask(f"{asked}/{path}", "PUT", b"written from outside")[0] >= 400
+        assert ask(f"{asked}/{path}", "PUT", b"written from outside")[0] >= 400
     assert outside.read_text() == "not an artifact"

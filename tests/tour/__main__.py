@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -21,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from infra import processes
+from infra.login import login_of
 from infra.provenance import ROOT
 from infra.results import Results
 from infra.servers import free_port
@@ -107,9 +109,11 @@ def run(tour: Tour, pictures: Path, steps: int) -> dict[str, object]:
             tour.deployment("evaluate-latest")
         with tour.part("prefect deployment run ablate"):
             tour.deployment("ablate", experiment="grpo-geo3k-tiny", grid=GRID, seeds=[0, 1], overrides=POINTS)
+        login = login_of(tour.settings)
+        os.environ.update(login.for_mlflow())
         runs = Results(addresses[1]).latest("grpo-geo3k-tiny", 100)
         with tour.part("pages"):
-            taken = take_pictures(*addresses, runs, pictures)
+            taken = take_pictures(*addresses, login, runs, pictures)
     finally:
         with tour.part("make down"):
             tour.stack("down")

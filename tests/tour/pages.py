@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey
 from prefect.client.schemas.sorting import ArtifactSort
 
+from infra.login import Login
 from infra.results import RunData
 from tasks.latest import ARTIFACT as LEADERBOARD
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, BrowserContext, ViewportSize
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 _MOST_MS = 60_000
@@ -43,7 +49,17 @@ def find_browser() -> str:
     return browser
 
 
-def take_pictures(prefect: str, mlflow: str, runs: Sequence[RunData], folder: Path) -> list[str]:
+def logged_in(browser: Browser, login: Login, viewport: ViewportSize) -> BrowserContext:
+    """As after a person has typed the login: MLflow's into the browser's own question, Prefect's into its page."""
+    context = browser.new_context(
+        viewport=viewport, http_credentials={"username": login.user, "password": login.password}
+    )
+    stored = base64.b64encode(login.text.encode()).decode()
+    context.add_init_script(f"localStorage.setItem('prefect-password', '{stored}')")
+    return context
+
+
+def take_pictures(prefect: str, mlflow: str, login: Login, runs: Sequence[RunData], folder: Path) -> list[str]:
     """One picture of each page, ``tour_*.png``, once it shows what it is there for; their names.
 
     Args:
@@ -59,9 +75,9 @@ def take_pictures(prefect: str, mlflow: str, runs: Sequence[RunData], folder: Pa
     found: list[str] = []
     with sync_playwright() as playwright:
         chromium = playwright.chromium.launch(executable_path=browser, args=["--no-sandbox"])
-        page = chromium.new_page(viewport={"width": 1720, "height": 1050})
+        page = logged_in(chromium, login, {"width": 1720, "height": 1050}).new_page()
         page.add_init_script(_SEEN_BEFORE)
-        for shown in (*prefect_pages(prefect, runs), *mlflow_pages(mlflow, runs)):
+        for shown in (*prefect_pages(prefect, login, runs), *mlflow_pages(mlflow, runs)):
             page.goto(shown.address)
             if shown.opened:
                 page.locator(shown.opened).first.click(timeout=_MOST_MS)
@@ -76,9 +92,9 @@ def take_pictures(prefect: str, mlflow: str, runs: Sequence[RunData], folder: Pa
     return found
 
 
-def prefect_pages(address: str, runs: Sequence[RunData]) -> list[Page]:
+def prefect_pages(address: str, login: Login, runs: Sequence[RunData]) -> list[Page]:
     ablation = next(run.tags["rlflow.ablation"] for run in runs if "rlflow.ablation" in run.tags)
-    with SyncPrefectClient(api=f"{address}/api") as client:
+    with SyncPrefectClient(api=f"{address}/api", auth_string=login.text) as client:
         deployment = client.read_deployment_by_name("grpo-geo3k/grpo-geo3k-tiny")
         board, report = (_artifact(client, key) for key in (LEADERBOARD, f"{ablation}-report"))
     return [

@@ -10,9 +10,11 @@ import pytest
 from prefect.cli import deployment
 from prefect.plugins import HookContext
 
+from infra.login import login_of
 from infra.prefect_plugin import accept_bare_names, runs_a_deployment, setup_environment
 from infra.processes import ProcessId, this_process
 from infra.services import StackState
+from infra.settings import Settings
 
 
 @pytest.mark.parametrize(
@@ -66,7 +68,9 @@ def test_commands_find_the_stack_that_lives_where_no_server_is_set(
     write_state(tmp_path, this_process())
     found = setup_environment(ctx=context(None))
     assert found is not None
-    assert found.env == {"PREFECT_API_URL": "http://here:1/api"}
-    assert setup_environment(ctx=context("http://mine/api")) is None
+    login = login_of(Settings(data_dir=tmp_path))
+    assert found.env == {"PREFECT_API_URL": "http://here:1/api", "PREFECT_API_AUTH_STRING": login.text}
+    assert setup_environment(ctx=context("http://here:1/api")) == found, "named by hand, it wants the login too"
+    assert setup_environment(ctx=context("http://mine/api")) is None, "nobody else gets the login"
     write_state(tmp_path, ProcessId(this_process().pid, 1.0, this_process().host))  # an earlier process's number
     assert setup_environment(ctx=context(None)) is None
