@@ -3,6 +3,7 @@ Prefect's state."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ from tasks.data import prepare_and_resize
 from tasks.experiments import load_experiment
 from tasks.failures import failure_of
 from tasks.models import bootstrapped
-from tasks.runs import Run, new_run_id, note_driver, tracker_of
+from tasks.runs import ABLATION_ID, Run, new_run_id, note_driver, tracker_of
 from tasks.tracking import describe_run
 
 MESSAGE_CHARACTERS = 2000
@@ -157,7 +158,7 @@ def plan_ablation(experiment: str, overrides: Sequence[str] | None, run_id: str 
     except ValidationError as error:
         findings = [" ".join(("ablation", *map(str, item["loc"]))) + f": {item['msg']}" for item in error.errors()]
         raise ConfigError("\n".join(findings)) from None
-    name = run_id or (ablation_name() if FlowRunContext.get() else new_run_id(experiment))
+    name = _checked(run_id or (ablation_name() if FlowRunContext.get() else new_run_id(experiment)))
     folder = Settings().ablations_dir / name
     request = (experiment, tuple(overrides or ()), wanted)
     if not (folder / "plan.json").exists():
@@ -177,11 +178,21 @@ def existing_ablation(name: str) -> Ablation:
         ConfigError: there is no ablation of this name.
     """
     settings = Settings()
-    path = settings.ablations_dir / name / "plan.json"
+    path = settings.ablations_dir / _checked(name) / "plan.json"
     if not path.exists():
         known = sorted(found.parent.name for found in settings.ablations_dir.glob("*/plan.json"))
         raise ConfigError(f"no ablation {name!r} under {settings.ablations_dir}. Found: {', '.join(known) or 'none'}.")
     return Ablation(AblationPlan.model_validate_json(path.read_text()), path.parent)
+
+
+def _checked(name: str) -> str:
+    """An ablation's name is that of a folder below the ablations', and of nothing else."""
+    if not re.fullmatch(ABLATION_ID, name):
+        raise ConfigError(
+            f"{name!r} cannot be the name of an ablation. Allowed are up to 80 lower-case letters, digits and dashes; "
+            "the first is a letter or a digit."
+        )
+    return name
 
 
 def _words(experiment: str, overrides: Sequence[str], settings: AblationConfig) -> str:

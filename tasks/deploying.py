@@ -22,7 +22,7 @@ from infra.shape import Shape
 from rlcore.config import ExperimentConfig
 from rlcore.errors import RlflowError
 from tasks.experiments import load_experiment
-from tasks.runs import new_run_id
+from tasks.runs import checked_run_id, new_run_id
 
 V = TypeVar("V", bound=BaseModel)
 
@@ -71,7 +71,8 @@ def main(words: Sequence[str]) -> str:
     parser.add_argument("--values", type=Path, help="instead of the folder's values.yaml")
     options = parser.parse_args(words)
     experiment = load_experiment(options.experiment, options.set)
-    shape = shape_of(experiment, options.run_id or new_run_id(options.experiment), options.set)
+    run_id = checked_run_id(options.run_id or new_run_id(options.experiment))
+    shape = shape_of(experiment, run_id, options.set)
     return yaml.safe_dump_all(documents(options.where, shape, options.values), sort_keys=False, width=120)
 
 

@@ -25,7 +25,7 @@ from rlcore.config import (
 )
 from rlcore.config.secrets import SECRET
 from tasks.experiments import load_experiment
-from tasks.runs import RUN_ID, own_values
+from tasks.runs import ABLATION_ID, RUN_ID, own_values
 
 
 class Help:
@@ -95,9 +95,11 @@ Retries = Annotated[int | None, *_of_ablation("retries")]
 NewAblation = Annotated[
     str | None,
     Help("Name of a new ablation, or of one to continue; lower case, digits and dashes. Empty: a new one."),
-    Field(pattern=r"^[a-z0-9][a-z0-9-]*$", max_length=80),
+    Field(pattern=f"^{ABLATION_ID}$"),
 ]
-ExistingAblation = Annotated[str, Help("Name of an ablation, as its folder is called."), Field(min_length=1)]
+ExistingAblation = Annotated[
+    str, Help("Name of an ablation, as its folder is called."), Field(pattern=f"^{ABLATION_ID}$")
+]
 PointName = Annotated[str, Help("Of the ablation's plan: base, p01, p02, ..."), Field(min_length=1)]
 PointSeed = Annotated[int, Help("One of the ablation's seeds.")]
 PointSteps = Annotated[int, Help("Optimizer steps to train to; the run goes on from what it has."), Field(ge=1)]

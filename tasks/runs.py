@@ -30,6 +30,7 @@ from rlcore.segment.store import LocalCheckpointStore
 from tasks.stored import restore_checkpoint, restore_run
 
 RUN_ID = r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}"
+ABLATION_ID = r"[a-z0-9][a-z0-9-]{0,79}"  # also the name of its artifacts in Prefect, which allows no more
 
 
 class Run(BaseModel):
@@ -139,7 +140,7 @@ def open_run(
     Raises:
         ConfigError: the science differs, and that is not allowed; names every such value.
     """
-    name = _checked(run_id or (flow_run_name() if FlowRunContext.get() else new_run_id(experiment.name)))
+    name = checked_run_id(run_id or (flow_run_name() if FlowRunContext.get() else new_run_id(experiment.name)))
     restore_run(name, settings)
     run = Run(run_id=name, run_dir=settings.runs_dir / name, experiment=experiment)
     stored = run.run_dir / "experiment.json"
@@ -196,7 +197,7 @@ def existing_run(run_id: str, settings: Settings) -> Run:
 
 def _run_called(run_id: str, settings: Settings) -> Run | None:
     """The run of this name, here or fetched from the store; None: there is none."""
-    restore_run(_checked(run_id), settings)
+    restore_run(checked_run_id(run_id), settings)
     stored = settings.runs_dir / run_id / "experiment.json"
     if not stored.exists():
         return None
@@ -204,7 +205,7 @@ def _run_called(run_id: str, settings: Settings) -> Run | None:
     return Run(run_id=run_id, run_dir=stored.parent, experiment=experiment)
 
 
-def _checked(run_id: str) -> str:
+def checked_run_id(run_id: str) -> str:
     """A run's name is that of a folder below the runs', and of nothing else."""
     if not re.fullmatch(RUN_ID, run_id):
         raise ConfigError(

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import jsonschema
 import pytest
+from pydantic import TypeAdapter, ValidationError
 
 from infra.errors import ServerError
 from infra.settings import Settings
 from rlcore.config import ExperimentConfig
 from rlcore.errors import ConfigError, DivergedError
 from rlcore.segment.spec import segment_path
-from tasks import tracking
+from tasks import deploying, tracking
+from tasks import parameters as form
+from tasks.ablation import existing_ablation, plan_ablation
 from tasks.experiments import load_experiment
 from tasks.runs import Run, existing_run, open_run
 from tasks.tracking import tracked
@@ -39,6 +43,34 @@ def test_the_name_of_a_run_is_no_path(run_id: str, tmp_path: Path, monkeypatch: 
         with pytest.raises(ConfigError, match="cannot be the name of a run"):
             open_run(load_experiment("grpo-geo3k-tiny"), run_id, Settings())
     assert not list(tmp_path.iterdir())
+
+
+NO_ABLATIONS = ["../elsewhere", "/etc", "a/b", "..", ".hidden", "a\n", "A", "a_b", "x" * 81]
+
+
+@pytest.mark.parametrize("name", NO_ABLATIONS)
+def test_the_name_of_an_ablation_is_no_path(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan holds whole experiments, with the path of a reward's code: one from elsewhere must not be read."""
+    monkeypatch.setenv("RLFLOW_DATA_DIR", str(tmp_path / "data"))
+    with pytest.raises(ConfigError, match="cannot be the name of an ablation"):
+        existing_ablation(name)
+    with pytest.raises(ConfigError, match="cannot be the name of an ablation"):
+        plan_ablation("grpo-geo3k-tiny", (), name, grid=("seed=[1]",))
+
+
+@pytest.mark.parametrize("schema", [form.NewAblation, form.ExistingAblation])
+@pytest.mark.parametrize("name", [name for name in NO_ABLATIONS if name != "a\n"])  # JSON schema's $ allows it
+def test_prefect_refuses_such_a_name_before_it_stores_it(schema: object, name: str) -> None:
+    with pytest.raises(ValidationError):
+        TypeAdapter(schema).validate_python(name)
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(name, TypeAdapter(schema).json_schema())
+    jsonschema.validate("grpo-geo3k-tiny-0123456789ab", TypeAdapter(schema).json_schema())
+
+
+def test_a_file_for_a_cluster_names_no_run_that_would_be_refused_there() -> None:
+    with pytest.raises(ConfigError, match="cannot be the name of a run"):
+        deploying.main(["rayjob", "grpo-geo3k", "--run-id", "../x"])
 
 
 class Tracker:
