@@ -1,14 +1,14 @@
 """Which problems rest: those that the policy always or never solves teach nothing, for some epochs.
 
 A pass rate is the share of a group's completions that are right, measured whenever a problem is trained on. Everything
-here is a pure function of (stream, pass rates): a run that is killed and resumed from both goes on with the same
-problems.
+here is a pure function of (stream, pass rates, postponed problems): a run that is killed and resumed from these goes on
+with the same problems.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import NamedTuple, Self
@@ -74,38 +74,52 @@ def rests(rates: PassRates, index: int, epoch: int, config: CurriculumConfig) ->
     return epoch - found.epoch <= config.rest_epochs
 
 
-def next_problems(stream: ProblemStream, n: int, rates: PassRates, config: CurriculumConfig | None) -> list[int]:
-    """The next ``n`` problems of the stream that do not rest, distinct where the stream has that many.
+@dataclass(frozen=True, slots=True)
+class NextProblems:
+    indices: list[int]
+    postponed: tuple[int, ...]  # taken from the stream and not among ``indices``; they come first in the next batch
 
-    Without a config they are the stream's next ``n``, as they come. With one, all that is looked at counts as taken,
-    so ``stream.taken`` may grow by more than ``n``. Where a whole epoch in a row has nothing for this batch (all rest,
-    or are in it already), the rest of the batch is the plain order: it never looks at more than n + 2 epochs.
+
+def next_problems(
+    stream: ProblemStream,
+    n: int,
+    rates: PassRates,
+    config: CurriculumConfig | None,
+    *,
+    postponed: Sequence[int] = (),
+    avoid: Collection[int] = (),
+) -> NextProblems:
+    """The next ``n`` problems of the stream that do not rest.
+
+    They are distinct, and none is in ``avoid``, as far as the dataset reaches; a batch of more problems goes through
+    the whole dataset before any comes again. A problem that the stream repeats too early (at the border of two epochs)
+    is not lost but postponed, so each epoch is trained whole.
+
+    A problem that rests counts as taken, so ``stream.taken`` may grow by more than ``n``. Where a whole epoch in a row
+    has nothing for this batch (all rest, or are in it already), nothing rests for the remainder of the batch: it never
+    looks at more than n + 2 epochs.
+
+    Args:
+        postponed: of the batch before.
+        avoid: problems that will be trained together with these.
     """
-    if config is None:
-        return stream.take(n)
     chosen: list[int] = []
-    seen: set[int] = set()
+    waiting = list(postponed)
+    busy = set(avoid)
     in_vain = 0
-    while len(chosen) < n and in_vain < stream.num_problems:
-        epoch = stream.taken // stream.num_problems
-        (index,) = stream.take(1)
-        if index in seen or rests(rates, index, epoch, config):
-            in_vain += 1
-            continue
-        chosen.append(index)
-        seen.add(index)
-        in_vain = 0
-    return chosen + _plain(stream, n - len(chosen), seen)
-
-
-def _plain(stream: ProblemStream, n: int, seen: set[int]) -> list[int]:
-    """The next ``n`` of the stream as they come, those in ``seen`` only once all others are used up."""
-    chosen: list[int] = []
     while len(chosen) < n:
-        if len(seen) == stream.num_problems:
-            seen.clear()
-        (index,) = stream.take(1)
-        if index not in seen:
+        if len(busy) == stream.num_problems:
+            busy.clear()
+        epoch = stream.taken // stream.num_problems
+        place = next((place for place, index in enumerate(waiting) if index not in busy), None)
+        index = stream.take(1)[0] if place is None else waiting.pop(place)
+        if index in busy:
+            waiting.append(index)
+            in_vain += 1
+        elif config is not None and in_vain < stream.num_problems and rests(rates, index, epoch, config):
+            in_vain += 1
+        else:
             chosen.append(index)
-            seen.add(index)
-    return chosen
+            busy.add(index)
+            in_vain = 0 if in_vain < stream.num_problems else in_vain
+    return NextProblems(chosen, tuple(waiting))

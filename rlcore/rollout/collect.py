@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
@@ -12,8 +13,27 @@ from rlcore.types import Completion, Ints, Problem, Rollout, RolloutGroup, Score
 
 
 def sample_requests(problems: Sequence[Problem], group_size: int, *, seed: int, batch: str) -> list[SampleRequest]:
-    """One request per problem; its seed depends on (run seed, rollout batch, problem) and nothing else."""
-    return [SampleRequest(p, group_size, sampling_seed(seed, batch, p.problem_id)) for p in problems]
+    """One request per problem; its seed depends on (run seed, rollout batch, problem, how often the problem was among
+    those before it) and nothing else."""
+    return [
+        SampleRequest(p, group_size, sampling_seed(seed, batch_key(batch, occurrence), p.problem_id))
+        for p, occurrence in zip(problems, occurrences(p.problem_id for p in problems), strict=True)
+    ]
+
+
+def occurrences(ids: Iterable[str]) -> list[int]:
+    """How often each id was among those before it."""
+    seen: Counter[str] = Counter()
+    found = []
+    for id_ in ids:
+        found.append(seen[id_])
+        seen[id_] += 1
+    return found
+
+
+def batch_key(batch: str, occurrence: int) -> str:
+    """A problem that is in a batch again is sampled with another seed, or its completions would be the same."""
+    return f"{batch}#{occurrence}" if occurrence else batch
 
 
 def sampling_seed(seed: int, batch: str, problem_id: str) -> int:

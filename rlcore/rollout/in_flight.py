@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from rlcore.ports import SampledGroup, SampleRequest
-from rlcore.rollout.collect import sampling_seed, to_group
+from rlcore.rollout.collect import batch_key, sampling_seed, to_group
 from rlcore.types import Completion, Ints, Problem, RolloutGroup, Score
 
 
@@ -26,14 +26,23 @@ class GroupInFlight:
     prompt_token_ids: Ints  # [P]; none before the first round
     completions: tuple[Completion, ...]  # each policy_version is that of its oldest token
     scores: tuple[Score | None, ...]  # None: not ended
+    occurrence: int = 0  # how often the problem was among those that the same batch drew before it
 
     @classmethod
     def new(
-        cls, index: int, problem: Problem, size: int, *, batch: int, epoch: int, policy_version: int
+        cls,
+        index: int,
+        problem: Problem,
+        size: int,
+        *,
+        batch: int,
+        epoch: int,
+        policy_version: int,
+        occurrence: int = 0,
     ) -> GroupInFlight:
         """Nothing drawn yet; ``policy_version`` will draw the first tokens."""
         empty = Completion(np.zeros(0, np.int32), np.zeros(0, np.float32), "", "unfinished", policy_version)
-        return cls(index, problem, batch, epoch, np.zeros(0, np.int32), (empty,) * size, (None,) * size)
+        return cls(index, problem, batch, epoch, np.zeros(0, np.int32), (empty,) * size, (None,) * size, occurrence)
 
     @property
     def policy_version(self) -> int:
@@ -56,13 +65,14 @@ class GroupInFlight:
         unfinished completion has one, whose seed says where it goes on.
         """
         if not self.begun:
-            first = sampling_seed(seed, str(self.batch), self.problem.problem_id)
+            first = sampling_seed(seed, batch_key(str(self.batch), self.occurrence), self.problem.problem_id)
             return [(self.unfinished, SampleRequest(self.problem, len(self.completions), first, max_tokens=max_tokens))]
         return [((which,), self._continuation(which, seed, max_tokens)) for which in self.unfinished]
 
     def _continuation(self, which: int, seed: int, max_tokens: int | None) -> SampleRequest:
         drawn = self.completions[which].token_ids
-        own = sampling_seed(seed, f"{self.batch}.{which}.{len(drawn)}", self.problem.problem_id)
+        batch = batch_key(str(self.batch), self.occurrence)
+        own = sampling_seed(seed, f"{batch}.{which}.{len(drawn)}", self.problem.problem_id)
         return SampleRequest(self.problem, 1, own, max_tokens=max_tokens, drawn=drawn)
 
     def continued(self, prompt: Ints, pieces: Mapping[int, Completion]) -> GroupInFlight:

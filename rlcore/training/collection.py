@@ -135,6 +135,7 @@ def with_following(state: TrainState, collected: Collected, clock: Clock) -> tup
         ahead=found.ahead,
         in_flight=found.in_flight,
         problems_seen=found.problems_seen,
+        postponed=found.postponed,
         pass_rates=found.pass_rates,
     )
     return state, replace(collected, drawn=collected.drawn + following.drawn)
@@ -193,7 +194,8 @@ def _until_full(
     without_signal: list[ScoredGroup] = []
     drawn = Drawn(dropped_stale=len(state.buffer) - len(fresh))
     while len(waiting) + len(found) < wanted and drawn.rounds < dynamic.max_rounds:
-        draw, state = _sample(run, state, state.step, f"+{drawn.rounds}" if drawn.rounds else "", clock)
+        together = (*fresh, *found, *without_signal)
+        draw, state = _sample(run, state, state.step, f"+{drawn.rounds}" if drawn.rounds else "", clock, together)
         groups = _graded(run, draw, _samples(draw, run.config), clock)
         state = _with_pass_rates(state, draw, groups, run.config)
         for group in groups:
@@ -222,12 +224,25 @@ def _until_full(
     return collected, replace(state, buffer=(*left, *surplus))
 
 
-def _sample(run: TrainingRun, state: TrainState, step: int, round_: str, clock: Clock) -> tuple[_Draw, TrainState]:
+def _sample(
+    run: TrainingRun,
+    state: TrainState,
+    step: int,
+    round_: str,
+    clock: Clock,
+    together: Sequence[ScoredGroup] = (),
+) -> tuple[_Draw, TrainState]:
     """Draw and sample one round, for the update behind ``step`` steps; what has ended is graded while the rest is
-    sampled."""
+    sampled.
+
+    Args:
+        together: groups of the same step, whose problems are avoided as long as there are others.
+    """
     config = run.config
     epoch = state.problems_seen // len(run.problems)
-    indices, state = draw_problems(config.data, len(run.problems), state, config.training.problems_per_step)
+    used = {group.group.problem.problem_id for group in together}
+    avoid = [index for index, problem in enumerate(run.problems) if problem.problem_id in used] if used else []
+    indices, state = draw_problems(config.data, len(run.problems), state, config.training.problems_per_step, avoid)
     problems = [run.problems[i] for i in indices]
     batch = f"{step}{round_}"
     seed = run.adjustments.seed(step + 1, config.seed)

@@ -4,7 +4,7 @@ sampler."""
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 
 from rlcore.config import DataConfig
@@ -32,12 +32,14 @@ class Drawn:
         )
 
 
-def draw_problems(data: DataConfig, num_problems: int, state: TrainState, count: int) -> tuple[list[int], TrainState]:
-    """The next ``count`` problems of the stream, by index, and the state behind them."""
+def draw_problems(
+    data: DataConfig, num_problems: int, state: TrainState, count: int, avoid: Collection[int] = ()
+) -> tuple[list[int], TrainState]:
+    """Indices of the next ``count`` problems, and the state after them. Arguments as ``next_problems``."""
     at = {"num_problems": num_problems, "seed": data.shuffle_seed, "position": state.problems_seen}
     stream = ProblemStream.at(at)
-    indices = next_problems(stream, count, state.pass_rates, data.curriculum)
-    return indices, replace(state, problems_seen=stream.taken)
+    found = next_problems(stream, count, state.pass_rates, data.curriculum, postponed=state.postponed, avoid=avoid)
+    return found.indices, replace(state, problems_seen=stream.taken, postponed=found.postponed)
 
 
 def with_pass_rates(

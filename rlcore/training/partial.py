@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from rlcore.config import PartialRolloutConfig
-from rlcore.rollout.collect import to_sample
+from rlcore.rollout.collect import occurrences, to_sample
 from rlcore.rollout.in_flight import GroupInFlight, chosen, due
 from rlcore.training.advantages import ScoredGroup
 from rlcore.training.clock import Clock
@@ -78,10 +78,13 @@ def _topped_up(
 ) -> tuple[list[GroupInFlight], TrainState]:
     epoch = state.problems_seen // len(run.problems)
     version, size = state.step, run.config.rollout.group_size
-    indices, state = draw_problems(run.config.data, len(run.problems), state, max(0, wanted - len(carried)))
+    missing, in_flight = max(0, wanted - len(carried)), [group.index for group in carried]
+    indices, state = draw_problems(run.config.data, len(run.problems), state, missing, avoid=in_flight)
+    problems = [run.problems[index] for index in indices]
+    repeated = occurrences(problem.problem_id for problem in problems)
     new = [
-        GroupInFlight.new(index, run.problems[index], size, batch=step, epoch=epoch, policy_version=version)
-        for index in indices
+        GroupInFlight.new(index, problem, size, batch=step, epoch=epoch, policy_version=version, occurrence=before)
+        for index, problem, before in zip(indices, problems, repeated, strict=True)
     ]
     return [*carried, *new], state
 

@@ -27,7 +27,8 @@ IN_FLIGHT = "in_flight.parquet"
 @dataclass(frozen=True, slots=True)
 class TrainState:
     step: int = 0  # optimizer steps taken; also the version of the weights
-    problems_seen: int = 0  # of the stream: trained on, left out as without signal, resting, or in flight
+    problems_seen: int = 0  # of the stream: trained on, left out as without signal, resting, postponed, or in flight
+    postponed: tuple[int, ...] = ()  # indices of problems that the stream repeated too early for the last batch
     nonfinite_in_a_row: int = 0
     kl_coefficient: float | None = None  # None: the configured one
     pass_rates: PassRates = PassRates()
@@ -40,6 +41,7 @@ class TrainState:
         return {
             "step": self.step,
             "problems_seen": self.problems_seen,
+            "postponed": list(self.postponed),
             "nonfinite_in_a_row": self.nonfinite_in_a_row,
             "kl_coefficient": self.kl_coefficient,
         }
@@ -75,7 +77,8 @@ class TrainState:
 
         in_flight = _rows(folder / IN_FLIGHT, by_id)
         return cls(
-            **scalars,
+            # checkpoints of older versions have none postponed
+            **{**scalars, "postponed": tuple(scalars.get("postponed", ()))},
             pass_rates=PassRates.from_json((folder / PASS_RATES).read_text()),
             buffer=groups(BUFFER),
             ahead=groups(AHEAD),
@@ -127,6 +130,7 @@ _SCHEMA_IN_FLIGHT = pa.schema(
         ("problem_id", pa.string()),
         ("batch", pa.int64()),
         ("epoch", pa.int64()),
+        ("occurrence", pa.int64()),
         ("prompt_token_ids", pa.list_(pa.int32())),
         ("completions", pa.list_(pa.struct(_COMPLETION))),  # without a score where it has not ended
     ]
@@ -161,6 +165,7 @@ def _row_in_flight(group: GroupInFlight) -> dict[str, Any]:
         "problem_id": group.problem.problem_id,
         "batch": group.batch,
         "epoch": group.epoch,
+        "occurrence": group.occurrence,
         "prompt_token_ids": group.prompt_token_ids,
         "completions": [_completion_row(*pair) for pair in zip(group.completions, group.scores, strict=True)],
     }
@@ -205,6 +210,7 @@ def _in_flight(row: Mapping[str, Any], index: int, problem: Problem) -> GroupInF
         problem=problem,
         batch=row["batch"],
         epoch=row["epoch"],
+        occurrence=row.get("occurrence", 0),  # checkpoints of older versions have no such column
         prompt_token_ids=np.asarray(row["prompt_token_ids"], np.int32),
         completions=tuple(_completion(found) for found in row["completions"]),
         scores=tuple(None if found["score"] is None else _score(found["score"]) for found in row["completions"]),

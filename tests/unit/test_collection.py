@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -202,6 +203,44 @@ def test_rounds_of_one_step_sample_with_seeds_of_their_own():
     collect(run, TrainState(), Clock())
     seeds = [request.seed for request in run.workers.requests]
     assert len(set(seeds)) == len(seeds) == 12
+
+
+def test_problems_of_a_batch_are_distinct_and_those_of_a_larger_batch_have_seeds_of_their_own():
+    few = PROBLEMS[:7]
+    state = TrainState()
+    for size in (5, 5, 7, 7, 6):
+        run = replace(wired(config(training={"problems_per_step": size, "steps": 8})), problems=few)
+        found, state = collect(run, state, Clock())
+        assert len(set(ids(found.groups))) == size
+    run = replace(wired(config(training={"problems_per_step": 20, "steps": 8})), problems=few)
+    found, state = collect(run, state, Clock())
+    assert all(ids(found.groups).count(problem.problem_id) in (2, 3) for problem in few)
+    assert len({request.seed for request in run.workers.requests}) == 20
+
+
+def test_groups_of_one_step_are_of_distinct_problems_also_over_rounds_and_with_a_buffer():
+    first = order(24)
+    run = wired(config(algorithm=DYNAMIC, training={"problems_per_step": 7, "steps": 40}), {first[0]: WRONG})
+    state = TrainState()
+    for step in range(20):
+        run.workers.version = step
+        found, state = collect(run, replace(state, step=step), Clock())
+        assert len(set(ids(found.groups))) == 7
+        sampled = [*ids(found.generated), *ids(found.groups)[: found.from_buffer]]
+        assert len(set(sampled)) == min(24, len(sampled))
+
+
+def test_a_checkpoint_of_before_problems_were_postponed_goes_on(tmp_path: Path):
+    run = wired(config(training={"problems_per_step": 20, "steps": 8}))
+    _, state = collect(run, TrainState(), Clock())
+    _, state = collect(run, replace(state, step=1), Clock())
+    assert state.postponed
+    state.save(tmp_path)
+    loaded = TrainState.load(tmp_path, json.loads(json.dumps(state.scalars())), PROBLEMS, mask_truncated=False)
+    assert loaded.scalars() == state.scalars()
+    old = {name: value for name, value in state.scalars().items() if name != "postponed"}
+    loaded = TrainState.load(tmp_path, old, PROBLEMS, mask_truncated=False)
+    assert (loaded.postponed, loaded.problems_seen) == ((), state.problems_seen)
 
 
 def test_remax_asks_for_one_greedy_completion_per_problem():

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import pickle
+from collections import Counter
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given
@@ -23,13 +26,15 @@ def rate_of(index: int, epoch: int) -> float:
     return ((index + epoch) % 3) / 2
 
 
-def train(stream: ProblemStream, rates: PassRates, n: int) -> tuple[list[int], PassRates]:
+def train(
+    stream: ProblemStream, rates: PassRates, n: int, postponed: Sequence[int]
+) -> tuple[list[int], PassRates, tuple[int, ...]]:
     """One step, as the loop does it."""
-    indices = next_problems(stream, n, rates, CONFIG)
+    found = next_problems(stream, n, rates, CONFIG, postponed=postponed)
     epoch = stream.taken // stream.num_problems
-    rates = rates.updated({index: rate_of(index, epoch) for index in indices}, epoch)
+    rates = rates.updated({index: rate_of(index, epoch) for index in found.indices}, epoch)
     stream.advance(stream.taken - stream.position)
-    return indices, rates
+    return found.indices, rates, found.postponed
 
 
 def test_a_problem_rests_at_or_beyond_the_bounds_for_as_many_epochs_as_configured():
@@ -50,7 +55,7 @@ def test_resting_problems_are_skipped_and_counted():
     order = ProblemStream(10, seed=0).take(10)
     rates = PassRates().updated({order[1]: 1.0, order[2]: 0.0, order[3]: 0.5}, 0)
     stream = ProblemStream(10, seed=0)
-    assert next_problems(stream, 3, rates, CONFIG) == [order[0], order[3], order[4]]
+    assert next_problems(stream, 3, rates, CONFIG).indices == [order[0], order[3], order[4]]
     assert stream.taken == 5
     stream.advance(5)
     assert ProblemStream.at(stream.state()).take(1) == [order[5]]
@@ -60,11 +65,14 @@ def test_resting_problems_are_skipped_and_counted():
 def test_a_resumed_run_goes_on_as_if_it_had_never_stopped(num_problems, seed, batches, cut):
     def run(interrupted: bool) -> list[list[int]]:
         stream, rates, steps = ProblemStream(num_problems, seed), PassRates(), []
+        postponed: tuple[int, ...] = ()
         for step, n in enumerate(batches):
             if interrupted and step == cut:
-                next_problems(stream, 5, rates, CONFIG)  # handed out, never trained: lost with the process
+                next_problems(
+                    stream, 5, rates, CONFIG, postponed=postponed
+                )  # handed out, never trained: lost with the process
                 stream, rates = ProblemStream.at(stream.state()), PassRates.from_json(rates.to_json())
-            indices, rates = train(stream, rates, n)
+            indices, rates, postponed = train(stream, rates, n, postponed)
             steps.append(indices)
         return steps
 
@@ -73,9 +81,9 @@ def test_a_resumed_run_goes_on_as_if_it_had_never_stopped(num_problems, seed, ba
 
 @given(SIZES, SEEDS, BATCHES)
 def test_a_batch_has_as_many_problems_as_asked_for_and_no_needless_repeats(num_problems, seed, batches):
-    stream, rates = ProblemStream(num_problems, seed), PassRates()
+    stream, rates, postponed = ProblemStream(num_problems, seed), PassRates(), ()
     for n in batches:
-        indices, rates = train(stream, rates, n)
+        indices, rates, postponed = train(stream, rates, n, postponed)
         assert len(indices) == n
         assert len(set(indices)) == min(n, num_problems)
 
@@ -83,16 +91,18 @@ def test_a_batch_has_as_many_problems_as_asked_for_and_no_needless_repeats(num_p
 def test_when_all_rest_the_plain_order_goes_on():
     rates = PassRates().updated(dict.fromkeys(range(8), 1.0), 0)
     stream = ProblemStream(8, seed=3)
-    assert sorted(next_problems(stream, 8, rates, CONFIG)) == list(range(8))
+    assert sorted(next_problems(stream, 8, rates, CONFIG).indices) == list(range(8))
     assert stream.taken == 16  # an epoch in vain, and one as it comes
-    assert sorted(set(next_problems(stream, 20, rates, CONFIG))) == list(range(8))
+    assert sorted(set(next_problems(stream, 20, rates, CONFIG).indices)) == list(range(8))
 
 
 def test_nothing_rests_for_ever():
     stream, rates = ProblemStream(12, seed=1), PassRates()
     last_seen = dict.fromkeys(range(12), 0)
+    postponed: tuple[int, ...] = ()
     for _ in range(200):
-        indices = next_problems(stream, 4, rates, CONFIG)
+        found = next_problems(stream, 4, rates, CONFIG, postponed=postponed)
+        indices, postponed = found.indices, found.postponed
         epoch = stream.taken // 12
         # half of them are always solved: they come back to be measured, and rest again
         rates = rates.updated({index: 1.0 if index % 2 else 0.5 for index in indices}, epoch)
@@ -104,7 +114,65 @@ def test_nothing_rests_for_ever():
 
 def test_without_a_curriculum_it_is_the_stream():
     rates = PassRates().updated(dict.fromkeys(range(5), 1.0), 0)
-    assert next_problems(ProblemStream(5, 0), 12, rates, None) == ProblemStream(5, 0).take(12)
+    found = next_problems(ProblemStream(5, 0), 12, rates, None)
+    assert (found.indices, found.postponed) == (ProblemStream(5, 0).take(12), ())
+
+
+def batches_of(
+    num_problems: int, seed: int, sizes: Sequence[int], *, cut: int | None = None
+) -> tuple[list[list[int]], tuple[int, ...], int]:
+    """Batches without a curriculum, the last one's postponed problems, and how far the stream was taken; at ``cut`` all
+    that goes on is what a checkpoint holds."""
+    stream, postponed, batches = ProblemStream(num_problems, seed), (), []
+    for number, n in enumerate(sizes):
+        if number == cut:
+            state = json.loads(json.dumps({"position": stream.taken, "postponed": postponed}))
+            stream = ProblemStream.at({"num_problems": num_problems, "seed": seed, "position": state["position"]})
+            postponed = state["postponed"]
+        found = next_problems(stream, n, PassRates(), None, postponed=postponed)
+        batches.append(found.indices)
+        postponed = found.postponed
+    return batches, postponed, stream.taken
+
+
+SIZES_OF_BATCHES = st.lists(st.integers(0, 75), max_size=12)
+
+
+@given(SIZES, SEEDS, SIZES_OF_BATCHES)
+def test_problems_of_a_batch_are_distinct_up_to_the_size_of_the_dataset(num_problems, seed, sizes):
+    batches, _, _ = batches_of(num_problems, seed, sizes)
+    for n, batch in zip(sizes, batches, strict=True):
+        assert len(batch) == n
+        for start in range(0, n, num_problems):  # then all of them before any comes a third time
+            part = batch[start : start + num_problems]
+            assert len(set(part)) == len(part)
+
+
+@given(SIZES, SEEDS, SIZES_OF_BATCHES)
+def test_every_epoch_is_trained_whole_whatever_the_batches(num_problems, seed, sizes):
+    """What was taken from the stream is trained, each epoch's problems once, but for those that are still postponed;
+    these wait for one batch."""
+    batches, postponed, taken = batches_of(num_problems, seed, sizes)
+    trained = Counter(index for batch in batches for index in batch)
+    assert trained + Counter(postponed) == Counter(ProblemStream(num_problems, seed).take(taken))
+    assert len(postponed) <= max(sizes, default=0)
+    following, _, _ = batches_of(num_problems, seed, [*sizes, len(postponed)])
+    assert set(postponed) <= set(following[-1])
+
+
+@given(SIZES, SEEDS, SIZES_OF_BATCHES, st.integers(0, 12))
+def test_a_resumed_run_takes_the_same_batches_at_any_position(num_problems, seed, sizes, cut):
+    assert batches_of(num_problems, seed, sizes, cut=cut) == batches_of(num_problems, seed, sizes)
+
+
+@given(SIZES, SEEDS, st.integers(0, 30), st.sets(st.integers(0, 29)))
+def test_what_is_trained_together_is_avoided_as_long_as_there_are_others(num_problems, seed, n, avoid):
+    avoid = {index for index in avoid if index < num_problems}
+    found = next_problems(ProblemStream(num_problems, seed), n, PassRates(), None, avoid=avoid)
+    others = num_problems - len(avoid)
+    assert avoid.isdisjoint(found.indices[:others])
+    assert len(set(found.indices[:others])) == min(n, others)
+    assert len(found.indices) == n
 
 
 def test_pass_rates_survive_files_and_processes():

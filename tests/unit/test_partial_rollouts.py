@@ -309,9 +309,33 @@ def test_no_sample_is_ever_too_old_and_none_is_lost(data: st.DataObject) -> None
                 assert drew[-1] <= number * passes
     waiting = [*(g.group.problem.problem_id for g in state.ahead), *(g.problem.problem_id for g in state.in_flight)]
     order = [PROBLEMS[index].problem_id for index in ProblemStream(len(PROBLEMS), 0).take(state.problems_seen)]
-    assert Counter(trained + waiting) == Counter(order)
+    postponed = [PROBLEMS[index].problem_id for index in state.postponed]
+    assert Counter(trained + waiting + postponed) == Counter(order)
     ended = sum(len(group.completions) - len(group.unfinished) for group in state.in_flight)
     assert run.grader.asked.total() == 2 * (len(trained) + len(state.ahead)) + ended
+
+
+def test_groups_in_flight_are_of_distinct_problems_as_far_as_the_dataset_reaches(tmp_path: Path) -> None:
+    settings = config({"tokens_per_round": 3, "in_flight": 2}, 3)
+    lengths = by_first(*[10, 2, 12, 1, 5, 99] * 9)
+    run = replace(wired(settings, lengths), problems=PROBLEMS[:5])
+    state, carried = TrainState(), 0
+    for _ in range(12):
+        (batch,), state = batches(run, state, 1)
+        together = [group.group.problem.problem_id for group in batch.groups]
+        together += [group.problem.problem_id for group in state.in_flight]
+        assert len(set(together)) == len(together) == 4
+        carried += len(state.in_flight)
+    assert carried > 12
+    assert state.problems_seen > 20  # so that borders of epochs were within batches
+
+    fewer = replace(wired(settings, lengths), problems=PROBLEMS[:3])
+    _, state = batches(fewer, TrainState(), 1)
+    first = [request.seed for request in fewer.workers.requests if not len(request.drawn)]
+    assert len(first) == len(set(first)) == 4  # one of the three problems twice, with a seed of its own
+    state.save(tmp_path)
+    loaded = TrainState.load(tmp_path, state.scalars(), PROBLEMS[:3], mask_truncated=False)
+    assert [g.occurrence for g in loaded.in_flight] == [g.occurrence for g in state.in_flight]
 
 
 @pytest.mark.parametrize("ahead", [False, True])
