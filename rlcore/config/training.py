@@ -13,8 +13,8 @@ class TrainingConfig(Frozen):
     steps: int = Field(60, ge=1)
     """Optimizer steps of the whole run."""
     problems_per_step: int = Field(32, ge=1)
-    """Problems sampled per rollout batch: distinct ones, or in a batch that is larger than the dataset all of them before
-    any comes again, with other completions."""
+    """Problems sampled per rollout batch: distinct ones, or in a batch that is larger than the dataset all of them
+    before any comes again, with other completions."""
     updates_per_batch: int = Field(1, ge=1)
     """Optimizer steps per pass over a rollout batch; each takes problems_per_step / updates_per_batch whole groups."""
     passes_per_batch: int = Field(1, ge=1)
