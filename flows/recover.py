@@ -6,7 +6,7 @@ from prefect import flow
 
 from infra.settings import Settings
 from tasks.locks import alone
-from tasks.recovering import carry_out, judge_runs, show
+from tasks.recovering import recover_runs, show
 
 
 @flow(name="recover")
@@ -14,7 +14,7 @@ def recover() -> None:
     """Safe at any moment and as often as one likes: a living run is left, two at once act as one."""
     with alone(Settings(), "recover") as mine:
         if mine:
-            show(carry_out(judge_runs()))
+            show(recover_runs())
 
 
 if __name__ == "__main__":

@@ -10,28 +10,24 @@ import psutil
 
 from infra import processes
 from rlcore.errors import HangError
-from rlcore.segment.lease import Lease
+from rlcore.segment.lease import Lease, Unchanged
 from rlcore.stacks import SIGNAL, innermost, pid_of
 
 _DUMP_SECONDS = 5.0
 
 
 class HangWatch:
-    """Progress is a renewed lease: the trainer renews it after every phase of a step, and while it waits for us."""
+    """Progress is what the trainer counts in its lease: a finished phase of a step, bytes of a checkpoint, a look at
+    what its driver wants."""
 
     def __init__(self, lease: Path, minutes: float, *, now: Callable[[], float] = time.monotonic) -> None:
         self._lease = Lease(lease)
         self._deadline = 60 * minutes
-        self._now = now
-        self._since = now()  # by our clock: that of the trainer's host may be another
-        self._seen: float | None = None
+        self._unchanged = Unchanged(now)
 
     def stuck(self) -> bool:
         info = self._lease.read()
-        renewed = None if info is None else info.renewed_at
-        if renewed != self._seen:
-            self._seen, self._since = renewed, self._now()
-        return self._now() - self._since > self._deadline
+        return self._unchanged.seconds(None if info is None else (info.token, info.progress)) > self._deadline
 
 
 def end_stuck_trainer(run_dir: Path, mark: str, minutes: float) -> HangError:

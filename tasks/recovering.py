@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -27,7 +29,7 @@ from infra.settings import Settings
 from rlcore.errors import RlflowError
 from rlcore.job import JobError
 from rlcore.segment.failures import POLICIES
-from rlcore.segment.lease import Control, holder_alive
+from rlcore.segment.lease import Control, Unchanged, holder_alive
 from tasks.ablation import existing_ablation
 from tasks.jobs import jobs_mark
 from tasks.recovery import Action, Decision, Facts, FlowRunFacts, LastFailure, decide
@@ -37,7 +39,10 @@ ARTIFACT = "recover"
 FINAL = frozenset(error.__name__ for policy in POLICIES if not policy.delays for error in policy.errors)
 """What a trainer reports where another try would end alike."""
 
+_LOOK_SECONDS = 2.0
+
 Judged: TypeAlias = tuple[Run, Facts, Decision]
+Signs: TypeAlias = tuple[float | None, float | None, str | None, float | None]
 
 
 class Recovery(BaseModel):
@@ -51,20 +56,54 @@ class Recovery(BaseModel):
     at: float  # seconds since the epoch
 
 
-@task(name="judge-runs", cache_policy=NO_CACHE, persist_result=False)
-def judge_runs() -> list[Judged]:
-    """Facts and decision of every run and ablation that has not finished. One that cannot be read is told, and left."""
-    judged: list[Judged] = []
+@dataclass(slots=True)
+class Watch:
+    """What recover has seen of a run's signs of life. They come from the clocks of several hosts, so that only their
+    changes count."""
+
+    unchanged: Unchanged = field(default_factory=Unchanged)
+    first: Signs | None = None
+
+    def look(self, signs: Signs) -> tuple[float, bool]:
+        """For how long the signs have been the same, and whether one has come since the first look."""
+        self.first = self.first or signs
+        return self.unchanged.seconds(signs), signs != self.first
+
+
+@task(name="recover-runs", cache_policy=NO_CACHE, persist_result=False)
+def recover_runs() -> list[Judged]:
+    """Judge every run and ablation that has not finished, and act on it.
+
+    A run that may have lost its driver is watched until it gives a sign of life, or has been silent for
+    ``recovery.silence_seconds``. Unreadable runs are reported and skipped.
+    """
+    watches: dict[Path, Watch] = defaultdict(Watch)
+    done: dict[Path, Judged] = {}
     with get_client(sync_client=True) as client:
-        for folder, read in _folders(Settings()):
-            try:
-                run = read(folder.name)
-                if not run.finished_marker.exists():
-                    facts = observe(run, client)
-                    judged.append((run, facts, decide(facts)))
-            except (RlflowError, ValidationError) as error:
-                get_logger().warning("recover: %s cannot be read: %s", folder, error)
-    return judged
+        look_at = list(_folders(Settings()))
+        watched = False
+        while look_at:
+            for folder, read in look_at:
+                try:
+                    run = read(folder.name)
+                    if not run.finished_marker.exists():
+                        done[folder] = carry_out(run, watches[folder], client)
+                except (RlflowError, ValidationError) as error:
+                    get_logger().warning("recover: %s cannot be read: %s", folder, error)
+            silent = [item for item in look_at if item[0] in done and done[item[0]][2].action is Action.WATCH]
+            if silent:
+                watched, look_at = True, silent
+                time.sleep(_LOOK_SECONDS)
+            elif watched:  # somebody may have started recover meanwhile, and it left the work to this one
+                watched = False
+                look_at = [item for item in _folders(Settings()) if not _rescheduled(done.get(item[0]))]
+            else:
+                look_at = []
+    return list(done.values())
+
+
+def _rescheduled(judged: Judged | None) -> bool:
+    return judged is not None and judged[2].action is Action.RESCHEDULE
 
 
 def _folders(settings: Settings) -> Iterator[tuple[Path, Callable[[str], Run]]]:
@@ -75,12 +114,13 @@ def _folders(settings: Settings) -> Iterator[tuple[Path, Callable[[str], Run]]]:
         yield stored.parent, lambda name: existing_ablation(name).run
 
 
-def observe(run: Run, client: SyncPrefectClient) -> Facts:
+def observe(run: Run, watch: Watch, client: SyncPrefectClient) -> Facts:
     known = drivers(run)
     driver = known[-1] if known else None
     flow_run = _flow_run(driver, client)
     holder = holder_alive(run.run_dir / "lease.json")
     committed, steps = _steps(run)
+    silent_seconds, sign_seen = watch.look(_signs(run, driver, flow_run, client))
     return Facts(
         run_id=run.run_id,
         finished=run.finished_marker.exists(),
@@ -88,7 +128,8 @@ def observe(run: Run, client: SyncPrefectClient) -> Facts:
         committed_step=committed,
         flow_run=_flow_run_facts(flow_run),
         driver_running=driver.is_running() if driver else False,
-        silent_seconds=time.time() - _last_sign(run, driver, flow_run, client),
+        silent_seconds=silent_seconds,
+        sign_seen=sign_seen,
         trainer=str(holder) if holder else None,
         failure=last_failure(run, since=driver.at if driver else 0.0),
         recoveries=sum(item.committed_step == committed for item in recoveries(run)),
@@ -104,25 +145,22 @@ def _steps(run: Run) -> tuple[int, int]:
     return ablation.committed_steps(), ablation.all_steps()
 
 
-@task(name="carry-out", cache_policy=NO_CACHE, persist_result=False)
-def carry_out(judged: Sequence[Judged]) -> list[Judged]:
-    """Reschedule what is to be; of the others, end what their killed processes have left on this host.
+def carry_out(run: Run, watch: Watch, client: SyncPrefectClient) -> Judged:
+    """Judge the run and reschedule it if that is due; else end what its killed processes have left on this host.
 
     Returns what was carried out: a run whose state changed meanwhile is judged again.
     """
-    done: list[Judged] = []
-    with get_client(sync_client=True) as client:
-        for run, facts, decision in judged:
-            if facts.driver_running is False and facts.flow_run is not None:
-                processes.kill_all(jobs_mark(facts.flow_run.flow_run_id))
-            while decision.action is Action.RESCHEDULE and not reschedule(run, facts, decision, client):
-                facts = observe(run, client)
-                decision = decide(facts)
-            if decision.action is Action.LEAVE and _over(facts):
-                processes.kill(run.trainer_mark)
-            get_logger().info("recover: %s: %s, %s", facts.run_id, decision.action, decision.reason)
-            done.append((run, facts, decision))
-    return done
+    facts = observe(run, watch, client)
+    decision = decide(facts)
+    if facts.driver_running is False and facts.flow_run is not None:
+        processes.kill_all(jobs_mark(facts.flow_run.flow_run_id))
+    while decision.action is Action.RESCHEDULE and not reschedule(run, facts, decision, client):
+        facts = observe(run, watch, client)
+        decision = decide(facts)
+    if decision.action is Action.LEAVE and _over(facts):
+        processes.kill(run.trainer_mark)
+    get_logger().info("recover: %s: %s, %s", facts.run_id, decision.action, decision.reason)
+    return run, facts, decision
 
 
 def reschedule(run: Run, facts: Facts, decision: Decision, client: SyncPrefectClient) -> bool:
@@ -207,22 +245,24 @@ def _flow_run_facts(flow_run: FlowRun | None) -> FlowRunFacts | None:
     )
 
 
-def _last_sign(run: Run, driver: Driver | None, flow_run: FlowRun | None, client: SyncPrefectClient) -> float:
-    """Seconds since the epoch: the driver's beat, its start, its state's last change, or a heartbeat of Prefect's."""
+def _signs(run: Run, driver: Driver | None, flow_run: FlowRun | None, client: SyncPrefectClient) -> Signs:
+    """The driver's beat, its start, Prefect's state, and the latest event of Prefect's own heartbeat."""
     control = Control(run.run_dir / "control.json").read()
-    signs = [control.heartbeat if control else 0.0, driver.at if driver else 0.0]
-    if flow_run is not None:
-        signs += [flow_run.state.timestamp.timestamp() if flow_run.state else 0.0, _heartbeat(flow_run, client)]
-    return max(signs)
+    return (
+        control.heartbeat if control else None,
+        driver.at if driver else None,
+        str(flow_run.state_id) if flow_run else None,
+        _heartbeat(flow_run, client) if flow_run else None,
+    )
 
 
-def _heartbeat(flow_run: FlowRun, client: SyncPrefectClient) -> float:
+def _heartbeat(flow_run: FlowRun, client: SyncPrefectClient) -> float | None:
     beats = EventFilter(
         event=EventNameFilter(name=["prefect.flow-run.heartbeat"]),
         resource=EventResourceFilter(id=[f"prefect.flow-run.{flow_run.id}"]),
     )
     events = client.read_events(beats, limit=1).events  # the latest first
-    return events[0].occurred.timestamp() if events else 0.0
+    return events[0].occurred.timestamp() if events else None
 
 
 def last_failure(run: Run, since: float) -> LastFailure | None:

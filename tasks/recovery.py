@@ -16,6 +16,7 @@ from rlcore.config import RecoveryConfig
 
 class Action(StrEnum):
     LEAVE = "leave"
+    WATCH = "watch"  # look again until there is a sign of life, or the silence has lasted long enough
     RESCHEDULE = "reschedule"
 
 
@@ -47,7 +48,8 @@ class Facts:
     committed_step: int
     flow_run: FlowRunFacts | None  # None: no flow drove it, or this server does not know it
     driver_running: bool | None  # the flow's process; None: it cannot be looked up from this host
-    silent_seconds: float  # since the driver's last sign of life
+    silent_seconds: float  # for how long recover has seen no sign of life: at the first look 0
+    sign_seen: bool  # one has come since recover first looked
     trainer: str | None  # the living holder of the lease
     failure: LastFailure | None
     recoveries: int  # since the last step was committed
@@ -75,14 +77,14 @@ def decide(facts: Facts) -> Decision:
     if state is StateType.FAILED and facts.failure is None:
         return _leave("failed outside the trainer: mend what its error says, then prefect flow-run retry")
     if facts.driver_running:
-        return _leave(f"its driver lives (last sign {facts.silent_seconds:.0f} s ago)")
+        return _leave("its driver lives")
     if facts.failure is not None and facts.failure.final:
         return _leave(f"{facts.failure.kind}: another try would end alike; mend it, then prefect flow-run retry")
+    if state not in _ENDED and facts.sign_seen:
+        return _leave(f"{state.value}, and it has just given a sign of life")
     if state not in _ENDED and facts.silent_seconds < facts.allowed.silence_seconds:
-        return _leave(
-            f"{state.value}, a sign of life {facts.silent_seconds:.0f} s ago: lost after "
-            f"{facts.allowed.silence_seconds:.0f} s"
-        )
+        seconds = f"{facts.silent_seconds:.0f} of {facts.allowed.silence_seconds:.0f} s"
+        return Decision(Action.WATCH, f"{state.value}, silent for {seconds}")
     if facts.recoveries >= facts.allowed.attempts:
         return _leave(
             f"tries used up: {facts.recoveries} recoveries brought no step beyond {facts.committed_step}; look at "

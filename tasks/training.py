@@ -26,7 +26,7 @@ from rlcore.artifacts import DatasetRef, ModelRef
 from rlcore.errors import CheckpointError, RlflowError
 from rlcore.job import JobError, write_json_atomically
 from rlcore.segment.failures import error_of_exit
-from rlcore.segment.lease import Control, holder_alive
+from rlcore.segment.lease import Control, holder_alive, lease_at
 from rlcore.segment.spec import SegmentManifest, SegmentSpec, segment_path
 from rlcore.segment.store import move_aside, verify_checkpoint
 from tasks.events import announce_checkpoint
@@ -180,6 +180,7 @@ def _attach(run: Run) -> Trainer | None:
         raise _failure(run, child.poll() or 0)
     # Daemons that a killed trainer left behind hold memory that the next one needs.
     processes.kill(_mark(run))
+    lease_at(run.run_dir / "lease.json").remove_dead()
     return None
 
 

@@ -62,8 +62,8 @@ class SegmentConfig(Frozen):
     best_metric: str = "reward/mean"
     """A segment's mean of this metric says how good it is; the highest is best."""
     hang_minutes: float = Field(30.0, gt=0)
-    """Without a finished phase of a step, or a finished start, for this long the trainer counts as stuck: the stacks of
-    all its threads are kept, it is killed and started again."""
+    """Without a finished phase of a step, a finished start, or more bytes of the checkpoint that it waits for, for this
+    long the trainer counts as stuck: the stacks of all its threads are kept, it is killed and started again."""
 
     def max_kept(self, segments: int) -> int:
         """Checkpoints that a run of this many segments keeps at most."""
@@ -76,7 +76,7 @@ class RecoveryConfig(Frozen):
     """How often the recover flow brings a run back before a person has to look, counted anew with each committed
     step."""
     silence_seconds: float = Field(120.0, gt=0)
-    """A driver whose process cannot be seen counts as lost after this long without a sign of life."""
+    """A driver counts as lost when recover has watched it for this long and seen no sign of life."""
 
 
 class EvaluationConfig(Frozen):

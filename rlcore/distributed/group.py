@@ -49,8 +49,11 @@ class LocalRanks:
         return ((0, item) for item in getattr(self._worker, method)(*only))
 
 
+_QUESTIONS = frozenset({"saved"})  # asked again and again while something is under way: an answer is no progress
+
+
 class WatchedRanks:
-    """Ranks that say after every call, and every item of a stream, that there was progress."""
+    """Ranks that say after every call that does something, and every item of a stream, that there was progress."""
 
     def __init__(self, ranks: Ranks, on_progress: Callable[[], None]) -> None:
         self._ranks = ranks
@@ -59,7 +62,8 @@ class WatchedRanks:
 
     def call(self, method: str, arguments: Sequence[tuple[Any, ...]], first: int = 0) -> list[Any]:
         results = self._ranks.call(method, arguments, first)
-        self._on_progress()
+        if method not in _QUESTIONS:
+            self._on_progress()
         return results
 
     def stream(self, method: str, arguments: Sequence[tuple[Any, ...]], first: int = 0) -> Iterator[tuple[int, Any]]:

@@ -2,14 +2,14 @@
 
 Begun at the end of a segment, a checkpoint is written by the workers, then hashed, put on disk and renamed by a thread
 here, which writes the segment's manifest last and only then lets older checkpoints go. Never more than one is under
-way.
+way. Waiting for one is progress of the trainer only while bytes are written or hashed: a disk that hangs is a hang.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -37,6 +37,12 @@ class SavingPolicy(CanaryPolicy, Protocol):
 
     def begin_save(self, folder: Path) -> None: ...
     def saved(self) -> bool: ...
+
+
+class RenewedLease(Protocol):
+    """What a checkpoint needs of the lease; see ``lease.Lease``."""
+
+    def renew(self, *, progress: bool = True) -> None: ...
 
 
 @dataclass(slots=True)
@@ -67,11 +73,11 @@ class Checkpointer:
         *,
         start: ResumePoint,
         seconds: CheckpointSeconds,
-        renew_lease: Callable[[], None],
+        lease: RenewedLease,
     ) -> None:
         self._spec, self._store, self._policy, self._canary = spec, store, policy, canary
         self._last = start.checkpoint  # committed
-        self._seconds, self._renew_lease = seconds, renew_lease
+        self._seconds, self._lease = seconds, lease
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._under_way: Future[float] | None = None
         self._abandoned = False
@@ -106,8 +112,11 @@ class Checkpointer:
             LeaseLostError: another trainer has taken over meanwhile.
             RlflowError: it failed.
         """
+        before = self._store.bytes_done()
         while self._under_way is not None and wait([self._under_way], _RENEW_SECONDS).not_done:
-            self._renew_lease()
+            now = self._store.bytes_done()
+            self._lease.renew(progress=now != before)
+            before = now
         self.check()
 
     def __enter__(self) -> Checkpointer:
@@ -133,7 +142,7 @@ class Checkpointer:
             if self._abandoned:
                 return 0.0
             time.sleep(_POLL_SECONDS)
-        self._renew_lease()  # raises where another trainer has taken over: nothing may be committed then
+        self._lease.renew()  # raises where another trainer has taken over: nothing may be committed then
         spec = self._spec
         checkpoint = self._store.commit(
             staging,
@@ -145,7 +154,7 @@ class Checkpointer:
             model_digest=spec.model.digest,
             trainer_state=scalars,
         )
-        self._renew_lease()
+        self._lease.renew()
         self._end_segment(checkpoint, end)
         self._prune()
         return time.perf_counter() - started

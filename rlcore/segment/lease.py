@@ -2,16 +2,21 @@
 
 Never two trainers: acquiring is exclusive, and a trainer that finds another token on ``renew`` stops.
 Never a forgotten one: the driver's heartbeat is in the control file.
+
+Clocks of two hosts may differ by minutes, so a time stamp of another process is never compared with our clock. A
+process counts as silent once what it writes has not changed for the deadline, by the reader's monotonic clock.
 """
 
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TypeVar
 
@@ -21,7 +26,9 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from rlcore.errors import LeaseLostError, StorageError
 from rlcore.job import write_json_atomically
 
+logger = logging.getLogger(__name__)
 DEADLINE_SECONDS = 120.0
+_LOOK_SECONDS = 1.0
 M = TypeVar("M", bound=BaseModel)
 
 
@@ -34,37 +41,66 @@ class LeaseInfo(BaseModel):
     pid: int
     started: float  # of the process, seconds after boot: steps of the wall clock do not move it
     host: str  # name and boot, so that a rebooted host counts as another one
-    renewed_at: float  # seconds since the epoch
+    renewed_at: float  # seconds since the epoch by the holder's clock; changes with every renewal
+    progress: int = 0  # grows whenever the trainer gets something done, so not with every renewal
 
     def __str__(self) -> str:
-        age = time.time() - self.renewed_at
-        return f"pid {self.pid} on {self.host} (token {self.token}, renewed {age:.0f} s ago)"
+        if self.host == _host():
+            renewed = f"{time.time() - self.renewed_at:.0f} s ago"
+        else:
+            renewed = f"at {datetime.fromtimestamp(self.renewed_at, UTC):%H:%M:%S} UTC by its own clock"
+        return f"pid {self.pid} on {self.host} (token {self.token}, renewed {renewed})"
+
+
+class Unchanged:
+    """For how long a value has been the same, by this process's monotonic clock."""
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._since = now()
+        self._value: object = None
+
+    def seconds(self, value: object) -> float:
+        """Seconds since a call first gave this value; since the start, where no call has given any but None."""
+        if value != self._value:
+            self._value, self._since = value, self._now()
+        return self._now() - self._since
 
 
 class Lease:
-    """The lease file of one run, as a trainer uses it.
+    """The lease file of one run.
 
-    ``deadline``: seconds without renewal after which a holder on another host counts as dead. On this host
-    its process is looked up instead.
+    ``deadline``: a holder on another host counts as dead once the file has not changed for this many seconds while
+    this object looked at it. A holder on this host is looked up among the processes instead.
     """
 
-    def __init__(self, path: Path, deadline: float = DEADLINE_SECONDS) -> None:
+    def __init__(
+        self,
+        path: Path,
+        deadline: float = DEADLINE_SECONDS,
+        *,
+        now: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
         self._path = path
         self._deadline = deadline
+        self._sleep = sleep
+        self._foreign = Unchanged(now)
         self._mine: LeaseInfo | None = None
 
     def acquire(self, token: str) -> LeaseInfo:
-        """Become the holder, taking over from a dead one.
+        """Become the holder, taking over from a dead one. Waits up to the deadline where that was on another host.
 
         Raises:
             LeaseLostError: a living holder is there; the message names it.
         """
+        self._wait_for_a_renewal_elsewhere()
         mine = LeaseInfo(
             token=token, pid=os.getpid(), started=_started(os.getpid()), host=_host(), renewed_at=time.time()
         )
         with self._locked():
             holder = self.read()
-            if holder is not None and _alive(holder, self._deadline):
+            if holder is not None and self._is_alive(holder):
                 raise LeaseLostError(
                     f"the run of {self._path} is held by {holder}. Attach to that trainer, or stop it first."
                 )
@@ -77,14 +113,15 @@ class Lease:
         self._require_mine()
         return mine
 
-    def renew(self) -> None:
-        """Say that this trainer is alive.
+    def renew(self, *, progress: bool = True) -> None:
+        """Say that this trainer is alive; with ``progress``, that it has got something done since the last renewal.
 
         Raises:
             LeaseLostError: another token is in the file, or none: this trainer must stop without writing.
         """
         with self._locked():
-            mine = self._require_mine().model_copy(update={"renewed_at": time.time()})
+            mine = self._require_mine()
+            mine = mine.model_copy(update={"renewed_at": time.time(), "progress": mine.progress + progress})
             write_json_atomically(self._path, mine.model_dump_json())
             self._mine = mine
 
@@ -97,11 +134,41 @@ class Lease:
             self._mine = None
 
     def read(self) -> LeaseInfo | None:
-        return _read_lease(self._path)
+        text = _read_text(self._path)
+        return None if text is None else _parsed(LeaseInfo, self._path, text)
 
-    def is_alive(self) -> bool:
-        """Whether a living holder has the lease, be it this one or another."""
-        return holder_alive(self._path, self._deadline) is not None
+    def holder(self) -> LeaseInfo | None:
+        """The living holder, this process or another, or None."""
+        holder = self.read()
+        return holder if holder is not None and self._is_alive(holder) else None
+
+    def remove_dead(self) -> None:
+        """Remove the lease of a holder that has died, so that the next trainer need not watch it for the deadline."""
+        with self._locked():
+            if self.holder() is None:
+                self._path.unlink(missing_ok=True)
+
+    def _is_alive(self, holder: LeaseInfo) -> bool:
+        if holder.host != _host():
+            return self._foreign.seconds((holder.token, holder.renewed_at)) <= self._deadline
+        try:
+            # A killed trainer stays a zombie until the task that started it collects it.
+            running = psutil.Process(holder.pid).status() != psutil.STATUS_ZOMBIE
+            return running and abs(_started(holder.pid) - holder.started) < 1.5
+        except psutil.NoSuchProcess:
+            return False
+
+    def _wait_for_a_renewal_elsewhere(self) -> None:
+        """Without the lock, which the holder needs to renew its lease."""
+        first = self.holder()
+        if first is None or first.host == _host():
+            return
+        logger.warning(
+            "the run is held by %s. This trainer takes over if that lease is not renewed for %.0f s",
+            first, self._deadline,
+        )  # fmt: skip
+        while self.holder() == first:
+            self._sleep(_LOOK_SECONDS)
 
     def _create(self, mine: LeaseInfo) -> None:
         # A hard link fails if the name exists, also between hosts on a shared filesystem.
@@ -136,10 +203,18 @@ class Lease:
             yield
 
 
-def holder_alive(path: Path, deadline: float = DEADLINE_SECONDS) -> LeaseInfo | None:
-    """The living holder of the lease at ``path``, or None."""
-    holder = _read_lease(path)
-    return holder if holder is not None and _alive(holder, deadline) else None
+_LEASES: dict[Path, Lease] = {}  # of other processes: what one look cannot tell, the next one can
+
+
+def lease_at(path: Path) -> Lease:
+    """The lease at ``path`` with what this process has seen of it so far."""
+    return _LEASES.setdefault(path, Lease(path))
+
+
+def holder_alive(path: Path) -> LeaseInfo | None:
+    """The living holder of the lease at ``path``, or None. One on another host counts as alive at the first look, and
+    as dead when this process looks again after the deadline and finds the lease unchanged."""
+    return lease_at(path).holder()
 
 
 class ControlState(BaseModel):
@@ -148,7 +223,7 @@ class ControlState(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     through_segment: int  # the trainer goes on by itself up to and including this segment
-    heartbeat: float  # seconds since the epoch
+    heartbeat: float  # seconds since the epoch by the driver's clock; changes with every beat
     stop: bool  # commit and stop at the next step
 
 
@@ -170,11 +245,6 @@ class Control:
         return None if text is None else _parsed(ControlState, self._path, text)
 
 
-def _read_lease(path: Path) -> LeaseInfo | None:
-    text = _read_text(path)
-    return None if text is None else _parsed(LeaseInfo, path, text)
-
-
 def _read_text(path: Path) -> str | None:
     try:
         return path.read_text()
@@ -188,17 +258,6 @@ def _parsed(model: type[M], path: Path, text: str) -> M:
     except ValidationError as error:
         # Both files are replaced in one step, so this is not a write under way.
         raise StorageError(f"{path} is damaged: {error}. Remove it if no trainer of this run is alive.") from None
-
-
-def _alive(holder: LeaseInfo, deadline: float) -> bool:
-    if holder.host != _host():
-        return time.time() - holder.renewed_at <= deadline
-    try:
-        # A killed trainer stays a zombie until the task that started it collects it.
-        running = psutil.Process(holder.pid).status() != psutil.STATUS_ZOMBIE
-        return running and abs(_started(holder.pid) - holder.started) < 1.5
-    except psutil.NoSuchProcess:
-        return False
 
 
 def _started(pid: int) -> float:

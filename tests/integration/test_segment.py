@@ -19,9 +19,10 @@ from rlcore.artifacts import DatasetRef, ModelRef
 from rlcore.config import ExperimentConfig
 from rlcore.models.checkpoint import load_full_weights
 from rlcore.segment.journal import read_journal
-from rlcore.segment.lease import Control
+from rlcore.segment.lease import Control, Lease
 from rlcore.segment.spec import EXIT_DONE, EXIT_PREEMPTED, SegmentManifest, SegmentSpec
 from rlcore.segment.store import LocalCheckpointStore
+from tasks.hang import HangWatch, end_stuck_trainer
 from tests.integration.test_train_tiny import dataset, experiment
 from tests.shell import left_of
 
@@ -162,3 +163,37 @@ def test_five_kinds_of_damage_cost_their_steps_and_change_nothing(
     assert [record.step for record in journal] == [1, 2, 3, 4, 5, 6]
     assert [record.metrics["reward/mean"] for record in journal] == rewards
     assert [record.step for record in read_journal(tmp_path / "journal.cut-1.jsonl")] == [2, 3, 4, 5, 6]
+
+
+@pytest.mark.slow
+def test_a_commit_that_the_disk_never_answers_is_a_hang(tiny_model: Path, dataset: Path, tmp_path: Path) -> None:
+    """A pipe in the place of a file keeps whoever opens it waiting, as a disk does that does not answer. The trainer
+    renews its lease all the while; its driver is not deceived."""
+    config = experiment(**{"training.steps": 4, "segment.steps": 2, "resources.workers": 1})
+    Control(tmp_path / "control.json").beat(9)
+    mark = f"segment-{secrets.token_hex(3)}"
+    trainer = start(spec_of(tmp_path, tiny_model, dataset, config), mark)
+    lease, folder = Lease(tmp_path / "lease.json"), tmp_path / "checkpoints" / "step-000002"
+
+    def wait_for_step(step: int) -> None:
+        while len(read_journal(tmp_path / "journal.jsonl")) < step:
+            assert trainer.poll() is None, log_of(tmp_path)[-2000:]
+            time.sleep(0.01)
+
+    wait_for_step(1)
+    folder.mkdir(parents=True)
+    os.mkfifo(folder / "manifest.json")
+    wait_for_step(4)
+    watch = HangWatch(tmp_path / "lease.json", 0.1)
+    renewals = set()
+    while not watch.stuck():
+        assert trainer.poll() is None, log_of(tmp_path)[-2000:]
+        renewals.add(lease.read().renewed_at)
+        time.sleep(0.05)
+    assert len(renewals) >= 3
+    assert not manifests(tmp_path)
+    error = end_stuck_trainer(tmp_path, mark, 0.1)
+    trainer.wait()
+    (dump,) = (tmp_path / "stacks" / "hang-1").glob("trainer-*.txt")
+    assert "in finish" in str(error)
+    assert "in _read_manifest" in dump.read_text()

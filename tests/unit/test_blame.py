@@ -82,9 +82,14 @@ def test_every_finished_call_is_progress() -> None:
         def count(self, upto: int) -> Iterator[int]:
             yield from range(upto)
 
+        def saved(self) -> bool:
+            return False
+
     progress: list[int] = []
     ranks = WatchedRanks(LocalRanks(Worker()), lambda: progress.append(1))
     assert ranks.call("add", [(1, 2)]) == [3]
     assert (ranks.size, len(progress)) == (1, 1)
     assert list(ranks.stream("count", [(2,)])) == [(0, 0), (0, 1)]
+    assert len(progress) == 3
+    assert ranks.call("saved", [()]) == [False]  # asked every moment while a checkpoint is written, or hangs
     assert len(progress) == 3

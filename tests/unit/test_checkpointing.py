@@ -4,24 +4,33 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import shutil
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from rlcore.artifacts import DatasetRef, ModelRef
 from rlcore.config import build_experiment
 from rlcore.errors import CheckpointError, DivergedError, LeaseLostError, StorageError
 from rlcore.models.canary import Canary
+from rlcore.models.checkpoint import BackgroundSaver
+from rlcore.segment import checkpointing
 from rlcore.segment.checkpointing import Checkpointer, CheckpointSeconds
 from rlcore.segment.journal import MetricJournal
+from rlcore.segment.lease import Lease
 from rlcore.segment.resume import ResumePoint, find_resume_point, warn_of_changes
 from rlcore.segment.spec import SegmentEnd, SegmentManifest, SegmentSpec, segment_path
 from rlcore.segment.store import MANIFEST, LocalCheckpointStore, read_manifest
 from rlcore.training.state import TrainState
+from tasks.hang import HangWatch
 
 SHARD = b"weights of all ranks " * 100
 
@@ -56,7 +65,7 @@ class SlowPolicy:
 class Trainer:
     """A run's folder with what a trainer has around its checkpoints; ``held``: the workers do not finish writing."""
 
-    def __init__(self, run_dir: Path, *, held: bool = False, **segment: object) -> None:
+    def __init__(self, run_dir: Path, *, held: bool = False, lease: Lease | None = None, **segment: object) -> None:
         values = {"name": "toy", "training": {"problems_per_step": 1, "steps": 100}, "segment": {"steps": 2, **segment}}
         self.spec = SegmentSpec(
             run_id="run",
@@ -80,10 +89,10 @@ class Trainer:
             Canary(()),
             start=self.start,
             seconds=self.seconds,
-            renew_lease=self._renew,
+            lease=self if lease is None else lease,
         )
 
-    def _renew(self) -> None:
+    def renew(self, *, progress: bool = True) -> None:
         if self.renewals:
             raise self.renewals[0]
 
@@ -202,6 +211,108 @@ def test_the_lease_is_asked_again_after_the_workers_have_written(tmp_path: Path)
     with pytest.raises(LeaseLostError):
         lose_later()
     assert trainer.names() == [".staging-step-000002"]
+
+
+class Waiting:
+    """A trainer that waits for its checkpoint, and its driver, whose clock the test sets."""
+
+    def __init__(self, run_dir: Path, policy: SlowPolicy) -> None:
+        self.lease = Lease(run_dir / "lease.json")
+        self.lease.acquire("t")
+        self.trainer = Trainer(run_dir, held=True, lease=self.lease)
+        self.policy = self.trainer.policy = self.trainer.checkpoints._policy = policy
+        self.now = 0.0
+        self.watch = HangWatch(run_dir / "lease.json", 1.0, now=lambda: self.now)
+
+    def renewals(self, count: int) -> None:
+        """Wait until the lease has been renewed so many times."""
+        for _ in range(count):
+            before = self.lease.read()
+            while self.lease.read() == before:
+                time.sleep(0.001)
+
+    def stuck_after(self, seconds: float) -> bool:
+        self.renewals(3)
+        self.watch.stuck()  # it looks every second
+        self.now += seconds
+        self.renewals(3)
+        return self.watch.stuck()
+
+    @contextmanager
+    def at_it(self) -> Iterator[None]:
+        """Ends the wait on leaving, with what the checkpoint's own error is."""
+        with ThreadPoolExecutor(1) as pool, self.trainer.checkpoints:
+            self.trainer.begin(0)
+            finished = pool.submit(self.trainer.checkpoints.finish)
+            try:
+                yield
+            finally:
+                self.policy.may_write.set()
+            finished.result()
+
+
+@pytest.fixture
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpointing, "_RENEW_SECONDS", 0.01)
+
+
+def test_a_write_that_hangs_is_a_hang_though_the_lease_is_renewed(tmp_path: Path, often: None) -> None:
+    waiting = Waiting(tmp_path, SlowPolicy(held=True))
+    with waiting.at_it():
+        assert waiting.stuck_after(61)
+    assert waiting.trainer.manifest(0) is not None
+
+
+def test_a_slow_write_that_goes_on_is_no_hang(tmp_path: Path, often: None) -> None:
+    waiting = Waiting(tmp_path, SlowPolicy(held=True))
+    with waiting.at_it():
+        shard = waiting.policy.folders[0] / "another rank's share"
+        for _ in range(5):
+            with shard.open("ab") as file:
+                file.write(b"a few bytes")
+            assert not waiting.stuck_after(50)
+        assert waiting.stuck_after(61)
+
+
+def test_a_checkpoint_that_cannot_even_be_opened_is_a_hang(tmp_path: Path, often: None) -> None:
+    """The real saver, at a disk whose open() does not come back."""
+
+    class TorchPolicy(SlowPolicy):
+        saver = BackgroundSaver()
+
+        def begin_save(self, folder: Path) -> None:
+            model = torch.nn.Linear(4, 4)
+            (folder / "train_state").mkdir()
+            os.mkfifo(folder / "train_state" / "__0_0.distcp")
+            self.folders.append(folder)
+            self.saver.begin(model, torch.optim.AdamW(model.parameters()), folder)
+
+        def saved(self) -> bool:
+            return self.saver.done()
+
+    waiting = Waiting(tmp_path, TorchPolicy())
+
+    def wait_at_a_disk_that_comes_back_broken() -> None:
+        with waiting.at_it():
+            try:
+                assert waiting.stuck_after(61)
+            finally:
+                (waiting.policy.folders[0] / "train_state" / "__0_0.distcp").open("rb").close()
+
+    with pytest.raises(StorageError, match="rank 0 could not write its share"):
+        wait_at_a_disk_that_comes_back_broken()
+
+
+def test_hashing_a_large_checkpoint_is_progress(tmp_path: Path) -> None:
+    trainer = Trainer(tmp_path)
+    seen = [trainer.store.bytes_done()]
+    with trainer.checkpoints:
+        trainer.begin(0)
+        trainer.checkpoints.finish()
+    seen.append(trainer.store.bytes_done())
+    trainer.store.verify(tmp_path / "checkpoints" / "step-000002")
+    seen.append(trainer.store.bytes_done())
+    assert len(set(seen)) == 3
 
 
 def test_without_a_step_since_the_last_checkpoint_nothing_is_written(trained: Trainer) -> None:

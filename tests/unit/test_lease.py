@@ -1,35 +1,37 @@
+import fcntl
 import json
+import multiprocessing
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from rlcore.errors import LeaseLostError, StorageError
-from rlcore.segment.lease import Control, Lease, LeaseInfo, holder_alive
+from rlcore.job import write_json_atomically
+from rlcore.segment.lease import Control, ControlState, Lease, LeaseInfo, holder_alive
+from rlcore.segment.run import StopRequest
 
 HOLDER = """
-import sys, time
+import sys
 from pathlib import Path
-from rlcore.errors import LeaseLostError
 from rlcore.segment.lease import Lease
-while time.time() < float(sys.argv[3]):
-    pass
-try:
-    Lease(Path(sys.argv[1])).acquire(sys.argv[2])
-except LeaseLostError as error:
-    print("lost", flush=True)
-    sys.exit()
+Lease(Path(sys.argv[1])).acquire(sys.argv[2])
 print("held", flush=True)
 sys.stdin.read()
 """
+ROUNDS = 100
 
 
-def _start(path: Path, token: str, at: float = 0.0) -> subprocess.Popen:
-    command = [sys.executable, "-c", HOLDER, str(path), token, str(at)]
+def _start(path: Path, token: str) -> subprocess.Popen:
+    command = [sys.executable, "-c", HOLDER, str(path), token]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
@@ -54,10 +56,10 @@ def test_acquire_renew_release(tmp_path):
     path = tmp_path / "run" / "lease.json"
     lease = Lease(path)
     assert lease.read() is None
-    assert not lease.is_alive()
+    assert lease.holder() is None
     info = lease.acquire("a")
     assert (info.token, info.pid) == ("a", os.getpid())
-    assert lease.is_alive()
+    assert lease.holder() == info
     assert holder_alive(path) == info
     lease.renew()
     assert lease.read().renewed_at >= info.renewed_at
@@ -85,30 +87,56 @@ def test_a_living_trainer_is_not_replaced_and_a_killed_one_is_even_before_it_is_
     assert holder_alive(path).token == "second"
 
 
-def test_of_two_that_start_at_once_one_wins(tmp_path):
-    path = tmp_path / "lease.json"
-    at = time.time() + 1.0
-    processes = [_start(path, token, at) for token in "ab"]
-    answers = [process.stdout.readline() for process in processes]
-    winner = Lease(path).read().token
-    for process in processes:
-        process.kill()
-        process.communicate()
-    assert sorted(answers) == ["held\n", "lost\n"]
-    assert winner == "ab"[answers.index("held\n")]
+def _race(folder: Path, me: str, barrier, results, *, locks: bool) -> None:
+    """Ask for the lease of every round at the same moment as the other process."""
+    if not locks:  # as on a network filesystem that carries no locks between hosts
+        fcntl.flock = lambda *_: None
+    for number in range(ROUNDS):
+        lease = Lease(folder / str(number) / "lease.json")
+        barrier.wait()
+        try:
+            lease.acquire(me)
+            results.put((number, me))
+        except LeaseLostError:
+            continue
+
+
+def _winners(folder: Path, *, locks: bool) -> list[list[str]]:
+    """Who got the lease, by round, of two processes that ask for it at once."""
+    context = multiprocessing.get_context("spawn")
+    barrier, results = context.Barrier(2, timeout=60), context.Queue()
+    arguments = {"locks": locks}
+    racers = [context.Process(target=_race, args=(folder, me, barrier, results), kwargs=arguments) for me in "ab"]
+    for racer in racers:
+        racer.start()
+    for racer in racers:
+        racer.join()
+    assert [racer.exitcode for racer in racers] == [0, 0]
+    winners: list[list[str]] = [[] for _ in range(ROUNDS)]
+    while not results.empty():
+        number, me = results.get()
+        winners[number].append(me)
+    return winners
+
+
+@pytest.mark.parametrize("locks", [True, False])
+def test_of_two_that_start_at_once_one_wins(tmp_path, locks):
+    """Without locks between hosts, it is the hard link that lets only one in."""
+    for number in range(ROUNDS):
+        (tmp_path / str(number)).mkdir()
+    winners = _winners(tmp_path, locks=locks)
+    assert [len(names) for names in winners] == [1] * ROUNDS
+    for number, (winner,) in enumerate(winners):
+        assert Lease(tmp_path / str(number) / "lease.json").read().token == winner
 
 
 def test_of_two_that_take_over_from_a_dead_one_at_once_one_wins(tmp_path):
-    path = tmp_path / "lease.json"
-    with _holder(path, "dead"):
+    with _holder(tmp_path / "lease.json", "dead"):
         pass
-    at = time.time() + 1.0
-    processes = [_start(path, token, at) for token in "ab"]
-    answers = [process.stdout.readline() for process in processes]
-    for process in processes:
-        process.kill()
-        process.communicate()
-    assert sorted(answers) == ["held\n", "lost\n"]
+    for number in range(ROUNDS):
+        (tmp_path / str(number)).mkdir()
+        shutil.copy(tmp_path / "lease.json", tmp_path / str(number))
+    assert [len(names) for names in _winners(tmp_path, locks=True)] == [1] * ROUNDS
 
 
 def test_a_reused_pid_is_not_the_holder(tmp_path):
@@ -119,15 +147,77 @@ def test_a_reused_pid_is_not_the_holder(tmp_path):
     Lease(path).acquire("new")
 
 
-def test_a_holder_on_another_host_lives_until_the_deadline(tmp_path):
-    path = tmp_path / "lease.json"
+class Clock:
+    """A monotonic clock that only sleeping moves on."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+        self.while_asleep = lambda: None
+
+    def __call__(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        self.while_asleep()
+
+
+def _elsewhere(path: Path, skew: float) -> None:
+    """The lease of a trainer on another host, just renewed, whose clock is ``skew`` seconds ahead of ours."""
     Lease(path).acquire("there")
-    _edit(path, host="elsewhere", pid=2**22 + 1, renewed_at=time.time() - 60)
-    assert holder_alive(path, deadline=120) is not None
-    with pytest.raises(LeaseLostError, match="on elsewhere"):
-        Lease(path, deadline=120).acquire("here")
-    assert holder_alive(path, deadline=30) is None
-    Lease(path, deadline=30).acquire("here")
+    _edit(path, host="elsewhere/12345678", pid=2**22 + 1, renewed_at=time.time() + skew)
+
+
+SKEWS = [-300.0, 0.0, 300.0]
+
+
+@pytest.mark.parametrize("skew", SKEWS)
+def test_a_trainer_on_another_host_lives_whatever_its_clock_says(tmp_path, skew):
+    path = tmp_path / "lease.json"
+    _elsewhere(path, skew)
+    assert holder_alive(path) is not None
+    clock = Clock()
+    lease = Lease(path, deadline=120, now=clock)
+    for _ in range(10):
+        assert lease.holder() is not None
+        clock.now += 119
+        _edit(path, renewed_at=lease.read().renewed_at + 119)
+    assert lease.holder() is not None
+
+
+@pytest.mark.parametrize("skew", SKEWS)
+def test_a_trainer_on_another_host_is_dead_once_its_lease_stays_the_same_for_the_deadline(tmp_path, skew):
+    path = tmp_path / "lease.json"
+    _elsewhere(path, skew)
+    clock = Clock()
+    lease = Lease(path, deadline=120, now=clock)
+    assert lease.holder() is not None
+    clock.now += 120
+    assert lease.holder() is not None
+    lease.remove_dead()
+    assert path.exists()
+    clock.now += 1
+    assert lease.holder() is None
+    lease.remove_dead()
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("skew", SKEWS)
+def test_a_lease_held_elsewhere_is_watched_before_it_is_taken_over(tmp_path, skew):
+    path = tmp_path / "lease.json"
+    _elsewhere(path, skew)
+    clock = Clock()
+    Lease(path, deadline=120, now=clock, sleep=clock.sleep).acquire("here")
+    assert 120 < clock.now - 1000 < 125
+    assert Lease(path).read().token == "here"
+
+    _elsewhere(tmp_path / "alive.json", skew)
+    clock = Clock()
+    alive = Lease(tmp_path / "alive.json", deadline=120, now=clock, sleep=clock.sleep)
+    clock.while_asleep = lambda: clock.now < 1060 or _edit(tmp_path / "alive.json", renewed_at=time.time() + skew)
+    with pytest.raises(LeaseLostError, match=r"on elsewhere.*by its own clock"):
+        alive.acquire("here")
+    assert clock.now - 1000 == 60
 
 
 def test_a_trainer_that_finds_another_token_is_fenced_and_leaves_it_alone(tmp_path):
@@ -166,3 +256,51 @@ def test_control_is_what_the_driver_last_said(tmp_path):
     assert control.read().heartbeat >= before
     assert control.beat(4, stop=True) == control.read()
     assert [path.name for path in tmp_path.iterdir()] == ["control.json"]
+
+
+@settings(deadline=None, max_examples=30)  # every beat and every look is on disk
+@given(skew=st.floats(-300, 300), beats=st.lists(st.floats(0.1, 119), max_size=20))
+def test_a_trainer_knows_a_living_driver_from_a_lost_one_whatever_its_clock_says(skew, beats):
+    clock = Clock()
+    with tempfile.TemporaryDirectory() as folder:
+        lease, control = Lease(Path(folder) / "lease.json"), Control(Path(folder) / "control.json")
+        lease.acquire("t")
+        stop = StopRequest(lease, control, 120.0, now=clock)
+
+        def beat() -> None:  # as the driver's clock has it
+            state = ControlState(through_segment=9, heartbeat=clock.now + 1e9 + skew, stop=False)
+            write_json_atomically(Path(folder) / "control.json", state.model_dump_json())
+
+        beat()
+        assert not stop.preempted()
+        for seconds in beats:
+            clock.now += seconds
+            assert not stop.preempted()
+            beat()
+            assert not stop.preempted()
+        clock.now += 120
+        assert not stop.preempted()
+        clock.now += 1
+        assert stop.preempted()
+
+
+def test_a_driver_that_falls_silent_ends_the_wait_for_the_next_segment(tmp_path):
+    clock = Clock()
+    lease, control = Lease(tmp_path / "lease.json"), Control(tmp_path / "control.json")
+    lease.acquire("t")
+    control.beat(0)
+    stop = StopRequest(lease, control, 120.0, now=clock, sleep=clock.sleep)
+    assert stop.wants(0)
+    assert not stop.wants(1)
+    assert 120 < clock.now - 1000 < 121
+
+
+def test_only_what_gets_done_counts_as_progress(tmp_path):
+    lease = Lease(tmp_path / "lease.json")
+    first = lease.acquire("t")
+    lease.renew(progress=False)
+    idle = lease.read()
+    assert idle.renewed_at > first.renewed_at
+    assert idle.progress == first.progress
+    lease.renew()
+    assert lease.read().progress == first.progress + 1

@@ -23,14 +23,14 @@ from infra.settings import Settings
 from rlcore.artifacts import CheckpointRef
 from rlcore.config import RecoveryConfig
 from rlcore.job import JobError, write_json_atomically
-from rlcore.segment.lease import Control
+from rlcore.segment.lease import Control, ControlState, Unchanged
 from rlcore.segment.spec import SegmentManifest, segment_path
 from tasks.ablation import open_ablation
 from tasks.cancelling import end_what_is_left
 from tasks.experiments import load_experiment
 from tasks.jobs import jobs_mark
 from tasks.locks import alone
-from tasks.recovering import last_failure, observe, recoveries, reschedule
+from tasks.recovering import Watch, last_failure, observe, recoveries, reschedule
 from tasks.recovery import Action, Facts, FlowRunFacts, LastFailure, decide
 from tasks.runs import append_line, drivers, open_run, tracker_of
 
@@ -43,6 +43,7 @@ CRASHED = Facts(
     flow_run=DEPLOYED,
     driver_running=False,
     silent_seconds=5.0,
+    sign_seen=False,
     trainer=None,
     failure=None,
     recoveries=0,
@@ -79,10 +80,12 @@ ROWS = [
     ("paused", in_state(StateType.PAUSED), "leave", "paused"),
     ("rescheduled already", in_state(StateType.SCHEDULED), "leave", "waits for a worker"),
     ("alive", in_state(RUNNING, driver_running=True, silent_seconds=1.0), "leave", "driver lives"),
-    ("alive though silent", in_state(RUNNING, driver_running=True, silent_seconds=500.0), "leave", "500 s ago"),
+    ("alive though silent", in_state(RUNNING, driver_running=True, silent_seconds=500.0), "leave", "driver lives"),
     ("alive though crashed", replace(CRASHED, driver_running=True), "leave", "driver lives"),
-    ("alive elsewhere", in_state(RUNNING, driver_running=None, silent_seconds=40.0), "leave", "lost after 120 s"),
-    ("gone, but the worker may still say why", in_state(RUNNING, silent_seconds=3.0), "leave", "sign of life 3 s ago"),
+    ("maybe alive elsewhere", in_state(RUNNING, driver_running=None, silent_seconds=40.0), "watch", "for 40 of 120 s"),
+    ("alive elsewhere", in_state(RUNNING, driver_running=None, sign_seen=True), "leave", "a sign of life"),
+    ("gone, but the worker may still say why", in_state(RUNNING, silent_seconds=3.0), "watch", "silent for 3 of 120"),
+    ("gone, and the worker said so", in_state(StateType.CRASHED, sign_seen=True), "reschedule", "^CRASHED; try 1"),
     ("failed elsewhere", in_state(FAILED), "leave", "failed outside the trainer"),
     ("diverged", replace(CRASHED, failure=LastFailure("diverged", True)), "leave", "^diverged: another try would end"),
     ("failed for good", in_state(FAILED, failure=LastFailure("hang", True)), "leave", "^hang: another try"),
@@ -110,6 +113,13 @@ def test_a_run_remembers_who_drove_it(tmp_path: Path) -> None:
     elsewhere = driver.model_copy(update={"host": "elsewhere"})
     append_line(run.run_dir / "drivers.jsonl", elsewhere.model_dump_json())
     assert [item.is_running() for item in drivers(run)] == [True, False, None]
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
 
 
 @dataclass
@@ -140,23 +150,62 @@ def test_facts_of_a_killed_flow_and_its_one_reschedule(tmp_path: Path) -> None:
     append_line(run.run_dir / "drivers.jsonl", driver.model_copy(update=dead).model_dump_json())
     state = SimpleNamespace(type=StateType.RUNNING, timestamp=datetime.fromtimestamp(long_ago, UTC))
     flow_run = SimpleNamespace(id=flow_run_id, state=state, state_id=uuid4(), deployment_id=uuid4())
-    server = FakeServer(flow_run, heartbeat=time.time() - 200)
-    facts = observe(run, server)
+    server, clock = FakeServer(flow_run, heartbeat=time.time() - 200), Clock()
+    watch = Watch(Unchanged(clock))
+    facts = observe(run, watch, server)
     assert (facts.driver_running, facts.trainer, facts.failure, facts.finished) == (False, None, None, False)
-    assert 200 <= facts.silent_seconds < 300  # the latest sign counts
+    assert decide(facts).action is Action.WATCH  # the signs are of other clocks: their age says nothing
+    clock.now += 121
+    facts = observe(run, watch, server)
     decision = decide(facts)
     assert decision.action is Action.RESCHEDULE
     assert reschedule(run, facts, decision, server)
     assert [item.name for item in server.states] == ["AwaitingRetry"]
-    assert observe(run, server).recoveries == 1
+    assert observe(run, watch, server).recoveries == 1
     assert [item.committed_step for item in recoveries(run)] == [0]
     flow_run.state_id = uuid4()  # a person was faster
     assert not reschedule(run, facts, decision, server)
     assert len(server.states) == 1
     Control(run.run_dir / "control.json").beat(1)
-    assert decide(observe(run, server)).action is Action.LEAVE  # it has just been alive
+    assert "sign of life" in decide(observe(run, watch, server)).reason
     run.finished_marker.touch()
-    assert decide(observe(run, server)).reason == "finished"
+    assert decide(observe(run, watch, server)).reason == "finished"
+
+
+@pytest.mark.parametrize("skew", [-300.0, 0.0, 300.0])
+@pytest.mark.parametrize("sign", ["driver's beat", "Prefect's heartbeat", "state"])
+def test_a_driver_on_another_host_is_known_to_live_or_to_be_lost_whatever_its_clock_says(
+    tmp_path: Path, skew: float, sign: str
+) -> None:
+    run = open_run(load_experiment("grpo-geo3k-tiny"), "run", Settings(data_dir=tmp_path))
+    (driver,) = drivers(run)
+    there = {"flow_run_id": str(uuid4()), "deployed": True, "host": "elsewhere", "at": time.time() + skew}
+    append_line(run.run_dir / "drivers.jsonl", driver.model_copy(update=there).model_dump_json())
+
+    def beat() -> None:
+        state = ControlState(through_segment=1, heartbeat=time.time() + skew, stop=False)
+        write_json_atomically(run.run_dir / "control.json", state.model_dump_json())
+
+    beat()
+    state = SimpleNamespace(type=RUNNING, timestamp=datetime.fromtimestamp(time.time() + skew, UTC))
+    flow_run = SimpleNamespace(id=uuid4(), state=state, state_id=uuid4(), deployment_id=uuid4())
+    server, clock = FakeServer(flow_run, heartbeat=time.time() + skew), Clock()
+    watch = Watch(Unchanged(clock))
+    assert decide(observe(run, watch, server)).action is Action.WATCH
+    clock.now += 119
+    assert decide(observe(run, watch, server)).action is Action.WATCH
+    clock.now += 2
+    assert decide(observe(run, watch, server)).action is Action.RESCHEDULE
+    watch = Watch(Unchanged(clock))
+    assert decide(observe(run, watch, server)).action is Action.WATCH
+    if sign == "driver's beat":
+        beat()
+    elif sign == "state":
+        flow_run.state_id = uuid4()
+    else:
+        server.heartbeat = time.time() + skew
+    clock.now += 500
+    assert decide(observe(run, watch, server)).action is Action.LEAVE
 
 
 def test_facts_of_an_ablation_are_those_of_its_runs_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,7 +222,7 @@ def test_facts_of_an_ablation_are_those_of_its_runs_together(tmp_path: Path, mon
             experiment_digest="e", dataset_digest="d",
         )  # fmt: skip
         write_json_atomically(segment_path(run.run_dir, 0), manifest.model_dump_json())
-    facts = observe(ablation.run, FakeServer(SimpleNamespace()))
+    facts = observe(ablation.run, Watch(), FakeServer(SimpleNamespace()))
     assert (facts.run_id, facts.committed_step, facts.steps, facts.driver_running) == ("study", 60, 160, True)
     (driver,) = drivers(ablation.run)
     assert driver.pid == os.getpid()
