@@ -12,9 +12,10 @@ from importlib import metadata
 from pathlib import Path
 
 from infra import hardware
-from infra.logs import redact
+from infra.logs import get_logger, redact
 
 CODE = ("flows", "tasks", "rlcore", "infra")
+_GIT_SECONDS = 20.0
 _LARGEST_NEW_FILE = 2**20  # bytes; a larger one is named with its hash
 _PRIVATE = (".env*", "*.pem", "*.key", "*.p12", "*credential*", "*secret*", "id_rsa*", "id_ed25519*", ".netrc")
 ROOT = Path(__file__).resolve().parent.parent
@@ -32,6 +33,7 @@ class Provenance:
     environment: str  # every installed distribution, name==version, one a line
     python: str
     hardware: str
+    git_error: str = ""  # why commit and patch are unknown although git is here; empty: they are known
 
     @property
     def dirty(self) -> bool:
@@ -41,23 +43,32 @@ class Provenance:
         """What MLflow shows beside a run."""
         return {
             "rlflow.git_commit": self.commit or "unknown",
-            "rlflow.git_dirty": str(self.dirty).lower(),
+            "rlflow.git_dirty": str(self.dirty).lower() if self.commit else "unknown",
             "rlflow.code_digest": self.code,
             "rlflow.python": self.python,
             "rlflow.hardware": self.hardware,
+            **({"rlflow.git_error": self.git_error} if self.git_error else {}),
             **{f"version.{name}": version for name, version in self.versions.items()},
         }
 
 
 def collect() -> Provenance:
+    """What can be found out. Git facts are left out where git is not installed or does not answer in time."""
+    commit = patch = git_error = ""
+    try:
+        commit, patch = _git("rev-parse", "HEAD").strip(), uncommitted()
+    except subprocess.TimeoutExpired:
+        commit, git_error = "", f"git did not answer within {_GIT_SECONDS:g} s"
+        get_logger().warning("%s: the run is described without its commit and changes", git_error)
     return Provenance(
-        commit=_git("rev-parse", "HEAD").strip(),
-        patch=uncommitted(),
+        commit=commit,
+        patch=patch,
         code=code_digest(*CODE),
         versions=versions(),
         environment="\n".join(sorted({f"{d.name}=={d.version}" for d in metadata.distributions()}, key=str.lower)),
         python=platform.python_version(),
         hardware=str(hardware.describe()),
+        git_error=git_error,
     )
 
 
@@ -109,10 +120,14 @@ def code_digest(*parts: str) -> str:
 
 
 def _git(*words: str, root: Path = ROOT, differs: bool = False) -> str:
-    """``differs``: the command's exit code is 1 where it has something to say."""
+    """``differs``: the command's exit code is 1 where it has something to say.
+
+    Raises:
+        TimeoutExpired: no answer in time, as on a network disk that is slow or away.
+    """
     try:
         answer = subprocess.run(
-            ["git", "-C", str(root), *words], capture_output=True, text=True, errors="replace", timeout=20, check=False
+            ["git", "-C", str(root), *words], capture_output=True, text=True, errors="replace", timeout=_GIT_SECONDS, check=False
         )
     except FileNotFoundError:
         return ""  # no git on this machine: the commit is unknown, and tagged so

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from infra import provenance
 from infra.provenance import uncommitted
 
 
@@ -58,3 +59,20 @@ def test_private_and_large_files_are_named_and_secrets_taken_out(tree: Path, mon
 
 def test_without_git_there_is_no_patch(tmp_path: Path) -> None:
     assert uncommitted(tmp_path) == ""
+
+
+def test_a_git_that_does_not_answer_costs_its_facts_and_not_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    slow = tmp_path / "git"
+    slow.write_text("#!/bin/sh\nexec sleep 60\n")
+    slow.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr(provenance, "_GIT_SECONDS", 0.2)
+    facts = provenance.collect()
+    assert (facts.commit, facts.patch) == ("", "")
+    tags = facts.tags()
+    assert (tags["rlflow.git_commit"], tags["rlflow.git_dirty"]) == ("unknown", "unknown")
+    assert tags["rlflow.git_error"] == "git did not answer within 0.2 s"
+    assert facts.code == provenance.code_digest(*provenance.CODE)
+    assert "git did not answer within 0.2 s" in caplog.text
