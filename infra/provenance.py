@@ -127,7 +127,12 @@ def _git(*words: str, root: Path = ROOT, differs: bool = False) -> str:
     """
     try:
         answer = subprocess.run(
-            ["git", "-C", str(root), *words], capture_output=True, text=True, errors="replace", timeout=_GIT_SECONDS, check=False
+            ["git", "-C", str(root), *words],
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_GIT_SECONDS,
+            check=False,
         )
     except FileNotFoundError:
         return ""  # no git on this machine: the commit is unknown, and tagged so

@@ -12,6 +12,7 @@ import fsspec
 from fsspec.core import url_to_fs
 
 from infra.errors import StorageError
+from infra.files import building
 
 _USED = ".used"  # in a copy's folder; touched whenever somebody asks for it
 _KEEP_SECONDS = 24 * 3600.0  # longer than any task may take
@@ -120,13 +121,10 @@ def _fetch(uri: str, cache_dir: Path) -> Path:
     target = cache_dir / key / base
     if not target.exists():
         require_space(cache_dir, sum(size for _, _, size in versions), f"the copy of {uri}")
-        aside = cache_dir / f".{key}.{os.getpid()}" / base
-        for name in files:
-            below = name.removeprefix(root.rstrip("/")).lstrip("/")
-            _download(filesystem, name, inside(aside, below) if below else aside)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        os.replace(aside, target)
-        aside.parent.rmdir()
+        with building(target) as aside:
+            for name in files:
+                below = name.removeprefix(root.rstrip("/")).lstrip("/")
+                _download(filesystem, name, inside(aside, below) if below else aside)
     (target.parent / _USED).touch()
     return target
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ from s3fs import S3FileSystem
 
 from infra.environment import CHECKSUMS
 from infra.errors import StorageDamagedError, StorageError, StorageRefusedError
+from infra.files import building
 from infra.s3_errors import STORE_ERRORS, answer_of, storage_error
 from infra.storage import inside, require_space
 
@@ -102,8 +102,6 @@ class Store:
             return False
         folder.parent.mkdir(parents=True, exist_ok=True)
         require_space(folder.parent, seal.size, f"the copy of {self.uri}/{key}")
-        aside = folder.with_name(f".{folder.name}.{os.getpid()}.pull")
-        shutil.rmtree(aside, ignore_errors=True)  # of a process that died with the same id
         arrived = 0
 
         def fetch(name: str) -> None:
@@ -112,14 +110,10 @@ class Store:
             arrived += seal.files[name].size
             progress(arrived, seal.size)
 
-        try:
+        with building(folder) as aside:  # another process may be faster
             aside.mkdir()
             with self._errors(f"fetching {self.uri}/{key}"):
                 self._at_once(fetch, seal.files)
-            if not folder.exists():  # another process may have been faster
-                aside.rename(folder)
-        finally:
-            shutil.rmtree(aside, ignore_errors=True)
         return True
 
     def sealed(self, key: str) -> Seal | None:
@@ -205,8 +199,6 @@ class Store:
                 f"s3://{path} has SHA-256 {found}, expected {entry.sha256}. Restore it, or remove its folder there."
             )
         os.utime(file, (entry.modified, entry.modified))
-        with file.open("rb") as written:
-            os.fsync(written.fileno())
 
     def _drop_unfinished(self, key: str) -> None:
         """Parts of files that a killed sender had under way: they take space, and nobody would see them."""

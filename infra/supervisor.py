@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
-import os
 import signal
 import subprocess
 import sys
@@ -19,6 +18,7 @@ import psutil
 
 from infra import processes
 from infra.errors import InfraError, ServerError
+from infra.files import write_atomically
 from infra.logs import get_logger, log_to_console
 from infra.provenance import ROOT
 from infra.servers import Server, start_server, wait_healthy
@@ -216,10 +216,7 @@ class Supervisor:
                 if service.process is not None
             ),
         )
-        path = self._settings.stack_dir / "state.json"
-        aside = path.with_name(f".state.{os.getpid()}")
-        aside.write_text(state.model_dump_json(indent=1))
-        aside.replace(path)
+        write_atomically(self._settings.stack_dir / "state.json", state.model_dump_json(indent=1))
 
 
 def main() -> None:

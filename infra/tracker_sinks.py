@@ -1,8 +1,8 @@
 """``python -m infra.tracker_sinks BATCH.json``: one batch of committed steps into one tracker.
 
-Runs in the interpreter ``RLFLOW_TRACKER_PYTHON``, which need have nothing of rlflow's but this file and the tracker's
-package. A batch that comes twice, or whose process was killed half-way, shows each step once: by the state file, and
-beyond it by what each tracker offers (see the sinks).
+Runs in the interpreter ``RLFLOW_TRACKER_PYTHON``, which needs nothing of rlflow's but this file, ``infra/files.py`` and
+the tracker's package. A batch that comes twice, or whose process was killed half-way, shows each step once: by the
+state file, and beyond it by what each tracker offers (see the sinks).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
-import os
+import logging
 import signal
 import sys
 import time
@@ -18,6 +18,8 @@ from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Protocol
+
+from infra.files import write_atomically
 
 _MILLI = 1000.0
 _SWANLAB_ID_CHARACTERS = 20
@@ -118,6 +120,18 @@ def open_sink(batch: Mapping[str, Any], first_step: int) -> Sink:
     raise ValueError(f"tracker {batch['tracker']!r}: allowed are tensorboard, wandb, swanlab.")
 
 
+def read_published(state: Path) -> int:
+    """The last step that a tracker has taken; 0: none. A damaged file counts as none: a step that comes twice shows
+    once."""
+    try:
+        return int(json.loads(state.read_bytes())["published_step"])
+    except FileNotFoundError:
+        return 0
+    except (ValueError, KeyError, TypeError) as error:
+        logging.getLogger(__name__).warning("%s is damaged (%r): every step is sent to the tracker again", state, error)
+        return 0
+
+
 def send(path: Path) -> int:
     """Send the batch in ``path``, and note its last step. Two processes at the same tracker take turns.
 
@@ -129,7 +143,7 @@ def send(path: Path) -> int:
     signal.alarm(batch["seconds"])  # its default action ends us, wherever the tracker's client hangs
     with state.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        published = json.loads(state.read_text())["published_step"] if state.exists() else 0
+        published = read_published(state)
         fresh = [record for record in batch["records"] if record[0] > published]
         if not fresh:
             return 0
@@ -137,9 +151,7 @@ def send(path: Path) -> int:
         for step, timestamp_ms, metrics in fresh:
             sink.step(step, metrics, timestamp_ms)
         sink.close()
-        aside = state.with_name(f".{state.name}.{os.getpid()}")
-        aside.write_text(json.dumps({"published_step": fresh[-1][0]}))
-        aside.replace(state)
+        write_atomically(state, json.dumps({"published_step": fresh[-1][0]}))
     return len(fresh)
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import subprocess
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -17,8 +16,10 @@ from pathlib import Path
 
 from infra import environment, processes
 from infra.errors import ServerError
+from infra.files import write_atomically
 from infra.logs import redact
 from infra.settings import Settings, TrackerName
+from infra.tracker_sinks import read_published
 from infra.tracking import StepMetrics
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -47,9 +48,7 @@ class Batch:
     records: list[tuple[int, int, dict[str, float]]]  # step, milliseconds since the epoch, metrics
 
     def write(self, path: Path) -> None:
-        aside = path.with_name(f".{path.name}.{os.getpid()}")
-        aside.write_text(json.dumps(asdict(self)))
-        aside.replace(path)
+        write_atomically(path, json.dumps(asdict(self)))
 
 
 class ExtraTracker:
@@ -151,11 +150,6 @@ def end_trackers(run_dir: Path) -> None:
     """End every process that feeds a tracker of this run, whoever started it."""
     for name in PACKAGES:
         processes.kill(tracker_mark(run_dir, name))
-
-
-def read_published(state: Path) -> int:
-    """The last step that a tracker has taken; 0: none."""
-    return int(json.loads(state.read_text())["published_step"]) if state.exists() else 0
 
 
 def check_installed(name: TrackerName, python: Path) -> str:

@@ -11,11 +11,10 @@ import contextlib
 import fcntl
 import functools
 import json
-import os
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from http import HTTPStatus
 from pathlib import Path
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
@@ -28,7 +27,8 @@ from mlflow.store.db.db_types import DATABASE_ENGINES
 from mlflow.utils.mlflow_tags import MLFLOW_MODEL_IS_EXTERNAL, MLFLOW_PARENT_RUN_ID, MLFLOW_RUN_NOTE
 
 from infra.errors import RegistryError, ServerError, StorageError
-from infra.logs import without_password
+from infra.files import write_atomically
+from infra.logs import get_logger, without_password
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -365,18 +365,20 @@ def _run_exists(client: MlflowClient, mlflow_run_id: str) -> bool:
 
 
 def _read_state(run_dir: Path) -> _State | None:
+    """None as well for a damaged file: the run is found by its tag, and a step that comes twice is one point."""
     path = run_dir / "mlflow.json"
-    return _State(**json.loads(path.read_text())) if path.exists() else None
+    try:
+        values = json.loads(path.read_bytes())
+        return _State(str(values["uri"]), str(values["mlflow_run_id"]), int(values["published_step"]))
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError) as error:
+        get_logger().warning("%s is damaged (%r): MLflow is asked for the run, and gets every step again", path, error)
+        return None
 
 
 def _write_state(run_dir: Path, state: _State) -> None:
-    path = run_dir / "mlflow.json"
-    aside = path.with_name(f".mlflow.json.{os.getpid()}")
-    values = {
-        "uri": state.uri, "mlflow_run_id": state.mlflow_run_id, "published_step": state.published_step,
-    }  # fmt: skip
-    aside.write_text(json.dumps(values))
-    aside.replace(path)
+    write_atomically(run_dir / "mlflow.json", json.dumps(asdict(state)))
 
 
 def _chunks(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:

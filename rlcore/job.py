@@ -6,11 +6,7 @@ The process that asks (a Prefect task) never imports torch. It writes a spec, st
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import secrets
-import socket
 import sys
 import traceback
 from collections.abc import Callable
@@ -23,6 +19,7 @@ from rlcore import errors
 from rlcore.algorithms.estimate import Architecture
 from rlcore.artifacts import CheckpointRef, DatasetRef, ModelRef
 from rlcore.config import DataConfig, ExperimentConfig, ModelConfig
+from rlcore.files import write_json_atomically
 from rlcore.segment.spec import EXIT_BAD_CONFIG
 
 
@@ -106,29 +103,6 @@ class JobError(BaseModel):
 
 
 S = TypeVar("S", bound=JobSpec)
-
-
-def write_json_atomically(path: Path, text: str) -> None:
-    """Write aside, fsync, rename, fsync the folder: a reader sees the old file or the new one, never a part, and what
-    was written survives a crash of the machine. Safe for any number of writers, also on several hosts."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # the host and random bits: processes of two pods on one volume may have the same pid
-    aside = path.with_name(f".{path.name}.{socket.gethostname()}-{secrets.token_hex(6)}.tmp")
-    try:
-        with aside.open("w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        aside.replace(path)
-    except OSError:
-        with contextlib.suppress(OSError):  # the first one says more
-            aside.unlink(missing_ok=True)
-        raise
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
 
 
 def job_main(run: Callable[[S], BaseModel], spec_type: type[S]) -> None:

@@ -6,8 +6,6 @@ nothing changes.
 
 from __future__ import annotations
 
-import os
-import shutil
 import sys
 import uuid
 from collections.abc import Callable, Iterator
@@ -19,6 +17,7 @@ from pydantic import BaseModel, ConfigDict
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
+from infra.files import building
 from infra.logs import get_logger
 from infra.settings import Settings
 from infra.storage import inside
@@ -97,16 +96,11 @@ def restore_run(run_id: str, settings: Settings) -> None:
     names = [name for name in store.files_below(f"runs/{run_id}") if not name.startswith((f"{CHECKPOINTS}/", "."))]
     if not any(name.startswith(f"{SEGMENTS}/") for name in names):
         return  # no checkpoint yet, so nothing to go on from
-    aside = run_dir.with_name(f".{run_id}.{os.getpid()}.pull")
-    shutil.rmtree(aside, ignore_errors=True)
-    try:
+    with building(run_dir) as aside:
         for name in names:
             path, content = inside(aside, name), store.get(f"runs/{run_id}/{name}")
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(_moved(content or b"", run_dir) if name.startswith(f"{SEGMENTS}/") else content or b"")
-        aside.rename(run_dir)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
     reached = max(item.last_step for item in _segments(run_dir))
     write_mirror(run_dir, read_mirror(run_dir, settings).model_copy(update={"step": reached}))
     get_logger().warning("store: run %s is not on this machine and goes on from %s", run_id, settings.store)

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import errno
-import shutil
 import sys
-import tempfile
-import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
@@ -24,7 +19,6 @@ IMAGES = "images"  # of a resized dataset: <hash of the original>.png
 REJECTS = "rejects.jsonl"
 
 _REPORT = "report.json"
-_STALE_SECONDS = 24 * 3600
 
 T = TypeVar("T")
 
@@ -93,34 +87,6 @@ def existing_dataset(final: Path) -> DatasetRef | None:
     raise StorageError(f"{final} is not complete: files are missing. Delete the folder and run again.")
 
 
-@contextmanager
-def building(final: Path) -> Iterator[Path]:
-    """A folder to fill; it becomes ``final`` by one rename when the block ends.
-
-    When the block raises, it goes away. Where another process finished the same dataset first, its folder
-    stays and ours is dropped.
-
-    Raises:
-        StorageError: no space left, or no permission to write.
-    """
-    try:
-        final.parent.mkdir(parents=True, exist_ok=True)
-        _remove_stale(final)
-        aside = Path(tempfile.mkdtemp(prefix=f".{final.name}.", suffix=".tmp", dir=final.parent))
-        try:
-            yield aside
-            aside.chmod(0o755)  # mkdtemp lets nobody else read
-            _rename(aside, final)
-        finally:
-            shutil.rmtree(aside, ignore_errors=True)
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS):
-            raise
-        raise StorageError(
-            f"cannot write {final}: {error}. Free space or allow writing there, and run again."
-        ) from error
-
-
 def progress(items: Iterable[T], text: str, total: int | None) -> Iterator[T]:
     """The items, with a progress bar on stderr where that is a terminal."""
     if not sys.stderr.isatty():
@@ -130,20 +96,6 @@ def progress(items: Iterable[T], text: str, total: int | None) -> Iterator[T]:
     from rich.progress import track
 
     yield from track(items, text, total=total, console=Console(stderr=True), transient=True)
-
-
-def _rename(aside: Path, final: Path) -> None:
-    try:
-        aside.rename(final)
-    except OSError as error:
-        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-            raise
-
-
-def _remove_stale(final: Path) -> None:
-    for aside in final.parent.glob(f".{final.name}.*.tmp"):
-        if time.time() - aside.stat().st_mtime > _STALE_SECONDS:
-            shutil.rmtree(aside, ignore_errors=True)
 
 
 def _ref(folder: Path, report: DatasetReport) -> DatasetRef:

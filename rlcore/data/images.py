@@ -25,7 +25,6 @@ from rlcore.data.folder import (
     IMAGES,
     ORIGINALS,
     REJECTS,
-    building,
     existing_dataset,
     finish_folder,
     load_report,
@@ -35,6 +34,7 @@ from rlcore.data.pixels import load_rgb, read_header, target_size
 from rlcore.data.rejects import Reject, Unusable, nothing_usable, read_rejects
 from rlcore.data.table import PreparedRow, load_rows
 from rlcore.errors import ConfigError, RlflowError, StorageError
+from rlcore.files import building
 from rlcore.job import ResizeSpec, job_main
 from rlcore.types import ImageRef
 

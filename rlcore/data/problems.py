@@ -17,7 +17,6 @@ from rlcore.artifacts import DatasetRef
 from rlcore.data.digest import prepared_folder
 from rlcore.data.folder import (
     ORIGINALS,
-    building,
     existing_dataset,
     finish_folder,
     progress,
@@ -28,6 +27,7 @@ from rlcore.data.questions import ImageCell, place_images, plain_text, question_
 from rlcore.data.rejects import Reason, Reject, Unusable, nothing_usable
 from rlcore.data.sources import SourceRow, open_source
 from rlcore.data.table import PreparedRow, load_rows
+from rlcore.files import building
 from rlcore.job import PrepareSpec, job_main
 from rlcore.types import ImageRef, Problem
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
@@ -16,6 +17,7 @@ from rlcore.artifacts import EvalReport
 from rlcore.config import EvaluationConfig
 from rlcore.errors import RewardError
 from rlcore.evaluation.pass_at_k import bootstrap_interval
+from rlcore.files import write_atomically
 from rlcore.ports import Grader, Sampler, SampleRequest
 from rlcore.rollout.collect import in_order
 from rlcore.types import Completion, FinishReason, Problem, Score
@@ -125,10 +127,9 @@ def summarise(
 
 def write_rows(rows: Sequence[EvalRow], path: Path) -> None:
     """The rows as parquet, one per completion; in place of an older file only when whole."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.tmp")
-    pq.write_table(pa.Table.from_pylist([asdict(row) for row in rows], schema=_SCHEMA), aside)
-    aside.replace(path)
+    buffer = io.BytesIO()
+    pq.write_table(pa.Table.from_pylist([asdict(row) for row in rows], schema=_SCHEMA), buffer)
+    write_atomically(path, buffer.getvalue())
 
 
 def read_rows(path: Path) -> list[EvalRow]:

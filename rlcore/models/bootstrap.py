@@ -7,8 +7,8 @@ from pathlib import Path
 
 from rlcore.artifacts import ModelRef
 from rlcore.config import ModelConfig, TinyModelConfig
-from rlcore.data.folder import building
 from rlcore.errors import ModelError
+from rlcore.files import building
 from rlcore.job import BootstrapSpec, job_main
 from rlcore.models.folder import count_parameters, folder_digest
 from rlcore.tiny import tiny_folder

@@ -23,11 +23,12 @@ from transformers import AutoImageProcessor
 from rlcore.algorithms.logprobs import logprobs_and_entropy, trained_positions
 from rlcore.artifacts import CheckpointRef, ModelRef
 from rlcore.errors import ModelError
-from rlcore.job import MergeSpec, job_main, write_json_atomically
+from rlcore.files import building, remove_whole
+from rlcore.job import MergeSpec, job_main
 from rlcore.models.checkpoint import load_full_weights, untied_tensors
 from rlcore.models.folder import VERIFIED, folder_digest
 from rlcore.models.loading import auto_class, load_hf_config, load_hf_model
-from rlcore.segment.store import fsync_tree, verify_checkpoint
+from rlcore.segment.store import verify_checkpoint
 from rlcore.types import ImageRef
 
 CANARY = "canary.json"
@@ -78,7 +79,7 @@ class VerifyReport(BaseModel):
 
 
 class MergeRecord(BaseModel):
-    """``verified.json``: written last, so that its presence means a whole and verified model."""
+    """``verified.json``: a folder that has it is a whole and verified model."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -91,11 +92,10 @@ LogProbsOf = Callable[[Path, list[CanarySequence]], list[list[float]]]
 
 
 def merge_checkpoint(checkpoint: Path, base: Path, out: Path, *, trust_remote_code: bool = False) -> int:
-    """Write the checkpoint's weights as a Hugging Face folder and return its number of parameters.
+    """Fill ``out`` with the checkpoint's weights as a Hugging Face folder and return its number of parameters.
 
     Architecture, tokenizer, processor and chat template are those of ``base``; every weight is the checkpoint's, or, if
-    that holds adapters, ``base``'s with the adapters added; in float32. Built aside, read back and compared bit for
-    bit, then renamed to ``out``.
+    that holds adapters, ``base``'s with the adapters added; in float32. Read back and compared bit for bit.
 
     Raises:
         ModelError: names or shapes differ from the architecture's, or what was written reads back changed.
@@ -111,16 +111,9 @@ def merge_checkpoint(checkpoint: Path, base: Path, out: Path, *, trust_remote_co
     parameters: int = sum(parameter.numel() for parameter in model.parameters())  # a tied one once
     tied = {alias: weights[name] for alias, name in aliases.items()}
     model.load_state_dict({**weights, **tied}, assign=True)
-    aside = out.with_name(f".{out.name}.building")
-    if aside.exists():
-        shutil.rmtree(aside)
-    model.save_pretrained(aside)
-    _copy_the_rest(base, aside)
-    _require_same_values(aside, weights, trust_remote_code)
-    fsync_tree(aside)
-    if out.exists():
-        shutil.rmtree(out)
-    aside.rename(out)
+    model.save_pretrained(out)
+    _copy_the_rest(base, out)
+    _require_same_values(out, weights, trust_remote_code)
     return parameters
 
 
@@ -188,28 +181,45 @@ def merge_once(
 ) -> ModelRef:
     """Merge ``checkpoint`` into ``out`` unless a verified merge of that very checkpoint is there already.
 
+    ``out`` appears whole and verified. Of two merges at once, the first to finish counts.
+
     Raises:
         CheckpointError: the checkpoint does not match its manifest.
-        ModelError: the merge does not verify; ``out`` then stays without ``verified.json``.
+        ModelError: the merge does not verify, and nothing of it is kept; or ``out`` was filled from another checkpoint
+            meanwhile.
     """
-    marker = out / VERIFIED
-    if marker.exists():
-        record = MergeRecord.model_validate_json(marker.read_text())
-        if record.checkpoint.manifest_sha256 == checkpoint.manifest_sha256:
-            return record.model.model_copy(update={"path": str(out)})
+    known = _merged_before(checkpoint, out)
+    if known is not None:
+        return known
     verify_checkpoint(checkpoint)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    parameters = merge_checkpoint(Path(checkpoint.path), Path(base.path), out, trust_remote_code=trust_remote_code)
-    report = verify(out)
-    model = ModelRef(
-        path=str(out),
-        digest=folder_digest(out),
-        source=f"{checkpoint.run_id} step {checkpoint.step} ({base.source})",
-        num_parameters=parameters,
-    )
-    record = MergeRecord(checkpoint=checkpoint, model=model, report=report)
-    write_json_atomically(marker, record.model_dump_json(indent=1))
-    return model
+    remove_whole(out)  # unverified, or of another checkpoint
+    with building(out) as folder:
+        parameters = merge_checkpoint(
+            Path(checkpoint.path), Path(base.path), folder, trust_remote_code=trust_remote_code
+        )
+        report = verify(folder)
+        model = ModelRef(
+            path=str(out),
+            digest=folder_digest(folder),
+            source=f"{checkpoint.run_id} step {checkpoint.step} ({base.source})",
+            num_parameters=parameters,
+        )
+        record = MergeRecord(checkpoint=checkpoint, model=model, report=report)
+        (folder / VERIFIED).write_text(record.model_dump_json(indent=1))
+    merged = _merged_before(checkpoint, out)
+    if merged is None:
+        raise ModelError(f"{out} was filled from another checkpoint while {checkpoint.path} was merged. Merge again.")
+    return merged
+
+
+def _merged_before(checkpoint: CheckpointRef, out: Path) -> ModelRef | None:
+    """The verified merge of this very checkpoint at ``out``, if there is one."""
+    if not (out / VERIFIED).exists():
+        return None
+    record = MergeRecord.model_validate_json((out / VERIFIED).read_text())
+    if record.checkpoint.manifest_sha256 != checkpoint.manifest_sha256:
+        return None
+    return record.model.model_copy(update={"path": str(out)})
 
 
 def read_canary(path: Path) -> list[CanarySequence]:

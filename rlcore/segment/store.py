@@ -25,6 +25,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from rlcore.artifacts import CheckpointRef
 from rlcore.errors import CheckpointError
+from rlcore.files import fsync, fsync_tree
 from rlcore.segment.facts import code_digest, installed_versions
 from rlcore.segment.spec import SegmentEnd
 
@@ -144,7 +145,7 @@ class LocalCheckpointStore:
         (staging / MANIFEST).write_text(manifest.model_dump_json(indent=1))
         fsync_tree(staging)
         staging.rename(final)
-        _fsync(self._folder)
+        fsync(self._folder)
         return checkpoint_ref(final, manifest)
 
     def verify(self, checkpoint: CheckpointRef | Path) -> CheckpointManifest:
@@ -365,26 +366,11 @@ def _sha256_bytes(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def fsync_tree(folder: Path) -> None:
-    """Put a folder and all that is in it on disk, so that a rename after it cannot come first."""
-    for path in folder.rglob("*"):
-        _fsync(path)
-    _fsync(folder)
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def move_aside(path: Path) -> Path:
     """Give a damaged file or folder a name that nothing looks for, and return it."""
     number = 1
     while (aside := path.with_name(f".damaged-{path.name}-{number}")).exists():
         number += 1
     path.rename(aside)
-    _fsync(path.parent)
+    fsync(path.parent)
     return aside

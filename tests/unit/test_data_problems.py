@@ -19,10 +19,11 @@ from PIL import Image
 from rlcore.artifacts import DatasetRef
 from rlcore.config import DataConfig, ModelConfig
 from rlcore.data.digest import dataset_key
-from rlcore.data.folder import building, load_report
+from rlcore.data.folder import load_report
 from rlcore.data.problems import load_problems, prepare
 from rlcore.data.rejects import read_rejects
 from rlcore.errors import DataError, StorageError
+from rlcore.files import building
 from rlcore.job import PrepareSpec
 from rlcore.types import ImageRef, Problem
 

@@ -1,5 +1,6 @@
 import copy
 import json
+import multiprocessing
 import shutil
 from functools import partial
 from pathlib import Path
@@ -21,6 +22,7 @@ from rlcore.artifacts import CheckpointRef, ModelRef
 from rlcore.config import LoraConfig, ModelConfig
 from rlcore.errors import CheckpointError, ModelError
 from rlcore.models.checkpoint import save_train_state
+from rlcore.models.folder import folder_digest
 from rlcore.models.loading import load_hf_model
 from rlcore.models.lora import choose_trainable
 from rlcore.models.merge import (
@@ -275,14 +277,15 @@ def test_an_empty_or_missing_canary_verifies_nothing(tmp_path):
         read_canary(_write_canary(tmp_path, [empty]))
 
 
-def test_a_model_is_merged_once_and_only_a_verified_one_counts(tmp_path):
+@pytest.fixture
+def commit(tmp_path):
+    """step -> a committed checkpoint of the model in ``tmp_path / "base"``, trained anew."""
     torch.manual_seed(0)
     model = _text_model(tied=True)
-    base = ModelRef(path=str(_base(tmp_path / "base", model)), digest="d", source="hub", num_parameters=1)
+    _base(tmp_path / "base", model)
     store = LocalCheckpointStore(tmp_path / "run", "run")
-    asked: list[Path] = []
 
-    def commit(step: int) -> CheckpointRef:
+    def committed(step: int) -> CheckpointRef:
         staging = store.stage(step)
         policy = _trained(model)
         save_train_state(policy, torch.optim.AdamW(policy.parameters()), staging)
@@ -297,18 +300,68 @@ def test_a_model_is_merged_once_and_only_a_verified_one_counts(tmp_path):
             trainer_state={},
         )
 
+    return committed
+
+
+def _as_ref(base: Path) -> ModelRef:
+    return ModelRef(path=str(base), digest="d", source="hub", num_parameters=1)
+
+
+EQUAL = VerifyReport(num_sequences=1, num_tokens=1, transformers_max_delta=0.0, vllm_max_delta=0.0)
+
+
+def _merge_at_once(folder: Path, checkpoint: CheckpointRef, barrier, results) -> None:
+    """Verify while the other process verifies as well."""
+    out = folder / "models" / "merged"
+
+    def verify(model: Path) -> VerifyReport:
+        barrier.wait()
+        assert (model / "model.safetensors").exists()
+        assert not (out / VERIFIED).exists()
+        barrier.wait()
+        return EQUAL
+
+    results.put(merge_once(checkpoint, _as_ref(folder / "base"), out, verify))
+
+
+def test_two_merges_of_one_checkpoint_at_once_make_one_whole_model(tmp_path, commit):
+    """The flow's own and that of a promotion, on one volume."""
+    checkpoint, out = commit(1), tmp_path / "models" / "merged"
+    context = multiprocessing.get_context("spawn")
+    barrier, results = context.Barrier(2, timeout=60), context.Queue()
+    arguments = (tmp_path, checkpoint, barrier, results)
+    mergers = [context.Process(target=_merge_at_once, args=arguments) for _ in range(2)]
+    for merger in mergers:
+        merger.start()
+    for merger in mergers:
+        merger.join()
+    assert [merger.exitcode for merger in mergers] == [0, 0]
+    first, second = results.get(timeout=10), results.get(timeout=10)
+    assert first == second
+    assert first.path == str(out)
+    assert folder_digest(out) == first.digest
+    assert [path.name for path in out.parent.iterdir()] == ["merged"]
+
+
+def test_a_model_is_merged_once_and_only_a_verified_one_counts(tmp_path, commit):
+    base = _as_ref(tmp_path / "base")
+    asked: list[Path] = []
+
     def verify(out: Path) -> VerifyReport:
         asked.append(out)
         if len(asked) == 1:
             raise ModelError("not this time")
-        return VerifyReport(num_sequences=1, num_tokens=1, transformers_max_delta=0.0, vllm_max_delta=0.0)
+        return EQUAL
 
     first, out = commit(1), tmp_path / "models" / "merged"
     with pytest.raises(ModelError, match="not this time"):
         merge_once(first, base, out, verify)
-    assert not (out / VERIFIED).exists()
+    assert not out.exists()
+    out.mkdir()
+    (out / "left").write_text("by a version that verified in place, and failed")
     ref = merge_once(first, base, out, verify)
     assert (ref.path, ref.source) == (str(out), "run step 1 (hub)")
+    assert not (out / "left").exists()
     assert merge_once(first, base, out, verify) == ref
     assert len(asked) == 2  # the third call found the verified one
     second = commit(2)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import fsspec
 import pytest
 
+from infra import storage
 from infra.errors import StorageError
 from infra.storage import forget_unused, localize
 
@@ -52,3 +55,49 @@ def test_a_copy_that_is_asked_for_counts_as_used(tmp_path: Path) -> None:
     assert localize("memory://bucket/rows.jsonl", tmp_path) == path
     assert time.time() - used.stat().st_mtime < 60
     memory.store.clear()
+
+
+def test_processes_that_share_a_pid_fetch_the_same_folder_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As those of two pods do over one volume; here they are threads."""
+    source = tmp_path / "source"
+    for number in range(20):
+        (source / str(number)).mkdir(parents=True)
+        (source / str(number) / "rows.jsonl").write_bytes(bytes([number]) * 1000)
+    barrier = threading.Barrier(8, timeout=30)
+    download = storage._download
+
+    def at_the_same_time(filesystem: fsspec.AbstractFileSystem, name: str, target: Path) -> None:
+        barrier.wait()
+        download(filesystem, name, target)
+
+    monkeypatch.setattr(storage, "_download", at_the_same_time)
+
+    def fetch(_: int) -> Path | None:
+        return localize(source.as_uri(), tmp_path / "downloads")
+
+    with ThreadPoolExecutor(8) as pool:
+        copies = set(pool.map(fetch, range(8)))
+    (copy,) = copies
+    assert copy is not None
+    assert len(list(copy.rglob("rows.jsonl"))) == 20
+    assert sorted(path.name for path in copy.parent.iterdir()) == [".used", "source"]
+
+
+def test_a_download_that_breaks_off_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    for name in "ab":
+        (source / name).write_text(name)
+    monkeypatch.setattr("infra.storage._download", _fails_at_b)
+    with pytest.raises(StorageError, match="broke off"):
+        localize(source.as_uri(), tmp_path / "downloads")
+    assert not [path for path in (tmp_path / "downloads").rglob("*") if path.is_file()]
+
+
+def _fails_at_b(_filesystem: object, name: str, target: Path) -> None:
+    if name.endswith("b"):
+        raise StorageError("broke off")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text("half")

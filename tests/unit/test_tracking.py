@@ -12,6 +12,7 @@ from mlflow.protos.databricks_pb2 import INVALID_PARAMETER_VALUE, RESOURCE_DOES_
 
 from infra.errors import RegistryError, ServerError, StorageError
 from infra.servers import free_port
+from infra.trackers import read_published
 from infra.tracking import DRIFT_TAG, Tracker, _run_exists, check_reachable
 from rlcore.segment.journal import StepRecord
 
@@ -56,6 +57,37 @@ def test_a_run_is_found_by_its_tag_when_the_folder_forgot_it(open_run: Open, tmp
     first = open_run("forgotten")
     (first._run_dir / "mlflow.json").unlink()
     assert open_run("forgotten").mlflow_run_id == first.mlflow_run_id
+
+
+@pytest.mark.parametrize("damage", ["", '{"uri": "sqlite', '{"uri": 7}', "[]"])
+def test_a_damaged_mlflow_json_is_made_anew_and_nothing_is_counted_twice(
+    open_run: Open, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As a full disk or a crash of the machine leaves it."""
+    name = f"damaged-{hash(damage)}"
+    first = open_run(name)
+    first.publish(records(4), through_step=4)
+    (first._run_dir / "mlflow.json").write_text(damage)
+    again = open_run(name)
+    assert "mlflow.json is damaged" in caplog.text
+    assert again.mlflow_run_id == first.mlflow_run_id
+    again.publish(records(6), through_step=6)
+    assert history(again) == [(step, step / 10) for step in range(1, 7)]
+    assert open_run(name).published_step == 6
+
+
+def test_what_a_tracker_has_taken_is_read_from_a_whole_file_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = tmp_path / "tensorboard.json"
+    assert read_published(state) == 0
+    state.write_text('{"published_step": 7}')
+    assert read_published(state) == 7
+    assert not caplog.text
+    for damage in ("", '{"published', "{}", "7"):
+        state.write_text(damage)
+        assert read_published(state) == 0
+    assert "tensorboard.json is damaged" in caplog.text
 
 
 def test_each_step_is_there_exactly_once_after_repeated_publishing(open_run: Open) -> None:

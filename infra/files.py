@@ -1,0 +1,83 @@
+"""Files and folders that appear whole or not at all. Standard library only: a tracker's interpreter may import it.
+
+Any number of processes may write the same name, also on several hosts that share a volume: each writes under a name of
+its own and renames it. What is renamed is on disk before its new name is, and that before the call returns.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import shutil
+import socket
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+_STALE_SECONDS = 24 * 3600
+_FILES_AT_ONCE = 16
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """A small file; readers see the old one or the new one, never a part."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = _aside(path)
+    try:
+        aside.write_text(text)
+        _sync(aside)
+        aside.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):  # the first error says more
+            aside.unlink(missing_ok=True)
+        raise
+    _sync(path.parent)
+
+
+@contextmanager
+def building(final: Path) -> Iterator[Path]:
+    """A free name beside ``final`` for a file or folder that the block makes; when it ends, that is renamed.
+
+    Where another process was faster with a folder, its folder stays and ours is removed, as when the block raises.
+    """
+    final.parent.mkdir(parents=True, exist_ok=True)
+    for left in final.parent.glob(f".{final.name}.*.tmp"):
+        with contextlib.suppress(FileNotFoundError):  # another process removes it as well
+            if time.time() - left.stat().st_mtime > _STALE_SECONDS:
+                _remove(left)
+    aside = _aside(final)
+    try:
+        yield aside
+        with ThreadPoolExecutor(_FILES_AT_ONCE) as pool:  # the file system then writes its log once for many of them
+            list(pool.map(_sync, (aside, *aside.rglob("*"))))
+        try:
+            aside.rename(final)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+        _sync(final.parent)
+    finally:
+        _remove(aside)
+
+
+def _aside(final: Path) -> Path:
+    # The host and random bits: processes of two pods on one volume may have the same pid.
+    return final.with_name(f".{final.name}.{socket.gethostname()}-{secrets.token_hex(6)}.tmp")
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,117 @@
+"""Files and folders that appear whole or not at all. No torch.
+
+Any number of processes may write the same name, also on several hosts that share a volume: each writes under a name of
+its own and renames it. What is renamed is on disk before its new name is, and that before the call returns.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import shutil
+import socket
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+from rlcore.errors import StorageError
+
+_STALE_SECONDS = 24 * 3600
+_FILES_AT_ONCE = 16
+
+
+def write_json_atomically(path: Path, text: str) -> None:
+    """A small file; readers see the old one or the new one, never a part."""
+    write_atomically(path, text.encode())
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """The same for bytes."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = _aside(path)
+    try:
+        aside.write_bytes(content)
+        fsync(aside)
+        aside.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):  # the first error says more
+            aside.unlink(missing_ok=True)
+        raise
+    fsync(path.parent)
+
+
+@contextmanager
+def building(final: Path) -> Iterator[Path]:
+    """A folder to fill; it becomes ``final`` by one rename when the block ends.
+
+    Where another process finished the same folder first, its folder stays and ours is removed, as it is when the block
+    raises.
+
+    Raises:
+        StorageError: no space left, or no permission to write.
+    """
+    try:
+        final.parent.mkdir(parents=True, exist_ok=True)
+        _remove_stale(final)
+        aside = _aside(final)
+        try:
+            aside.mkdir()
+            yield aside
+            fsync_tree(aside)
+            _rename(aside, final)
+            fsync(final.parent)
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS):
+            raise
+        raise StorageError(
+            f"cannot write {final}: {error}. Free space or allow writing there, and run again."
+        ) from error
+
+
+def remove_whole(folder: Path) -> None:
+    """Remove a folder so that nobody sees a part of it; no error where there is none."""
+    trash = _aside(folder)
+    with contextlib.suppress(FileNotFoundError):
+        folder.rename(trash)
+        shutil.rmtree(trash)
+
+
+def fsync_tree(folder: Path) -> None:
+    """Put a folder and all that is in it on disk, so that a rename after it cannot come first."""
+    with ThreadPoolExecutor(_FILES_AT_ONCE) as pool:  # the file system then writes its log once for many of them
+        list(pool.map(fsync, (folder, *folder.rglob("*"))))
+
+
+def fsync(path: Path) -> None:
+    """Put a file's content, or a folder's names, on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _aside(final: Path) -> Path:
+    # The host and random bits: processes of two pods on one volume may have the same pid.
+    return final.with_name(f".{final.name}.{socket.gethostname()}-{secrets.token_hex(6)}.tmp")
+
+
+def _rename(aside: Path, final: Path) -> None:
+    try:
+        aside.rename(final)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+
+
+def _remove_stale(final: Path) -> None:
+    for left in final.parent.glob(f".{final.name}.*.tmp"):
+        with contextlib.suppress(FileNotFoundError):  # another process removes it as well
+            if time.time() - left.stat().st_mtime > _STALE_SECONDS:
+                shutil.rmtree(left, ignore_errors=True)

@@ -1,0 +1,107 @@
+"""Files and folders that appear whole or not at all, whoever else writes them."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import pytest
+
+from infra import files
+from rlcore import files as rlcore_files
+
+Building = Callable[[Path], AbstractContextManager[Path]]
+EVERY = pytest.mark.parametrize("building", [files.building, rlcore_files.building], ids=["infra", "rlcore"])
+
+
+def test_of_many_writers_each_reader_sees_one_whole_file(tmp_path: Path) -> None:
+    """Threads share a pid, as processes of two pods on one volume may."""
+    path, texts = tmp_path / "x.json", [str(number) * 1000 for number in range(8)]
+
+    def write_often(text: str) -> None:
+        for _ in range(30):
+            files.write_atomically(path, text)
+            assert path.read_text() in texts
+
+    with ThreadPoolExecutor(len(texts)) as pool:
+        list(pool.map(write_often, texts))
+    assert [left.name for left in tmp_path.iterdir()] == ["x.json"]
+
+
+def test_a_failed_write_leaves_nothing_and_the_old_file(tmp_path: Path) -> None:
+    (tmp_path / "x.json").mkdir()
+    with pytest.raises(OSError, match=r"x\.json"):
+        files.write_atomically(tmp_path / "x.json", "{}")
+    assert [path.name for path in tmp_path.iterdir()] == ["x.json"]
+
+
+def _synced(monkeypatch: pytest.MonkeyPatch, final: Path) -> list[tuple[Path, bool]]:
+    """What is synced from now on, and whether ``final`` was there already."""
+    synced: list[tuple[Path, bool]] = []
+    fsync = os.fsync
+
+    def spy(descriptor: int) -> None:
+        synced.append((Path(os.readlink(f"/proc/self/fd/{descriptor}")), final.exists()))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", spy)
+    return synced
+
+
+def test_a_file_is_on_disk_before_its_name_and_its_name_before_the_call_returns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced = _synced(monkeypatch, tmp_path / "x.json")
+    files.write_atomically(tmp_path / "x.json", "{}")
+    (aside, named_before), (folder, named_after) = synced
+    assert (aside.parent, named_before) == (tmp_path, False)
+    assert (folder, named_after) == (tmp_path, True)
+
+
+@EVERY
+def test_a_folder_is_on_disk_before_its_name_and_its_name_before_the_block_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, building: Building
+) -> None:
+    synced = _synced(monkeypatch, tmp_path / "made")
+    with building(tmp_path / "made") as aside:
+        (aside / "sub").mkdir(parents=True)
+        (aside / "sub" / "file").write_text("x")
+    assert sorted((path.name, there) for path, there in synced[:-1])[-2:] == [("file", False), ("sub", False)]
+    assert len(synced) == 4
+    assert synced[-1] == (tmp_path, True)
+
+
+@EVERY
+def test_of_two_that_make_the_same_folder_the_first_counts(tmp_path: Path, building: Building) -> None:
+    barrier = threading.Barrier(2, timeout=30)
+
+    def make(name: str) -> None:
+        with building(tmp_path / "made") as aside:
+            aside.mkdir(exist_ok=True)
+            barrier.wait()
+            (aside / name).touch()
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(make, "ab"))
+    assert [path.name for path in tmp_path.iterdir()] == ["made"]
+    assert len(list((tmp_path / "made").iterdir())) == 1
+
+
+@EVERY
+def test_what_a_killed_process_has_left_goes_after_a_day(tmp_path: Path, building: Building) -> None:
+    with building(tmp_path / "made") as made:
+        made.mkdir(exist_ok=True)
+        name = made.name
+    old, fresh = tmp_path / name, tmp_path / f"{name.removesuffix('.tmp')}-2.tmp"
+    for path in (old, fresh):
+        path.mkdir()
+    os.utime(old, (time.time() - 90_000,) * 2)
+    with building(tmp_path / "made") as made:
+        made.mkdir(exist_ok=True)
+    assert not old.exists()
+    assert fresh.exists()
