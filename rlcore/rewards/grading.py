@@ -1,15 +1,27 @@
 """Is an answer mathematically equal to the reference answer? The only importer of mathruler and math-verify.
 
-Comparing may run sympy, which can take forever or take all memory: call this in a process that can be killed.
+A model or a dataset wrote both answers, so nothing of them may be evaluated as Python. sympy's parser does that, and
+MathRuler calls it; it gets ``parse_expression`` in its place. math-verify has a grammar of its own, but sympy makes its
+numbers from text. So while either compares, sympy's evaluator is replaced too, and no road leads to it.
+
+Comparing may take forever or take all memory: call this in a process that can be killed.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import lru_cache
 
+import mathruler.grader
+import sympy.physics.units  # noqa: F401 - sympy's simplify imports it on first use, and it makes its units from text
 from math_verify import LatexExtractionConfig, parse, verify
 from mathruler.grader import grade_answer
+from sympy.parsing import sympy_parser
+
+from rlcore.rewards.expressions import parse_expression, read_code
 
 MAX_ANSWER_CHARS = 2000  # far above any reference answer; mathruler's time grows faster than the length
 MAX_VERIFIED_CHARS = 500  # the same for math-verify, whose parser is slower
@@ -22,6 +34,27 @@ _BOX_ONLY = (LatexExtractionConfig(try_extract_without_anchor=False, boxed_match
 for _name in ("math_verify.parser", "math_verify.grader", "pylatexenc"):
     logging.getLogger(_name).setLevel(logging.ERROR)
 
+mathruler.grader._sympy_parse = parse_expression
+
+_comparing: ContextVar[bool] = ContextVar("_comparing", default=False)
+_evaluate = sympy_parser.eval_expr  # the one place where sympy evaluates text; sympify(str) gets there too
+
+
+def _evaluate_outside(code: object, local_dict: dict[str, object], global_dict: dict[str, object]) -> object:
+    return read_code(code) if _comparing.get() else _evaluate(code, local_dict, global_dict)
+
+
+sympy_parser.eval_expr = _evaluate_outside  # a user's own reward may still use sympy's parser
+
+
+@contextmanager
+def _nothing_is_evaluated() -> Iterator[None]:
+    token = _comparing.set(True)
+    try:
+        yield
+    finally:
+        _comparing.reset(token)
+
 
 @lru_cache(maxsize=8192)  # the completions of a group mostly give the same few answers
 def math_equal(candidate: str, truth: str) -> bool:
@@ -29,8 +62,8 @@ def math_equal(candidate: str, truth: str) -> bool:
 
     Units, percent and dollar signs, degrees and thousands commas do not count; fractions must be reduced
     where both are fractions; an integer must be given as an integer; else sympy decides whether the
-    difference is 0. Blank, or longer than ``MAX_ANSWER_CHARS``, is never equal. What mathruler cannot parse,
-    it calls unequal.
+    difference is 0. Blank is never equal; an answer longer than ``MAX_ANSWER_CHARS`` only to the same text. What
+    ``parse_expression`` refuses is unequal.
 
     Args:
         candidate: what was inside the box. A completion without a box has no candidate: do not ask.
@@ -41,7 +74,10 @@ def math_equal(candidate: str, truth: str) -> bool:
         return False
     if candidate == truth:
         return True
-    return not _normalizes_to_nothing(truth) and bool(grade_answer(candidate, truth))
+    if len(truth) > MAX_ANSWER_CHARS or _normalizes_to_nothing(truth):
+        return False
+    with _nothing_is_evaluated():
+        return bool(grade_answer(candidate, truth))
 
 
 @lru_cache(maxsize=1024)
@@ -66,7 +102,10 @@ def math_verify_equal(candidate: str, truth: str) -> bool:
         return False
     if candidate == truth:
         return True
-    return bool(verify(_parsed(truth), _parsed(candidate), timeout_seconds=None))
+    if len(truth) > MAX_VERIFIED_CHARS:
+        return False
+    with _nothing_is_evaluated():
+        return bool(verify(_parsed(truth), _parsed(candidate), timeout_seconds=None))
 
 
 @lru_cache(maxsize=8192)

@@ -3,7 +3,7 @@
 10,000 completions go through the reward ``math`` in two processes, in groups of 8 for each problem, as a training step
 has them. The problems are the kinds of answers that MATH and Geometry3K have, with numbers drawn anew for each, so no
 two problems share an answer by design; within a group some completions give the same answer, and those are cache hits
-if they reach the same process. One completion hangs sympy (9**9**9); it may cost its deadline and no more, which is
+if they reach the same process. One completion hangs sympy (``HANGS``); it may cost its deadline and no more, which is
 measured as the difference of two runs, with it and without it.
 """
 
@@ -27,6 +27,8 @@ GROUP = 8
 PROCESSES = 2
 DEADLINE_SECONDS = 5.0
 TARGET_SECONDS = 20.0
+
+HANGS = "9**(9**9*(sqrt(2)+1)*(sqrt(2)-1))"  # small until sympy simplifies it: the two brackets are 1
 
 # truth, other ways to write it, wrong answers; A, B, C and D become numbers from 2 to 97
 KINDS = (
@@ -99,7 +101,7 @@ def main() -> None:
     without = measure(problems, completions)
     hanging = Problem("hang", "?", (), r"21 \sqrt { 3 }", "bench")
     middle = GRADINGS // 2
-    problems[middle], completions[middle] = hanging, _completion(r"<think>x</think> \boxed{9**9**9}")
+    problems[middle], completions[middle] = hanging, _completion(rf"<think>x</think> \boxed{{{HANGS}}}")
     with_hang = measure(problems, completions)
     report = {
         "gradings": GRADINGS,

@@ -106,8 +106,8 @@ def test_a_megabyte_travels_and_is_graded(math_pool):
 
 
 def test_a_tower_of_powers_that_hangs_sympy_is_killed_at_the_deadline():
-    # the truth is no integer, so mathruler hands 9**9**9 to sympy, which sets out to write it down
-    right, hanging = r"\boxed{21\sqrt{3}}", r"\boxed{9**9**9}"
+    # a tower that is small until sympy simplifies it (the brackets are 1); one of plain numbers is refused at once
+    right, hanging = r"\boxed{21\sqrt{3}}", r"\boxed{9**(9**9*(sqrt(2)+1)*(sqrt(2)-1))}"
     with GradingPool(MATH, processes=1, deadline_seconds=1.5) as pool:
         scores = grade(pool, right, hanging, right, answer=r"21 \sqrt { 3 }")
         assert [s.graded for s in scores] == [True, False, True]

@@ -67,6 +67,7 @@ WRONG = {
     "nothing": "",
     "blanks": " \n\t ",
     "tower of powers": "9**9**9",
+    "hidden tower of powers": "9**(9**9*(sqrt(2)+1)*(sqrt(2)-1))",  # the brackets are 1, as sympy finds out
     "latex tower": "9^{9^{9^9}}",
     "deep brackets": "(" * 900 + "1" + ")" * 900,
     "deep braces": "{" * 900 + "1" + "}" * 900,
@@ -90,7 +91,7 @@ WRONG = {
     "arabic digits": "٦",
     "prose": "A triangle has more than I can say",
 }
-HANGS = ("tower of powers", "deep fractions", "deep roots", "latex tower")
+HANGS = ("hidden tower of powers", "tower of powers", "deep fractions", "deep roots", "latex tower")
 
 
 @every_reward
