@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 # length: of its own budget. unfinished: it is to be continued (rollout.partial), and never graded or trained like that
 FinishReason = Literal["stop", "length", "abort", "unfinished"]
+Role = Literal["system", "user", "assistant"]
 Ints = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float32]
 Bools = npt.NDArray[np.bool_]
@@ -30,15 +31,31 @@ class ImageRef:
 
 
 @dataclass(frozen=True, slots=True)
+class Message:
+    """What comes before the question: a system message, or a turn of an example."""
+
+    role: Role
+    text: str  # holds "<image>" markers, as the question does
+
+
+@dataclass(frozen=True, slots=True)
 class Problem:
     """One row of a prepared dataset."""
 
     problem_id: str
     question: str  # holds one "<image>" marker per image, in order
-    images: tuple[ImageRef, ...]
+    images: tuple[ImageRef, ...]  # those of the context first
     answer: str
     source: str
     extra: Mapping[str, object] = field(default_factory=dict)  # every other column of the source, JSON values
+    context: tuple[Message, ...] = ()
+
+    @property
+    def conversation(self) -> str:
+        """All that the row asks, for people: the question, below its context where it has one."""
+        if not self.context:
+            return self.question
+        return "\n".join(f"[{m.role}] {m.text}" for m in (*self.context, Message("user", self.question)))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

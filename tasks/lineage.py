@@ -136,7 +136,7 @@ def trained_rows(lineage: Lineage, run: Run, step: int) -> list[TrainedRow]:
             problem_id=name,
             source=rows[name].problem.source,
             row=rows[name].row,
-            question=rows[name].problem.question,
+            question=rows[name].problem.conversation,
             answer=rows[name].problem.answer,
             images=tuple(str(Path(dataset.path) / "images" / f"{i.sha256}.png") for i in rows[name].problem.images),
             image_sha256=tuple(image.sha256 for image in rows[name].problem.images),

@@ -4,9 +4,16 @@ from __future__ import annotations
 
 from typing import Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from rlcore.config.base import Frozen
+
+# Parameters of apply_chat_template, and what a template gets with every prompt.
+_NOT_TEMPLATE_VARIABLES = {
+    "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "documents", "max_length",
+    "messages", "padding", "processor_kwargs", "return_assistant_tokens_mask", "return_dict", "return_tensors",
+    "tokenize", "tokenizer_kwargs", "tools", "truncation",
+}  # fmt: skip
 
 
 class CountdownConfig(Frozen):
@@ -70,6 +77,12 @@ class DataConfig(Frozen):
     """Problems with more images (frames included) are rejected."""
     template: str = "math"
     """Prompt template: a name under rlcore/data/templates, or the path of a Jinja file that uses ``content``."""
+    system_prompt: str | None = None
+    """System message of problems that have none of their own. null: no message, and the model's chat template may put
+    in a text of its own; "": an empty one, which keeps it from that."""
+    chat_template_arguments: dict[str, bool | int | float | str] = {}
+    """Variables of the model's chat template, such as ``{"enable_thinking": false}`` for Qwen3. One that the template
+    does not mention is an error."""
     min_pixels: int = Field(56 * 56, ge=1)
     """Smaller images are scaled up to it."""
     max_pixels: int = Field(1024 * 1024, ge=1)
@@ -85,6 +98,16 @@ class DataConfig(Frozen):
     """Seed of the order of problems."""
     curriculum: CurriculumConfig | None = None
     """null: every problem in every epoch."""
+
+    @field_validator("chat_template_arguments")
+    @classmethod
+    def _arguments_are_the_templates(cls, arguments: dict[str, object]) -> dict[str, object]:
+        if taken := sorted(_NOT_TEMPLATE_VARIABLES & arguments.keys()):
+            raise ValueError(
+                f"data.chat_template_arguments sets {', '.join(taken)}, which is given with every prompt or is no "
+                "variable of a chat template. Allowed are variables of the template, enable_thinking among them."
+            )
+        return arguments
 
     @model_validator(mode="after")
     def _pixels_in_order(self) -> Self:

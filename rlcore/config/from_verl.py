@@ -106,6 +106,7 @@ def _data(ledger: Ledger) -> str:
     ledger.put("data.images_column", get("data.image_key"), "data.image_key")
     ledger.put("data.videos_column", get("data.video_key"), "data.video_key")
     ledger.put("data.template", PASS_THROUGH)  # verl's files hold the whole prompt
+    _chat_template_arguments(ledger)
     ledger.put("data.max_prompt_tokens", get("data.max_prompt_length"), "data.max_prompt_length")
     ledger.put("rollout.max_completion_tokens", get("data.max_response_length"), "data.max_response_length")
     if get("data.seed") is not None:
@@ -126,6 +127,17 @@ def _data(ledger: Ledger) -> str:
         ledger.same(own, "custom_reward_function.name", text="none")
     ledger.same_if("reward_model.enable", False, otherwise="rewards are functions: reward.name")
     return train
+
+
+def _chat_template_arguments(ledger: Ledger) -> None:
+    prefix = "data.apply_chat_template_kwargs"
+    ledger.same_if(prefix, None, {}, otherwise="no mapping of names to values")
+    for key in [key for key in ledger.given if key.startswith(f"{prefix}.")]:
+        value = ledger.given[key]
+        if isinstance(value, bool | int | float | str):
+            ledger.put(f"data.chat_template_arguments{key.removeprefix(prefix)}", value, key)
+        else:
+            ledger.listed(key, text="data.chat_template_arguments takes texts, numbers, true and false")
 
 
 def _batches(ledger: Ledger) -> int:

@@ -18,7 +18,7 @@ from rlcore.errors import ConfigError
 from rlcore.job import PrepareSpec, ResizeSpec
 
 # Raise these when the same inputs give another folder: the rules of prepare, and those of resize.
-PREPARE_VERSION = 2
+PREPARE_VERSION = 3
 RESIZE_VERSION = 1
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -44,6 +44,8 @@ def dataset_key(spec: PrepareSpec) -> str:
         "columns": [data.problem_column, data.answer_column, data.images_column, data.videos_column],
         "max_images": data.max_images,
         "template": template_text(data.template),
+        "system_prompt": data.system_prompt,
+        "chat_template_arguments": data.chat_template_arguments,
         "pixels": [data.min_pixels, data.max_pixels],
         "max_prompt_tokens": data.max_prompt_tokens,
         "model": _model_content(spec.model),

@@ -23,13 +23,13 @@ from rlcore.data.folder import (
 )
 from rlcore.data.pixels import MAX_SOURCE_PIXELS, read_header
 from rlcore.data.prompts import PromptBuilder, load_processor
-from rlcore.data.questions import ImageCell, place_images, plain_text, question_text
+from rlcore.data.questions import ImageCell, conversation, place_images, plain_text
 from rlcore.data.rejects import Reason, Reject, Unusable, nothing_usable
 from rlcore.data.sources import SourceRow, open_source
 from rlcore.data.table import PreparedRow, load_rows
 from rlcore.files import building
 from rlcore.job import PrepareSpec, job_main
-from rlcore.types import ImageRef, Problem
+from rlcore.types import ImageRef, Message, Problem
 
 __all__ = ["load_problems", "prepare"]
 
@@ -52,7 +52,7 @@ def prepare(spec: PrepareSpec) -> DatasetRef:
     if found := existing_dataset(final):
         return found
     data = spec.data
-    prompts = PromptBuilder(load_processor(spec.model), data.template, data.min_pixels, data.max_pixels)
+    prompts = PromptBuilder.of(load_processor(spec.model), data)
     with tempfile.TemporaryDirectory() as scratch, building(final) as aside:
         source = open_source(spec, Path(scratch))
         images = ImageReader(source.folders)
@@ -148,16 +148,18 @@ class _Intake:
     def _examine(self, row: SourceRow, problem_id: str) -> tuple[PreparedRow, dict[str, bytes]]:
         if (given := row.num_images) > self.max_images:
             raise Unusable(Reason.TOO_MANY_IMAGES, f"{given} images above {self.max_images}")
-        question = question_text(row.problem)
+        messages = conversation(row.problem)
         answer = plain_text(row.answer, "answer", Reason.EMPTY_ANSWER).strip()
-        if special := self.prompts.special_tokens_in(question):
+        if special := [token for m in messages for token in self.prompts.special_tokens_in(m.text)]:
             raise Unusable(Reason.SPECIAL_TOKEN, f"the problem spells out {', '.join(special)}")
-        question, images = place_images(question, row.images, [_frames(video) for video in row.videos])
+        videos = [_frames(video) for video in row.videos]
+        (*before, question), images = place_images([m.text for m in messages], row.images, videos)
+        context = tuple(Message(m.role, text) for m, text in zip(messages[:-1], before, strict=True))
         if images and self.prompts.image_token_id is None:
             raise Unusable(Reason.MODEL_WITHOUT_IMAGES, f"{len(images)} image(s), and the model takes none")
         contents = [self.images.read(image) for image in images]
         refs = tuple(self._image_ref(content) for content in contents)
-        problem = Problem(problem_id, question, refs, answer, self.source, row.extra)
+        problem = Problem(problem_id, question, refs, answer, self.source, row.extra, context)
         prompt_tokens = len(self.prompts.tokens(problem))
         image_tokens = sum(self.prompts.image_tokens(ref.width, ref.height) for ref in refs)
         if prompt_tokens > self.max_prompt_tokens:

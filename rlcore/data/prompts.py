@@ -7,11 +7,13 @@ itself; the trainer needs the same prompt expanded (``tokens``). Both come from 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Self
 
 import jinja2
 import jinja2.meta
@@ -19,13 +21,13 @@ import jinja2.sandbox
 import numpy as np
 import numpy.typing as npt
 
-from rlcore.config import ModelConfig, TinyModelConfig
+from rlcore.config import DataConfig, ModelConfig, TinyModelConfig
 from rlcore.data.digest import template_text
 from rlcore.data.pixels import stable_target_size
 from rlcore.data.questions import IMAGE_MARKER
 from rlcore.errors import ConfigError, DataError, ModelError
 from rlcore.startup import make_transformers_lean
-from rlcore.types import ImageRef, Ints, Problem
+from rlcore.types import ImageRef, Ints, Message, Problem
 
 _VISION_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>")
 _PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
@@ -101,20 +103,47 @@ class PromptBuilder:
         processor: what ``load_processor`` returned.
         template: a name under rlcore/data/templates, or the path of a Jinja file that uses ``content``.
         min_pixels, max_pixels: bounds that images were, or will be, resized to.
+        system_prompt: system message of problems without one of their own; None: none.
+        chat_template_arguments: variables of the model's chat template.
 
     Raises:
-        ConfigError: no such template, or one that does not parse or uses other variables than ``content``.
+        ConfigError: no such template, or one that does not parse or uses other variables than ``content``; arguments
+            that the chat template does not mention.
         ModelError: an image processor without the grid of Qwen's vision models.
     """
 
-    def __init__(self, processor: Any, template: str, min_pixels: int, max_pixels: int) -> None:
+    def __init__(
+        self,
+        processor: Any,
+        template: str,
+        min_pixels: int,
+        max_pixels: int,
+        *,
+        system_prompt: str | None = None,
+        chat_template_arguments: Mapping[str, object] = MappingProxyType({}),
+    ) -> None:
         self.tokenizer = processor.tokenizer
+        self._system_prompt = system_prompt
+        self._arguments = dict(chat_template_arguments)
+        _require_mentioned(self._arguments, str(processor.chat_template or processor.tokenizer.chat_template))
         self._processor = processor
         self._template = _compile(template)
         self._bounds = (min_pixels, max_pixels)
         self._factor = None if processor.image_processor is None else _grid_factor(processor.image_processor)
         self._image_token_id: int | None = None if self._factor is None else processor.image_token_id
         self._special = {str(t): i for i, t in self.tokenizer.added_tokens_decoder.items() if t.special}
+
+    @classmethod
+    def of(cls, processor: Any, data: DataConfig) -> Self:
+        """The prompts that an experiment's ``data`` asks for."""
+        return cls(
+            processor,
+            data.template,
+            data.min_pixels,
+            data.max_pixels,
+            system_prompt=data.system_prompt,
+            chat_template_arguments=data.chat_template_arguments,
+        )
 
     @property
     def image_processor(self) -> Any:
@@ -159,34 +188,46 @@ class PromptBuilder:
         """Special tokens spelled out in a text, which the tokenizer would take for real ones."""
         return [token for token in self._special if token in text]
 
-    def chat_text(self, question: str, num_images: int) -> str:
+    def chat_text(self, question: str, num_images: int, context: Sequence[Message] = ()) -> str:
         """The prompt as text, up to where the answer starts, with one unexpanded placeholder per image.
 
+        Args:
+            context: messages before the question. The prompt template wraps the question alone.
+
         Raises:
-            DataError: the rendered question does not hold ``num_images`` markers.
+            DataError: context and rendered question together do not hold ``num_images`` markers.
         """
-        first, *rest = self._template.render(content=question).split(IMAGE_MARKER)
-        if len(rest) != num_images:
+        messages = [*context, Message("user", self._template.render(content=question))]
+        if self._system_prompt is not None and messages[0].role != "system":
+            messages.insert(0, Message("system", self._system_prompt))
+        markers = sum(message.text.count(IMAGE_MARKER) for message in messages)
+        if markers != num_images:
             raise DataError(
-                f"{len(rest)} {IMAGE_MARKER} marker(s) for {num_images} image(s) in {question[:80]!r}. "
-                "Write one marker per image into the problem, and none into the template."
+                f"{markers} {IMAGE_MARKER} marker(s) for {num_images} image(s) in {question[:80]!r}. Write one marker "
+                "per image into the problem, and none into the template or data.system_prompt."
             )
-        content: str | list[dict[str, str]] = first
-        if self._factor is not None:  # a language model's chat template takes plain text
-            texts = [{"type": "text", "text": text} for text in (first, *rest)]
-            parts = [part for text in texts for part in ({"type": "image"}, text)][1:]
-            content = [part for part in parts if part.get("text") != ""]
-        message = {"role": "user", "content": content}
-        text = self._processor.apply_chat_template([message], tokenize=False, add_generation_prompt=True)
+        text = self._processor.apply_chat_template(
+            [{"role": message.role, "content": self._content(message.text)} for message in messages],
+            tokenize=False,
+            add_generation_prompt=True,
+            **self._arguments,
+        )
         return str(text)
 
-    def unexpanded_tokens(self, question: str, num_images: int) -> Ints:
+    def _content(self, text: str) -> str | list[dict[str, str]]:
+        if self._factor is None:  # a language model's chat template takes plain text
+            return text
+        texts = [{"type": "text", "text": piece} for piece in text.split(IMAGE_MARKER)]
+        parts = [part for piece in texts for part in ({"type": "image"}, piece)][1:]
+        return [part for part in parts if part.get("text") != ""]
+
+    def unexpanded_tokens(self, question: str, num_images: int, context: Sequence[Message] = ()) -> Ints:
         """``chat_text`` as token ids: what vLLM takes.
 
         Raises:
             DataError: as ``chat_text``, or the question spells out the model's own image placeholder.
         """
-        text = self.chat_text(question, num_images)
+        text = self.chat_text(question, num_images, context)
         # verbose=False: a prompt beyond the model's length is our reject, not a warning
         ids = self.tokenizer.encode(text, add_special_tokens=False, verbose=False)
         tokens = np.asarray(ids, dtype=np.int32)
@@ -197,9 +238,13 @@ class PromptBuilder:
             )
         return tokens
 
+    def unexpanded(self, problem: Problem) -> Ints:
+        """The whole prompt of a problem, as vLLM takes it."""
+        return self.unexpanded_tokens(problem.question, len(problem.images), problem.context)
+
     def tokens(self, problem: Problem) -> Ints:
         """[P] token ids with every image expanded: what the model sees."""
-        return self.expand(self.unexpanded_tokens(problem.question, len(problem.images)), problem.images)
+        return self.expand(self.unexpanded(problem), problem.images)
 
     def texts(self, completions: Sequence[Ints]) -> list[str]:
         """What completions say, special tokens removed."""
@@ -220,6 +265,15 @@ class PromptBuilder:
     def _is_image(self, tokens: Ints) -> npt.NDArray[np.bool_]:
         placeholder = -1 if self._image_token_id is None else self._image_token_id
         return np.equal(tokens, placeholder)
+
+
+def _require_mentioned(arguments: Mapping[str, object], chat_template: str) -> None:
+    unknown = [name for name in arguments if not re.search(rf"\b{re.escape(name)}\b", chat_template)]
+    if unknown:
+        raise ConfigError(
+            f"data.chat_template_arguments sets {', '.join(unknown)}, which the model's chat template does not "
+            "mention. Take it out, or choose a model whose template knows it."
+        )
 
 
 def _compile(name_or_path: str) -> jinja2.Template:

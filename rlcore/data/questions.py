@@ -1,4 +1,4 @@
-"""The text of a problem, however a source writes it, with one ``<image>`` marker per image in the end."""
+"""The texts of a problem, however a source writes it, with one ``<image>`` marker per image in the end."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from collections.abc import Iterator, Sequence
 from decimal import Decimal
 from itertools import chain
 from pathlib import Path
+from typing import cast
 
 from rlcore.data.rejects import Reason, Unusable
+from rlcore.types import Message, Role
 
 IMAGE_MARKER = "<image>"
 VIDEO_MARKER = "<video>"
@@ -37,24 +39,31 @@ def plain_text(value: object, what: str, empty: Reason) -> str:
     return value
 
 
-def question_text(value: object) -> str:
-    """The question of a cell: text, or chat messages of which the one of the user counts.
-
-    A system message is left out: how to answer is the template's to say. Parts of a message that are images or videos
-    become their markers.
+def conversation(value: object) -> tuple[Message, ...]:
+    """The messages of a cell, the question last: text, or a chat that may begin with a system message and turns of an
+    example. Parts of a message that are images or videos become their markers.
 
     Raises:
-        Unusable: EMPTY_PROBLEM; NOT_TEXT, also for messages that hold more than one turn.
+        Unusable: EMPTY_PROBLEM; NOT_TEXT, also for turns in another order.
     """
-    if _is_chat(value):
-        value = _user_text(value)  # type: ignore[arg-type]
-    return plain_text(value, "problem", Reason.EMPTY_PROBLEM)
+    if not _is_chat(value):
+        return (Message("user", plain_text(value, "problem", Reason.EMPTY_PROBLEM)),)
+    roles = [str(message["role"]) for message in value]  # type: ignore[attr-defined]
+    system = roles[:1] == ["system"]
+    turns = roles[system:]
+    if len(turns) % 2 == 0 or turns != [("user", "assistant")[i % 2] for i in range(len(turns))]:
+        raise Unusable(
+            Reason.NOT_TEXT,
+            f"the problem is a conversation of {', '.join(roles)}; allowed are a system message, or none, and then "
+            "turns of user and assistant that begin and end with the user",
+        )
+    return tuple(_message(message) for message in value)  # type: ignore[attr-defined]
 
 
 def place_images(
-    question: str, images: Sequence[ImageCell], videos: Sequence[Sequence[ImageCell]]
-) -> tuple[str, list[ImageCell]]:
-    """The question with every video marker as one image marker per frame, and all images in the markers' order.
+    texts: Sequence[str], images: Sequence[ImageCell], videos: Sequence[Sequence[ImageCell]]
+) -> tuple[list[str], list[ImageCell]]:
+    """The texts with every video marker as one image marker per frame, and all images in the markers' order.
 
     Raises:
         Unusable: MARKER_COUNT or VIDEO_MARKER_COUNT, when markers and images (or videos) do not pair up.
@@ -63,20 +72,23 @@ def place_images(
         (IMAGE_MARKER, len(images), Reason.MARKER_COUNT),
         (VIDEO_MARKER, len(videos), Reason.VIDEO_MARKER_COUNT),
     ):
-        if (markers := question.count(marker)) != given:
+        if (markers := sum(text.count(marker) for text in texts)) != given:
             raise Unusable(reason, f"{markers} {marker} marker(s) for {given} {marker.strip('<>')}(s)")
     next_image, next_video = iter(images), iter(videos)
-    pieces: list[str] = []
+    results: list[str] = []
     placed: list[ImageCell] = []
-    for piece in _MARKERS.split(question):
-        if piece == VIDEO_MARKER:
-            frames = next(next_video)
-            pieces.append(IMAGE_MARKER * len(frames))
-            placed += frames
-        else:
-            pieces.append(piece)
-            placed += [next(next_image)] if piece == IMAGE_MARKER else []
-    return "".join(pieces), placed
+    for text in texts:
+        pieces: list[str] = []
+        for piece in _MARKERS.split(text):
+            if piece == VIDEO_MARKER:
+                frames = next(next_video)
+                pieces.append(IMAGE_MARKER * len(frames))
+                placed += frames
+            else:
+                pieces.append(piece)
+                placed += [next(next_image)] if piece == IMAGE_MARKER else []
+        results.append("".join(pieces))
+    return results, placed
 
 
 def _is_chat(value: object) -> bool:
@@ -87,18 +99,16 @@ def _is_chat(value: object) -> bool:
     )
 
 
-def _user_text(messages: Sequence[dict[str, object]]) -> object:
-    roles = [str(message["role"]) for message in messages]
-    if [role for role in roles if role != "system"] != ["user"]:
-        detail = f"the problem is a conversation of {', '.join(roles)}; one message of the user is allowed"
-        raise Unusable(Reason.NOT_TEXT, detail)
-    content = messages[roles.index("user")]["content"]
-    if not isinstance(content, list):
-        return content
-    return "".join(chain.from_iterable(map(_part_text, content)))
+def _message(message: dict[str, object]) -> Message:
+    role, content = cast(Role, message["role"]), message["content"]
+    if isinstance(content, list):
+        content = "".join(chain.from_iterable(_part_text(part, role) for part in content))
+    if role == "system" and content == "":
+        return Message(role, "")  # keeps a chat template from putting in a system text of its own
+    return Message(role, plain_text(content, "problem", Reason.EMPTY_PROBLEM))
 
 
-def _part_text(part: object) -> Iterator[str]:
+def _part_text(part: object, role: Role) -> Iterator[str]:
     if isinstance(part, str):
         yield part
     elif isinstance(part, dict) and part.get("type") in ("image", "video"):
@@ -106,4 +116,4 @@ def _part_text(part: object) -> Iterator[str]:
     elif isinstance(part, dict) and isinstance(part.get("text"), str):
         yield part["text"]
     else:
-        raise Unusable(Reason.NOT_TEXT, f"a part of the user's message is {str(part)[:80]}")
+        raise Unusable(Reason.NOT_TEXT, f"a part of the {role}'s message is {str(part)[:80]}")

@@ -12,7 +12,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict
 
 from rlcore.errors import StorageError
-from rlcore.types import ImageRef, Problem
+from rlcore.types import ImageRef, Message, Problem
 
 PROBLEMS = "problems.parquet"
 
@@ -85,6 +85,7 @@ def load_rows(folder: Path) -> list[PreparedRow]:
                 answer=row["answer"],
                 source=row["source"],
                 extra=json.loads(row["extra"]),
+                context=tuple(Message(**message) for message in row["context"]),
             ),
             row=row["row"],
             prompt_tokens=row["prompt_tokens"],
@@ -100,6 +101,7 @@ def write_rows(folder: Path, rows: Sequence[PreparedRow]) -> None:
 
     image = pa.struct([("sha256", pa.string()), ("width", pa.int32()), ("height", pa.int32())])
     text, number = pa.string(), pa.int32()
+    message = pa.list_(pa.struct([("role", text), ("text", text)]))
     problems = [row.problem for row in rows]
     columns = {
         "problem_id": pa.array([p.problem_id for p in problems], text),
@@ -111,6 +113,7 @@ def write_rows(folder: Path, rows: Sequence[PreparedRow]) -> None:
             pa.list_(image),
         ),
         "extra": pa.array([json.dumps(p.extra) for p in problems], text),
+        "context": pa.array([[{"role": m.role, "text": m.text} for m in p.context] for p in problems], message),
         "row": pa.array([row.row for row in rows], pa.int64()),
         "prompt_tokens": pa.array([row.prompt_tokens for row in rows], number),
         "image_tokens": pa.array([row.image_tokens for row in rows], number),

@@ -407,9 +407,7 @@ def _prompts(spec: WorkerSpec) -> PromptBuilder:
 
     config = spec.config
     processor = load_processor(config.model.model_copy(update={"path": str(spec.model), "revision": None}))
-    return PromptBuilder(
-        processor, config.data.template, min_pixels=config.data.min_pixels, max_pixels=config.data.max_pixels
-    )
+    return PromptBuilder.of(processor, config.data)
 
 
 def _joined_engine_world(spec: WorkerSpec) -> bool:

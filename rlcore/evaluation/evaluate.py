@@ -147,7 +147,7 @@ def _row(problem: Problem, sample: int, completion: Completion, score: Score) ->
     return EvalRow(
         problem_id=problem.problem_id,
         sample=sample,
-        question=problem.question,
+        question=problem.conversation,
         answer=problem.answer,
         completion=completion.text,
         reward=score.reward,

@@ -118,7 +118,7 @@ class VllmSampler:
         if self._version is None or self._asleep:
             raise SamplerError("the sampler holds no current weights: call load_weights (and wake) before generate")
         params = [sampling_params(n=r.count, **self._params | self._draw(r)) for r in requests]
-        bare = [self._prompts.unexpanded_tokens(r.problem.question, len(r.problem.images)) for r in requests]
+        bare = [self._prompts.unexpanded(r.problem) for r in requests]
         asked = [
             engine_prompt([*t.tolist(), *r.drawn.tolist()], r.problem.images, self._images)
             for r, t in zip(requests, bare, strict=True)

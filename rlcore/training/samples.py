@@ -29,7 +29,7 @@ class BatchLog:
         rows = [
             {
                 "problem_id": group.problem.problem_id,
-                "question": group.problem.question,
+                "question": group.problem.conversation,
                 "answer": group.problem.answer,
                 "images": [image.sha256 for image in group.problem.images],
                 "completion": rollout.completion.text,

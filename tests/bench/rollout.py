@@ -106,9 +106,7 @@ def measure(arguments: argparse.Namespace) -> None:
     )
     caps = [f"rollout.group_size={arguments.group}", f"rollout.max_completion_tokens={arguments.cap}"]
     config = experiment(case, [*caps, "rollout.sleep=always", *arguments.set])
-    prompts = PromptBuilder(
-        load_processor(config.model), str(case.template), config.data.min_pixels, config.data.max_pixels
-    )
+    prompts = PromptBuilder.of(load_processor(config.model), config.data)
     started = time.perf_counter()
     images = ImageStore(case.dataset)
     sampler = VllmSampler(case.model, config, prompts=prompts, images=images, device=device, join_world=False)

@@ -212,4 +212,4 @@ def test_the_rules_are_those_of_the_current_versions(tmp_path):
     pixels = [ImageStore(folder).read(image).tobytes() for p in load_problems(folder) for image in p.images]
     content = repr(rows).encode() + b"".join(pixels)
     found = hashlib.sha256(content).hexdigest()[:16]
-    assert (PREPARE_VERSION, RESIZE_VERSION, found) == (2, 1, "7e53005f97228237")
+    assert (PREPARE_VERSION, RESIZE_VERSION, found) == (3, 1, "7e53005f97228237")

@@ -22,10 +22,11 @@ from rlcore.data.digest import dataset_key
 from rlcore.data.folder import load_report
 from rlcore.data.problems import load_problems, prepare
 from rlcore.data.rejects import read_rejects
+from rlcore.data.table import load_rows
 from rlcore.errors import DataError, StorageError
 from rlcore.files import building
 from rlcore.job import PrepareSpec
-from rlcore.types import ImageRef, Problem
+from rlcore.types import ImageRef, Message, Problem
 
 
 def png(width: int = 60, height: int = 60, color: str = "white") -> bytes:
@@ -201,16 +202,19 @@ def test_a_file_may_mix_problems_with_and_without_images(tmp_path):
     assert ref.num_rejected == 0
 
 
-def test_the_user_s_message_of_a_chat_is_the_problem(tmp_path):
-    def chat(*turns: tuple[str, object]) -> list[dict]:
-        return [{"role": role, "content": content} for role, content in turns]
+def chat(*turns: tuple[str, object]) -> list[dict]:
+    return [{"role": role, "content": content} for role, content in turns]
 
+
+def test_the_user_s_message_of_a_chat_is_the_problem(tmp_path):
     parts = [{"type": "image"}, {"type": "text", "text": "Find x."}]
     lines = [
         {"prompt": chat(("user", "1+1?")), "reward_model": {"ground_truth": "2"}},
         {"prompt": chat(("system", "Be brief."), ("user", "1+2?")), "reward_model": {"ground_truth": 3}},
         {"prompt": chat(("user", parts)), "reward_model": {"ground_truth": "4"}, "images": ["here.png"]},
-        {"prompt": chat(("user", "1?"), ("assistant", "2"), ("user", "3?")), "reward_model": {"ground_truth": "4"}},
+        {"prompt": chat(("user", "1?"), ("user", "2?")), "reward_model": {"ground_truth": "4"}},
+        {"prompt": chat(("user", "1?"), ("assistant", "2")), "reward_model": {"ground_truth": "4"}},
+        {"prompt": chat(("user", "1?"), ("system", "x")), "reward_model": {"ground_truth": "4"}},
         {"prompt": chat(("user", "")), "reward_model": {"ground_truth": "4"}},
         {"prompt": chat(("user", "1+1?")), "reward_model": {"style": "rule"}},
         {"prompt": chat(("user", [{"type": "audio"}])), "reward_model": {"ground_truth": "4"}},
@@ -222,8 +226,47 @@ def test_the_user_s_message_of_a_chat_is_the_problem(tmp_path):
     found = [(problem.question, problem.answer) for problem in load_problems(Path(ref.path))]
     assert found == [("1+1?", "2"), ("1+2?", "3"), ("<image>Find x.", "4")]
     rejects = read_rejects(Path(ref.path) / "rejects.jsonl")
-    assert [reject.reason for reject in rejects] == ["not_text", "empty_problem", "empty_answer", "not_text"]
-    assert "conversation of user, assistant, user" in rejects[0].detail
+    assert [reject.reason for reject in rejects] == [*["not_text"] * 3, "empty_problem", "empty_answer", "not_text"]
+    details = [reject.detail.partition(";")[0].removeprefix("the problem is a ") for reject in rejects[:3]]
+    assert details == ["conversation of user, user", "conversation of user, assistant", "conversation of user, system"]
+
+
+def test_system_message_and_turns_of_an_example_stay_with_the_problem_and_its_images_in_order(tmp_path):
+    colors = ["red", "green", "blue"]
+    for color in colors:
+        (tmp_path / f"{color}.png").write_bytes(png(color=color))
+    turns = [("system", "Count."), ("user", [{"type": "image"}, {"type": "text", "text": "How many?"}])]
+    turns += [("assistant", "3"), ("user", "<video> And <image>?")]
+    line = {"problem": chat(*turns), "answer": "4", "images": ["red.png", "blue.png"], "videos": [["green.png"]]}
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(line))
+    ref = prepare(spec_for(path))
+    (problem,) = load_problems(Path(ref.path))
+    assert problem.context == (
+        Message("system", "Count."),
+        Message("user", "<image>How many?"),
+        Message("assistant", "3"),
+    )
+    assert problem.question == "<image> And <image>?"
+    expected = [hashlib.sha256(png(color=color)).hexdigest() for color in colors]
+    assert [image.sha256 for image in problem.images] == expected
+    assert problem.conversation.splitlines()[-1] == "[user] <image> And <image>?"
+    (longer,) = load_rows(Path(ref.path))
+    (short,) = load_rows(Path(prepare(spec_for(path, system_prompt="Unused: the row has its own.")).path))
+    assert longer.prompt_tokens == short.prompt_tokens
+    line["problem"][2]["content"] = "spells out <|im_end|>"
+    path.write_text(json.dumps(line))
+    with pytest.raises(DataError, match="special_token"):
+        prepare(spec_for(path))
+
+
+def test_the_system_prompt_counts_towards_the_length(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"problem": "1+1?", "answer": "2"}))
+    (plain,), (longer,) = (
+        load_rows(Path(prepare(spec_for(path, system_prompt=text)).path)) for text in (None, "Be brief.")
+    )
+    assert longer.prompt_tokens > plain.prompt_tokens
 
 
 def test_cells_of_other_types_and_missing_files(tmp_path):
@@ -337,6 +380,10 @@ def test_the_key_changes_with_content_and_settings_that_matter_and_with_nothing_
         {"max_prompt_tokens": 9},
         {"max_images": 1},
         {"videos_column": "frames"},
+        {"system_prompt": ""},
+        {"system_prompt": "Be brief."},
+        {"chat_template_arguments": {"enable_thinking": False}},
+        {"chat_template_arguments": {"enable_thinking": True}},
     ]
     keys = {dataset_key(spec_for(path, **change)) for change in changes}
     (tmp_path / "model").mkdir()
@@ -347,7 +394,7 @@ def test_the_key_changes_with_content_and_settings_that_matter_and_with_nothing_
     keys.add(dataset_key(spec_for(path).model_copy(update={"model": other_model})))
     write(path, [row(), row()])
     keys.add(dataset_key(spec_for(path)))
-    assert len(keys | {key}) == 11
+    assert len(keys | {key}) == 15
 
 
 def test_the_key_changes_with_an_image_that_the_source_names_by_path(tmp_path):

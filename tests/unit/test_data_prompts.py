@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import json
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -11,11 +14,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from pydantic import ValidationError
 
-from rlcore.config import ModelConfig, TinyModelConfig
+from rlcore.config import DataConfig, ModelConfig, TinyModelConfig, build_experiment
 from rlcore.data.prompts import PromptBuilder, TextProcessor, load_processor
 from rlcore.errors import ConfigError, DataError, ModelError
-from rlcore.types import ImageRef, Problem
+from rlcore.types import ImageRef, Message, Problem
 
 LOW, HIGH = 56 * 56, 512 * 512
 
@@ -52,6 +56,106 @@ def test_chat_text_puts_a_placeholder_where_each_marker_stood(plain):
     user = f"{image}Find x.{image}{image} {{{{ x }}}} \\boxed{{1}}"
     assert text == f"<|im_start|>user\n{user}<|im_end|>\n<|im_start|>assistant\n"
     assert text_builder(plain).chat_text("Find x.", 0) == "<|im_start|>user\nFind x.<|im_end|>\n<|im_start|>assistant\n"
+
+
+# As Qwen2.5's and Qwen3's: a system text of its own, and a switch for thinking.
+QWEN = """{%- if messages[0].role != 'system' %}<|im_start|>system
+You are a helpful assistant.<|im_end|>
+{% endif %}{% for message in messages %}<|im_start|>{{ message.role }}
+{% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}
+{%- if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text }}{% endif %}
+{%- endfor %}{% endif %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% if enable_thinking is defined and enable_thinking is false %}<think>
+
+</think>
+
+{% endif %}{% endif %}"""
+
+FEW_SHOT = (Message("user", "<image>How many?"), Message("assistant", "\\boxed{3}"))
+
+
+def qwen(template: str, *, sees: bool = True, **settings: Any) -> PromptBuilder:
+    found = copy.deepcopy(processor())
+    found.chat_template = found.tokenizer.chat_template = QWEN
+    data = DataConfig(template=template, min_pixels=LOW, max_pixels=HIGH, **settings)
+    return PromptBuilder.of(found if sees else TextProcessor(found.tokenizer), data)
+
+
+def test_the_model_s_own_system_text_stays_where_nobody_gives_one(plain):
+    assert qwen(plain, sees=False).chat_text("1+1?", 0) == (
+        "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
+        "<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+@pytest.mark.parametrize("sees", [True, False])
+@pytest.mark.parametrize(
+    ("given", "rows", "expected"),
+    [
+        ("Be brief.", None, "Be brief."),
+        ("", None, ""),
+        (None, "Count.", "Count."),
+        ("Be brief.", "Count.", "Count."),
+    ],
+)
+def test_a_system_message_is_the_row_s_else_the_setting_s(plain, sees, given, rows, expected):
+    context = [] if rows is None else [Message("system", rows)]
+    assert qwen(plain, sees=sees, system_prompt=given).chat_text("1+1?", 0, context) == (
+        f"<|im_start|>system\n{expected}<|im_end|>\n<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_turns_of_an_example_come_before_the_question_which_alone_the_template_wraps(tmp_path):
+    path = tmp_path / "own.jinja"
+    path.write_text("{{ content }} Box it.")
+    item = replace(problem("<image>And here?", (56, 56), (28, 28)), context=FEW_SHOT)
+    prompts = qwen(str(path), system_prompt="Count.", chat_template_arguments={"enable_thinking": False})
+    image = "<|vision_start|><|image_pad|><|vision_end|>"
+    text = (
+        "<|im_start|>system\nCount.<|im_end|>\n"
+        f"<|im_start|>user\n{image}How many?<|im_end|>\n"
+        "<|im_start|>assistant\n\\boxed{3}<|im_end|>\n"
+        f"<|im_start|>user\n{image}And here? Box it.<|im_end|>\n"
+        "<|im_start|>assistant\n<think>\n\n</think>\n\n"
+    )
+    assert prompts.chat_text(item.question, 2, item.context) == text
+    # 56 x 56 pixels are 2 x 2 tokens, 28 x 28 one: the example's picture comes first
+    first, second = text.replace("<|image_pad|>", "<|image_pad|>" * 4, 1), "<|image_pad|>"
+    assert first.count(second) == 5
+    assert prompts.tokenizer.decode(prompts.tokens(item)) == first
+
+
+def test_a_text_model_gets_the_turns_as_plain_text(plain):
+    context = [Message("user", "1+1?"), Message("assistant", "2")]
+    assert qwen(plain, sees=False, system_prompt="").chat_text("1+2?", 0, context) == (
+        "<|im_start|>system\n<|im_end|>\n<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n2<|im_end|>\n"
+        "<|im_start|>user\n1+2?<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_an_argument_that_the_chat_template_does_not_know_is_refused():
+    with pytest.raises(ConfigError, match="sets enable_thinkin, which the model's chat template does not mention"):
+        qwen("math", chat_template_arguments={"enable_thinkin": False})
+    with pytest.raises(ValidationError, match="sets tokenize, which is given with every prompt"):
+        qwen("math", chat_template_arguments={"tokenize": True})
+
+
+def test_they_are_part_of_the_science_and_set_like_any_other_value():
+    plain, *changed = (
+        build_experiment({"name": "x"}, overrides)
+        for overrides in (
+            [],
+            ["data.system_prompt=Be brief."],
+            ["data.chat_template_arguments.enable_thinking=false"],
+            ['data.chat_template_arguments={"enable_thinking": true}'],
+        )
+    )
+    assert len({experiment.science_digest() for experiment in (plain, *changed)}) == 4
+    assert changed[1].data.chat_template_arguments == {"enable_thinking": False}
+    assert changed[1].flat()["data.chat_template_arguments.enable_thinking"] is False
+    words = [f"{key}={json.dumps(value)}" for key, value in changed[1].flat().items() if key.startswith("data.chat")]
+    assert build_experiment({"name": "x"}, words) == changed[1]
 
 
 @pytest.mark.parametrize("name", ["math", "r1v", "gsm8k", "countdown"])

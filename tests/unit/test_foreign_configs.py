@@ -180,6 +180,22 @@ def test_verls_gsm8k_script_is_grpo_gsm8k() -> None:
     assert found.training.steps == 15 * 7 * 4
 
 
+def test_verls_arguments_of_the_chat_template() -> None:
+    """Its system messages and turns of examples are in its files, and reach the prompt from there."""
+    given = {
+        "data.train_files": "gsm8k/train.parquet",
+        "actor_rollout_ref.rollout.n": 4,
+        "data.apply_chat_template_kwargs.enable_thinking": False,
+        "data.apply_chat_template_kwargs.documents_of": ["a"],
+    }
+    translation = from_verl(given, rows=7473)
+    assert translation.experiment.data.chat_template_arguments == {"enable_thinking": False}
+    verdicts = {note.key.rpartition(".")[2]: note.verdict for note in translation.notes}
+    assert (verdicts["enable_thinking"], verdicts["documents_of"]) == ("translated", "listed")
+    empty = {"data.apply_chat_template_kwargs": {}, "actor_rollout_ref.rollout.n": 4}
+    assert not from_verl(empty, rows=9).experiment.data.chat_template_arguments
+
+
 def test_epochs_of_unknown_data_ask_for_the_number_of_rows(easyr1: Path) -> None:
     found = from_easyr1(read_foreign(easyr1, ["data.train_files=my.parquet"]))
     (note,) = [note for note in found.having("listed") if note.key == "trainer.total_epochs"]
