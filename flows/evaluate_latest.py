@@ -25,7 +25,7 @@ def evaluate_latest(
         while mine and (todo := newest_unevaluated(chosen, workers, tried)) is not None:
             tried.add(todo.key)
             try:
-                promote(todo, evaluate_todo(todo), chosen, confidence)
+                promote(todo, evaluate_todo(todo), confidence)
             except RlflowError as error:
                 failures.append(error)
         if tried:

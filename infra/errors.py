@@ -42,7 +42,7 @@ class ServerError(InfraError, ConnectionError):
 
 
 class RegistryError(InfraError, ValueError):
-    """A model cannot be registered as asked."""
+    """MLflow cannot take a model or a run as asked, until somebody changes what the message names."""
 
 
 class DeploymentError(InfraError, ValueError):

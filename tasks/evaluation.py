@@ -78,7 +78,7 @@ def evaluate(
 ) -> EvalReport:
     """pass@1 and mean reward with intervals; every completion in a table."""
     settings = Settings()
-    out_dir = settings.evaluations_dir / content_key("evaluation", _content(experiment, policy, base, dataset), *_CODE)
+    out_dir = settings.evaluations_dir / content_key("evaluate", _content(experiment, policy, base, dataset), *_CODE)
     fetched(out_dir, settings)
     if (known := _known(out_dir, policy)) is not None:
         send(out_dir, settings)
@@ -122,7 +122,7 @@ def evaluate_and_log(
     tracker.log_metrics(
         {f"{where}/{name}": getattr(report, name) for name in _LOGGED},
         step=report.step,
-        timestamp_ms=int(Path(report.table).stat().st_mtime * 1000),
+        timestamp_ms=round(report.at * 1000),
     )
     tracker.log_file(Path(report.table), f"{where}/step-{report.step:06d}")
     get_logger().info(

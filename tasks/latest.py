@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Sequence
+import logging
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,11 +19,12 @@ from infra.logs import get_logger
 from infra.settings import Settings
 from rlcore.artifacts import CheckpointRef, EvalReport
 from rlcore.config import ExperimentConfig
-from rlcore.errors import CheckpointError, RlflowError
+from rlcore.errors import CheckpointError, ConfigError, RlflowError
 from rlcore.segment.store import LocalCheckpointStore, checkpoint_ref, read_manifest
-from tasks.benchmarks import Benchmark
+from tasks.benchmarks import Benchmark, deciding_benchmark
+from tasks.caching import present
 from tasks.data import prepare_and_resize
-from tasks.evaluation import evaluate_and_log, suite_of
+from tasks.evaluation import evaluate, evaluate_and_log, suite_of
 from tasks.merging import CHAMPION, merged, register
 from tasks.models import bootstrapped
 from tasks.runs import Run, append_line, existing_run, tracker_of
@@ -127,15 +129,14 @@ def evaluate_todo(todo: Todo) -> Evaluation:
     return done
 
 
-def promote(todo: Todo, done: Evaluation, benchmarks: Sequence[Benchmark], confidence: float) -> None:
+def promote(todo: Todo, done: Evaluation, confidence: float) -> None:
     """Make the checkpoint its experiment's champion if it is better than the old one by more than chance, on the first
     benchmark of the experiment. It is then merged, verified and registered like the last checkpoint of a run."""
-    deciding = next(item for item in benchmarks if todo.run.experiment.name in item.of)
-    if deciding.name != todo.benchmark.name:
+    if deciding_benchmark(todo.run.experiment.name) != todo.benchmark.name:
         return
     name = f"{todo.run.experiment.name}, step {todo.checkpoint.step} of {todo.run.run_id}"
     verdict = judge(todo, done, confidence)
-    get_logger().info("champion: %s: %s", name, verdict.reason)
+    get_logger().log(logging.INFO if verdict.compared else logging.WARNING, "champion: %s: %s", name, verdict.reason)
     if verdict.promote:
         run, base = todo.run, bootstrapped(todo.run.experiment.model)
         train = prepare_and_resize(run.experiment, "train")
@@ -147,36 +148,84 @@ def promote(todo: Todo, done: Evaluation, benchmarks: Sequence[Benchmark], confi
 class Verdict:
     promote: bool
     reason: str
+    compared: bool = True  # False: nothing about the champion is left to compare with
 
 
 @task(name="judge-champion", cache_policy=NO_CACHE, persist_result=False)
 def judge(todo: Todo, done: Evaluation, confidence: float) -> Verdict:
-    """Paired with the evaluation of the old champion on the same problems."""
+    """Compare with the old champion, paired over the problems of the benchmark."""
     from rlcore.evaluation.evaluate import read_rows
     from rlcore.evaluation.paired import accuracy_per_problem, compare
 
-    settings = Settings()
-    tags = tracker_of(todo.run, settings).tags_at(todo.run.experiment.name, CHAMPION)
+    settings, name = Settings(), todo.run.experiment.name
+    tags = tracker_of(todo.run, settings).tags_at(name, CHAMPION)
     if tags is None:
         return Verdict(True, "the first champion")
-    old = _evaluation_of(tags["rlflow.run_id"], int(tags["rlflow.step"]), todo, settings)
-    if old is None:
-        return Verdict(False, f"the champion has no evaluation on {done.benchmark} that this one can be compared with")
-    before, after = (accuracy_per_problem(read_rows(Path(item.report.table))) for item in (old, done))
-    found = compare(before, after, confidence)
-    return Verdict(found.better, f"{found} against the champion, step {tags['rlflow.step']} of {tags['rlflow.run_id']}")
+    after = accuracy_per_problem(read_rows(Path(done.report.table)))
+    champion = Champion.of(tags)
+    table = _table_of(champion, todo, settings)
+    if table is not None:
+        found = compare(accuracy_per_problem(read_rows(table)), after, confidence)
+        return Verdict(found.better, f"{found} against the champion, {champion}")
+    if champion.accuracy is not None and champion.dataset_digest == done.report.dataset_digest:
+        found = compare(dict.fromkeys(after, champion.accuracy), after, confidence)
+        return Verdict(
+            found.better,
+            f"{found} against the champion's recorded accuracy, for neither the run nor the merged model of {champion} "
+            "is on this machine",
+        )
+    return Verdict(
+        False,
+        f"nothing to compare with: the champion, {champion}, has no evaluation on {done.benchmark}, and neither its "
+        f"run nor its merged model is on this machine. It stays. To let the next evaluated checkpoint replace it, "
+        f"delete the alias {CHAMPION} of the model {name} in MLflow.",
+        compared=False,
+    )
 
 
-def _evaluation_of(run_id: str, step: int, todo: Todo, settings: Settings) -> Evaluation | None:
-    """That of a checkpoint on the same benchmark, the latest one whose table is still there."""
-    if not (settings.runs_dir / run_id / "experiment.json").exists():
+@dataclass(frozen=True, slots=True)
+class Champion:
+    """What the tags of the version under the alias say. A version that a person registered may have none of them."""
+
+    run_id: str | None
+    step: int | None
+    folder: Path | None  # the merged model, where it was made
+    accuracy: float | None  # when it was registered, on the dataset of this digest
+    dataset_digest: str | None
+
+    @classmethod
+    def of(cls, tags: Mapping[str, str]) -> Champion:
+        return cls(
+            run_id=tags.get("rlflow.run_id"),
+            step=int(tags["rlflow.step"]) if "rlflow.step" in tags else None,
+            folder=Path(tags["rlflow.path"]) if "rlflow.path" in tags else None,
+            accuracy=float(tags["eval.accuracy"]) if "eval.accuracy" in tags else None,
+            dataset_digest=tags.get("eval.dataset_digest"),
+        )
+
+    def __str__(self) -> str:
+        return f"step {self.step} of {self.run_id}" if self.run_id else "a version that rlflow did not register"
+
+
+def _table_of(champion: Champion, todo: Todo, settings: Settings) -> Path | None:
+    """The champion's completions on the same benchmark: those of its run's evaluation, the latest whose table is there;
+    else its merged model is evaluated. None: neither is here."""
+    if champion.run_id is not None:
+        try:
+            known = evaluations(existing_run(champion.run_id, settings))
+        except ConfigError:  # its folder is gone, or is on another machine
+            known = []
+        for item in reversed(known):
+            table = Path(item.report.table)
+            if (item.benchmark, item.report.step) == (todo.benchmark.name, champion.step) and table.exists():
+                return table
+    if champion.folder is None or not (champion.folder / "config.json").exists():
         return None
-    found = [
-        item
-        for item in evaluations(existing_run(run_id, settings))
-        if (item.benchmark, item.report.step) == (todo.benchmark.name, step) and Path(item.report.table).exists()
-    ]
-    return found[-1] if found else None
+    model = todo.suite.model.model_copy(update={"path": str(champion.folder)})
+    merged_model = bootstrapped(model)
+    problems = prepare_and_resize(todo.suite, "validation")
+    suite = todo.suite.model_copy(update={"model": model})
+    return Path(present(evaluate, lambda item: Path(item.table), suite, merged_model, merged_model, problems).table)
 
 
 @task(name="show-leaderboard", cache_policy=NO_CACHE, persist_result=False)
@@ -187,7 +236,7 @@ def show_leaderboard() -> None:
     for run in all_runs(settings):
         known = evaluations(run)
         tags = tracker_of(run, settings).tags_at(run.experiment.name, CHAMPION) if known else None
-        champion = (tags["rlflow.run_id"], tags["rlflow.step"]) if tags else None
+        champion = Champion.of(tags or {})
         rows += [
             {
                 "benchmark": item.benchmark,
@@ -196,7 +245,7 @@ def show_leaderboard() -> None:
                 "experiment": run.experiment.name,
                 "run": run.run_id,
                 "step": item.report.step,
-                "champion": CHAMPION if champion == (run.run_id, str(item.report.step)) else "",
+                "champion": CHAMPION if (champion.run_id, champion.step) == (run.run_id, item.report.step) else "",
             }
             for item in known
         ]

@@ -86,7 +86,7 @@ def register(
         "rlflow.model_digest": model.digest,
     }
     if report is not None:
-        tags["eval.accuracy"] = f"{report.accuracy:.4f}"
+        tags |= {"eval.accuracy": f"{report.accuracy:.4f}", "eval.dataset_digest": report.dataset_digest}
     origin = f"{model.source} after {checkpoint.step} GRPO steps of run {run.run_id}"
     tracker = tracker_of(run, Settings())
     registered = tracker.register_model(

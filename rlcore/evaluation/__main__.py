@@ -44,6 +44,7 @@ def run(spec: EvaluateSpec) -> EvalReport:
         dataset_digest=spec.dataset.digest,
         table=str(table),
         seconds=time.perf_counter() - started,
+        at=time.time(),
     )
 
 

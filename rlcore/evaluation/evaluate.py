@@ -84,7 +84,7 @@ def sample_seed(seed: int, problem_id: str, sample: int) -> int:
 
 
 def summarise(
-    rows: Sequence[EvalRow], *, policy: str, step: int, dataset_digest: str, table: str, seconds: float
+    rows: Sequence[EvalRow], *, policy: str, step: int, dataset_digest: str, table: str, seconds: float, at: float
 ) -> EvalReport:
     """Means over problems with 95 % bootstrap intervals over problems.
 
@@ -94,6 +94,7 @@ def summarise(
     Args:
         rows: as ``evaluate`` returns them, problem by problem.
         table: where the rows were written.
+        at: when, seconds since the epoch.
 
     Raises:
         ValueError: no rows, or problems with different numbers of samples.
@@ -122,6 +123,7 @@ def summarise(
         ungraded=float(np.mean([not row.graded for row in rows])),
         table=table,
         seconds=seconds,
+        at=at,
     )
 
 

@@ -140,7 +140,7 @@ def run(trial: Trial) -> Outcome:
         rows = evaluate(workers, grader, load_problems(Path(trial.held_out)), config.evaluation)
     seconds = time.perf_counter() - started
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    report = summarise(rows, policy="", step=0, dataset_digest="", table="", seconds=seconds)
+    report = summarise(rows, policy="", step=0, dataset_digest="", table="", seconds=seconds, at=time.time())
     return Outcome(
         trial.algorithm,
         trial.seed,

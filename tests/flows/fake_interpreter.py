@@ -126,6 +126,7 @@ def evaluate(spec: EvaluateSpec) -> BaseModel:
         ungraded=0.0,
         table=str(table),
         seconds=0.1,
+        at=time.time(),
     )
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
+import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,12 +14,15 @@ from prefect.artifacts import Artifact
 
 from flows.evaluate_latest import evaluate_latest
 from flows.train_grpo import grpo_geo3k
+from infra.logs import get_logger
 from infra.settings import Settings
+from rlcore.artifacts import CheckpointRef
 from rlcore.errors import ConfigError
-from tasks.benchmarks import load_benchmarks
-from tasks.latest import evaluations, newest_unevaluated
+from tasks.benchmarks import deciding_benchmark, load_benchmarks
+from tasks.experiments import load_experiment
+from tasks.latest import Todo, evaluations, newest_unevaluated, promote
 from tasks.locks import alone
-from tasks.runs import existing_run
+from tasks.runs import Run, existing_run
 
 SMALL = ["segment.steps=2", "data.template=math"]
 
@@ -61,6 +67,12 @@ def test_the_newest_comes_first_once_and_only_more_than_chance_makes_a_champion(
     assert [(row["step"], row["champion"]) for row in rows] == [(8, "champion"), (6, ""), (4, ""), (2, "")]
     assert [item.report.step for item in evaluations(existing_run("run", Settings()))] == [4, 2, 6, 8]
 
+    for table in (data_dir / "evaluations").rglob("*.parquet"):
+        os.utime(table, (1, 1))  # as in a copy of the data folder
+    (data_dir / "runs" / "run" / "evaluations.jsonl").unlink()
+    evaluate_latest(benchmarks=["tiny-geometry"])
+    assert len(client.get_metric_history(summary.mlflow_run_id, "eval/tiny-geometry/accuracy")) == 4, "logged once"
+
 
 def test_another_one_at_the_same_folder_does_nothing(data_dir: Path) -> None:
     grpo_geo3k("grpo-geo3k-tiny", steps=2, overrides=SMALL, run_id="run")
@@ -81,3 +93,59 @@ def test_another_one_at_the_same_folder_does_nothing(data_dir: Path) -> None:
 def test_an_unknown_benchmark_is_refused_with_the_known_ones() -> None:
     with pytest.raises(ConfigError, match=r"no benchmark gsm9k .*geometry3k, math500, gsm8k"):
         load_benchmarks(["gsm9k"])
+
+
+def judged(caplog: pytest.LogCaptureFixture) -> str:
+    """What was said about the last champion."""
+    return [record.getMessage() for record in caplog.records if record.getMessage().startswith("champion: ")][-1]
+
+
+def test_a_champion_whose_run_is_gone_is_evaluated_again_or_taken_at_its_recorded_accuracy(
+    data_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, get_logger().name)
+    monkeypatch.setenv("FAKE_RIGHT", json.dumps({"0": 1, "2": 2, "4": 8}))  # "0" is a merged model's as well
+    grpo_geo3k("grpo-geo3k-tiny", steps=2, overrides=SMALL, run_id="old")
+    evaluate_latest(benchmarks=["tiny-geometry"])
+    shutil.rmtree(data_dir / "runs" / "old")
+    before = len(evaluated(data_dir))
+    grpo_geo3k("grpo-geo3k-tiny", steps=4, overrides=SMALL, run_id="new")
+    evaluate_latest(benchmarks=["tiny-geometry"])
+    assert evaluated(data_dir)[before:].count("evaluate 0") == 1, "the champion's merged model"
+    assert champion_step() == "4"
+
+    shutil.rmtree(data_dir / "runs" / "new")
+    for folder in (data_dir / "models").glob("merged-*"):
+        shutil.rmtree(folder)
+    monkeypatch.setenv("FAKE_RIGHT", json.dumps({"2": 2}))
+    grpo_geo3k("grpo-geo3k-tiny", steps=2, overrides=[*SMALL, "seed=1"], run_id="third")
+    evaluate_latest(benchmarks=["tiny-geometry"])
+    assert "against the champion's recorded accuracy" in judged(caplog)
+    assert champion_step() == "4"
+
+
+def test_an_alias_set_by_hand_stays_and_ends_nothing(
+    data_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, get_logger().name)
+    grpo_geo3k("grpo-geo3k-tiny", steps=2, overrides=SMALL, run_id="run")
+    client = MlflowClient(tracking_uri=Settings().tracking_uri, registry_uri=Settings().tracking_uri)
+    version = client.create_model_version("grpo-geo3k-tiny", source=data_dir.as_uri()).version
+    client.set_registered_model_alias("grpo-geo3k-tiny", "champion", version)
+    evaluate_latest(benchmarks=["tiny-geometry"])
+    assert "a version that rlflow did not register" in judged(caplog)
+    assert client.get_model_version_by_alias("grpo-geo3k-tiny", "champion").version == version
+    rows = json.loads(str(Artifact.get("leaderboard").data))
+    assert [row["champion"] for row in rows] == [""]
+
+
+def test_the_experiment_s_first_benchmark_decides_whichever_are_chosen() -> None:
+    assert deciding_benchmark("grpo-geo3k") == "geometry3k"
+    todo = Todo(
+        Run(run_id="r", run_dir=Path("none"), experiment=load_experiment("grpo-geo3k")),
+        checkpoint=CheckpointRef(path="none", step=2, policy_version=2, manifest_sha256="", run_id="r", segment=0),
+        committed=0.0,
+        benchmark=load_benchmarks(["math500"])[0],
+        suite=load_experiment("grpo-math12k"),
+    )
+    promote(todo, done=None, confidence=0.95)  # type: ignore[arg-type]  # nobody looks at the evaluation

@@ -178,7 +178,7 @@ def test_seeds_are_distinct_stable_and_do_not_depend_on_what_else_is_sampled():
 
 
 def _summary(rows):
-    return summarise(rows, policy="ckpt", step=20, dataset_digest="d", table="t.parquet", seconds=1.5)
+    return summarise(rows, policy="ckpt", step=20, dataset_digest="d", table="t.parquet", seconds=1.5, at=9.0)
 
 
 def test_the_report_by_hand():
@@ -191,7 +191,7 @@ def test_the_report_by_hand():
     assert report.ungraded == report.truncated == pytest.approx(2 / 6)
     assert 0 == report.accuracy_low < report.accuracy < report.accuracy_high <= 0.5
     assert report.reward_low <= report.reward <= report.reward_high
-    assert (report.policy, report.step, report.table, report.seconds) == ("ckpt", 20, "t.parquet", 1.5)
+    assert (report.policy, report.step, report.table, report.seconds, report.at) == ("ckpt", 20, "t.parquet", 1.5, 9.0)
 
 
 def test_uneven_or_no_rows_are_refused():

