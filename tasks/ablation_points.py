@@ -17,6 +17,7 @@ from prefect import get_client
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterTags
 from prefect.client.schemas.objects import StateType
+from prefect.client.schemas.sorting import FlowRunSort
 from prefect.context import FlowRunContext
 from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL
 from prefect.states import AwaitingRetry, Cancelling
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from prefect.states import State
 
 DEPLOYMENT = "ablation-point/ablation-point"
+_PAGE = 200  # the most that Prefect's server returns at once
 _POLL_SECONDS = 1.0
 _EXIT_SECONDS = 20.0  # beyond the trainer's own grace: its flow closes the run in MLflow
 _ROOT = Path(__file__).resolve().parent.parent
@@ -203,8 +205,18 @@ def cancel_points(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) ->
 
     A hook; Prefect passes the arguments by these names.
     """
-    tagged = FlowRunFilter(tags=FlowRunFilterTags(all_=[tag_of(flow_run.name)]))
     with get_client(sync_client=True) as client:
-        for point in client.read_flow_runs(flow_run_filter=tagged, limit=200):
+        for point in _points_of(client, flow_run.name):
             if point.state is not None and not point.state.is_final() and point.state.type != StateType.CANCELLING:
                 client.set_flow_run_state(point.id, Cancelling())
+
+
+def _points_of(client: SyncPrefectClient, ablation_id: str) -> list[FlowRun]:
+    """All of them, read before any is cancelled: the pages of a list that changes would overlap."""
+    tagged = FlowRunFilter(tags=FlowRunFilterTags(all_=[tag_of(ablation_id)]))
+    found: list[FlowRun] = []
+    while page := client.read_flow_runs(
+        flow_run_filter=tagged, sort=FlowRunSort.ID_DESC, limit=_PAGE, offset=len(found)
+    ):
+        found += page
+    return found

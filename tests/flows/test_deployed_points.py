@@ -16,6 +16,7 @@ from flows.ablate import ablate
 from flows.ablation_point import ablation_point
 from rlcore.ablation.plan import Job, make_plan
 from rlcore.config import AblationConfig
+from tasks import ablation_points
 from tasks.ablation import Ablation
 from tasks.ablation_points import DEPLOYMENT, DeployedPoints, cancel_points, tag_of
 from tasks.experiments import load_experiment
@@ -80,3 +81,17 @@ def test_a_cancelled_ablation_cancels_what_is_left_of_its_points(client: SyncPre
     untouched = client.read_flow_run(stranger.id).state
     assert untouched is not None
     assert untouched.type is StateType.RUNNING
+
+
+def test_an_ablation_of_more_points_than_one_page_is_cancelled_whole(
+    client: SyncPrefectClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ablation_points, "_PAGE", 2)
+    parent = client.create_flow_run(ablate, parameters={}, name="many-points", state=Running())
+    ids = [
+        client.create_flow_run(ablation_point, parameters={}, tags=[tag_of("many-points")], state=Running()).id
+        for _ in range(5)
+    ]
+    cancel_points(ablate, parent, Running())
+    states = [client.read_flow_run(flow_run).state for flow_run in ids]
+    assert {state.type for state in states if state} == {StateType.CANCELLING}
