@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
+from prefect.utilities.schema_tools.validation import ValidationError
 
 from rlcore.config import ExperimentConfig, RecoveryConfig
 from rlcore.errors import ConfigError
@@ -78,18 +79,26 @@ def test_the_form_shows_the_bounds_of_the_setting() -> None:
     assert not re.search(overrides["items"]["pattern"], "data.train=s3://name:password@host/x")
 
 
+ASKED_FOR: dict[str, dict[str, Any]] = {  # deployment to the parameters that whoever runs it has to give
+    "evaluate": {"run_id": "grpo-geo3k-20260101-120000-ab12"},
+    "merge": {"run_id": "grpo-geo3k-20260101-120000-ab12"},
+    "ablation-point": {"ablation": "grpo-geo3k-20260101-120000-ab12", "point": "p01", "seed": 0, "steps": 40},
+}
+
+
 @pytest.mark.parametrize("deployment", DEPLOYMENTS, ids=lambda item: item["name"])
-def test_the_server_takes_the_deployment(deployment: dict[str, Any]) -> None:
+def test_a_deployment_asks_for_what_its_flow_needs(deployment: dict[str, Any]) -> None:
+    """By the check that Prefect's server makes when a run is created. tests/integration/test_stack.py deploys them."""
     from prefect.cli.deploy._triggers import DeploymentTriggerAdapter
     from prefect.utilities.schema_tools.validation import validate
 
-    schema = schema_of(deployment)
-    given = deployment.get("parameters", {})
-    words = {"string": "run", "integer": 1}  # what whoever runs it has to give
-    missing_at_start = {
-        key: words[schema["properties"][key]["type"]] for key in schema.get("required", []) if key not in given
-    }
-    validate({**given, **missing_at_start}, schema, raise_on_error=True, preprocess=False)
+    schema, asked_for = schema_of(deployment), ASKED_FOR.get(deployment["name"], {})
+    given = {**deployment.get("parameters", {}), **asked_for}
+    validate(given, schema, raise_on_error=True, preprocess=False)
+    for name in asked_for:
+        without = {key: value for key, value in given.items() if key != name}
+        with pytest.raises(ValidationError, match=f"'{name}' is a required property"):
+            validate(without, schema, raise_on_error=True, preprocess=False)
     for trigger in deployment.get("triggers", []):
         DeploymentTriggerAdapter.validate_python(trigger)
 

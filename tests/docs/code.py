@@ -54,10 +54,22 @@ def says(message: str, found: frozenset[str] | None = None) -> bool:
     return any(pattern.search(text) for text in (texts() if found is None else found))
 
 
-def writes(name: str) -> bool:
-    """Whether some text of the code is ``name`` with values for its numbers: step-000020.json."""
-    with_holes = re.sub(r"\d+", _HOLE, name)
-    return with_holes != name and with_holes in texts()
+def writes(path: str) -> bool:
+    """Whether the code has a text for each part of a path. Numbers and N stand for values: step-000020.json, hang-N."""
+    return all(_with_holes(part) in _names() for part in path.strip("/").split("/") if part not in ("", ".", ".."))
+
+
+def _with_holes(name: str) -> str:
+    return re.sub(r"\d+|(?<=-)N$", _HOLE, name)
+
+
+@cache
+def _names() -> frozenset[str]:
+    """Parts of the texts that may be names of files and folders; a value is a hole, whatever its format is."""
+    words = (word for text in texts() for word in text.split())
+    return frozenset(
+        _with_holes(part) for word in words for part in word.strip("`'\"(),:;").rstrip(".").split("/") if part
+    )
 
 
 @cache
