@@ -39,6 +39,7 @@ NOT_SCIENCE = (
     "model.gradient_checkpointing",
     "rollout.gpu_memory_utilization",
     "rollout.kv_cache_mib",
+    "rollout.mismatch_alarm",
     "rollout.tensor_parallel",
     "rollout.max_sequences",
     "rollout.tokens_per_burst",

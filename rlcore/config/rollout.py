@@ -52,6 +52,10 @@ class RolloutConfig(Frozen):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Dtype in which the engine holds the policy and computes. auto: bfloat16 on a GPU, float32 on CPU. Sampler and
     trainer agree best where it is that of model.compute_dtype or a finer one (rollout/abs_delta_logprob_mean)."""
+    mismatch_alarm: float | None = Field(None, gt=0)
+    """Mean distance of the sampler's and the trainer's log-probs, nats per token, beyond which a step warns and
+    rollout/mismatch_alarm is 1. null: by device and dtype, 0.05 where one of the two computes in bfloat16, 0.001 in
+    float32 on CPU, 0.01 else."""
     gpu_memory_utilization: float = Field(0.6, gt=0, lt=1)
     """vLLM's share of each GPU. Unused on CPU."""
     kv_cache_mib: int = Field(64, ge=1)

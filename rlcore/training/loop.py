@@ -24,7 +24,13 @@ from rlcore.segment.adjustments import Adjustments
 from rlcore.training.advantages import attach_advantages
 from rlcore.training.clock import Clock
 from rlcore.training.collection import collect, split, with_following
-from rlcore.training.metrics import collection_metrics, performance_metrics, rollout_metrics, update_metrics
+from rlcore.training.metrics import (
+    collection_metrics,
+    mismatch_alarm,
+    performance_metrics,
+    rollout_metrics,
+    update_metrics,
+)
 from rlcore.training.schedule import learning_rate
 from rlcore.training.state import TrainState
 from rlcore.types import Problem, RolloutGroup
@@ -61,6 +67,7 @@ def train(run: TrainingRun, state: TrainState, *, until_step: int, should_stop: 
     """
     config, workers = run.config, run.workers
     training, kl = config.training, config.algorithm.kl
+    alarm_above = mismatch_alarm(config, "cpu" if workers.device_name == "cpu" else "cuda")
 
     while state.step < until_step and not should_stop():
         clock = Clock()
@@ -78,9 +85,8 @@ def train(run: TrainingRun, state: TrainState, *, until_step: int, should_stop: 
             work += workers.work(part)
             streak = state.nonfinite_in_a_row + 1 if result.skipped else 0
             state = replace(state, step=state.step + 1, nonfinite_in_a_row=streak)
-            metrics.append(
-                update_metrics(result, kl_coefficient, stale=collected.stale) | {"optim/learning_rate": rate}
-            )
+            found = update_metrics(result, kl_coefficient, alarm_above=alarm_above, stale=collected.stale)
+            metrics.append(found | {"optim/learning_rate": rate})
             if streak > training.max_nonfinite_steps:
                 break
         diverged = state.nonfinite_in_a_row > training.max_nonfinite_steps

@@ -24,21 +24,32 @@ import numpy as np
 
 from rlcore.algorithms.filtering import GroupOutcome, count_outcomes, group_outcome
 from rlcore.algorithms.flops import Work, utilisation
-from rlcore.config import AlgorithmConfig
+from rlcore.algorithms.mismatch import Dtype, normal_limit
+from rlcore.config import AlgorithmConfig, ExperimentConfig
 from rlcore.training.advantages import ScoredGroup, StepAdvantages
 from rlcore.training.collection import Collected
 from rlcore.training.state import TrainState
 from rlcore.training.step import UpdateResult
 from rlcore.types import RolloutGroup, Score
 
-MISMATCH_ALARM = 0.01  # nats per token: beyond it the sampler's numbers are not the trainer's, and ratios lie
+
+def mismatch_alarm(config: ExperimentConfig, device: str) -> float:
+    """Nats per token, ``rollout.mismatch_alarm`` or what the dtypes on this device ("cpu", "cuda") allow."""
+    if config.rollout.mismatch_alarm is not None:
+        return config.rollout.mismatch_alarm
+    auto: Dtype = "float32" if device == "cpu" else "bfloat16"
+    trainer, sampler = (auto if d == "auto" else d for d in (config.model.compute_dtype, config.rollout.dtype))
+    return normal_limit(device, trainer, sampler)
 
 
-def update_metrics(result: UpdateResult, kl_coefficient: float, *, stale: bool = False) -> dict[str, float]:
+def update_metrics(
+    result: UpdateResult, kl_coefficient: float, *, alarm_above: float, stale: bool = False
+) -> dict[str, float]:
     """loss/ and optim/ of one optimizer step, and how far sampler and trainer are apart. Where no token has an
     advantage other than 0, the means over such tokens are left out.
 
     Args:
+        alarm_above: mean distance, nats per token, that raises the alarm.
         stale: an older policy has sampled, so that this distance is no fault.
     """
     sums, tokens = result.sums, float(result.sums.tokens)
@@ -49,7 +60,7 @@ def update_metrics(result: UpdateResult, kl_coefficient: float, *, stale: bool =
         "loss/kl_ref": float(sums.kl_ref) / max(1.0, float(sums.computed)),  # 0 where every completion was masked
         "optim/grad_norm": result.grad_norm,
         "optim/skipped": float(result.skipped),
-        "rollout/mismatch_alarm": float(not stale and float(sums.mismatch.abs_delta) > MISMATCH_ALARM * tokens),
+        "rollout/mismatch_alarm": float(not stale and float(sums.mismatch.abs_delta) > alarm_above * tokens),
     }
     if not tokens:
         return found

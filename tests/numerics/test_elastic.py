@@ -35,7 +35,7 @@ def _rank(rank: int, world: int, model: str, source: str | None, out: str) -> No
     else:
         policy.load(Path(source))
     weights = _digest(policy)
-    metrics = update_metrics(_update(policy, toy.samples(8, seed=1), rank, world), 0.0)
+    metrics = update_metrics(_update(policy, toy.samples(8, seed=1), rank, world), 0.0, alarm_above=0.01)
     after = torch.cat([value.flatten() for _, value in policy.full_weights()])
     if rank == 0:
         torch.save(after, f"{out}.pt")

@@ -214,7 +214,7 @@ def test_no_metric_of_the_step_depends_on_the_kl_coefficient(tiny_model: Path) -
             samples = [replace(s, ref_logprobs=r.logprobs) for s, r in zip(samples, reference, strict=True)]
         if old:
             samples = [replace(s, old_logprobs=s.sampler_logprobs) for s in samples]
-        return update_metrics(workers.update(samples, 0.0, coefficient), coefficient)
+        return update_metrics(workers.update(samples, 0.0, coefficient), coefficient, alarm_above=0.01)
 
     of_the_objective = {"loss/total", "loss/kl_coefficient", "loss/kl_ref", "optim/grad_norm"}
     for old in (False, True):

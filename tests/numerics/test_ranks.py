@@ -47,7 +47,7 @@ def _rank(rank: int, world: int, model: str, out: str) -> None:
             policy.optimizer.state.clear()
         result = policy.update(mine, totals, rate, KL_COEFFICIENT)
         found[choice] = torch.cat([gradients[name].flatten() for name in sorted(gradients)])
-        metrics[choice] = update_metrics(result, KL_COEFFICIENT)
+        metrics[choice] = update_metrics(result, KL_COEFFICIENT, alarm_above=0.01)
     weights = torch.cat([value.flatten() for _, value in policy.full_weights()])
     if rank == 0:
         torch.save({"gradients": found, "weights": weights}, out)

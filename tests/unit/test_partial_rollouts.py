@@ -229,8 +229,8 @@ def test_what_is_due_by_hand() -> None:
 
 
 def test_an_alarm_is_for_batches_of_one_policy_only() -> None:
-    assert update_metrics(result(1.0), 0.0, stale=False)["rollout/mismatch_alarm"] == 1
-    assert update_metrics(result(1.0), 0.0, stale=True)["rollout/mismatch_alarm"] == 0
+    assert update_metrics(result(1.0), 0.0, alarm_above=0.01, stale=False)["rollout/mismatch_alarm"] == 1
+    assert update_metrics(result(1.0), 0.0, alarm_above=0.01, stale=True)["rollout/mismatch_alarm"] == 0
 
 
 def same(one: Collected, other: Collected) -> None:
