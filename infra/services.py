@@ -69,6 +69,15 @@ def read_state(settings: Settings) -> StackState | None:
     return state if state.alive else None
 
 
+class AppliedDeployments(BaseModel):
+    """``deployed`` of Prefect's folder."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    digest: str
+    deployments: frozenset[tuple[str, str]]  # name and entrypoint
+
+
 @dataclass(frozen=True, slots=True)
 class Layout:
     """The two servers and the workers' processes over one data folder."""
@@ -156,26 +165,46 @@ class Layout:
             time.sleep(_AGAIN_SECONDS)
 
     def apply(self) -> None:
-        """Make the work pools, and bring them and all deployments to what settings and prefect.yaml say."""
+        """Make the work pools, and bring them and all deployments to what settings and prefect.yaml say. Deployments
+        that were applied before and are in prefect.yaml no more are removed; those of others stay."""
         for pool in POOLS:
             if self.api("GET", f"/work_pools/{pool}") is None:
                 self.command("work-pool", "create", pool, "--type", "process")
         self.api("PATCH", "/work_pools/gpu", {"concurrency_limit": self.settings.gpu_slots})
-        if not self._deployed():
+        before, wanted = self._applied(), _wanted()
+        there = {(item["name"], item["entrypoint"]): item["id"] for item in self.api("POST", "/deployments/filter", {})}
+        # Applying everything again takes Prefect a minute or two.
+        if before.digest != wanted.digest or not wanted.deployments <= there.keys():
             self.command("deploy", "--all")
-            self._deployed_mark.write_text(_digest_of_deployments())
+        gone = {key: there[key] for key in before.deployments - wanted.deployments if key in there}
+        busy = frozenset(key for key, deployment in gone.items() if not self._removed(deployment))
+        applied = AppliedDeployments(digest=wanted.digest, deployments=wanted.deployments | busy)
+        self._applied_path.write_text(applied.model_dump_json())
 
-    def _deployed(self) -> bool:
-        """Whether everything is deployed as the code says it: doing it again takes Prefect a minute or two."""
-        mark = self._deployed_mark
-        if not mark.exists() or mark.read_text() != _digest_of_deployments():
-            return False
-        wanted = {item["name"] for item in yaml.safe_load((ROOT / "prefect.yaml").read_text())["deployments"]}
-        return wanted <= {item["name"] for item in self.api("POST", "/deployments/filter", {})}
+    def _applied(self) -> AppliedDeployments:
+        """What this function applied last. None of it: an older version of this file names no deployments."""
+        try:
+            return AppliedDeployments.model_validate_json(self._applied_path.read_bytes())
+        except (FileNotFoundError, ValidationError):
+            return AppliedDeployments(digest="", deployments=frozenset())
 
     @property
-    def _deployed_mark(self) -> Path:
+    def _applied_path(self) -> Path:
         return self.settings.prefect_home / "deployed"
+
+    def _removed(self, deployment: str) -> bool:
+        """Remove a deployment, its schedules and its automations. False: a run of it is at work, and recover needs the
+        deployment to bring that run back. It then starts nothing until a later ``apply`` removes it."""
+        self.api("DELETE", f"/automations/owned-by/prefect.deployment.{deployment}")
+        at_work = {
+            "deployments": {"id": {"any_": [deployment]}},
+            "flow_runs": {"state": {"type": {"any_": ["PENDING", "RUNNING", "CANCELLING", "PAUSED"]}}},
+        }
+        if self.api("POST", "/flow_runs/count", at_work):
+            self.api("PATCH", f"/deployments/{deployment}", {"paused": True})
+            return False
+        self.api("DELETE", f"/deployments/{deployment}")
+        return True
 
     def pause(self, paused: bool) -> None:
         for pool in POOLS:
@@ -188,7 +217,12 @@ class Layout:
             self.api("POST", f"/deployments/{found['id']}/create_flow_run", {"state": {"type": "SCHEDULED"}})
 
 
-def _digest_of_deployments() -> str:
-    """Of all that a deployment is made from: its entry in prefect.yaml, and its flow's parameters."""
-    values = (ROOT / "prefect.yaml").read_bytes() + str(ROOT).encode()
-    return f"{hashlib.sha256(values).hexdigest()[:16]}-{code_digest('flows', 'tasks/parameters.py', 'rlcore/config')}"
+def _wanted() -> AppliedDeployments:
+    """The deployments of prefect.yaml, and a digest of all that they are made from: their entries there, and their
+    flows' parameters."""
+    text = (ROOT / "prefect.yaml").read_bytes()
+    code = code_digest("flows", "tasks/parameters.py", "rlcore/config")
+    return AppliedDeployments(
+        digest=f"{hashlib.sha256(text + str(ROOT).encode()).hexdigest()[:16]}-{code}",
+        deployments=frozenset((item["name"], item["entrypoint"]) for item in yaml.safe_load(text)["deployments"]),
+    )
