@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from prefect import task
@@ -27,12 +28,13 @@ from rlcore.data.drawn import DRAWN, check_drawn
 from rlcore.data.sources import open_source, parse_source
 from rlcore.errors import ConfigError, DataError, ModelError, RlflowError
 from rlcore.types import Problem
+from tasks.benchmarks import deciding_benchmark
 from tasks.data import Split, prepare_spec
 from tasks.stored import store_of
 
 TINY_PARAMETERS = 4_000_000  # upper bound
-_CHECKPOINT_BYTES = 12  # per parameter: fp32 master weight and two AdamW moments
-_MERGED_BYTES = 4
+_MERGED_BYTES = 4  # per parameter: merged models are float32
+_TOWER = re.compile(r"(^|\.)visual\.")
 _FULL_DISK_RESERVE = 256 * 2**20
 
 Error = RlflowError | InfraError
@@ -154,7 +156,7 @@ def _check_model_folder(folder: Path) -> int:
             f"the model folder {folder} has no {' and no '.join(missing)}. "
             "Copy the missing files from the model's origin, or choose another model.path."
         )
-    return sum(_tensor_elements(path) for path in weights)
+    return sum(math.prod(shape) for path in weights for shape in _tensor_shapes(path).values())
 
 
 def _has_chat_template(folder: Path) -> bool:
@@ -164,15 +166,15 @@ def _has_chat_template(folder: Path) -> bool:
     return config.exists() and bool(json.loads(config.read_text()).get("chat_template"))
 
 
-def _tensor_elements(path: Path) -> int:
-    """Elements of all tensors of a safetensors file, from its header alone.
+def _tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """Shapes of all tensors of a safetensors file, from its header alone.
 
     Raises:
         ModelError: the header does not parse, or the file is shorter than it says.
     """
     try:
         with safe_open(path, framework="numpy") as tensors:
-            return sum(math.prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())  # noqa: SIM118 - no dict
+            return {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118 - no dict
     except SafetensorError as error:
         raise ModelError(f"{path} is no whole safetensors file ({error}). Copy it again.") from error
 
@@ -226,35 +228,58 @@ def _first_problem(experiment: ExperimentConfig, settings: Settings) -> Problem 
 
 def _disk(experiment: ExperimentConfig, settings: Settings) -> str:
     storage.require_writable(settings.data_dir)
-    parameters = _parameters(experiment.model)
-    if parameters is None:
-        free = storage.free_bytes(settings.data_dir)
+    free = storage.free_bytes(settings.data_dir)
+    shapes = _shapes(experiment.model)
+    if shapes is None:
         return f"{free / 2**30:.1f} GiB free; the need is not known before the model is here"
     keep = experiment.segment.max_kept(experiment.num_segments)
+    one = checkpoint_bytes(experiment, shapes)
+    # The run's last checkpoint, and evaluate-latest's champion where the experiment has one.
+    merged = 1 if deciding_benchmark(experiment.name) is None else 2
+    parameters = sum(math.prod(shape) for shape in shapes.values())
     # A new checkpoint is written whole before an older one goes.
-    needed = parameters * (_CHECKPOINT_BYTES * (keep + 1) + _MERGED_BYTES) + _FULL_DISK_RESERVE
+    needed = one * (keep + 1) + merged * parameters * _MERGED_BYTES + _FULL_DISK_RESERVE
+    models = f"{merged} merged model{'s' if merged > 1 else ''}"
     try:
-        storage.require_space(settings.runs_dir, needed, f"{keep + 1} checkpoints and a merged model")
+        storage.require_space(settings.runs_dir, needed, f"{keep + 1} checkpoints and {models}")
     except StorageError as error:
         raise StorageError(
             f"{error} Or keep fewer: segment.keep_checkpoints, keep_every and keep_best make {keep} now."
         ) from error
-    free = storage.free_bytes(settings.data_dir)
-    return f"{free / 2**30:.1f} GiB free, {needed / 2**30:.2f} GiB needed for {keep + 1} checkpoints"
+    parts = f"{keep + 1} checkpoints of {one / 2**30:.2f} GiB and {models}"
+    return f"{free / 2**30:.1f} GiB free, {needed / 2**30:.2f} GiB needed for {parts}"
 
 
-def _parameters(model: ModelConfig) -> int | None:
+def checkpoint_bytes(experiment: ExperimentConfig, shapes: Mapping[str, Sequence[int]]) -> int:
+    """Of one checkpoint: what trains with its optimizer's state, and frozen weights unless the run trains adapters.
+
+    Args:
+        shapes: of the model folder's tensors, by name.
+    """
+    # AdamW: weight and two moments in float32. In bfloat16 also the rounding error of each weight.
+    frozen_bytes, trained_bytes = (2, 8) if experiment.training.optimizer == "adamw_bf16" else (4, 12)
+    in_tower = {name for name in shapes if _TOWER.search(name)}
+    lora = experiment.model.lora
+    if lora is not None:
+        linear = [
+            shape
+            for name, shape in shapes.items()
+            if len(shape) == 2 and (lora.vision_tower if name in in_tower else ".layers." in name)
+        ]
+        return trained_bytes * lora.rank * sum(rows + columns for rows, columns in linear)
+    frozen = in_tower if experiment.model.freeze_vision_tower else set()
+    return sum(math.prod(shape) * (frozen_bytes if name in frozen else trained_bytes) for name, shape in shapes.items())
+
+
+def _shapes(model: ModelConfig) -> dict[str, tuple[int, ...]] | None:
+    """Of all tensors of the model; None: not known yet, or not readable, which the model check reports."""
     if model.path == "tiny":
-        return TINY_PARAMETERS
-    files = list(_safetensors(model))
+        return {"tiny": (TINY_PARAMETERS,)}
     try:
-        return sum(_tensor_elements(path) for path in files) if files else None
+        files = Path(model.path).expanduser().glob("*.safetensors")
+        return {name: shape for path in files for name, shape in _tensor_shapes(path).items()} or None
     except ModelError:
-        return None  # the model check reports it
-
-
-def _safetensors(model: ModelConfig) -> Iterator[Path]:
-    yield from Path(model.path).glob("*.safetensors")
+        return None
 
 
 def _store(settings: Settings) -> str:

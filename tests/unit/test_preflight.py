@@ -7,10 +7,12 @@ import struct
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from prefect.settings import PREFECT_API_URL, temporary_settings
+from safetensors.numpy import save_file
 
 from infra.errors import ServerError, StorageError
 from infra.servers import free_port
@@ -158,6 +160,53 @@ def test_no_space_for_the_checkpoints(settings: Settings, monkeypatch: pytest.Mo
     monkeypatch.setattr(preflight.storage, "free_bytes", lambda _: 2**20)
     with pytest.raises(StorageError, match=r"needs 0\.\d+ GiB.*has 0\.00 GiB free.*segment\.keep_checkpoints"):
         check(experiment(), settings)
+
+
+# Two layers of two matrices, embedding, a norm, and a tower of one matrix: 1,600 + 800 + 10 + 300 elements.
+SHAPES = {
+    "model.embed_tokens.weight": (80, 10),
+    "model.norm.weight": (10,),
+    **{f"model.layers.{i}.mlp.up_proj.weight": (40, 10) for i in range(2)},
+    **{f"model.layers.{i}.mlp.down_proj.weight": (10, 40) for i in range(2)},
+    "visual.blocks.0.attn.proj.weight": (30, 10),
+}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ([], 12 * 2710),  # weight and two moments in float32
+        (["training.optimizer=adamw_bf16"], 8 * 2710),  # weight, its rounding error and two moments in bfloat16
+        (["model.freeze_vision_tower=true"], 12 * 2410 + 4 * 300),
+        (["model.lora.rank=4"], 12 * 4 * 4 * (40 + 10)),  # adapters alone
+        (["model.lora.rank=4", "model.lora.vision_tower=true"], 12 * 4 * (4 * 50 + 40)),
+    ],
+)
+def test_a_checkpoint_by_hand(overrides: list[str], expected: int) -> None:
+    assert preflight.checkpoint_bytes(experiment(*overrides), SHAPES) == expected
+
+
+def shaped_folder(folder: Path, shapes: dict[str, tuple[int, ...]]) -> Path:
+    model_folder(folder, weights=False)
+    save_file({name: np.zeros(shape, np.float32) for name, shape in shapes.items()}, folder / "model.safetensors")
+    return folder
+
+
+def test_adapters_are_counted_as_adapters(settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full checkpoint of this model has 12 MiB, its adapters of rank 1 have 24 KiB."""
+    shapes = {f"model.layers.{i}.mlp.up_proj.weight": (1024, 256) for i in range(4)}
+    folder = shaped_folder(tmp_path / "model", shapes)
+    monkeypatch.setattr(preflight.storage, "free_bytes", lambda _: preflight._FULL_DISK_RESERVE + 10 * 2**20)
+    words = [f"model.path={folder}", "segment.steps=20", "training.steps=40", "segment.keep_checkpoints=1"]
+    with pytest.raises(StorageError, match=r"2 checkpoints and 1 merged model needs"):
+        check(experiment(*words), settings)
+    fact = check(experiment(*words, "model.lora.rank=1"), settings).facts["disk"]
+    assert "2 checkpoints of 0.00 GiB and 1 merged model" in fact
+
+
+def test_a_champion_is_a_merged_model_more(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "deciding_benchmark", lambda name: "held-out")
+    assert "and 2 merged models" in check(experiment(), settings).facts["disk"]
 
 
 def test_unreachable_mlflow(tmp_path: Path) -> None:
