@@ -46,10 +46,27 @@ def parts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny policy with random weights, as a Hugging Face folder."""
+    """The tiny policy with random weights, as a Hugging Face folder. Its LM head is tied to the embedding."""
+    return _random_tiny(tmp_path_factory, tied=True)
+
+
+@pytest.fixture(scope="session")
+def untied_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with an LM head of its own."""
+    return _random_tiny(tmp_path_factory, tied=False)
+
+
+@pytest.fixture
+def either_model(request: pytest.FixtureRequest) -> Path:
+    """For ``@with_and_without_tied_head``: one of the two above, by its name."""
+    model: Path = request.getfixturevalue(request.param)
+    return model
+
+
+def _random_tiny(factory: pytest.TempPathFactory, *, tied: bool) -> Path:
     from rlcore.config import TinyModelConfig
     from rlcore.models.tiny import create_tiny_policy
 
-    folder = tmp_path_factory.mktemp("model") / "tiny"
-    create_tiny_policy(folder, TinyModelConfig(warm_start_steps=0))
+    folder = factory.mktemp("model") / ("tied" if tied else "untied")
+    create_tiny_policy(folder, TinyModelConfig(warm_start_steps=0), tied=tied)
     return folder

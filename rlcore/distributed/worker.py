@@ -345,7 +345,7 @@ class SamplingWorker:
         import torch
 
         from rlcore.data.images import ImageStore
-        from rlcore.models.checkpoint import load_full_weights
+        from rlcore.models.checkpoint import load_hf_state_dict
 
         torch.set_num_threads(spec.threads)
         self._spec = spec
@@ -363,7 +363,7 @@ class SamplingWorker:
             self.sampler.keep_loaded_weights(version)
         else:
             # adapters merged: nothing is to be synced later, and the engine needs no second kernel
-            weights = load_full_weights(checkpoint, spec.model, trust_remote_code=spec.config.model.trust_remote_code)
+            weights = load_hf_state_dict(checkpoint, spec.model, trust_remote_code=spec.config.model.trust_remote_code)
             self.sampler.load_weights(weights.items(), version)
 
     def generate(self, requests: Sequence[SampleRequest]) -> Iterator[dict[int, Answer]]:

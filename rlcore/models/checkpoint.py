@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from rlcore.errors import CheckpointError, StorageError
-from rlcore.models.loading import load_hf_model
+from rlcore.models.loading import empty_hf_model, load_hf_model
 from rlcore.models.lora import is_adapter, lora_alpha, merged
 
 TRAIN_STATE = "train_state"
@@ -175,6 +175,28 @@ def load_full_weights(folder: Path, base: Path | None = None, *, trust_remote_co
         raise CheckpointError(
             f"the adapters of {folder} do not fit the weights of {base}: {error}. Give the base model's folder."
         ) from error
+
+
+def load_hf_state_dict(checkpoint: Path, base: Path, *, trust_remote_code: bool = False) -> dict[str, Tensor]:
+    """``load_full_weights`` under every name of a Hugging Face state dict: a tied tensor under each of its names.
+
+    This is what an engine takes: it holds, and counts, a tied tensor once per use.
+
+    Args:
+        base: the model folder that the run was started from. Its config.json says which tensors are tied.
+
+    Raises:
+        CheckpointError: the checkpoint holds other tensors than this architecture has.
+    """
+    weights = load_full_weights(checkpoint, base, trust_remote_code=trust_remote_code)
+    expected, aliases = untied_tensors(empty_hf_model(base, trust_remote_code))
+    if weights.keys() != expected.keys():
+        raise CheckpointError(
+            f"{checkpoint} does not fit the architecture of {base}: missing "
+            f"{_some(expected.keys() - weights.keys())}, unexpected {_some(weights.keys() - expected.keys())}. "
+            "Give the model folder that the run was started from."
+        )
+    return {**weights, **{alias: weights[name] for alias, name in aliases.items()}}
 
 
 def _own_tensors(model: nn.Module) -> tuple[dict[str, Any], dict[str, str]]:

@@ -77,6 +77,19 @@ def load_hf_config(folder: Path, trust_remote_code: bool = False) -> Any:
         ) from error
 
 
+def empty_hf_model(folder: Path, trust_remote_code: bool = False) -> nn.Module:
+    """The architecture of a local folder on the meta device: names, shapes and ties, no values.
+
+    Raises:
+        ModelError: no config.json, or a model type that transformers does not know.
+    """
+    config = load_hf_config(folder, trust_remote_code)
+    with torch.device("meta"):
+        model: nn.Module = auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
+    model.tie_weights()  # type: ignore[operator]
+    return model
+
+
 def auto_class(config: Any) -> Any:
     """transformers' loader for this configuration: with a vision tower, or text alone."""
     vision = getattr(config, "vision_config", None) is not None

@@ -27,7 +27,7 @@ from rlcore.files import building, remove_whole
 from rlcore.job import MergeSpec, job_main
 from rlcore.models.checkpoint import load_full_weights, untied_tensors
 from rlcore.models.folder import VERIFIED, folder_digest
-from rlcore.models.loading import auto_class, load_hf_config, load_hf_model
+from rlcore.models.loading import empty_hf_model, load_hf_model
 from rlcore.segment.store import verify_checkpoint
 from rlcore.types import ImageRef
 
@@ -102,10 +102,7 @@ def merge_checkpoint(checkpoint: Path, base: Path, out: Path, *, trust_remote_co
     """
     weights = load_full_weights(checkpoint, base, trust_remote_code=trust_remote_code)
     weights = {name: value.float() if value.is_floating_point() else value for name, value in weights.items()}
-    config = load_hf_config(base, trust_remote_code)
-    with torch.device("meta"):  # no values at all, so none of the base's can be left over
-        model = auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
-    model.tie_weights()
+    model = empty_hf_model(base, trust_remote_code)  # no values at all, so none of the base's can be left over
     expected, aliases = untied_tensors(model)
     _require_same_names(weights, expected, checkpoint, base)
     parameters: int = sum(parameter.numel() for parameter in model.parameters())  # a tied one once

@@ -70,24 +70,28 @@ def build_processor() -> Qwen2_5_VLProcessor:
     )
 
 
-def create_tiny_policy(folder: Path, config: TinyModelConfig) -> int:
+def create_tiny_policy(folder: Path, config: TinyModelConfig, *, tied: bool = True) -> int:
     """Build, warm-start and save the policy to ``folder``; returns its number of parameters.
 
     The same config gives the same weights on the same machine and library versions.
+
+    Args:
+        tied: the LM head is the embedding, as in Qwen2.5-VL-3B; else it has a matrix of its own, as in the 7B. Text
+            policies always have one of their own, as Qwen2-7B does.
     """
     if config.task != "geometry":
         from rlcore.models.tiny_text import create_text_policy
 
         return create_text_policy(folder, config)
     processor = build_processor()
-    model = build_model(processor, config.seed)
+    model = build_model(processor, config.seed, tied=tied)
     warm_start(model, processor, config)
     model.save_pretrained(folder)
     processor.save_pretrained(folder)
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def build_model(processor: Qwen2_5_VLProcessor, seed: int) -> Qwen2_5_VLForConditionalGeneration:
+def build_model(processor: Qwen2_5_VLProcessor, seed: int, *, tied: bool = True) -> Qwen2_5_VLForConditionalGeneration:
     """Random weights in float32; torch's default generator is left as it was."""
     token = processor.tokenizer.convert_tokens_to_ids
     config = Qwen2_5_VLConfig(
@@ -104,6 +108,7 @@ def build_model(processor: Qwen2_5_VLProcessor, seed: int) -> Qwen2_5_VLForCondi
             "bos_token_id": token(PAD),
             "eos_token_id": token(END_OF_TURN),
             "pad_token_id": token(PAD),
+            "tie_word_embeddings": tied,
         },
         vision_config={
             "depth": 1,
@@ -117,12 +122,14 @@ def build_model(processor: Qwen2_5_VLProcessor, seed: int) -> Qwen2_5_VLForCondi
         video_token_id=token("<|video_pad|>"),
         vision_start_token_id=token("<|vision_start|>"),
         vision_end_token_id=token("<|vision_end|>"),
-        tie_word_embeddings=False,
+        tie_word_embeddings=tied,
         dtype="float32",
     )
     model: Qwen2_5_VLForConditionalGeneration = draw_weights(
         lambda: Qwen2_5_VLForConditionalGeneration(config), seed, _WEIGHT_STD, _EMBEDDING_STD
     )
+    if tied:  # the head is as wide as the embedding: logits would have a deviation of sqrt(_HIDDEN), not of 1
+        torch.nn.init.constant_(model.model.language_model.norm.weight, _HIDDEN**-0.5)
     model.generation_config = sampling_defaults(processor.tokenizer)
     return model
 
