@@ -8,7 +8,6 @@ they go, and keeps its temporary files (Ray's session, sockets) in a folder that
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import shutil
 import signal
@@ -29,7 +28,7 @@ from infra.errors import StorageError
 
 MARK = "RLFLOW_PROCESS_MARK"
 _TEMPORARY = "rlflow-"
-_PR_SET_PDEATHSIG = 1
+_LAUNCH = (sys.executable, "-I", "-S", str(Path(__file__).with_name("launch.py")))
 _POLL_SECONDS = 0.1
 _KILL_SECONDS = 10.0
 _MARK_SECONDS = 1.0
@@ -55,25 +54,30 @@ def start(
 
     Raises:
         StorageError: somebody else has made that folder.
+        OSError: there is no such program, or it may not be run.
     """
-    libc = ctypes.CDLL(None) if ends_with_parent and sys.platform == "linux" else None
-
-    def follow_parent() -> None:
-        if libc is not None:
-            libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-
     temporary = temporary_folder(mark)
     _make_private(temporary)
-    process = subprocess.Popen(
-        args,
-        env={**env, MARK: mark, "TMPDIR": str(temporary)},
-        cwd=cwd,
-        stdin=subprocess.DEVNULL,
-        stdout=output if output is not None else _STDERR,
-        stderr=subprocess.STDOUT if output is not None else None,
-        start_new_session=True,
-        preexec_fn=follow_parent if libc is not None else None,
-    )
+    launched = ends_with_parent and sys.platform == "linux"
+    reader, answer = os.pipe()
+    with open(reader, "rb") as answers:
+        try:
+            process = subprocess.Popen(
+                [*_LAUNCH, str(os.getpid()), str(answer), *args] if launched else args,
+                env={**env, MARK: mark, "TMPDIR": str(temporary)},
+                cwd=cwd,
+                stdin=subprocess.DEVNULL,
+                stdout=output if output is not None else _STDERR,
+                stderr=subprocess.STDOUT if output is not None else None,
+                start_new_session=True,
+                pass_fds=(answer,) if launched else (),
+            )
+        finally:
+            os.close(answer)
+        code = answers.read()  # ends when the program runs
+    if code:
+        process.wait()
+        raise OSError(int(code), os.strerror(int(code)), args[0])
     _wait_for_mark(process, mark)
     return process
 

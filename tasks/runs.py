@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import re
@@ -178,9 +179,12 @@ def note_driver(run: Run) -> None:
 
 
 def append_line(path: Path, line: str) -> None:
-    """For small files: replaced in one step, so that no kill leaves half a line."""
-    before = path.read_text() if path.exists() else ""
-    write_json_atomically(path, f"{before}{line}\n")
+    """For small files: replaced in one step, so that no kill leaves half a line; by one process at a time."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.with_name(f".{path.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        before = path.read_text() if path.exists() else ""
+        write_json_atomically(path, f"{before}{line}\n")
 
 
 def existing_run(run_id: str, settings: Settings) -> Run:

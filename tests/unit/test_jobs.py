@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import signal
 import sys
 import threading
@@ -155,6 +157,48 @@ def test_a_job_ends_with_the_thread_that_waits_for_it(tmp_path: Path) -> None:
         time.sleep(0.05)
     assert not is_running(started[0])
     processes.kill("parent-test")
+
+
+def test_a_program_that_is_missing_is_said_by_its_name(tmp_path: Path) -> None:
+    for ends_with_parent in (True, False):
+        with pytest.raises(FileNotFoundError, match="no-such-program"):
+            processes.start(
+                ["no-such-program"], env=dict(os.environ), mark="missing-test", ends_with_parent=ends_with_parent
+            )
+    assert not processes.marked("missing-test")
+    processes.kill("missing-test")
+
+
+@pytest.mark.parametrize("ends_with_parent", [True, False])
+def test_a_started_program_has_nothing_of_the_one_that_launched_it(tmp_path: Path, ends_with_parent: bool) -> None:
+    """Arguments, session, folder, exit code, signals and open files are as if it had been started at once."""
+    code = (
+        "import json, os, signal, sys; print(json.dumps([sys.argv[1:], os.getsid(0) == os.getpid(), os.getcwd(),"
+        " open('/proc/self/status').read().split('SigIgn:')[1].split()[0], sorted(os.listdir('/proc/self/fd'))]));"
+        " sys.exit(7)"
+    )
+    words = ["a b", "--option", ""]
+    with (tmp_path / "out").open("wb") as output:
+        process = processes.start(
+            ["/usr/bin/env", "python3", "-c", code, *words], env=dict(os.environ), mark="launch-test", output=output,
+            cwd=tmp_path, ends_with_parent=ends_with_parent,
+        )  # fmt: skip
+    assert process.wait(30) == 7
+    processes.kill("launch-test")
+    got, leads, folder, ignored, descriptors = json.loads((tmp_path / "out").read_text())
+    assert (got, leads, folder) == (words, True, str(tmp_path))
+    python_s_own = 1 << (signal.SIGPIPE - 1) | 1 << (signal.SIGXFSZ - 1)
+    assert int(ignored, 16) & ~python_s_own == 0
+    assert descriptors == ["0", "1", "2", "3"]  # 3 is the listing's
+
+
+def test_a_shell_started_by_us_takes_sigpipe_as_usual(tmp_path: Path) -> None:
+    with (tmp_path / "out").open("wb") as output:
+        args = ["/bin/sh", "-c", "grep SigIgn /proc/self/status"]
+        process = processes.start(args, env=dict(os.environ), mark="pipe-test", output=output, ends_with_parent=True)
+    assert process.wait(30) == 0
+    processes.kill("pipe-test")
+    assert int((tmp_path / "out").read_text().split()[1], 16) == 0
 
 
 def test_marked_processes_are_ours_alone() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from pathlib import Path
+from typing import Any
 
 import jsonschema
 import pytest
@@ -17,7 +19,7 @@ from tasks import deploying, tracking
 from tasks import parameters as form
 from tasks.ablation import existing_ablation, plan_ablation
 from tasks.experiments import load_experiment
-from tasks.runs import Run, existing_run, open_run
+from tasks.runs import Run, append_line, existing_run, open_run
 from tasks.tracking import tracked
 
 
@@ -107,3 +109,24 @@ def test_the_end_of_a_good_run_is_told_or_an_error(run: Run, monkeypatch: pytest
     monkeypatch.setattr(tracking, "tracker_of", lambda *_: Tracker(away=True))
     with pytest.raises(ServerError), tracked(run):
         pass
+
+
+def _append_often(path: Path, name: str, barrier: Any) -> None:
+    barrier.wait()
+    for number in range(30):
+        append_line(path, f"{name} {number}")
+
+
+def test_two_processes_that_append_at_once_lose_no_line(tmp_path: Path) -> None:
+    """Two drivers of one run, on one volume."""
+    context = multiprocessing.get_context("spawn")
+    barrier, path = context.Barrier(2, timeout=60), tmp_path / "drivers.jsonl"
+    writers = [context.Process(target=_append_often, args=(path, name, barrier)) for name in "ab"]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+    assert [writer.exitcode for writer in writers] == [0, 0]
+    lines = path.read_text().splitlines()
+    assert sorted(lines) == sorted(f"{name} {number}" for name in "ab" for number in range(30))
+    assert [line for line in lines if line[0] == "a"] == [f"a {number}" for number in range(30)]
