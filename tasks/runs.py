@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
+from functools import lru_cache
 from pathlib import Path
 
 from prefect.context import FlowRunContext
@@ -25,7 +26,7 @@ from rlcore.artifacts import CheckpointRef
 from rlcore.config import Change, ExperimentConfig, changes
 from rlcore.errors import CheckpointError, ConfigError
 from rlcore.job import write_json_atomically
-from rlcore.segment.journal import StepRecord, read_journal
+from rlcore.segment.journal import JournalTail, StepRecord
 from rlcore.segment.spec import SegmentManifest, segment_path
 from rlcore.segment.store import LocalCheckpointStore
 from tasks.stored import restore_checkpoint, restore_run
@@ -63,7 +64,8 @@ class Run(BaseModel):
         return f"trainer-{hashlib.sha256(str(self.run_dir).encode()).hexdigest()[:16]}"
 
     def journal(self) -> list[StepRecord]:
-        return read_journal(self.run_dir / "journal.jsonl")
+        """Every step so far; cheap to ask for every second."""
+        return _journal(self.run_dir / "journal.jsonl").read()
 
     def manifest(self, segment: int) -> SegmentManifest | None:
         """None as well for a damaged one: the trainer moves it aside and makes it again."""
@@ -80,6 +82,11 @@ class Run(BaseModel):
         while (manifest := self.manifest(segment)) is not None:
             step, segment = manifest.last_step, segment + 1
         return step
+
+
+@lru_cache(maxsize=8)  # of the runs that this process drives; a journal of thousands of steps takes 30 MB
+def _journal(path: Path) -> JournalTail:
+    return JournalTail(path)
 
 
 class Driver(BaseModel):

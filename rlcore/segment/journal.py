@@ -11,8 +11,9 @@ from __future__ import annotations
 import json
 import logging
 import os
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -94,24 +95,68 @@ class MetricJournal:
         return len(moved)
 
 
-def read_journal(path: Path, after_step: int = -1) -> list[StepRecord]:
-    """The records after ``after_step``, in order; empty if there is no file yet. Safe beside a live writer.
+class JournalTail:
+    """The reading end, beside a live writer: each call parses only what was appended since the last one."""
 
-    Raises:
-        StorageError: a damaged line. Only a last line without its newline (a write under way, or killed) is
-            left out.
-    """
-    return [record for record in _parse(path)[0] if record.step > after_step]
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lock = threading.Lock()
+        self._forget()
+
+    def read(self) -> list[StepRecord]:
+        """All records, in order; empty if there is no file yet.
+
+        Raises:
+            StorageError: a damaged line. Only a last line without its newline (a write under way, or killed) is
+                left out.
+        """
+        with self._lock:
+            try:
+                appended = self._appended()
+            except FileNotFoundError:
+                self._forget()
+                return []
+            *lines, _torn = appended.split(b"\n")
+            self._records += _parse_lines(self._path, lines, self._records)
+            if lines:
+                self._end += len(appended) - len(_torn)
+                self._last = lines[-1] + b"\n"
+            return list(self._records)
+
+    def _appended(self) -> bytes:
+        with self._path.open("rb") as file:
+            file.seek(self._end - len(self._last))
+            # A resume cuts the journal, and the steps after that are recorded with other times: another last line.
+            if file.read(len(self._last)) != self._last:
+                self._forget()
+                file.seek(0)
+            return file.read()
+
+    def _forget(self) -> None:
+        self._records: list[StepRecord] = []
+        self._end = 0  # bytes parsed
+        self._last = b""  # the line that ends there
+
+
+def read_journal(path: Path) -> list[StepRecord]:
+    """What ``JournalTail`` reads, once."""
+    return JournalTail(path).read()
 
 
 def _parse(path: Path) -> tuple[list[StepRecord], str]:
     """Whole records, and the text of a torn last line."""
     if not path.exists():
         return [], ""
-    # A torn or damaged line may hold any bytes; those in whole lines fail below.
-    *lines, torn = path.read_bytes().decode(errors="backslashreplace").split("\n")
+    *lines, torn = path.read_bytes().split(b"\n")
+    return _parse_lines(path, lines, []), torn.decode(errors="backslashreplace")
+
+
+def _parse_lines(path: Path, lines: Sequence[bytes], before: Sequence[StepRecord]) -> list[StepRecord]:
+    """The records of ``lines``, which follow those that were parsed ``before``."""
     records: list[StepRecord] = []
-    for number, line in enumerate(lines, start=1):
+    last = before[-1].step if before else None
+    for number, raw in enumerate(lines, start=len(before) + 1):
+        line = raw.decode(errors="backslashreplace")  # a damaged line may hold any bytes
         try:
             record = _parse_line(line)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -120,13 +165,14 @@ def _parse(path: Path) -> tuple[list[StepRecord], str]:
                 f"{line[:80]!r}, expected a step record. Restore the file, or cut it before that "
                 "line and resume from an older checkpoint."
             ) from None
-        if records and record.step <= records[-1].step:
+        if last is not None and record.step <= last:
             raise StorageError(
-                f"{path} line {number} holds step {record.step} after step {records[-1].step}; steps must "
+                f"{path} line {number} holds step {record.step} after step {last}; steps must "
                 "increase. Two trainers may have written: restore the file, or cut it before that line."
             )
         records.append(record)
-    return records, torn
+        last = record.step
+    return records
 
 
 def _parse_line(line: str) -> StepRecord:

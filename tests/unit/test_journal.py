@@ -1,11 +1,15 @@
 import json
 import math
+import tempfile
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from rlcore.errors import StorageError
-from rlcore.segment.journal import MetricJournal, StepRecord, read_journal
+from rlcore.segment import journal as journal_module
+from rlcore.segment.journal import JournalTail, MetricJournal, StepRecord, read_journal
 
 
 def _clock():
@@ -27,7 +31,7 @@ def test_a_step_is_one_json_line_with_the_time_it_was_recorded(tmp_path):
         {"step": 1, "timestamp_ms": 1000, "metrics": {"reward": 0.25}},
         {"step": 2, "timestamp_ms": 1001, "metrics": {"reward": 0.5}},
     ]
-    assert read_journal(path, after_step=1) == [StepRecord(2, 1001, {"reward": 0.5})]
+    assert read_journal(path)[1:] == [StepRecord(2, 1001, {"reward": 0.5})]
     assert read_journal(tmp_path / "none.jsonl") == []
 
 
@@ -114,3 +118,80 @@ def test_any_other_damage_is_an_error(tmp_path, text, message):
 def test_a_journal_shorter_than_the_checkpoint_is_reported(tmp_path, caplog):
     _journal(tmp_path / "journal.jsonl", 2).cut(5)
     assert "ends at step 2, the checkpoint" in caplog.text
+
+
+def _recorded(path: Path, steps: range, at: int) -> None:
+    journal = MetricJournal(path, now_ms=lambda: at)
+    for step in steps:
+        journal.step(step, {"reward/mean": float(step)})
+
+
+def test_a_tail_reads_only_what_was_appended(tmp_path, monkeypatch):
+    path = tmp_path / "journal.jsonl"
+    tail = JournalTail(path)
+    assert tail.read() == []
+    parsed = []
+    parse_line = journal_module._parse_line
+    monkeypatch.setattr(journal_module, "_parse_line", lambda line: parsed.append(line) or parse_line(line))
+    _recorded(path, range(1, 4), 1)
+    parsed.clear()
+    assert [record.step for record in tail.read()] == [1, 2, 3]
+    assert len(parsed) == 3
+    with path.open("a") as file:
+        file.write('{"step":4,"timestamp_ms":1,"metr')  # under way
+    assert [record.step for record in tail.read()] == [1, 2, 3]
+    with path.open("a") as file:
+        file.write('ics":{}}\n')
+    assert [record.step for record in tail.read()] == [1, 2, 3, 4]
+    assert len(parsed) == 4
+    path.unlink()
+    assert tail.read() == []
+
+
+@settings(deadline=None, max_examples=60)  # every step is on disk
+@given(
+    st.lists(
+        st.one_of(
+            st.tuples(st.just("append"), st.integers(1, 4)),
+            st.tuples(st.just("cut"), st.integers(0, 12)),
+            st.tuples(st.just("tear"), st.integers(1, 30)),
+            st.tuples(st.just("look"), st.just(0)),
+        ),
+        max_size=12,
+    )
+)
+def test_a_tail_sees_what_the_file_holds_whatever_happened_between_two_looks(events):
+    """Resumes cut the journal and record the steps again, at other times but perhaps in as many bytes."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "journal.jsonl"
+        tail, step, now = JournalTail(path), 0, 1_700_000_000_000
+        for what, amount in events:
+            now += 1
+            if what == "look":
+                assert tail.read() == read_journal(path)
+                continue
+            journal = MetricJournal(path, now_ms=lambda now=now: now)
+            if what == "tear":
+                with path.open("a") as file:
+                    file.write("x" * amount)
+                journal = MetricJournal(path, now_ms=lambda now=now: now)
+            if what != "append":
+                journal.cut(min(step, amount) if what == "cut" else step)
+                step = journal.last_step or 0
+                continue
+            for _ in range(amount):
+                step += 1
+                journal.step(step, {"reward/mean": 0.5})
+        assert tail.read() == read_journal(path)
+
+
+def test_a_tail_names_the_damaged_line_of_the_whole_file(tmp_path):
+    path = tmp_path / "journal.jsonl"
+    _recorded(path, range(1, 4), 1)
+    tail = JournalTail(path)
+    tail.read()
+    with path.open("a") as file:
+        file.write("nonsense\n")
+    for _ in range(2):
+        with pytest.raises(StorageError, match="line 4 is damaged"):
+            tail.read()
