@@ -51,6 +51,10 @@ class Service:
     started: float = 0.0
     start_at: float = 0.0
 
+    def delay(self) -> float:
+        """Seconds to wait before the next start."""
+        return min(2.0 ** min(self.failures, 10), _MAX_DELAY_SECONDS) if self.failures else 0.0
+
 
 class Supervisor:
     def __init__(self, settings: Settings) -> None:
@@ -74,7 +78,7 @@ class Supervisor:
             try:
                 self._start_all()
                 self._watch()
-            except InfraError as error:
+            except (InfraError, OSError) as error:
                 get_logger().error("stack: %s", error)
                 return 1
             finally:
@@ -145,15 +149,23 @@ class Supervisor:
         if service.process is not None and service.process.poll() is not None:
             soon = now - service.started < _MAX_DELAY_SECONDS
             service.failures = service.failures + 1 if soon else 0
-            delay = min(2.0**service.failures, _MAX_DELAY_SECONDS) if service.failures else 0.0
             get_logger().warning(
-                "stack: %s ended (%d), starts again in %.0f s", service.name, service.process.returncode, delay
-            )
-            service.process, service.start_at = None, now + delay
+                "stack: %s ended (%d), starts again in %.0f s",
+                service.name, service.process.returncode, service.delay(),
+            )  # fmt: skip
+            service.process, service.start_at = None, now + service.delay()
         if service.process is None and now >= service.start_at:
+            try:
+                self._start(service)
+            except (InfraError, OSError) as error:  # as where the disk is full: the others go on
+                service.failures += 1
+                service.start_at = now + service.delay()
+                get_logger().error(
+                    "stack: %s cannot be started, tried again in %.0f s: %s", service.name, service.delay(), error
+                )
+                return
             service.restarts += 1
-            self._start(service)
-            self._write("up")
+            self._show("up")
             if service.server is None:
                 self._recover_lost()
 
@@ -166,7 +178,7 @@ class Supervisor:
 
     def _drain(self) -> None:
         """No new runs; those at work commit and end; then workers, MLflow and Prefect."""
-        self._write("draining")
+        self._show("draining")
         try:
             self._layout.pause(True)
         except ServerError as error:
@@ -184,7 +196,10 @@ class Supervisor:
             processes.stop(service.mark, _STOP_SECONDS)
             if service.process is not None:
                 service.process.wait()
-        (self._settings.stack_dir / "state.json").unlink(missing_ok=True)
+        try:
+            (self._settings.stack_dir / "state.json").unlink(missing_ok=True)
+        except OSError as error:  # nobody takes the state of a dead supervisor for that of a living one
+            get_logger().warning("stack: %s", error)
         get_logger().info("stack: down")
 
     def _flows(self, service: Service) -> list[psutil.Process]:
@@ -198,6 +213,13 @@ class Supervisor:
                 if item.ppid() not in pids and any("prefect" in word for word in item.cmdline()):
                     found.append(item)
         return found
+
+    def _show(self, phase: Literal["up", "draining"]) -> None:
+        """The new phase, where it can be written: workers are looked after and drained all the same."""
+        try:
+            self._write(phase)
+        except OSError as error:
+            get_logger().error("stack: make status shows what was before: %s", error)
 
     def _write(self, phase: Literal["starting", "up", "draining"]) -> None:
         state = StackState(
