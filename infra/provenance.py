@@ -73,23 +73,40 @@ def collect() -> Provenance:
 
 
 def uncommitted(root: Path = ROOT) -> str:
-    """All that the working tree has beyond its commit, for ``git apply``: changes, and new files that git does not
-    ignore. Those that look private or are large are only named; secrets of the environment are taken out."""
-    changes = _git("diff", "--binary", "HEAD", root=root)
-    new = [name for name in _git("ls-files", "--others", "--exclude-standard", "-z", root=root).split("\0") if name]
-    parts = [_as_patch(root, name) for name in new if (root / name).is_file() and not (root / name).is_symlink()]
+    """All that the folder has beyond its commit, for ``git apply``: changes, and new files that git does not
+    ignore. Nothing of a larger repository around it. Files that look private or are large are only named; what looks
+    like a secret is taken out."""
+    changed = _names("diff", "--name-only", "--relative", "-z", "HEAD", "--", ".", root=root)
+    private = [name for name in changed if _looks_private(name) and not name.endswith(".py")]
+    left_out = [f":(exclude,literal){name}" for name in private]
+    changes = "".join(f"# not in this patch: {name} (looks private)\n" for name in private)
+    changes += _git("diff", "--binary", "HEAD", "--", ".", *left_out, root=root)
+    new = _names("ls-files", "--others", "--exclude-standard", "-z", root=root)
+    prefix = _git("rev-parse", "--show-prefix", root=root).strip()
+    parts = [
+        _as_patch(root, prefix, name) for name in new if (root / name).is_file() and not (root / name).is_symlink()
+    ]
     return redact("".join([*(part for part in parts if part.startswith("#")), changes,
                            *(part for part in parts if not part.startswith("#"))]))  # fmt: skip
 
 
-def _as_patch(root: Path, name: str) -> str:
+def _names(*words: str, root: Path) -> list[str]:
+    return [name for name in _git(*words, root=root).split("\0") if name]
+
+
+def _looks_private(name: str) -> bool:
+    return any(fnmatch.fnmatch(Path(name).name.lower(), pattern) for pattern in _PRIVATE)
+
+
+def _as_patch(root: Path, prefix: str, name: str) -> str:
     """A new file as a patch; where it must not be in one, a comment that names it."""
     path = root / name
-    private = any(fnmatch.fnmatch(path.name.lower(), pattern) for pattern in _PRIVATE)
+    private = _looks_private(name)
     if private or path.stat().st_size > _LARGEST_NEW_FILE:
         why = "looks private" if private else f"{path.stat().st_size} bytes, sha256 {_sha256(path)}"
         return f"# not in this patch: {name} ({why})\n"
-    return _git("diff", "--binary", "--no-index", "--", "/dev/null", name, root=root, differs=True)
+    there = f"--dst-prefix=b/{prefix}"  # the folder's path in its repository, as in the rest of the patch
+    return _git("diff", "--binary", "--no-index", there, "--", "/dev/null", name, root=root, differs=True)
 
 
 def _sha256(path: Path) -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict
 
 from infra import provenance
+from infra.logs import redact
 from rlcore.artifacts import DatasetRef, ModelRef
 from rlcore.config.reward import UserReward
 from rlcore.data.digest import template_text
@@ -59,7 +60,7 @@ def record_origin(
         python=facts.python,
         hardware=facts.hardware,
         versions=facts.versions,
-        reward=_kept(folder, "reward.py", reward.file.read_text()) if isinstance(reward, UserReward) else None,
+        reward=_kept(folder, "reward.py", redact(reward.file.read_text())) if isinstance(reward, UserReward) else None,
         template=_kept(folder, "template.jinja", template_text(run.experiment.data.template)),
         train=train,
         validation=validation,

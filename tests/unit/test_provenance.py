@@ -57,6 +57,33 @@ def test_private_and_large_files_are_named_and_secrets_taken_out(tree: Path, mon
     assert '+key = "***"' in patch
 
 
+def test_a_repository_around_the_project_stays_out_of_the_patch(
+    tree: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    project = tree / "teams" / "rl"
+    project.mkdir(parents=True)
+    for name in ("flow.py", "credentials.json"):
+        (project / name).write_text("a = 1\n")
+    for words in (("add", "-A"), ("-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm", "second")):
+        subprocess.run(["git", *words], cwd=tree, check=True)
+    (tree / "kept.py").write_text("another team's\n")
+    (tree / "new.py").write_text("another team's\n")
+    for name in ("flow.py", "credentials.json"):
+        (project / name).write_text("a = 2\n")
+    (project / "new.py").write_text("b = 1\n")
+    found = uncommitted(project)
+    assert "another team" not in found
+    assert "# not in this patch: credentials.json (looks private)" in found
+    patch = tmp_path_factory.mktemp("patch") / "uncommitted.patch"
+    patch.write_text(found)
+    clone = tmp_path_factory.mktemp("clone")
+    subprocess.run(["git", "clone", "-q", str(tree), str(clone)], check=True)
+    subprocess.run(["git", "apply", str(patch)], cwd=clone, check=True)
+    assert (clone / "teams" / "rl" / "flow.py").read_text() == "a = 2\n"
+    assert (clone / "teams" / "rl" / "new.py").read_text() == "b = 1\n"
+    assert (clone / "teams" / "rl" / "credentials.json").read_text() == "a = 1\n"
+
+
 def test_without_git_there_is_no_patch(tmp_path: Path) -> None:
     assert uncommitted(tmp_path) == ""
 
