@@ -30,6 +30,7 @@ from tasks.ablation_page import (
     table_rows,
 )
 from tasks.ablation_points import point_runner, run_jobs
+from tasks.page import as_text
 from tasks.progress import AblationProgress
 from tasks.runs import tracker_of
 
@@ -179,7 +180,7 @@ def _markdown(ablation: Ablation, rows: Sequence[Row]) -> str:
     asked = [*plan.settings.grid, *(" ".join(point) for point in plan.settings.points)]
     tried = [job for rung in range(plan.settings.rungs) for job in plan.jobs([p.name for p in plan.points], rung)]
     failures = [
-        f"- {job.point.label}, seed {job.seed}, to step {job.steps}: {_last_line(failure)}"
+        f"- {job.point.label}, seed {job.seed}, to step {job.steps}: {as_text(_last_line(failure))}"
         for job in tried
         if (failure := ablation.failure(job)) is not None
     ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import html
 import json
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -196,7 +197,21 @@ def _results(before: EvalReport, after: EvalReport) -> list[tuple[str, str, str]
 
 def _cell(text: str) -> str:
     short = text if len(text) <= _TEXT_SHOWN else f"{text[:_TEXT_SHOWN]}..."
-    return short.replace("|", "\\|").replace("\n", " ").replace("<", "&lt;")
+    return as_text(short)
+
+
+_ADDRESS = re.compile(r"(?<=:)(?=//)|(?<=www)(?=\.)|(?<=@)", re.IGNORECASE)
+_MARKS = re.compile(r"[^\w\s,.:;?'\"()%\u0080-\U0010ffff]|_")
+
+
+def as_text(text: str) -> str:
+    """Markdown, on one line, that shows ``text`` as it is: no image, link, HTML or table of it.
+
+    Whoever looks at a page would otherwise send requests to addresses that a model or a dataset wrote. Marks become
+    entities, which are never markup; a zero-width space within an address keeps renderers from making it a link.
+    """
+    line = re.sub(r"[\x00-\x1f\x7f]", " ", text)
+    return _MARKS.sub(lambda match: f"&#{ord(match[0])};", _ADDRESS.sub("\u200b", line))
 
 
 def html_page(

@@ -10,8 +10,11 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
+from prefect.client.orchestration import SyncPrefectClient
+from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey
 
 from infra import environment, processes
 from infra.login import Login, login_file, login_of
@@ -19,7 +22,8 @@ from infra.servers import answers, free_port
 from infra.settings import Settings
 from infra.tracking import Tracker
 from rlcore.segment.journal import StepRecord
-from tests.tour.pages import find_browser
+from tests.tour.pages import find_browser, logged_in
+from tests.unit.test_page import HOSTILE
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.slow
@@ -80,7 +84,11 @@ def _write_mlflow_run(settings: Settings) -> None:
 def _run_a_flow(env: dict[str, str]) -> None:
     code = (
         "from prefect import flow\nfrom infra.settings import Settings\nfrom tasks.foreground import prefect_api\n"
-        "@flow(name='grpo-geo3k', flow_run_name='ui-run')\ndef shown(): return 1\n"
+        "from prefect.artifacts import create_markdown_artifact\nfrom tasks.page import as_text\n"
+        f"hostile = {' '.join(HOSTILE)!r}\n"
+        "@flow(name='grpo-geo3k', flow_run_name='ui-run')\ndef shown():\n"
+        "    create_markdown_artifact('the end of it: ' + as_text(hostile), key='as-text')\n"
+        "    create_markdown_artifact(f'the end of it\\n\\n![x](http://evil.example/p.png)', key='as-markup')\n"
         "with prefect_api(Settings()): shown()\n"
     )
     subprocess.run([sys.executable, "-c", code], env=env, check=True, cwd=ROOT)
@@ -111,6 +119,39 @@ def test_both_pages_show_the_run(pages: tuple[str, str, Path]) -> None:
         chromium.close()
     for name in ("prefect", "mlflow"):
         assert (folder / f"{name}.png").stat().st_size > 10_000
+
+
+def test_a_completion_on_prefects_page_asks_nobody(pages: tuple[str, str, Path]) -> None:
+    try:
+        browser = find_browser()
+    except RuntimeError as error:
+        pytest.skip(str(error))
+    from playwright.sync_api import sync_playwright
+
+    prefect, _, folder = pages
+    login = login_of(Settings(data_dir=folder / "data"))
+    asked: list[str] = []
+    with (
+        sync_playwright() as playwright,
+        SyncPrefectClient(api=f"{prefect}/api", auth_string=login.text) as client,
+    ):
+        chromium = playwright.chromium.launch(executable_path=browser, args=["--no-sandbox"])
+        page = logged_in(chromium, login, {"width": 1400, "height": 900}).new_page()
+        page.on("request", lambda request: asked.append(request.url))
+
+        def hosts_asked(key: str) -> set[str | None]:
+            (artifact,) = client.read_artifacts(artifact_filter=ArtifactFilter(key=ArtifactFilterKey(any_=[key])))
+            asked.clear()
+            page.goto(f"{prefect}/artifacts/artifact/{artifact.id}")
+            page.get_by_text("the end of it").first.wait_for(timeout=60_000)
+            page.wait_for_timeout(2_000)
+            return {urlsplit(url).hostname for url in asked if urlsplit(url).scheme in ("http", "https")}
+
+        assert "evil.example" in hosts_asked("as-markup"), "the page loads the pictures that it is given"
+        assert hosts_asked("as-text") == {"127.0.0.1"}
+        links = page.locator("a").evaluate_all("links => links.map(link => link.href)")
+        assert not [link for link in links if "evil" in link]
+        chromium.close()
 
 
 def _ask(url: str, method: str = "GET", body: bytes | None = None, **headers: str) -> tuple[int, str, bytes]:
