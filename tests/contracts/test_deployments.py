@@ -4,15 +4,18 @@ and against what the code reads."""
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import kubernetes_validate
+import psycopg
 import pytest
 import yaml
 
@@ -22,6 +25,7 @@ from infra.settings import Settings
 from infra.shape import Shape
 from tasks.deploying import documents, main, shape_of
 from tasks.experiments import load_experiment
+from tests.stores import postgres_server
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCKER = ROOT / "infra" / "docker"
@@ -77,6 +81,89 @@ def test_compose_takes_every_secret_from_the_env_file_and_listens_on_loopback() 
         "mlflow",
         "prefect",
     }
+
+
+def test_no_service_of_compose_holds_more_than_its_own_secrets() -> None:
+    services: dict[str, Any] = yaml.safe_load(COMPOSE)["services"]
+    holders: dict[str, set[str]] = {}
+    for service, content in services.items():
+        for secret in re.findall(r"\$\{([A-Z0-9_]+)", json.dumps(content.get("environment", {}))):
+            holders.setdefault(secret, set()).add(service)
+    clients = {"deploy", "worker", "worker-cpu"}
+    assert {name: found for name, found in holders.items() if not name.endswith("_PORT")} == {
+        "POSTGRES_PASSWORD": {"postgres"},
+        "PREFECT_DB_PASSWORD": {"postgres", "prefect"},
+        "MLFLOW_DB_PASSWORD": {"postgres", "mlflow"},
+        "MLFLOW_USERS_DB_PASSWORD": {"postgres", "mlflow"},
+        "S3_ROOT_ACCESS_KEY": {"objects", "bucket"},
+        "S3_ROOT_SECRET_KEY": {"objects", "bucket"},
+        "MLFLOW_S3_ACCESS_KEY": {"bucket", "mlflow"},
+        "MLFLOW_S3_SECRET_KEY": {"bucket", "mlflow"},
+        "MLFLOW_ADMIN_PASSWORD": {"mlflow", "mlflow-user"},
+        "MLFLOW_SECRET_KEY": {"mlflow"},
+        "MLFLOW_WORKER_PASSWORD": {"mlflow-user", *clients},
+        "PREFECT_AUTH": {"prefect", *clients},
+    }
+    addresses = re.findall(r"postgresql\+\w+://(\w+):\$\{(\w+)\}@postgres/(\w+)", COMPOSE)
+    assert sorted(addresses) == [
+        ("mlflow", "MLFLOW_DB_PASSWORD", "mlflow"),
+        ("mlflow_users", "MLFLOW_USERS_DB_PASSWORD", "mlflow_users"),
+        ("prefect", "PREFECT_DB_PASSWORD", "prefect"),
+    ]
+    mounted = [volume.split(":")[0] for content in services.values() for volume in content.get("volumes", [])]
+    assert not [path for path in mounted if path.startswith("./") and not (DOCKER / path).is_file()]
+
+
+def test_mlflows_keys_open_its_bucket_alone() -> None:
+    policy = json.loads((DOCKER / "policy.json").read_text())
+    assert {item["Effect"] for item in policy["Statement"]} == {"Allow"}
+    assert {name for item in policy["Statement"] for name in item["Resource"]} == {
+        "arn:aws:s3:::mlflow",
+        "arn:aws:s3:::mlflow/*",
+    }
+    assert not [name for item in policy["Statement"] for name in item["Action"] if "*" in name or "Policy" in name]
+
+
+@pytest.mark.parametrize(("again", "policy", "code"), [(False, "", 0), (True, "mlflow", 0), (True, "", 1)])
+def test_the_bucket_gets_its_user_at_every_start_and_no_command_line_a_key(
+    tmp_path: Path, again: bool, policy: str, code: int
+) -> None:
+    """bucket.sh with an ``mc`` that writes down how it was called; it refuses to attach a policy a second time."""
+    script = tmp_path / "mc"
+    script.write_text(f"""#!/bin/sh
+echo "$@" >> {tmp_path}/calls
+case "$*" in
+  *"user add"*) cat > {tmp_path}/stdin ;;
+  *attach*) exit {int(again)} ;;
+  *"user info"*) echo 'PolicyName: {policy}' ;;
+esac
+""")
+    script.chmod(0o755)
+    keys = {"MLFLOW_S3_ACCESS_KEY": "mlflow-user", "MLFLOW_S3_SECRET_KEY": "secret-of-mlflow"}
+    env = {"PATH": f"{tmp_path}:/usr/bin:/bin", **keys}
+    assert subprocess.run(["sh", str(DOCKER / "bucket.sh")], env=env, check=False).returncode == code
+    assert "secret-of-mlflow" not in (tmp_path / "calls").read_text()
+    assert (tmp_path / "stdin").read_text() == "mlflow-user\nsecret-of-mlflow\n"
+
+
+def test_each_database_of_compose_has_a_user_who_can_reach_no_other() -> None:
+    names = ("prefect", "mlflow", "mlflow_users")
+    passwords = {name: f"password-of-{name}" for name in names}
+    variables = {f"{name.upper()}_DB_PASSWORD": password for name, password in passwords.items()}
+    with postgres_server() as server:
+        command = ["psql", "--no-psqlrc", "--set=ON_ERROR_STOP=1", "--dbname", server.url("postgres"), "--file"]
+        subprocess.run([*command, str(DOCKER / "databases.sql")], env={**os.environ, **variables}, check=True)
+        for user, other in product(names, (*names, "postgres", "template1")):
+            address = f"postgresql://{user}:{passwords[user]}@127.0.0.1:{server.port}/{other}"
+            if user == other:
+                with psycopg.connect(address) as connection:
+                    connection.execute("CREATE EXTENSION pg_trgm")  # Prefect's server makes it
+                    connection.execute("CREATE TABLE things (name text)")
+                    row = connection.execute("SELECT rolsuper, rolcreaterole FROM pg_roles WHERE rolname = %s", [user])
+                    assert row.fetchone() == (False, False)
+            else:
+                with pytest.raises(psycopg.OperationalError, match="permission denied for database"):
+                    psycopg.connect(address)
 
 
 def test_what_the_files_set_is_what_the_code_reads() -> None:

@@ -23,7 +23,7 @@ FORBIDDEN = {
 # Third party -> where it may be imported: files or folders, as prefixes of the path.
 HOMES = {
     "prefect": ("flows/", "tasks/", "infra/prefect_plugin.py", "infra/prefect_app.py"),
-    "mlflow": ("infra/tracking.py", "infra/registry.py", "infra/results.py", "infra/mlflow_app.py"),
+    "mlflow": ("infra/tracking.py", "infra/registry.py", "infra/results.py", "infra/mlflow_app.py", "infra/docker/"),
     "tensorboard": ("infra/tracker_sinks.py",),
     "wandb": ("infra/tracker_sinks.py",),
     "swanlab": ("infra/tracker_sinks.py",),
