@@ -15,7 +15,7 @@ from rlcore.distributed.group import LocalRanks, Ranks, WatchedRanks, WorkerGrou
 from rlcore.distributed.trace import ProfiledRanks
 from rlcore.distributed.worker import WorkerSpec, make_worker
 from rlcore.ports import MetricSink
-from rlcore.rewards import make_reward
+from rlcore.rewards import environment_of, make_reward
 from rlcore.rewards.pool import GradingPool
 from rlcore.segment.adjustments import Adjustments
 from rlcore.startup import making_what_stays
@@ -102,7 +102,12 @@ def graded_samplers(
 
 def _grader(config: ExperimentConfig) -> GradingPool:
     reward = make_reward(config.reward, max_completion_tokens=config.rollout.max_completion_tokens)
-    return GradingPool(reward, config.reward.processes, config.reward.deadline_seconds)
+    return GradingPool(
+        reward,
+        config.reward.processes,
+        config.reward.deadline_seconds,
+        environment=environment_of(config.reward),
+    )
 
 
 def pick_device(config: ExperimentConfig) -> str:

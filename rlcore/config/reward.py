@@ -115,11 +115,20 @@ class UserReward(_Reward):
     """The function takes lists."""
     arguments: dict[str, Any] = {}
     """Given to the function by name."""
+    environment: tuple[str, ...] = ()
+    """Environment variables that the function may read, by name; a grading process has no others of yours."""
 
     @field_validator("file")
     @classmethod
     def _absolute(cls, file: Path) -> Path:
         return file.expanduser().absolute()
+
+    @field_validator("environment")
+    @classmethod
+    def _names(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        if wrong := [name for name in names if not name.isascii() or not name.isidentifier()]:
+            raise ValueError(f"{wrong} are no names of environment variables. Use letters, digits and _ only.")
+        return names
 
 
 RewardConfig = Annotated[

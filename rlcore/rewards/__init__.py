@@ -32,7 +32,12 @@ from rlcore.rewards.protocol import BatchRewardFn, Reward
 from rlcore.rewards.r1v import r1v_reward
 from rlcore.rewards.user import user_reward
 
-__all__ = ["BatchRewardFn", "Reward", "make_reward"]
+__all__ = ["BatchRewardFn", "Reward", "environment_of", "make_reward"]
+
+
+def environment_of(config: RewardConfig) -> tuple[str, ...]:
+    """Names of the environment variables that the reward may read; a built-in one reads none."""
+    return config.environment if isinstance(config, UserReward) else ()
 
 
 def make_reward(config: RewardConfig, *, max_completion_tokens: int) -> Reward:

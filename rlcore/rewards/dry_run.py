@@ -8,7 +8,7 @@ import numpy as np
 
 from rlcore.config.reward import RewardConfig, UserReward
 from rlcore.errors import RewardError
-from rlcore.rewards import make_reward
+from rlcore.rewards import environment_of, make_reward
 from rlcore.rewards.pool import GradingPool
 from rlcore.rewards.protocol import BatchRewardFn
 from rlcore.types import Completion, Problem, Score
@@ -40,7 +40,8 @@ def dry_run(config: RewardConfig, *, max_completion_tokens: int, problem: Proble
         RewardError: it cannot be loaded, or a completion could not be graded; with the traceback, where there is one.
     """
     reward = make_reward(config, max_completion_tokens=max_completion_tokens)
-    with GradingPool(reward, 1, config.deadline_seconds, start_seconds=START_SECONDS) as pool:
+    variables = environment_of(config)
+    with GradingPool(reward, 1, config.deadline_seconds, start_seconds=START_SECONDS, environment=variables) as pool:
         if problem is None:
             if isinstance(config, UserReward):
                 return ()

@@ -6,24 +6,28 @@ share, so one that dies, even while idle, cannot take a lock or the others with 
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import pickle
 import queue
+import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import traceback
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Literal, Self
 
 from rlcore.errors import RewardError
-from rlcore.rewards.protocol import BatchRewardFn, Job, Reward
+from rlcore.rewards.protocol import BatchRewardFn, Job, Reward, answer_from_json, jobs_to_json
 from rlcore.types import Completion, Problem, Score
 
 logger = logging.getLogger(__name__)
@@ -31,6 +35,9 @@ logger = logging.getLogger(__name__)
 MAX_CHUNK = 32  # completions sent to a process at once
 START_SECONDS = 120.0  # a cold file system can take long to import sympy
 KEPT_FAILURES = 3
+MAX_ANSWER_BYTES = 1 << 20
+WORKER = "rlcore.rewards.worker"
+ENVIRONMENT = ("PATH", "LANG", "LD_LIBRARY_PATH")  # what an interpreter may need to start; no secrets
 UNGRADED = Score(reward=0.0, parts={}, graded=False)
 
 
@@ -43,10 +50,18 @@ class GradingPool:
     A ``BatchRewardFn`` is called with all that a process is sent at once, n completions, and may take n deadlines.
     If that fails in any way (n deadlines are over, it raises, its process dies), the n are given to it one by one,
     so that only the culprits are lost; ``batch_failures`` counts this.
+
+    The processes have no network, no secrets and no files but a scratch folder each (sandbox.py).
     """
 
     def __init__(
-        self, reward: Reward, processes: int, deadline_seconds: float, *, start_seconds: float = START_SECONDS
+        self,
+        reward: Reward,
+        processes: int,
+        deadline_seconds: float,
+        *,
+        start_seconds: float = START_SECONDS,
+        environment: Sequence[str] = (),
     ) -> None:
         """Start the processes and wait until all can grade.
 
@@ -55,11 +70,12 @@ class GradingPool:
             processes: gradings that run at the same time.
             deadline_seconds: wall-clock time that one completion may take.
             start_seconds: wall-clock time that loading the reward may take.
+            environment: names of variables that the reward may see, beside ``ENVIRONMENT``.
 
         Raises:
-            RewardError: the reward cannot be pickled, or a process cannot load it.
+            RewardError: the reward cannot be pickled, a process cannot load it, or a variable is not set.
         """
-        payload = _pickled(reward)
+        payload, variables = _pickled(reward), _environment(environment)
         self.first_failure: str | None = None  # in words, of the first grading lost; a traceback if it raised
         self.first_traceback: str | None = None  # of the first reward that raised
         self._chunks_per_process = 1 if isinstance(reward, BatchRewardFn) else 4
@@ -70,7 +86,17 @@ class GradingPool:
         self._closed = False
         self._unfinished: set[_Batch] = set()
         self._chunks: queue.SimpleQueue[_Chunk | None] = queue.SimpleQueue()
-        self._workers = [_Worker(payload, isinstance(reward, BatchRewardFn), start_seconds) for _ in range(processes)]
+        self._scratch = tempfile.TemporaryDirectory(prefix="rlflow-graders-", ignore_cleanup_errors=True)
+        self._workers = [
+            _Worker(
+                payload,
+                isinstance(reward, BatchRewardFn),
+                start_seconds,
+                variables,
+                Path(self._scratch.name, str(index)),
+            )
+            for index in range(processes)
+        ]
         ready: list[Future[None]] = [Future() for _ in range(processes)]
         self._threads = [
             threading.Thread(target=self._serve, args=pair, name="grading", daemon=True)
@@ -84,6 +110,11 @@ class GradingPool:
         except BaseException:
             self.close()
             raise
+        if missing := self._workers[0].missing:
+            logger.warning(
+                "grading processes run without protection of: %s. This system refuses what takes it from them.",
+                ", ".join(missing),
+            )
 
     @property
     def timeouts(self) -> int:
@@ -155,6 +186,7 @@ class GradingPool:
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join()
+        self._scratch.cleanup()
         for batch in unfinished:
             batch.future.set_exception(RewardError("the grading pool was closed while this was being graded."))
 
@@ -239,12 +271,17 @@ class _Chunk:
 class _Worker:
     """One grading process at a time. ``retire`` may come from any thread, the rest from the worker's own."""
 
-    def __init__(self, payload: bytes, batch: bool, start_seconds: float) -> None:
+    def __init__(
+        self, payload: bytes, batch: bool, start_seconds: float, variables: Mapping[str, str], scratch: Path
+    ) -> None:
+        self.missing: list[str] = []  # what the sandbox could not take away, in words
         self.batch_failures = 0
         self.first_batch_failure: str | None = None
         self._payload = payload  # the pickled reward
         self._batch = batch  # it is a BatchRewardFn
         self._start_seconds = start_seconds
+        self._scratch = scratch
+        self._variables = {**variables, "TMPDIR": str(scratch), "HOME": str(scratch)}
         self._lock = threading.Lock()  # a process is not started while the worker is retired
         self._retired = False
         self._process: subprocess.Popen[bytes] | None = None
@@ -263,19 +300,20 @@ class _Worker:
                 ours.close()
                 raise RewardError("the grading pool is closed.")
             self._connection = connection = Connection(ours.detach())
+            shutil.rmtree(self._scratch, ignore_errors=True)  # what the last process left
+            self._scratch.mkdir(mode=0o700)
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "rlcore.rewards.worker", str(theirs.fileno())],
+                [sys.executable, "-P", "-m", WORKER, str(theirs.fileno()), str(self._scratch)],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
-                env=_environment(),
+                env=self._variables,
             )
+        failure: str | None = f"It gave no sign of life for {self._start_seconds:g} s."
         try:
             connection.send_bytes(self._payload)
-            failure = (
-                connection.recv()
-                if connection.poll(self._start_seconds)
-                else f"It gave no sign of life for {self._start_seconds:g} s."
-            )
+            if connection.poll(self._start_seconds):
+                state = json.loads(connection.recv_bytes(MAX_ANSWER_BYTES))
+                failure, self.missing = state["error"], state["missing"]
         except (EOFError, OSError) as error:
             failure = f"It died ({error!r}); its own words are on stderr."
         if failure is not None:
@@ -303,7 +341,7 @@ class _Worker:
     def _ask(self, jobs: Sequence[Job], first_seconds: float, deadline_seconds: float) -> Iterator[Score | _Failure]:
         """Send the jobs together. The first answer may take ``first_seconds``, each further one the deadline."""
         try:
-            payload = pickle.dumps(jobs)
+            payload = jobs_to_json(jobs)
         except Exception:  # noqa: BLE001 - a problem can hold anything; only its own gradings are lost
             if len(jobs) == 1:
                 yield _Failure("error", traceback.format_exc())
@@ -325,10 +363,13 @@ class _Worker:
                     yield _Failure("timeout", f"It took longer than {seconds:g} s and was killed.")
                     return
                 seconds = deadline_seconds
-                answer = connection.recv()
+                answer = answer_from_json(connection.recv_bytes(MAX_ANSWER_BYTES))
                 yield answer if isinstance(answer, Score) else _Failure("error", answer)
         except (EOFError, OSError):
             yield _Failure("death", f"The process ended with {self.stop()}.")
+        except ValueError as error:
+            self.stop()
+            yield _Failure("death", f"{error}, and was killed.")
 
     def stop(self) -> int | None:
         """Kill the process, wait for it, and return its exit code."""
@@ -367,7 +408,13 @@ def _pickled(reward: Reward) -> bytes:
         ) from None
 
 
-def _environment() -> dict[str, str]:
-    """Ours, with the modules that we can import, and no thread pools."""
+def _environment(names: Sequence[str]) -> dict[str, str]:
+    """The variables that start an interpreter and those named, the modules that we can import, and no thread pools."""
+    if absent := [name for name in names if name not in os.environ]:
+        raise RewardError(
+            f"reward.environment names {', '.join(absent)}, which is not set where the trainer runs. "
+            "Set it there, or take it off the list."
+        )
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    kept = {name: os.environ[name] for name in (*ENVIRONMENT, *names) if name in os.environ}
+    return {**kept, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}

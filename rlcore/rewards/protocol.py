@@ -1,12 +1,15 @@
-"""What a grading process can be given: a reward of one completion, or one of many at once."""
+"""What a grading process can be given, and what travels between it and the trainer: JSON, which holds no code."""
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Sequence
-from typing import Protocol, TypeAlias, runtime_checkable
+from dataclasses import astuple
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from rlcore.ports import RewardFn
-from rlcore.types import FinishReason, Problem, Score
+from rlcore.types import FinishReason, ImageRef, Problem, Score
 
 Job: TypeAlias = tuple[str, Problem, int, FinishReason]  # the arguments of a RewardFn
 
@@ -29,3 +32,63 @@ class BatchRewardFn(Protocol):
 
 
 Reward: TypeAlias = RewardFn | BatchRewardFn
+
+
+def jobs_to_json(jobs: Sequence[Job]) -> bytes:
+    """The jobs as a grading process reads them; a tuple in a problem's ``extra`` becomes a list.
+
+    Raises:
+        TypeError, ValueError: a problem holds what JSON cannot.
+    """
+    return json.dumps(
+        [
+            (
+                text,
+                (p.problem_id, p.question, [astuple(image) for image in p.images], p.answer, p.source, dict(p.extra)),
+                num_tokens,
+                finish_reason,
+            )
+            for text, p, num_tokens, finish_reason in jobs
+        ]
+    ).encode()
+
+
+def jobs_from_json(data: bytes) -> list[Job]:
+    return [(text, _problem(*problem), tokens, reason) for text, problem, tokens, reason in json.loads(data)]
+
+
+def _problem(
+    problem_id: str, question: str, images: list[list[Any]], answer: str, source: str, extra: dict[str, object]
+) -> Problem:
+    return Problem(problem_id, question, tuple(ImageRef(*image) for image in images), answer, source, extra)
+
+
+def answer_to_json(answer: Score | str) -> bytes:
+    """A score, or in words why there is none."""
+    if isinstance(answer, str):
+        return json.dumps({"error": answer}).encode()
+    return json.dumps({"reward": answer.reward, "parts": dict(answer.parts), "graded": answer.graded}).encode()
+
+
+def answer_from_json(data: bytes) -> Score | str:
+    """What a grading process answered. It is not trusted: a completion may have got the better of it.
+
+    Raises:
+        ValueError: it is neither a score of finite numbers nor an error.
+    """
+    try:
+        answer = json.loads(data)
+        if isinstance(answer, dict) and answer.keys() == {"error"} and isinstance(answer["error"], str):
+            return str(answer["error"])
+        parts = {name: _number(part) for name, part in answer["parts"].items()}
+        if isinstance(answer["graded"], bool):
+            return Score(_number(answer["reward"]), parts, answer["graded"])
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
+        pass
+    raise ValueError(f"a grading process answered {data[:200]!r}, which is neither a score nor an error")
+
+
+def _number(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError(f"{value!r} is not a finite number")
+    return float(value)

@@ -1,13 +1,15 @@
-"""One grading process: ``python -m rlcore.rewards.worker FD``, started and killed by ``GradingPool``.
+"""One grading process: ``python -m rlcore.rewards.worker FD SCRATCH``, started and killed by ``GradingPool``.
 
-Over the socket FD it takes a pickled reward, answers None when it can grade (else a traceback), and then, for
-each list of jobs, answers each in turn with a Score, or with a traceback where the reward raised. A reward of
-many completions at once gets the whole list, so its first answer comes when it has them all.
+It gives up network, processes and files (sandbox.py), takes a pickled reward over the socket FD and says that it can
+grade, or why not. Then it answers each job of each list that it is sent, in turn, with a score, or with a traceback
+where the reward raised. A reward of many completions at once gets the whole list, so its first answer comes when it
+has them all. Jobs and answers are JSON: what a model wrote must reach no unpickler, on either side.
 """
 
 from __future__ import annotations
 
 import ctypes
+import json
 import math
 import pickle
 import resource
@@ -18,36 +20,43 @@ from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from rlcore.rewards.protocol import BatchRewardFn, Job, Reward
+from rlcore.rewards import sandbox
+from rlcore.rewards.protocol import BatchRewardFn, Job, Reward, answer_to_json, jobs_from_json
 from rlcore.types import Score
 
 MEMORY_BYTES = 4 << 30  # what a grading may take; more could get the trainer killed in its place
+MAX_WORDS = 20_000  # characters of a traceback, from its end
+HINT = (
+    "\nA reward runs without network, without other processes, and writes only into its temporary folder: "
+    "docs/howto/own-reward.md."
+)
 _PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's to handle
+    connection = Connection(int(sys.argv[1]))
+    missing = sandbox.enter(Path(sys.argv[2]))
     if sys.platform == "linux":  # a worker stuck inside sympy must not outlive a trainer that was killed
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    connection = Connection(int(sys.argv[1]))
     try:
-        reward = _receive_reward(connection)
+        reward = _receive_reward(connection, missing)
         _limit_memory()
         while reward is not None:
-            for answer in _answers(reward, connection.recv()):
-                connection.send(answer)
+            for answer in _answers(reward, jobs_from_json(connection.recv_bytes())):
+                connection.send_bytes(answer_to_json(answer))
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return  # the pool is gone
 
 
-def _receive_reward(connection: Connection) -> Reward | None:
+def _receive_reward(connection: Connection, missing: list[str]) -> Reward | None:
     payload = connection.recv_bytes()
     try:
-        reward: Reward = pickle.loads(payload)
-    except Exception:  # noqa: BLE001 - whatever an import can raise is the pool's to report
-        connection.send(traceback.format_exc())
+        reward: Reward = pickle.loads(payload)  # from the trainer, before any text of a model gets here
+    except Exception as error:  # noqa: BLE001 - whatever an import can raise is the pool's to report
+        connection.send_bytes(json.dumps({"error": _words(error), "missing": missing}).encode())
         return None
-    connection.send(None)
+    connection.send_bytes(json.dumps({"error": None, "missing": missing}).encode())
     return reward
 
 
@@ -59,8 +68,8 @@ def _answers(reward: Reward, jobs: Sequence[Job]) -> Iterator[Score | str]:
     for job in jobs:
         try:
             answer: Score | str = _checked(reward(*job))
-        except BaseException:  # noqa: BLE001 - even SystemExit is one completion's affair
-            answer = traceback.format_exc()
+        except BaseException as error:  # noqa: BLE001 - even SystemExit is one completion's affair
+            answer = _words(error)
         yield answer
 
 
@@ -70,9 +79,14 @@ def _batch_answers(reward: BatchRewardFn, jobs: Sequence[Job]) -> Sequence[Score
         scores = [_checked(score) for score in reward.score_batch(texts, problems, num_tokens, finish_reasons)]
         if len(scores) != len(jobs):
             raise TypeError(f"the reward returned {len(scores)} scores for {len(jobs)} completions")
-    except BaseException:  # noqa: BLE001
-        return [traceback.format_exc()] * len(jobs)
+    except BaseException as error:  # noqa: BLE001
+        return [_words(error)] * len(jobs)
     return scores
+
+
+def _words(error: BaseException) -> str:
+    refused = isinstance(error, PermissionError) or isinstance(error.__cause__ or error.__context__, PermissionError)
+    return "".join(traceback.format_exception(error))[-MAX_WORDS:] + (HINT if refused else "")
 
 
 def _checked(score: object) -> Score:

@@ -2,6 +2,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
 import time
@@ -41,7 +42,7 @@ def puppet(text: str, problem: Problem, num_tokens: int, finish_reason: str) -> 
         case "pid":
             return Score(float(os.getpid()), {}, True)
         case "say_pid_and_sleep":
-            Path(rest).write_text(str(os.getpid()))
+            Path(os.environ["TMPDIR"], "pid").write_text(str(os.getpid()))
             time.sleep(WAIT)
         case "hog":
             bytearray(1 << 40)
@@ -157,14 +158,16 @@ def test_another_worker_goes_on_while_one_hangs():
         assert not hanging.done()
 
 
-def test_a_worker_killed_from_outside_in_mid_job_costs_one_grading(pool, tmp_path):
+def test_a_worker_killed_from_outside_in_mid_job_costs_one_grading(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # where the pool makes its scratch folders
     with GradingPool(puppet, processes=1, deadline_seconds=WAIT) as patient:
-        note = tmp_path / "pid"
-        texts = ["ok", f"say_pid_and_sleep {note}", "ok"]
+        texts = ["ok", "say_pid_and_sleep", "ok"]
         future = patient.submit([problem()] * 3, [completion(t) for t in texts])
-        while not (note.exists() and note.read_text()):
+        deadline, said = time.monotonic() + WAIT, ""
+        while not said and time.monotonic() < deadline:
+            said = "".join(note.read_text() for note in tmp_path.glob("*/*/pid"))
             time.sleep(0.01)
-        os.kill(int(note.read_text()), signal.SIGKILL)
+        os.kill(int(said), signal.SIGKILL)
         assert [s.graded for s in future.result(WAIT)] == [True, False, True]
         assert (patient.timeouts, patient.errors, patient.deaths) == (0, 0, 1)
 
