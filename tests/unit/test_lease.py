@@ -3,6 +3,7 @@ import json
 import multiprocessing
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -33,6 +34,15 @@ ROUNDS = 100
 def _start(path: Path, token: str) -> subprocess.Popen:
     command = [sys.executable, "-c", HOLDER, str(path), token]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+@pytest.fixture(autouse=True)
+def signals_as_before():
+    """What is tested here takes SIGTERM and SIGINT for itself."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @contextmanager
