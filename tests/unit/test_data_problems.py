@@ -17,15 +17,19 @@ import pytest
 from PIL import Image
 
 from rlcore.artifacts import DatasetRef
-from rlcore.config import DataConfig, ModelConfig
+from rlcore.config import DataConfig, ModelConfig, build_experiment
 from rlcore.data.digest import dataset_key
 from rlcore.data.folder import load_report
 from rlcore.data.problems import load_problems, prepare
+from rlcore.data.prompts import load_processor
 from rlcore.data.rejects import read_rejects
 from rlcore.data.table import load_rows
+from rlcore.distributed.worker import WorkerSpec
+from rlcore.distributed.worker import _prompts as worker_prompts
 from rlcore.errors import DataError, StorageError
 from rlcore.files import building
 from rlcore.job import PrepareSpec
+from rlcore.models.canary import canary_samples
 from rlcore.types import ImageRef, Message, Problem
 
 
@@ -267,6 +271,29 @@ def test_the_system_prompt_counts_towards_the_length(tmp_path):
         load_rows(Path(prepare(spec_for(path, system_prompt=text)).path)) for text in (None, "Be brief.")
     )
     assert longer.prompt_tokens > plain.prompt_tokens
+
+
+def test_workers_and_canary_put_the_question_as_preparation_did(tmp_path):
+    """Training, evaluation and merge ask through the worker's prompts."""
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"problem": chat(("user", "1?"), ("assistant", "1"), ("user", "1+1?")), "answer": "2"}))
+    model = tmp_path / "model"
+    load_processor(ModelConfig()).save_pretrained(model)
+    template = (model / "chat_template.jinja").read_text()
+    (model / "chat_template.jinja").write_text(f"{template}{{{{ '' if enable_thinking else '<think></think>' }}}}")
+    given = {"system_prompt": "Be brief.", "chat_template_arguments": {"enable_thinking": False}, "template": "tiny"}
+    spec = spec_for(path, **given).model_copy(update={"model": ModelConfig(path=str(model))})
+    folder = Path(prepare(spec).path)
+    prompts = worker_prompts(WorkerSpec.alone(model, folder, build_experiment({"name": "x", "data": given}), "cpu"))
+    (row,) = load_rows(folder)
+    tokens = prompts.tokens(row.problem)
+    assert len(tokens) == row.prompt_tokens
+    assert prompts.tokenizer.decode(tokens) == (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n1?<|im_end|>\n<|im_start|>assistant\n1<|im_end|>\n"
+        "<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n<think></think>"
+    )
+    (sample,) = canary_samples([row.problem], prompts)
+    assert sample.token_ids[: row.prompt_tokens].tolist() == tokens.tolist()
 
 
 def test_cells_of_other_types_and_missing_files(tmp_path):
