@@ -32,7 +32,3 @@ def evaluate_latest(
             show_leaderboard()
     if failures:
         raise failures[0]
-
-
-if __name__ == "__main__":
-    evaluate_latest()

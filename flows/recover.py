@@ -15,7 +15,3 @@ def recover() -> None:
     with alone(Settings(), "recover") as mine:
         if mine:
             show(recover_runs())
-
-
-if __name__ == "__main__":
-    recover()
