@@ -142,7 +142,8 @@ def test_settings_exist_and_take_the_values_shown(page: Path) -> None:
             if key.split(".")[0] not in GROUPS or f".{key.rpartition('.')[2]}" in FILE_SUFFIXES or module.exists():
                 continue
             known = any(item == key or item.startswith(f"{key}.") for item in [*KEYS, *_names()])
-            assert known or key.startswith("reward.arguments."), f"{page.name}: {key}"
+            foreign = page.name == "from-easyr1-and-verl.md" and key in code.texts()  # one that the translators read
+            assert known or foreign or key.startswith("reward.arguments."), f"{page.name}: {key}"
             if value and "..." not in value and len(word.split()) == 1:
                 assert _builds([f"{key}{value}"]), f"{page.name}: {word}"
 
