@@ -1,4 +1,5 @@
 import math
+from typing import get_args
 
 import hypothesis.strategies as st
 import pytest
@@ -9,6 +10,8 @@ from torch.testing import assert_close
 
 from rlcore.algorithms.kl import k1, k2, k3, next_coefficient, straight_through
 from rlcore.algorithms.mismatch import masked_importance, mismatch, truncated_importance
+from rlcore.config.algorithm import KlEstimator
+from rlcore.training.step import kl_estimate
 
 LOGPROBS = st.floats(min_value=-1e4, max_value=0, width=32)
 
@@ -170,3 +173,25 @@ def test_sampler_and_trainer_that_agree_have_weights_of_exactly_1():
         assert torch.equal(
             masked_importance(logprobs, logprobs, of_sequence, min_weight=1.0, max_weight=1.0), torch.ones(50)
         )
+
+
+@pytest.mark.parametrize(
+    ("estimator", "value", "slope"),
+    [
+        ("k1", 0.5, 1.0),
+        ("k2", 0.125, 0.5),
+        ("k3", math.exp(-0.5) - 0.5, 1 - math.exp(-0.5)),
+        ("straight_through", math.exp(-0.5) - 0.5, 0.5),
+    ],
+)
+def test_each_configured_estimator_is_its_own(estimator: KlEstimator, value: float, slope: float):
+    """log p = -1, log q = -1.5: the log-ratio is 0.5, and k3 is exp(-0.5) - 1 + 0.5."""
+    p = tensor([-1.0], dtype=torch.float64, requires_grad=True)
+    found = kl_estimate(estimator, p, tensor([-1.5], dtype=torch.float64))
+    found.sum().backward()
+    assert float(found.detach()) == pytest.approx(value, rel=1e-12)
+    assert float(p.grad) == pytest.approx(slope, rel=1e-12)
+
+
+def test_every_estimator_of_the_config_is_in_the_table_above():
+    assert set(get_args(KlEstimator)) == {"k1", "k2", "k3", "straight_through"}

@@ -249,3 +249,12 @@ def test_old_log_probs_beside_a_buffer_come_from_the_passes_that_the_updates_rep
     first, second = [whole] * updates + [4], [whole] + [4]
     assert run.workers.scored == first + second
     assert all(s.old_logprobs is not None for samples in run.workers.updated for s in samples)
+
+
+def test_warm_up_is_linear_from_the_first_step_and_then_constant(tmp_path: Path):
+    training = {"problems_per_step": 4, "steps": 8, "learning_rate": 0.01, "warmup_steps": 4}
+    run = wired(toy.config(training=training), [0.1] * 6, tmp_path / "journal.jsonl")
+    state = train(run, TrainState(), until_step=3, should_stop=never)
+    train(run, state, until_step=6, should_stop=never)
+    assert run.workers.rates == pytest.approx([0.0025, 0.005, 0.0075, 0.01, 0.01, 0.01])
+    assert [m["optim/learning_rate"] for m in metrics_of(tmp_path / "journal.jsonl")] == run.workers.rates
