@@ -62,7 +62,8 @@ class StopRequest:
         self._heartbeat = Unchanged(now)
         self._signalled = False
         self._renewed = now()
-        self.segment_ends_at: float | None = None  # time.monotonic()
+        self._segment_ends_at: float | None = None
+        self._segment_has_trained = False
         self.listen()
 
     def listen(self) -> None:
@@ -97,9 +98,17 @@ class StopRequest:
             return True
         return self._heartbeat.seconds(state.heartbeat) > self._deadline
 
+    def begin_segment(self, minutes: float | None) -> None:
+        """From now on a segment is trained, which ends with the first batch that ends after ``minutes``."""
+        self._segment_ends_at = None if minutes is None else self._now() + 60 * minutes
+        self._segment_has_trained = False
+
     def __call__(self) -> bool:
-        out_of_time = self.segment_ends_at is not None and self._now() >= self.segment_ends_at
-        return self.preempted() or out_of_time
+        """Asked before each batch."""
+        # without a batch a segment would not end a run: it would be followed by the next empty one, for ever
+        has_trained, self._segment_has_trained = self._segment_has_trained, True
+        out_of_time = self._segment_ends_at is not None and self._now() >= self._segment_ends_at
+        return self.preempted() or (has_trained and out_of_time)
 
     def wants(self, segment: int) -> bool:
         """Whether the driver wants this segment; waits while it says nothing new but is alive."""
@@ -198,8 +207,7 @@ def _segments_from(
         if not stop.wants(segment):
             return EXIT_PREEMPTED
         until_step = min(first_step + config.segment.steps, config.training.steps)
-        minutes = config.segment.max_minutes
-        stop.segment_ends_at = time.monotonic() + 60 * minutes if minutes else None
+        stop.begin_segment(config.segment.max_minutes)
         state = train(run, state, until_step=until_step, should_stop=should_stop)
         pause = health.pause_or_raise() if state.step < config.training.steps else None
         complete = pause is None and (state.step == until_step or not stop.preempted())
