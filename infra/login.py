@@ -30,8 +30,7 @@ class Login:
 
     @property
     def header(self) -> str:
-        """Value of the HTTP header ``Authorization``."""
-        return f"Basic {base64.b64encode(self.text.encode()).decode()}"
+        return header_of(self.text)
 
     def for_prefect(self) -> dict[str, str]:
         """Variables of Prefect's clients."""
@@ -44,6 +43,11 @@ class Login:
     def for_servers(self) -> dict[str, str]:
         """Variables of both servers; infra/mlflow_app.py reads those of MLflow's clients."""
         return {"PREFECT_SERVER_API_AUTH_STRING": self.text, **self.for_mlflow()}
+
+
+def header_of(text: str) -> str:
+    """Value of the HTTP header ``Authorization`` for ``user:password``."""
+    return f"Basic {base64.b64encode(text.encode()).decode()}"
 
 
 def login_file(settings: Settings) -> Path:

@@ -17,11 +17,12 @@ import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from http import HTTPStatus
 from pathlib import Path
 
 from infra import environment, processes
 from infra.errors import ServerError
-from infra.login import login_of
+from infra.login import header_of, login_of
 from infra.provenance import ROOT
 from infra.settings import Settings
 
@@ -140,13 +141,33 @@ def prefect_answers(api_url: str, timeout_seconds: float) -> bool:
     return answers(f"{api_url.rstrip('/')}/health", timeout_seconds)
 
 
-def check_prefect(api_url: str, timeout_seconds: float) -> None:
-    """Raise ServerError where the Prefect server at ``api_url`` does not answer in time."""
+def check_prefect(api_url: str, timeout_seconds: float, login: str | None) -> None:
+    """Raise ServerError where the Prefect server at ``api_url`` does not answer in time, or not to ``login`` (of the
+    form user:password; None: none is set)."""
     if not prefect_answers(api_url, timeout_seconds):
         raise ServerError(
             f"no Prefect server answers at {api_url} within {timeout_seconds:g} s. Start it, correct "
             "PREFECT_API_URL, or unset that variable to use the embedded server."
         )
+    if _refuses(f"{api_url.rstrip('/')}/admin/version", login, timeout_seconds):
+        raise ServerError(
+            f"the Prefect server at {api_url} wants {'another' if login else 'a'} login. Set PREFECT_API_AUTH_STRING "
+            "to its user:password; for the stack, by the export line that make up prints."
+        )
+
+
+def _refuses(url: str, login: str | None, timeout_seconds: float) -> bool:
+    """Whether the answer is 401. Prefect Cloud has keys instead of logins, and says by itself what it lacks."""
+    if "://api.prefect.cloud/" in url:
+        return False
+    headers = {"Authorization": header_of(login)} if login else {}
+    try:
+        urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=timeout_seconds).close()
+    except urllib.error.HTTPError as error:
+        return error.code == HTTPStatus.UNAUTHORIZED
+    except OSError:
+        return False  # it has just answered: whoever talks to it next tries again
+    return False
 
 
 def check_ray(address: str, timeout_seconds: float) -> None:

@@ -108,7 +108,7 @@ def prefect_api(settings: Settings) -> Iterator[None]:
     """The Prefect server that is set, checked; else one of our own over the data folder, gone afterwards."""
     url = PREFECT_API_URL.value()
     if url:
-        check_prefect(url, settings.server_timeout_seconds)
+        check_prefect(url, settings.server_timeout_seconds, PREFECT_API_AUTH_STRING.value())
         yield
         return
     with (

@@ -17,7 +17,7 @@ from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.events.actions import CallWebhook, SendNotification
 from prefect.events.schemas.automations import AutomationCore, EventTrigger, Posture
 from prefect.exceptions import ObjectNotFound
-from prefect.settings import PREFECT_API_URL
+from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL
 
 from infra.errors import InfraError, ServerError
 from infra.servers import check_prefect
@@ -150,7 +150,7 @@ def main(words: Sequence[str] | None = None) -> None:
         url = PREFECT_API_URL.value()
         if not url:
             raise ServerError("no Prefect server is set: make up starts one here, PREFECT_API_URL names another.")
-        check_prefect(url, Settings().server_timeout_seconds)
+        check_prefect(url, Settings().server_timeout_seconds, PREFECT_API_AUTH_STRING.value())
         with get_client(sync_client=True) as client:
             if options.remove:
                 lines = remove(client, occasions)

@@ -11,7 +11,7 @@ from pathlib import Path
 from prefect import task
 from prefect.artifacts import create_markdown_artifact
 from prefect.cache_policies import NO_CACHE
-from prefect.settings import PREFECT_API_URL
+from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL
 from pydantic import BaseModel, ConfigDict
 from safetensors import SafetensorError, safe_open
 
@@ -303,5 +303,5 @@ def _prefect(settings: Settings) -> str:
     url = PREFECT_API_URL.value()
     if not url:
         return "embedded"
-    check_prefect(url, settings.server_timeout_seconds)
+    check_prefect(url, settings.server_timeout_seconds, PREFECT_API_AUTH_STRING.value())
     return str(url)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import httpx
@@ -20,6 +23,7 @@ from infra.errors import ServerError
 from infra.login import Login, login_file, login_of
 from infra.mlflow_app import PasswordRequired
 from infra.processes import this_process
+from infra.servers import check_prefect
 from infra.services import Layout, StackState
 from infra.settings import Settings
 
@@ -105,6 +109,34 @@ def test_only_the_running_stacks_own_servers_get_its_login(tmp_path: Path, monke
     assert not os.environ.keys() & set(names[1:]), "the lab's server does not get our password"
     log_in(settings)
     assert os.environ["MLFLOW_TRACKING_PASSWORD"] == login.password
+
+
+@pytest.fixture
+def prefect() -> Iterator[str]:
+    """Answers as Prefect's server does, for one login."""
+
+    class Answer(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            known = self.path == "/api/health" or self.headers["Authorization"] == Login("me", "right").header
+            self.send_response(200 if known else 401)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            return
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Answer) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/api"
+        server.shutdown()
+
+
+def test_a_missing_login_is_named_before_anything_starts(prefect: str) -> None:
+    check_prefect(prefect, 5, "me:right")
+    with pytest.raises(ServerError, match=r"wants a login. Set PREFECT_API_AUTH_STRING"):
+        check_prefect(prefect, 5, None)
+    with pytest.raises(ServerError, match="wants another login") as refused:
+        check_prefect(prefect, 5, "me:wrong-one")
+    assert "wrong-one" not in str(refused.value)
 
 
 def ask(app: ASGIApp, path: str, **headers: str) -> httpx.Response:
