@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationError
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
@@ -132,11 +132,15 @@ class TakenOverError(ConfigError):
 
 def read_mirror(run_dir: Path, settings: Settings) -> MirrorState:
     path = run_dir / "mirror.json"
-    if path.exists():
-        found = MirrorState.model_validate_json(path.read_bytes())
-        if found.store == settings.store:
-            return found
-    return MirrorState(store=settings.store, token=uuid.uuid4().hex)
+    fresh = MirrorState(store=settings.store, token=uuid.uuid4().hex)
+    try:
+        known = MirrorState.model_validate_json(path.read_bytes())
+    except FileNotFoundError:
+        return fresh
+    except ValidationError as error:
+        get_logger().warning("%s is damaged: what the store has is looked at anew. %s", path, error)
+        return fresh
+    return known if known.store == settings.store else fresh
 
 
 def write_mirror(run_dir: Path, state: MirrorState) -> None:

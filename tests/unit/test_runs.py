@@ -20,6 +20,7 @@ from tasks import parameters as form
 from tasks.ablation import existing_ablation, plan_ablation
 from tasks.experiments import load_experiment
 from tasks.runs import Run, append_line, existing_run, open_run
+from tasks.stored import MirrorState, read_mirror, write_mirror
 from tasks.tracking import tracked
 
 
@@ -130,3 +131,20 @@ def test_two_processes_that_append_at_once_lose_no_line(tmp_path: Path) -> None:
     lines = path.read_text().splitlines()
     assert sorted(lines) == sorted(f"{name} {number}" for name in "ab" for number in range(30))
     assert [line for line in lines if line[0] == "a"] == [f"a {number}" for number in range(30)]
+
+
+@pytest.mark.parametrize("damage", ["", '{"store": "s3', "[]"])
+def test_a_damaged_mirror_json_costs_another_look_at_the_store(
+    tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = Settings(data_dir=tmp_path, store="s3://bucket/prefix")
+    assert read_mirror(tmp_path, settings).step == 0
+    known = MirrorState(store=settings.store, token="t", step=4)
+    write_mirror(tmp_path, known)
+    assert read_mirror(tmp_path, settings) == known
+    assert read_mirror(tmp_path, Settings(data_dir=tmp_path, store="s3://other/prefix")).step == 0
+    (tmp_path / "mirror.json").write_text(damage)
+    anew = read_mirror(tmp_path, settings)
+    assert (anew.step, anew.store, anew.taken_over) == (0, settings.store, False)
+    assert anew.token != known.token
+    assert "mirror.json is damaged" in caplog.text
