@@ -8,6 +8,7 @@ import re
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -30,7 +31,7 @@ from tasks.cancelling import end_what_is_left
 from tasks.experiments import load_experiment
 from tasks.jobs import jobs_mark
 from tasks.locks import alone
-from tasks.recovering import Watch, last_failure, observe, recoveries, reschedule
+from tasks.recovering import Watch, last_failure, observe, recover_runs, recoveries, reschedule
 from tasks.recovery import Action, Facts, FlowRunFacts, LastFailure, decide
 from tasks.runs import append_line, drivers, open_run, tracker_of
 
@@ -206,6 +207,63 @@ def test_a_driver_on_another_host_is_known_to_live_or_to_be_lost_whatever_its_cl
         server.heartbeat = time.time() + skew
     clock.now += 500
     assert decide(observe(run, watch, server)).action is Action.LEAVE
+
+
+class ManyRuns(FakeServer):
+    """Several flow runs; whenever somebody asks for one, ``story`` may change others. It is told how many have been
+    rescheduled."""
+
+    def __init__(self, flow_runs: list[SimpleNamespace], story: Callable[[int], None]) -> None:
+        self.flow_runs = {str(flow_run.id): flow_run for flow_run in flow_runs}
+        self.story = story
+        self.states, self.rescheduled, self.heartbeat = [], [], None
+
+    def __enter__(self) -> ManyRuns:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def read_flow_run(self, flow_run_id: UUID) -> SimpleNamespace:
+        self.story(len(self.rescheduled))
+        return self.flow_runs[str(flow_run_id)]
+
+    def set_flow_run_state(self, flow_run_id: UUID, state: State, force: bool) -> None:
+        super().set_flow_run_state(flow_run_id, state, force)
+        self.rescheduled.append(flow_run_id)
+        now = SimpleNamespace(type=StateType.SCHEDULED, timestamp=datetime.now(UTC))
+        self.flow_runs[str(flow_run_id)].state, self.flow_runs[str(flow_run_id)].state_id = now, uuid4()
+
+
+def test_a_silent_run_is_watched_and_what_crashes_meanwhile_is_not_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RLFLOW_DATA_DIR", str(tmp_path))
+    monkeypatch.setattr("tasks.recovering._LOOK_SECONDS", 0.01)
+    experiment = load_experiment("grpo-geo3k-tiny", ["recovery.silence_seconds=1"])
+    flow_runs = {}
+    for name in ("alive", "crashing", "silent"):
+        run = open_run(experiment, name, Settings())
+        state = SimpleNamespace(type=RUNNING, timestamp=datetime.now(UTC))
+        flow_runs[name] = SimpleNamespace(id=uuid4(), state=state, state_id=uuid4(), deployment_id=uuid4())
+        (driver,) = drivers(run)
+        there = {"flow_run_id": str(flow_runs[name].id), "deployed": True, "host": "elsewhere"}
+        append_line(run.run_dir / "drivers.jsonl", driver.model_copy(update=there).model_dump_json())
+
+    def story(rescheduled: int) -> None:
+        for name in ("alive", "crashing"):
+            Control(Settings().runs_dir / name / "control.json").beat(1)
+        if rescheduled == 1:
+            flow_runs["crashing"].state.type = StateType.CRASHED
+
+    server = ManyRuns(list(flow_runs.values()), story)
+    monkeypatch.setattr("tasks.recovering.get_client", lambda **_: server)
+    judged = recover_runs.fn()
+    assert server.rescheduled == [flow_runs["silent"].id, flow_runs["crashing"].id]
+    assert {facts.run_id: decision.action for _, facts, decision in judged} == {
+        "alive": Action.LEAVE,
+        "crashing": Action.RESCHEDULE,
+        "silent": Action.RESCHEDULE,
+    }
 
 
 def test_facts_of_an_ablation_are_those_of_its_runs_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
