@@ -20,6 +20,7 @@ from pathlib import Path
 
 MAX_FILE_BYTES = 64 << 20  # of one file in the scratch folder
 MAX_OPEN_FILES = 512
+SYSTEM_FILES = ("/usr/lib", "/usr/lib64", "/lib", "/lib64", "/dev/null", "/dev/urandom")
 
 _PR_SET_NO_NEW_PRIVS = 38
 _CLONE_NEWUSER, _CLONE_NEWNET = 0x10000000, 0x40000000
@@ -28,7 +29,8 @@ _CLONE_NEWUSER, _CLONE_NEWNET = 0x10000000, 0x40000000
 def enter(scratch: Path) -> list[str]:
     """Give up what grading does not need, for good, and return what this system could not take, in words.
 
-    What stays: reading files, writing into ``scratch``, threads, memory, and file descriptors that are open.
+    What stays: reading files (``read_code_only`` ends it), writing into ``scratch``, threads, memory, and file
+    descriptors that are open.
     """
     if sys.platform != "linux":
         return [f"network, processes and files (there is no sandbox for {sys.platform})"]
@@ -40,14 +42,23 @@ def enter(scratch: Path) -> list[str]:
     _call("prctl", _PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     files = restrict_writing([scratch, Path("/dev/null")])
     filtered = install_filter(deny_writing=not files)
-    missing = []
+    missing = [] if files else ["reading files"]
     if not alone and not filtered:
         missing.append("network")
     if not filtered:
         missing.append("processes")
     if not files and not filtered:
-        missing.append("files")
+        missing.append("writing files")
     return missing
+
+
+def read_code_only(scratch: Path) -> None:
+    """Give up reading all but ``scratch`` and, for later imports, the interpreter and the packages that are loaded."""
+    folders = {scratch, Path(sys.prefix), Path(sys.base_prefix), *map(Path, SYSTEM_FILES)}
+    for name, module in list(sys.modules.items()):
+        if "." not in name:
+            folders.update(map(Path, vars(module).get("__path__", ())))
+    restrict_reading(sorted(folders))
 
 
 def _limit(kind: int, wanted: int) -> None:
@@ -98,21 +109,20 @@ def restrict_writing(writable: Iterable[Path]) -> bool:
     Returns:
         False where the kernel has no Landlock (before 5.13, or switched off).
     """
-    version = _call("syscall", _LANDLOCK_CREATE, None, 0, _LANDLOCK_VERSION)
-    if version < 1:
-        return False
-    rights = _WRITE_FILE | _DIRECTORY_WRITES | (_REFER if version > 1 else 0) | (_TRUNCATE if version > 2 else 0)
-    return _restrict(rights, writable)
+    return _restrict(_WRITE_FILE | _DIRECTORY_WRITES | _REFER | _TRUNCATE, writable)
 
 
 def restrict_reading(readable: Iterable[Path]) -> bool:
     """Allow reading these files and below these folders only; False as for ``restrict_writing``."""
-    if _call("syscall", _LANDLOCK_CREATE, None, 0, _LANDLOCK_VERSION) < 1:
-        return False
-    return _restrict(_READ_FILE | _READ_DIR, readable)
+    # without the right to refer, no file could move between folders any more, in the scratch folder either
+    return _restrict(_READ_FILE | _READ_DIR | _REFER, readable)
 
 
 def _restrict(rights: int, allowed: Iterable[Path]) -> bool:
+    version = _call("syscall", _LANDLOCK_CREATE, None, 0, _LANDLOCK_VERSION)
+    if version < 1:
+        return False
+    rights &= ~((0 if version > 1 else _REFER) | (0 if version > 2 else _TRUNCATE))
     attributes = ctypes.create_string_buffer(struct.pack("=Q", rights), 8)
     ruleset = _call("syscall", _LANDLOCK_CREATE, attributes, 8, 0)
     if ruleset < 0:

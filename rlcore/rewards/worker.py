@@ -22,6 +22,7 @@ from pathlib import Path
 
 from rlcore.rewards import sandbox
 from rlcore.rewards.protocol import BatchRewardFn, Job, Reward, answer_to_json, jobs_from_json
+from rlcore.rewards.user import UserBatchReward, UserSingleReward
 from rlcore.types import Score
 
 MEMORY_BYTES = 4 << 30  # what a grading may take; more could get the trainer killed in its place
@@ -35,13 +36,15 @@ _PR_SET_PDEATHSIG = 1
 
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's to handle
-    connection = Connection(int(sys.argv[1]))
-    missing = sandbox.enter(Path(sys.argv[2]))
+    connection, scratch = Connection(int(sys.argv[1])), Path(sys.argv[2])
+    missing = sandbox.enter(scratch)
     if sys.platform == "linux":  # a worker stuck inside sympy must not outlive a trainer that was killed
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     try:
         reward = _receive_reward(connection, missing)
         _limit_memory()
+        if not isinstance(getattr(reward, "inner", reward), UserSingleReward | UserBatchReward):
+            sandbox.read_code_only(scratch)  # a user's own function may read its files
         while reward is not None:
             for answer in _answers(reward, jobs_from_json(connection.recv_bytes())):
                 connection.send_bytes(answer_to_json(answer))

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rlcore.config.reward import MathReward, UserReward
+from rlcore.config.reward import MathReward, OverlongPenalty, UserReward
 from rlcore.errors import RewardError
 from rlcore.rewards import make_reward, sandbox
 from rlcore.rewards.dry_run import dry_run
@@ -79,6 +79,12 @@ def burglar(text: str, problem: Problem, num_tokens: int, finish_reason: str) ->
             os.kill(os.getppid(), 0)
         case "limits":
             resource.prlimit(os.getppid(), resource.RLIMIT_NOFILE, (9, 9))
+        case "read":
+            Path(path, "kept").read_text()
+        case "list":
+            os.listdir(path)
+        case "users":
+            Path("/etc/passwd").read_text()
         case "parents_environment":
             Path(f"/proc/{os.getppid()}/environ").read_bytes()
         case "parents_memory":
@@ -129,6 +135,7 @@ REFUSED = (
     *("socket", "unix", "fork", "exec", "run", "spawn"),
     *("write", "append", "truncate", "remove", "rename", "rename_into", "chmod", "touch", "mkdir", "link"),
     *("through_a_link", "kill", "limits", "parents_environment", "parents_memory"),
+    *("read", "list", "users"),
 )
 
 
@@ -151,7 +158,22 @@ def test_the_same_works_without_the_sandbox(folder):
         "from tests.unit.test_rewards_sandbox import burglar\n"
         "for verb in sys.argv[2:]: print(burglar(f'{verb} {sys.argv[1]}', None, 1, 'stop').reward)\n"
     )
-    verbs = ("socket", "unix", "fork", "run", "write", "append", "chmod", "touch", "mkdir", "link", "kill")
+    verbs = (
+        "socket",
+        "unix",
+        "fork",
+        "run",
+        "read",
+        "list",
+        "users",
+        "write",
+        "append",
+        "chmod",
+        "touch",
+        "mkdir",
+        "link",
+        "kill",
+    )
     done = subprocess.run(
         [sys.executable, "-c", script, str(folder), *verbs, "parents_environment", "truncate", "remove"],
         cwd=CHECKOUT,
@@ -170,6 +192,15 @@ def test_a_server_of_this_machine_is_out_of_reach(pool):
 @pytest.mark.parametrize("verb", ["scratch", "temporary_file", "thread"])
 def test_what_a_grader_may_do(pool, verb):
     assert grade(pool, verb) == [Score(1.0, {}, True)]
+
+
+def test_a_users_reward_may_read_its_files(tmp_path):
+    (tmp_path / "words.txt").write_text("7")
+    (tmp_path / "mine.py").write_text(
+        "from pathlib import Path\ndef reward(*_): return int(Path(__file__).with_name('words.txt').read_text())"
+    )
+    config = UserReward(file=tmp_path / "mine.py", overlong=OverlongPenalty(buffer_tokens=1))
+    assert dry_run(config, max_completion_tokens=9999, problem=Problem("p", "?", (), "5", "test"))[0].reward == 7
 
 
 def test_a_file_ends_at_its_limit(pool):
@@ -355,7 +386,7 @@ def test_without_landlock_nothing_is_written_at_all(folder):
     done = subprocess.run(
         [sys.executable, "-c", script, str(folder)], cwd=CHECKOUT, capture_output=True, text=True, check=True
     )
-    assert done.stdout.split() == ["[]", "True", "kept"]
+    assert done.stdout.splitlines() == ["['reading files']", "True", "kept"]
 
 
 if __name__ == "__main__":  # the worker of test_the_log_says_what_is_missing
