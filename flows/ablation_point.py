@@ -6,7 +6,6 @@ import sys
 
 from prefect import flow
 
-from infra.settings import Settings
 from rlcore.ablation.plan import Job
 from rlcore.ablation.results import PointResult
 from tasks import foreground
@@ -16,8 +15,8 @@ from tasks.cancelling import end_what_is_left
 from tasks.data import prepare_and_resize
 from tasks.evaluation import evaluate_and_log
 from tasks.models import bootstrapped
+from tasks.opening import open_run
 from tasks.preflight import preflight
-from tasks.runs import open_run
 from tasks.tracking import tracked
 from tasks.training import train_all_segments
 
@@ -32,15 +31,15 @@ def ablation_point(
     with study.noted_failure(job):
         config = job.point.experiment_of(seed, steps)
         preflight(config)
-        run = open_run(config, study.run_id(job), Settings())
-        train = prepare_and_resize(config, "train")
-        validation = prepare_and_resize(config, "validation")
-        start = bootstrapped(config.model)
-        with tracked(run) as tracker:
-            describe_point(study, job, run, train, validation, start)
+        run = open_run(config, study.run_id(job))
+        with tracked(run):
+            train = prepare_and_resize(config, "train")
+            validation = prepare_and_resize(config, "validation")
+            start = bootstrapped(config.model)
+            mlflow_run_id = describe_point(study, job, run, train, validation, start)
             segments = train_all_segments(run, train, start)
-            report = evaluate_and_log(config, segments[-1].checkpoint, start, validation, tracker)
-        return study.note(job, run, tracker.mlflow_run_id, report)
+            report = evaluate_and_log(run, config, segments[-1].checkpoint, start, validation)
+        return study.note(job, run, mlflow_run_id, report)
 
 
 if __name__ == "__main__":

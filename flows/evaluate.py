@@ -11,7 +11,8 @@ from tasks import parameters as form
 from tasks.data import prepare_and_resize
 from tasks.evaluation import evaluate_and_log, suite_of
 from tasks.models import bootstrapped
-from tasks.runs import existing_run, newest_checkpoint, tracker_of
+from tasks.opening import find_checkpoint, find_run
+from tasks.runs import existing_run
 
 
 @flow(name="evaluate", flow_run_name="evaluate-{run_id}")
@@ -19,12 +20,11 @@ def evaluate_run(
     run_id: form.ExistingRun, experiment: form.Benchmark = None, overrides: form.Overrides = None
 ) -> EvalReport:
     """Data, reward and evaluation come from ``experiment``, everything else from the run's own."""
-    run = existing_run(run_id, Settings())
+    run = find_run(run_id)
     suite = suite_of(run, experiment, overrides)
     base = bootstrapped(run.experiment.model)
     validation = prepare_and_resize(suite, "validation")
-    tracker = tracker_of(run, Settings())
-    return evaluate_and_log(suite, newest_checkpoint(run), base, validation, tracker, experiment)
+    return evaluate_and_log(run, suite, find_checkpoint(run), base, validation, experiment)
 
 
 if __name__ == "__main__":

@@ -11,14 +11,15 @@ from tasks import parameters as form
 from tasks.data import prepare_and_resize
 from tasks.merging import merged, register
 from tasks.models import bootstrapped
-from tasks.runs import existing_run, newest_checkpoint
+from tasks.opening import find_checkpoint, find_run
+from tasks.runs import existing_run
 
 
 @flow(name="merge", flow_run_name="merge-{run_id}")
 def merge_run(run_id: form.ExistingRun) -> ModelRef:
     """Merge, verify and register, by the run's own experiment."""
-    run = existing_run(run_id, Settings())
-    checkpoint = newest_checkpoint(run)
+    run = find_run(run_id)
+    checkpoint = find_checkpoint(run)
     train = prepare_and_resize(run.experiment, "train")
     model = merged(run.experiment, checkpoint, bootstrapped(run.experiment.model), train)
     return register(run, model, checkpoint, None)

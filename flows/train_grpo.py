@@ -6,7 +6,6 @@ import time
 
 from prefect import flow
 
-from infra.settings import Settings
 from tasks import foreground
 from tasks import parameters as form
 from tasks.cancelling import end_what_is_left
@@ -14,10 +13,11 @@ from tasks.data import prepare_and_resize
 from tasks.evaluation import evaluate_and_log
 from tasks.merging import merged, register
 from tasks.models import bootstrapped
+from tasks.opening import choose_experiment, open_run, recoverable
 from tasks.page import RunSummary
 from tasks.preflight import preflight
 from tasks.reporting import report
-from tasks.runs import begun_with, flow_run_name, open_run
+from tasks.runs import flow_run_name
 from tasks.tracking import describe_run, tracked
 from tasks.training import train_all_segments
 
@@ -38,20 +38,20 @@ def grpo_geo3k(
 ) -> RunSummary:
     """Train, or continue the run called ``run_id`` with its own values and what is given here; a retry with its own."""
     started = time.monotonic()
-    config = begun_with(run_id) or form.chosen(
-        experiment, overrides, run_id=run_id, steps=steps, seed=seed, workers=workers, learning_rate=learning_rate,
-        model=model, train_data=train_data, validation_data=validation_data)  # fmt: skip
-    preflight(config)
-    run = open_run(config, run_id, Settings(), allow_changes=allow_changes)
-    train = prepare_and_resize(config, "train")
-    validation = prepare_and_resize(config, "validation")
-    start = bootstrapped(config.model)
-    with tracked(run) as tracker:
+    with recoverable(run_id):
+        config = choose_experiment(
+            run_id, experiment=experiment, overrides=overrides, steps=steps, seed=seed, learning_rate=learning_rate,
+            workers=workers, model=model, train_data=train_data, validation_data=validation_data)  # fmt: skip
+        preflight(config)
+        run = open_run(config, run_id, allow_changes=allow_changes)
+    with tracked(run):
+        train, validation = prepare_and_resize(config, "train"), prepare_and_resize(config, "validation")
+        start = bootstrapped(config.model)
         describe_run(run, train, validation, start)
-        before = evaluate_and_log(config, start, start, validation, tracker)
+        before = evaluate_and_log(run, config, start, start, validation)
         segments = train_all_segments(run, train, start)
         last = segments[-1].checkpoint
-        after = evaluate_and_log(config, last, start, validation, tracker)
+        after = evaluate_and_log(run, config, last, start, validation)
         merged_model = register(run, merged(config, last, start, train), last, after)
         return report(run, validation, before, after, segments, merged_model, time.monotonic() - started)
 

@@ -32,6 +32,12 @@ class StorageDamagedError(StorageError):
     permanent = True
 
 
+class StorageUnusableError(StorageError):
+    """A file, folder or disk that was named is not there, too small or not writable. Asking again changes nothing."""
+
+    permanent = True
+
+
 class StorageAwayError(StorageError):
     """The object store was away for all the tries that one operation has. Trying again at once would only wait again;
     the run can be continued once the store answers."""
@@ -39,6 +45,11 @@ class StorageAwayError(StorageError):
 
 class ServerError(InfraError, ConnectionError):
     """MLflow, Prefect or Ray cannot be reached."""
+
+
+class TrackingRefusedError(InfraError, ValueError):
+    """MLflow answers and says no (keys, rights, a deleted experiment), or a tracker is not installed. Asking again
+    changes nothing."""
 
 
 class RegistryError(InfraError, ValueError):

@@ -20,7 +20,9 @@ from botocore.parsers import ResponseParserError
 from infra.errors import StorageError, StorageRefusedError
 from infra.logs import redact
 
-STORE_ERRORS = (OSError, BotoCoreError, ClientError, Boto3Error, ResponseParserError, HttpClientError)
+OBJECT_STORE_ERRORS = (BotoCoreError, ClientError, Boto3Error, ResponseParserError, HttpClientError)
+"""What boto3 and the libraries below it raise."""
+STORE_ERRORS = (OSError, *OBJECT_STORE_ERRORS)
 """What s3fs, boto3 and the libraries below them raise."""
 
 _PASSING_CODES = frozenset(

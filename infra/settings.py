@@ -34,6 +34,8 @@ class Settings(BaseSettings):
     stop_grace_seconds: float = Field(25.0, gt=0)
     """How long a trainer that is asked to stop may take to commit its checkpoint before it is killed. Prefect itself
     kills a cancelled flow's process after 30 seconds."""
+    driver_deadline_seconds: float = Field(120.0, gt=0)
+    """Without a sign of life from the flow's process for this long, a trainer commits a checkpoint and stops."""
     server_timeout_seconds: float = Field(5.0, gt=0)
     """How long preflight waits for an MLflow or Prefect server to answer."""
     tracking_wait_seconds: float = Field(600.0, ge=0)
@@ -122,6 +124,11 @@ class Settings(BaseSettings):
     @property
     def runs_dir(self) -> Path:
         return self.data_dir / "runs"
+
+    @property
+    def unopened_dir(self) -> Path:
+        """Notes about flow runs that an outage ended before they could open their run."""
+        return self.data_dir / "unopened"
 
     @property
     def ablations_dir(self) -> Path:

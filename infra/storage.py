@@ -11,7 +11,7 @@ from pathlib import Path, PurePosixPath
 import fsspec
 from fsspec.core import url_to_fs
 
-from infra.errors import StorageError
+from infra.errors import StorageError, StorageUnusableError
 from infra.files import building
 
 _USED = ".used"  # in a copy's folder; touched whenever somebody asks for it
@@ -33,7 +33,7 @@ def localize(source: str, cache_dir: Path) -> Path | None:
     if path.exists():
         return path.absolute()
     if looks_like_path(source):
-        raise StorageError(
+        raise StorageUnusableError(
             f"no file or folder at {source} (looked at {path.absolute()}). Give an existing path, an fsspec "
             "URI such as s3://bucket/folder, or a Hugging Face id with a split such as owner/name@train."
         )
@@ -72,9 +72,11 @@ def require_writable(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise StorageError(f"cannot make {folder}: {error}. Set RLFLOW_DATA_DIR to a folder of yours.") from error
+        raise StorageUnusableError(
+            f"cannot make {folder}: {error}. Set RLFLOW_DATA_DIR to a folder of yours."
+        ) from error
     if not os.access(folder, os.W_OK):
-        raise StorageError(f"no permission to write in {folder}. Set RLFLOW_DATA_DIR to a folder of yours.")
+        raise StorageUnusableError(f"no permission to write in {folder}. Set RLFLOW_DATA_DIR to a folder of yours.")
 
 
 def inside(folder: Path, name: str) -> Path:
@@ -85,7 +87,7 @@ def inside(folder: Path, name: str) -> Path:
     """
     path = PurePosixPath(name)
     if not name or path.is_absolute() or ".." in path.parts or "\\" in name or "\0" in name:
-        raise StorageError(f"the name {name!r} leads out of {folder}. Nothing of it is used; see who wrote it.")
+        raise StorageUnusableError(f"the name {name!r} leads out of {folder}. Nothing of it is used; see who wrote it.")
     return folder / path
 
 
@@ -115,7 +117,7 @@ def _fetch(uri: str, cache_dir: Path) -> Path:
             f"cannot read {uri}: {error}. Check the address, the credentials and the network."
         ) from error
     if not files:
-        raise StorageError(f"nothing at {uri}. Give the address of an existing file or folder.")
+        raise StorageUnusableError(f"nothing at {uri}. Give the address of an existing file or folder.")
     key = hashlib.sha256(repr((uri, versions)).encode()).hexdigest()[:16]
     base = Path(root.rstrip("/")).name or "source"
     target = cache_dir / key / base

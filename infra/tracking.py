@@ -26,10 +26,12 @@ from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import RESOURCE_DOES_NOT_EXIST, ErrorCode
 from mlflow.store.db.db_types import DATABASE_ENGINES
 from mlflow.utils.mlflow_tags import MLFLOW_MODEL_IS_EXTERNAL, MLFLOW_PARENT_RUN_ID, MLFLOW_RUN_NOTE
+from requests import RequestException
 
-from infra.errors import RegistryError, ServerError, StorageError
+from infra.errors import InfraError, RegistryError, ServerError, StorageError, TrackingRefusedError
 from infra.files import write_atomically
 from infra.logs import get_logger, without_password
+from infra.s3_errors import OBJECT_STORE_ERRORS, storage_error
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -86,13 +88,30 @@ def check_reachable(uri: str, timeout_seconds: float) -> None:
 
 @contextlib.contextmanager
 def _outage_named(uri: str) -> Iterator[None]:
-    """What MLflow raises where its server or database does not answer, as a ServerError; refusals stay as they are."""
+    """What MLflow and its artifact store raise, as our own errors.
+
+    Raises:
+        ServerError: the server or its database does not answer, and may do so later.
+        TrackingRefusedError: it answers and says no.
+        StorageError: the object store that holds its artifacts does not take them; refusals are permanent.
+    """
     try:
         yield
+    except InfraError:
+        raise
     except MlflowException as error:
-        if _status(error) < HTTPStatus.INTERNAL_SERVER_ERROR:
-            raise
-        raise ServerError(f"MLflow at {without_password(uri)} does not answer: {error}") from error
+        raise _tracking_error(uri, error, _status(error)) from error
+    except RequestException as error:  # artifacts go through the server without MLflow's own errors
+        answer = HTTPStatus.INTERNAL_SERVER_ERROR if error.response is None else error.response.status_code
+        raise _tracking_error(uri, error, answer) from error
+    except OBJECT_STORE_ERRORS as error:
+        raise storage_error("writing an artifact of MLflow's", error) from None  # its traceback may name keys
+
+
+def _tracking_error(uri: str, error: Exception, status: int) -> ServerError | TrackingRefusedError:
+    if status >= HTTPStatus.INTERNAL_SERVER_ERROR or status == HTTPStatus.TOO_MANY_REQUESTS:
+        return ServerError(f"MLflow at {without_password(uri)} does not answer: {error}")
+    return TrackingRefusedError(f"MLflow at {without_password(uri)} refuses: {error}")
 
 
 def _status(error: MlflowException) -> int:

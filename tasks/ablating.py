@@ -30,8 +30,10 @@ from tasks.ablation_page import (
     table_rows,
 )
 from tasks.ablation_points import point_runner, run_jobs
+from tasks.outbox import prefect_outage_named
 from tasks.page import as_text
 from tasks.progress import AblationProgress
+from tasks.retries import step
 from tasks.runs import tracker_of
 
 CURVE_METRIC = "reward/accuracy"  # the one part that all rewards have, whatever the points change about them
@@ -80,7 +82,7 @@ def choose_points(ablation: Ablation, names: Sequence[str], rung: int) -> list[s
     return chosen
 
 
-@task(name="report-ablation", cache_policy=NO_CACHE, persist_result=False)
+@step("report-ablation")
 def report_ablation(ablation: Ablation) -> AblationSummary:
     """The table and both plots, in the ablation's folder, in MLflow's parent run, and on Prefect's page."""
     from rlcore.ablation.table import PointNumbers, make_rows
@@ -110,10 +112,12 @@ def report_ablation(ablation: Ablation) -> AblationSummary:
     tracker.describe(text)
     for name in ("table.csv", "table.md"):
         tracker.log_file(ablation.folder / name, "ablation")
-    create_table_artifact(table_rows(rows), key=f"{plan.ablation_id}-table", description=f"Ablation {plan.ablation_id}")
     pictures = "\n\n".join(f"![{name}]({_data_uri(figure)})" for name, figure in (
         ("learning curves", curves), ("differences to the base", differences)))  # fmt: skip
-    create_markdown_artifact(f"{text}\n\n{pictures}\n", key=f"{plan.ablation_id}-report")
+    with prefect_outage_named():
+        about = f"Ablation {plan.ablation_id}"
+        create_table_artifact(table_rows(rows), key=f"{plan.ablation_id}-table", description=about)
+        create_markdown_artifact(f"{text}\n\n{pictures}\n", key=f"{plan.ablation_id}-report")
     get_logger().info("ablate: %s", ablation.folder / "table.md")
     return AblationSummary(
         ablation_id=plan.ablation_id,

@@ -28,6 +28,7 @@ from tasks.data import prepare_and_resize
 from tasks.experiments import load_experiment
 from tasks.failures import failure_of
 from tasks.models import bootstrapped
+from tasks.retries import step
 from tasks.runs import ABLATION_ID, Run, new_run_id, note_driver, tracker_of
 from tasks.tracking import describe_run
 
@@ -213,12 +214,19 @@ def share_inputs(ablation: Ablation) -> None:
 
 def describe_point(
     ablation: Ablation, job: Job, run: Run, train: DatasetRef, validation: DatasetRef, start: ModelRef
-) -> None:
+) -> str:
     """The run in MLflow, below the ablation's: named after what differs, with the steps of the whole, which the
-    parameters say once and for all."""
+    parameters say once and for all. Returns the MLflow run's id."""
     write_json_atomically(run.ablation_marker, ablation.plan.ablation_id)
     whole = run.model_copy(update={"experiment": job.point.experiment_of(job.seed)})
-    describe_run(whole, train, validation, start)
+    mlflow_run_id = describe_run(whole, train, validation, start)
+    place_below(ablation, job, run)
+    return mlflow_run_id
+
+
+@step("place-below-ablation")
+def place_below(ablation: Ablation, job: Job, run: Run) -> None:
+    """The run of a point below the ablation's in MLflow. Safe to repeat."""
     tracker = tracker_of(run, Settings())
     tracker.rename(f"{job.point.label}, seed {job.seed}")
     tracker.set_tags(
@@ -232,6 +240,7 @@ def describe_point(
     )
 
 
+@step("describe-ablation")
 def describe_parent(ablation: Ablation) -> None:
     """What was asked for, as parameters and tags of the parent run. Safe to repeat."""
     plan, tracker = ablation.plan, tracker_of(ablation.run, Settings())
@@ -244,6 +253,7 @@ def describe_parent(ablation: Ablation) -> None:
     tracker.log_text(plan.model_dump_json(indent=1), "ablation/plan.json")
 
 
+@step("mark-point", task_run_name="mark-{status}")
 def mark(ablation: Ablation, job: Job, status: str) -> None:
     """How a run of the ablation stands, as a tag in MLflow. A dropped one is committed and closed; it did not fail."""
     folder = Settings().runs_dir / ablation.run_id(job)

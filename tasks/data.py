@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from prefect import task
 from prefect.context import TaskRunContext
 
 from infra.hardware import usable_cores
@@ -19,7 +18,8 @@ from rlcore.data.sources import parse_source
 from rlcore.errors import DataError
 from rlcore.job import PrepareSpec, ResizeSpec
 from tasks.caching import cache_key, present
-from tasks.jobs import new_result_path, run_job, worth_retrying
+from tasks.jobs import new_result_path, run_job
+from tasks.retries import step
 from tasks.stored import kept
 
 Split = Literal["train", "validation"]
@@ -50,15 +50,13 @@ def _resize_key(_: TaskRunContext, parameters: dict[str, Any]) -> str:
     return cache_key("resize", resized_key(spec), *_CODE)
 
 
-@task(
-    name="prepare-dataset",
+@step(
+    "prepare-dataset",
     task_run_name="prepare-{split}",
     cache_key_fn=_prepare_key,
     persist_result=True,
     result_serializer="json",
-    retries=2,
-    retry_delay_seconds=[2, 20],
-    retry_condition_fn=worth_retrying,
+    others=(2, 20),
     timeout_seconds=_TIMEOUT_SECONDS,
 )
 def prepare(experiment: ExperimentConfig, split: Split) -> DatasetRef:
@@ -77,15 +75,13 @@ def prepare(experiment: ExperimentConfig, split: Split) -> DatasetRef:
     return _usable(kept(prepared_folder(spec), settings, make))
 
 
-@task(
-    name="resize-images",
+@step(
+    "resize-images",
     task_run_name="resize-{split}",
     cache_key_fn=_resize_key,
     persist_result=True,
     result_serializer="json",
-    retries=2,
-    retry_delay_seconds=[2, 20],
-    retry_condition_fn=worth_retrying,
+    others=(2, 20),
     timeout_seconds=_TIMEOUT_SECONDS,
 )
 def resize(experiment: ExperimentConfig, split: Split, dataset: DatasetRef) -> DatasetRef:

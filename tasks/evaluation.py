@@ -8,20 +8,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from prefect import task
 from prefect.context import TaskRunContext
 
 from infra.logs import get_logger
 from infra.settings import Settings
-from infra.tracking import Tracker
 from rlcore.artifacts import CheckpointRef, DatasetRef, EvalReport, ModelRef
 from rlcore.config import ExperimentConfig, build_experiment
 from rlcore.config.reward import UserReward
 from rlcore.job import EvaluateSpec, write_json_atomically
 from tasks.caching import cache_key, content_key, present
 from tasks.experiments import load_experiment
-from tasks.jobs import new_result_path, run_job, worth_retrying
-from tasks.runs import Run
+from tasks.jobs import new_result_path, run_job
+from tasks.retries import step
+from tasks.runs import Run, tracker_of
 from tasks.stored import fetched, send
 
 _REPORT = "report.json"
@@ -63,14 +62,12 @@ def _key(_: TaskRunContext, parameters: dict[str, Any]) -> str:
     return cache_key("evaluate", _content(*(parameters[name] for name in names)), *_CODE)
 
 
-@task(
-    name="evaluate-policy",
+@step(
+    "evaluate-policy",
     cache_key_fn=_key,
     persist_result=True,
     result_serializer="json",
-    retries=1,
-    retry_delay_seconds=10,
-    retry_condition_fn=worth_retrying,
+    others=(10,),
     timeout_seconds=12 * 3600,
 )
 def evaluate(
@@ -108,17 +105,24 @@ def _known(out_dir: Path, policy: CheckpointRef | ModelRef) -> EvalReport | None
 
 
 def evaluate_and_log(
+    run: Run,
     experiment: ExperimentConfig,
     policy: CheckpointRef | ModelRef,
     base: ModelRef,
     dataset: DatasetRef,
-    tracker: Tracker,
     benchmark: str | None = None,
 ) -> EvalReport:
     """Evaluate, and put the numbers into the run at the policy's step; a repeat adds nothing. Those of a ``benchmark``
     that is not the run's own lie under its name."""
     report = present(evaluate, lambda item: Path(item.table), experiment, policy, base, dataset)
-    where = f"eval/{benchmark}" if benchmark else "eval"
+    log_evaluation(run, report, f"eval/{benchmark}" if benchmark else "eval")
+    return report
+
+
+@step("log-evaluation", task_run_name="log-evaluation-of-step-{report.step}")
+def log_evaluation(run: Run, report: EvalReport, where: str) -> None:
+    """The numbers and the table, in MLflow under ``where``. Safe to repeat."""
+    tracker = tracker_of(run, Settings())
     tracker.log_metrics(
         {f"{where}/{name}": getattr(report, name) for name in _LOGGED},
         step=report.step,
@@ -135,4 +139,3 @@ def evaluate_and_log(
         report.num_problems,
         report.samples_per_problem,
     )
-    return report

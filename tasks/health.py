@@ -5,16 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 
-import httpx
 from prefect.artifacts import create_markdown_artifact
 from prefect.events import emit_event
-from prefect.exceptions import PrefectException
 
 from infra.logs import get_logger
 from rlcore.job import write_json_atomically
 from rlcore.segment.adjustments import Adjustments
 from rlcore.segment.health import Breach, breaches
 from rlcore.segment.journal import StepRecord
+from tasks.outbox import PREFECT_ERRORS, prefect_asked_once
 from tasks.runs import Run
 
 Announce = Callable[[Run, Breach, str], None]
@@ -32,8 +31,9 @@ def announce_on_prefect(run: Run, breach: Breach, consequence: str) -> None:
                 "consequence": consequence,
             },
         )  # fmt: skip
-        create_markdown_artifact(page(run, breach, consequence), key=f"{run.experiment.name}-health")
-    except (httpx.HTTPError, PrefectException) as error:
+        with prefect_asked_once():
+            create_markdown_artifact(page(run, breach, consequence), key=f"{run.experiment.name}-health")
+    except PREFECT_ERRORS as error:
         get_logger().warning("Prefect's page does not take this for now: %s", error)
 
 

@@ -120,8 +120,7 @@ def evaluate_todo(todo: Todo) -> Evaluation:
     """
     base = bootstrapped(todo.run.experiment.model)
     problems = prepare_and_resize(todo.suite, "validation")
-    tracker = tracker_of(todo.run, Settings())
-    report = evaluate_and_log(todo.suite, todo.checkpoint, base, problems, tracker, todo.benchmark.name)
+    report = evaluate_and_log(todo.run, todo.suite, todo.checkpoint, base, problems, todo.benchmark.name)
     done = Evaluation(benchmark=todo.benchmark.name, key=todo.key, report=report)
     known = todo.run.run_dir / "evaluations.jsonl"
     append_line(known, done.model_dump_json())

@@ -6,8 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-from prefect import task
-from prefect.cache_policies import NO_CACHE
 from prefect.context import TaskRunContext
 
 from infra.logs import get_logger
@@ -16,8 +14,9 @@ from rlcore.artifacts import CheckpointRef, DatasetRef, EvalReport, ModelRef
 from rlcore.config import ExperimentConfig
 from rlcore.job import MergeSpec
 from tasks.caching import cache_key, present
-from tasks.jobs import new_result_path, run_job, worth_retrying
+from tasks.jobs import new_result_path, run_job
 from tasks.lineage import artifact_name, lineage_of
+from tasks.retries import step
 from tasks.runs import Run, tracker_of
 from tasks.stored import kept
 
@@ -31,14 +30,12 @@ def _key(_: TaskRunContext, parameters: dict[str, Any]) -> str:
     return cache_key("merge", json.dumps([checkpoint.manifest_sha256, checkpoint.path, base.digest]), *_CODE)
 
 
-@task(
-    name="merge-checkpoint",
+@step(
+    "merge-checkpoint",
     cache_key_fn=_key,
     persist_result=True,
     result_serializer="json",
-    retries=1,
-    retry_delay_seconds=10,
-    retry_condition_fn=worth_retrying,
+    others=(10,),
     timeout_seconds=6 * 3600,
 )
 def merge(experiment: ExperimentConfig, checkpoint: CheckpointRef, base: ModelRef, dataset: DatasetRef) -> ModelRef:
@@ -66,14 +63,7 @@ def merged(experiment: ExperimentConfig, checkpoint: CheckpointRef, base: ModelR
     return present(merge, lambda ref: Path(ref.path) / "config.json", experiment, checkpoint, base, dataset)
 
 
-@task(
-    name="register-model",
-    cache_policy=NO_CACHE,
-    retries=2,
-    retry_delay_seconds=[5, 30],
-    retry_condition_fn=worth_retrying,
-    timeout_seconds=600,
-)
+@step("register-model", others=(5, 30))
 def register(
     run: Run, model: ModelRef, checkpoint: CheckpointRef, report: EvalReport | None, alias: str = ALIAS
 ) -> ModelRef:

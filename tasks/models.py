@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-from prefect import task
 from prefect.context import TaskRunContext
 
 from infra.logs import get_logger
@@ -16,7 +15,8 @@ from rlcore.config import ModelConfig
 from rlcore.job import BootstrapSpec
 from rlcore.tiny import tiny_folder
 from tasks.caching import cache_key, present
-from tasks.jobs import new_result_path, run_job, worth_retrying
+from tasks.jobs import new_result_path, run_job
+from tasks.retries import step
 from tasks.stored import kept
 
 
@@ -28,14 +28,12 @@ def _key(_: TaskRunContext, parameters: dict[str, Any]) -> str:
     return cache_key("model", json.dumps([model.model_dump(mode="json"), stamps]), *code)
 
 
-@task(
-    name="bootstrap-policy",
+@step(
+    "bootstrap-policy",
     cache_key_fn=_key,
     persist_result=True,
     result_serializer="json",
-    retries=2,
-    retry_delay_seconds=[5, 60],
-    retry_condition_fn=worth_retrying,
+    others=(5, 60),
     timeout_seconds=6 * 3600,
 )
 def bootstrap(model: ModelConfig) -> ModelRef:

@@ -8,15 +8,13 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from prefect import task
 from prefect.artifacts import create_markdown_artifact
-from prefect.cache_policies import NO_CACHE
 from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL
 from pydantic import BaseModel, ConfigDict
 from safetensors import SafetensorError, safe_open
 
 from infra import hardware, storage
-from infra.errors import InfraError, StorageError
+from infra.errors import InfraError, ServerError, StorageError, StorageUnusableError
 from infra.logs import get_logger, without_password
 from infra.servers import check_prefect, check_ray
 from infra.settings import Settings
@@ -27,9 +25,13 @@ from rlcore.data.digest import template_text
 from rlcore.data.drawn import DRAWN, check_drawn
 from rlcore.data.sources import open_source, parse_source
 from rlcore.errors import ConfigError, DataError, ModelError, RlflowError
+from rlcore.segment.failures import OUTAGES
 from rlcore.types import Problem
 from tasks.benchmarks import deciding_benchmark
 from tasks.data import Split, prepare_spec
+from tasks.failures import failure_of
+from tasks.outbox import prefect_outage_named
+from tasks.retries import step
 from tasks.stored import store_of
 
 TINY_PARAMETERS = 4_000_000  # upper bound
@@ -52,7 +54,7 @@ class PreflightReport(BaseModel):
         return f"| checked | found |\n| --- | --- |\n{rows}\n"
 
 
-@task(name="preflight", cache_policy=NO_CACHE, timeout_seconds=300)
+@step("preflight", timeout_seconds=300)
 def preflight(experiment: ExperimentConfig) -> PreflightReport:
     """Check everything that can be checked without a worker.
 
@@ -60,7 +62,8 @@ def preflight(experiment: ExperimentConfig) -> PreflightReport:
         RlflowError, InfraError: the finding, or one error of the findings' common class that lists them all.
     """
     report = check(experiment, Settings())
-    create_markdown_artifact(report.markdown(), key=f"{experiment.name}-preflight")
+    with prefect_outage_named():
+        create_markdown_artifact(report.markdown(), key=f"{experiment.name}-preflight")
     for name, fact in report.facts.items():
         get_logger().info("check: %s: %s", name, fact)
     return report
@@ -100,9 +103,22 @@ def _together(findings: list[Error]) -> Error:
     if len(findings) == 1:
         return findings[0]
     kinds = {type(error) for error in findings}
+    if all(failure_of(error) in OUTAGES for error in findings):
+        kinds = {ServerError}
     kind = kinds.pop() if len(kinds) == 1 else ConfigError
     lines = "\n".join(f"- {error}" for error in findings)
     return kind(f"preflight has {len(findings)} findings:\n{lines}")
+
+
+def services_away(settings: Settings) -> list[str]:
+    """What MLflow and the store say where they do not answer; Prefect answers whoever asks from one of its flows."""
+    said: list[str] = []
+    for look in (_store, _mlflow):
+        try:
+            look(settings)
+        except (RlflowError, InfraError) as error:
+            said.append(str(error))
+    return said
 
 
 def _machine(experiment: ExperimentConfig, settings: Settings) -> str:
@@ -227,6 +243,13 @@ def _first_problem(experiment: ExperimentConfig, settings: Settings) -> Problem 
 
 
 def _disk(experiment: ExperimentConfig, settings: Settings) -> str:
+    try:
+        return _room(experiment, settings)
+    except StorageError as error:  # before the start it is no outage to wait for
+        raise StorageUnusableError(str(error)) from error
+
+
+def _room(experiment: ExperimentConfig, settings: Settings) -> str:
     storage.require_writable(settings.data_dir)
     free = storage.free_bytes(settings.data_dir)
     shapes = _shapes(experiment.model)

@@ -5,20 +5,20 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from types import TracebackType
 from typing import Self
 from uuid import UUID
 
-import httpx
 from prefect.artifacts import create_progress_artifact, update_progress_artifact
 from prefect.context import TaskRunContext
-from prefect.exceptions import PrefectException
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
 from infra.logs import get_logger
 from rlcore.config import ExperimentConfig
 from rlcore.segment.journal import StepRecord
+from tasks.outbox import PREFECT_ERRORS, Outbox, prefect_asked_once
 
 _ARTIFACT_SECONDS = 5.0
 _LINE_SECONDS = 15.0
@@ -28,8 +28,9 @@ _PACE_STEPS = 10
 class TrainingProgress:
     """Shows the journal's latest step. Used as a context manager around the wait for one segment."""
 
-    def __init__(self, experiment: ExperimentConfig) -> None:
+    def __init__(self, experiment: ExperimentConfig, page: Outbox) -> None:
         self._experiment = experiment
+        self._page = page
         self._bar = _bar() if sys.stderr.isatty() else None
         self._row: TaskID | None = None
         self._artifact: UUID | None = None
@@ -62,8 +63,10 @@ class TrainingProgress:
             get_logger().info("train: step %d of %d, %s", self._shown_step, total, numbers)
         if now - self._artifact_at >= _ARTIFACT_SECONDS:
             self._artifact_at = now
-            percent = 100 * self._shown_step / total
-            self._artifact = show_on_page(self._artifact, f"{self._experiment.name}-progress", percent, numbers)
+            self._page.put("the progress", partial(self._show_on_page, 100 * self._shown_step / total, numbers))
+
+    def _show_on_page(self, percent: float, numbers: str) -> None:
+        self._artifact = show_on_page(self._artifact, f"{self._experiment.name}-progress", percent, numbers)
 
 
 class AblationProgress:
@@ -109,10 +112,11 @@ def show_on_page(artifact: UUID | None, key: str, percent: float, text: str) -> 
     if TaskRunContext.get() is None:
         return None
     try:
-        if artifact is None:
-            return create_progress_artifact(percent, key=key, description=text)
-        update_progress_artifact(artifact, percent, description=text)
-    except (httpx.HTTPError, PrefectException) as error:
+        with prefect_asked_once():
+            if artifact is None:
+                return create_progress_artifact(percent, key=key, description=text)
+            update_progress_artifact(artifact, percent, description=text)
+    except PREFECT_ERRORS as error:
         get_logger().warning("Prefect's page does not take the progress for now: %s", error)
     return artifact
 

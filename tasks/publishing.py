@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Protocol
 
 from infra.errors import InfraError, ServerError
@@ -16,6 +17,7 @@ from infra.settings import Settings, TrackerName
 from infra.trackers import ExtraTracker, check_installed
 from infra.tracking import StepMetrics
 from rlcore.errors import RlflowError
+from tasks.outbox import Outbox
 from tasks.runs import Run, existing_run, tracker_of
 
 _FIRST_DELAY = 5.0
@@ -115,8 +117,13 @@ class Publishers:
         self._mlflow = Publisher(lambda: tracker_of(run, settings), run.journal)
         self._extra: dict[str, ExtraTracker] = {name: extra_tracker(name, run, settings) for name in settings.trackers}
         self._publishers = {name: _publisher_of(name, tracker, run) for name, tracker in self._extra.items()}
+        self._outbox = Outbox("steps")
 
     def publish(self, through_step: int) -> None:
+        """Have the steps up to this one sent by a thread; a server that hangs holds up that thread alone."""
+        self._outbox.put("the newest steps", partial(self._publish, through_step))
+
+    def _publish(self, through_step: int) -> None:
         for publisher in (self._mlflow, *self._publishers.values()):
             publisher.publish(through_step)
 
@@ -126,7 +133,8 @@ class Publishers:
             ServerError: MLflow did not take the last steps. A tracker beside it that did not is a warning: what it
                 lacks it gets when the run is continued, or by ``python -m tasks.publishing RUN``.
         """
-        self.publish(through_step)  # those beside it start before MLflow is waited for
+        self._outbox.flush()  # each of its requests has a bounded time
+        self._publish(through_step)  # the other trackers start before MLflow is waited for
         self._mlflow.publish_last(through_step, self._settings.tracking_wait_seconds)
         for name, publisher in self._publishers.items():
             try:
@@ -136,7 +144,13 @@ class Publishers:
             finally:
                 self._extra[name].stop()  # what has noted its last step has only its interpreter to end
 
-    def stop(self) -> None:
+    def close(self) -> None:
+        """Wait for the thread: the steps that it was given are sent, or are left to the next try."""
+        self._outbox.close()
+
+    def stop(self, wait_seconds: float | None = None) -> None:
+        """End the thread once the request that it waits for is done, at most after ``wait_seconds``."""
+        self._outbox.close(wait_seconds)
         for tracker in self._extra.values():
             tracker.stop()
 
@@ -147,9 +161,13 @@ def publishers_of(run: Run, settings: Settings) -> Iterator[Publishers]:
     publishers = Publishers(run, settings)
     try:
         yield publishers
-    except BaseException:
+    except Exception:
         publishers.stop()
         raise
+    except BaseException:  # a person waits, or Prefect's grace is short
+        publishers.stop(wait_seconds=0)
+        raise
+    publishers.close()
 
 
 def extra_tracker(name: TrackerName, run: Run, settings: Settings) -> ExtraTracker:

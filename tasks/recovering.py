@@ -32,6 +32,8 @@ from rlcore.segment.failures import POLICIES
 from rlcore.segment.lease import Control, Unchanged, holder_alive
 from tasks.ablation import existing_ablation
 from tasks.jobs import jobs_mark
+from tasks.outages import read_outage, unopened_runs
+from tasks.preflight import services_away
 from tasks.recovery import Action, Decision, Facts, FlowRunFacts, LastFailure, decide
 from tasks.runs import Driver, Run, append_line, drivers, existing_run
 
@@ -110,6 +112,8 @@ def _folders(settings: Settings) -> Iterator[tuple[Path, Callable[[str], Run]]]:
     """Of all runs, and of the ablations that a flow has driven, with what reads one by its name."""
     for stored in sorted(settings.runs_dir.glob("*/experiment.json")):
         yield stored.parent, partial(existing_run, settings=settings)
+    for run in unopened_runs(settings):
+        yield run.run_dir, lambda _, run=run: run  # type: ignore[misc]
     for stored in sorted(settings.ablations_dir.glob("*/drivers.jsonl")):
         yield stored.parent, lambda name: existing_ablation(name).run
 
@@ -132,9 +136,16 @@ def observe(run: Run, watch: Watch, client: SyncPrefectClient) -> Facts:
         sign_seen=sign_seen,
         trainer=str(holder) if holder else None,
         failure=last_failure(run, since=driver.at if driver else 0.0),
+        outage=_outage(run, since=driver.at if driver else 0.0),
         recoveries=sum(item.committed_step == committed for item in recoveries(run)),
         allowed=run.experiment.recovery,
     )
+
+
+def _outage(run: Run, since: float) -> str | None:
+    if read_outage(run, since) is None:
+        return None
+    return " ".join(services_away(Settings()))
 
 
 def _steps(run: Run) -> tuple[int, int]:

@@ -52,6 +52,7 @@ class Facts:
     sign_seen: bool  # one has come since recover first looked
     trainer: str | None  # the living holder of the lease
     failure: LastFailure | None
+    outage: str | None  # it ended the flow, and what still does not answer; "": all does again; None: no outage did
     recoveries: int  # since the last step was committed
     allowed: RecoveryConfig
 
@@ -74,11 +75,13 @@ def decide(facts: Facts) -> Decision:
         return _leave(_SETTLED[state])
     if not flow_run.deployed:
         return _leave("started in a terminal, where no worker can start it again; continue it with --run-id")
-    if state is StateType.FAILED and facts.failure is None:
+    if state is StateType.FAILED and facts.failure is None and facts.outage is None:
         return _leave("failed outside the trainer: mend what its error says, then prefect flow-run retry")
     if facts.driver_running:
         return _leave("its driver lives")
-    if facts.failure is not None and facts.failure.final:
+    if state in _ENDED and facts.outage:
+        return _leave(f"ended by an outage that lasts, and is looked at again: {facts.outage}")
+    if facts.failure is not None and facts.failure.final and facts.outage is None:
         return _leave(f"{facts.failure.kind}: another try would end alike; mend it, then prefect flow-run retry")
     if state not in _ENDED and facts.sign_seen:
         return _leave(f"{state.value}, and it has just given a sign of life")
@@ -109,7 +112,8 @@ def _leave(reason: str) -> Decision:
 
 def _what_happened(facts: Facts, state: StateType) -> str:
     if state in _ENDED:
-        what = f"{state.value}" + (f" after {facts.failure.kind}" if facts.failure else "")
+        after = "an outage" if facts.outage is not None else facts.failure.kind if facts.failure else None
+        what = f"{state.value}" + (f" after {after}" if after else "")
     else:
         what = f"{state.value}, but its driver is gone or silent for {facts.silent_seconds:.0f} s"
     then = f"follows the trainer {facts.trainer}" if facts.trainer else f"goes on from step {facts.committed_step}"

@@ -6,9 +6,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from prefect import task
 from prefect.artifacts import create_markdown_artifact
-from prefect.cache_policies import NO_CACHE
 
 from infra.logs import get_logger
 from infra.settings import Settings
@@ -17,22 +15,16 @@ from rlcore.artifacts import DatasetRef, EvalReport, ModelRef
 from rlcore.segment.journal import StepRecord
 from rlcore.segment.spec import SegmentManifest
 from tasks.cost import run_cost
-from tasks.jobs import worth_retrying
 from tasks.lineage import lineage_of
+from tasks.outbox import prefect_outage_named
 from tasks.page import RunSummary, Sample, draw_curves, html_page, markdown, read_samples
+from tasks.retries import step
 from tasks.runs import Run, tracker_of
 
 _SHARE_AT_ENDS = 0.1
 
 
-@task(
-    name="report",
-    cache_policy=NO_CACHE,
-    retries=1,
-    retry_delay_seconds=5,
-    retry_condition_fn=worth_retrying,
-    timeout_seconds=600,
-)
+@step("report", others=(5,))
 def report(
     run: Run,
     validation: DatasetRef,
@@ -57,7 +49,8 @@ def report(
     page.with_name("cost.json").write_text(cost.model_dump_json(indent=1))
     text = markdown(run, summary, before, after, model, samples, cost, lineage)
     page.write_text(html_page(run, summary, before, after, model, samples, page.parent, validation, cost, lineage))
-    create_markdown_artifact(text, key=f"{run.experiment.name}-report")
+    with prefect_outage_named():
+        create_markdown_artifact(text, key=f"{run.experiment.name}-report")
     _log(tracker, page, text, samples, run, segments, model)
     tracker.log_metrics(cost.metrics(), step=records[-1].step, timestamp_ms=records[-1].timestamp_ms)
     get_logger().info("report: %s", page)

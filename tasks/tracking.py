@@ -5,29 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from prefect import task
-from prefect.cache_policies import NO_CACHE
-
 from infra import provenance
 from infra.logs import get_logger
 from infra.settings import Settings
-from infra.tracking import Tracker
 from rlcore.artifacts import DatasetRef, ModelRef
 from rlcore.job import write_json_atomically
-from tasks.jobs import worth_retrying
 from tasks.mirroring import mirrored
 from tasks.origins import origins_dir, record_origin
+from tasks.outages import noted_outages
+from tasks.retries import step
 from tasks.runs import Run, close_after_error, tracker_of
+from tasks.stored import key_of, store_of
 
 
-@task(
-    name="describe-run",
-    cache_policy=NO_CACHE,
-    retries=2,
-    retry_delay_seconds=[5, 30],
-    retry_condition_fn=worth_retrying,
-    timeout_seconds=600,
-)
+@step("describe-run", others=(5, 30))
 def describe_run(run: Run, train: DatasetRef, validation: DatasetRef, model: ModelRef) -> str:
     """Safe to repeat. Returns the MLflow run's id."""
     tracker = tracker_of(run, Settings())
@@ -61,22 +52,39 @@ def describe_run(run: Run, train: DatasetRef, validation: DatasetRef, model: Mod
     return tracker.mlflow_run_id
 
 
-@contextmanager
-def tracked(run: Run) -> Iterator[Tracker]:
-    """Hold the MLflow run open, and close it with the right status however the flow ends; meanwhile the run is mirrored
-    to the store, where there is one."""
+@step("open-tracking")
+def open_tracking(run: Run) -> None:
+    """Open the MLflow run, again where an earlier end of it has been overtaken."""
+    tracker = tracker_of(run, Settings())
+    run.finished_marker.unlink(missing_ok=True)
+    tracker.resume()
+
+
+@step("finish-run")
+def finish_run(run: Run) -> None:
+    """Close the MLflow run and, when everything else is done, mark the run as finished."""
     settings = Settings()
-    with mirrored(run, settings):
-        tracker = tracker_of(run, settings)
-        run.finished_marker.unlink(missing_ok=True)
-        tracker.resume()
+    tracker_of(run, settings).finish("FINISHED")
+    store, key = store_of(settings), key_of(run.finished_marker, settings)
+    if store is not None and key is not None:
+        store.put(key, b"")
+    write_json_atomically(run.finished_marker, "")
+
+
+@contextmanager
+def tracked(run: Run) -> Iterator[None]:
+    """Hold the MLflow run open, and close it with the right status however the flow ends. Meanwhile the run is mirrored
+    to the store, where there is one; it is finished once the store has all of it."""
+    settings = Settings()
+    with noted_outages(run):
+        open_tracking(run)
         try:
-            yield tracker
+            with mirrored(run, settings):
+                yield
         except Exception:  # raised again, once MLflow knows
-            close_after_error(lambda: tracker, "FAILED")
+            close_after_error(lambda: tracker_of(run, settings), "FAILED")
             raise
         except BaseException:  # Ctrl-C or a cancelled flow
-            close_after_error(lambda: tracker, "KILLED")
+            close_after_error(lambda: tracker_of(run, settings), "KILLED")
             raise
-        tracker.finish("FINISHED")
-        write_json_atomically(run.finished_marker, "")
+        finish_run(run)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 from prefect import task
@@ -26,21 +27,25 @@ from rlcore.artifacts import DatasetRef, ModelRef
 from rlcore.errors import CheckpointError, RlflowError
 from rlcore.job import JobError, write_json_atomically
 from rlcore.segment.failures import error_of_exit
-from rlcore.segment.lease import Control, holder_alive, lease_at
+from rlcore.segment.health import Breach
+from rlcore.segment.lease import holder_alive, lease_at
 from rlcore.segment.spec import SegmentManifest, SegmentSpec, segment_path
 from rlcore.segment.store import move_aside, verify_checkpoint
 from tasks.events import announce_checkpoint
 from tasks.failures import handled_failures, read_adjustments, wait_for_next_try
 from tasks.hang import HangWatch, end_stuck_trainer
-from tasks.health import HealthWarnings
+from tasks.health import HealthWarnings, announce_on_prefect
+from tasks.heartbeat import Heartbeat
 from tasks.jobs import describe_exit, error_from, worth_retrying
 from tasks.mirroring import safe_step, wait_until_mirrored
+from tasks.outbox import Outbox
 from tasks.progress import TrainingProgress
-from tasks.publishing import Publishers, publishers_of
+from tasks.publishing import Publishers
 from tasks.runs import Run
 from tasks.stored import restore_checkpoint
 
 _TICK_SECONDS = 1.0
+_PAGE_SECONDS = 5.0
 _LAST_EXIT_SECONDS = 60.0  # for taking engines and Ray down after the last segment
 _CLEAN_EXIT_SECONDS = 8.0  # for the same after a commit on request
 _TRACEBACK_LINES = 12
@@ -71,21 +76,20 @@ def train_segment(run: Run, dataset: DatasetRef, model: ModelRef, index: int) ->
 
 
 def _segment_trained(run: Run, settings: Settings, dataset: DatasetRef, model: ModelRef, index: int) -> SegmentManifest:
-    with publishers_of(run, settings) as publishers:
-        return _segment_published(run, settings, dataset, model, index, publishers)
+    links = _links_of(run, settings)
+    page, publishers = links.page, links.publishers
 
+    def announce(run: Run, breach: Breach, consequence: str) -> None:
+        page.put(f"the health of step {breach.step}", partial(announce_on_prefect, run, breach, consequence))
 
-def _segment_published(
-    run: Run, settings: Settings, dataset: DatasetRef, model: ModelRef, index: int, publishers: Publishers
-) -> SegmentManifest:
-    warnings = HealthWarnings(run, read_adjustments(run))
+    warnings = HealthWarnings(run, read_adjustments(run), announce)
     restore_checkpoint(run.run_dir, settings)
     manifest = _found_done(run, index)
     if manifest is None:
         trainer = _attach(run) or _start(run, settings, dataset, model, index)
         with (
             _stopped_on_interrupt(run, trainer, index, settings),
-            TrainingProgress(run.experiment) as progress,
+            TrainingProgress(run.experiment, page) as progress,
         ):
             manifest = _follow(run, trainer, index, lambda: _tick(run, settings, publishers, progress, warnings))
         announce_checkpoint(run, manifest)
@@ -119,6 +123,11 @@ def _found_done(run: Run, index: int) -> SegmentManifest | None:
 
 def train_all_segments(run: Run, dataset: DatasetRef, model: ModelRef) -> list[SegmentManifest]:
     """Segments in order, until the last step; a segment that runs out of minutes makes one more of them."""
+    with _linked(run):
+        return _all_segments(run, dataset, model)
+
+
+def _all_segments(run: Run, dataset: DatasetRef, model: ModelRef) -> list[SegmentManifest]:
     segments: list[SegmentManifest] = []
     try:
         while not segments or segments[-1].last_step < run.experiment.training.steps:
@@ -133,6 +142,51 @@ def train_all_segments(run: Run, dataset: DatasetRef, model: ModelRef) -> list[S
         with _stopped_on_interrupt(run, trainer, len(segments), Settings()):
             raise
     return segments
+
+
+@dataclass(frozen=True, slots=True)
+class Links:
+    """What the driver of a run has to its trainer, Prefect's page and MLflow, each in a thread of its own."""
+
+    heart: Heartbeat
+    page: Outbox
+    publishers: Publishers
+
+    def end(self, wait_seconds: float | None) -> None:
+        """The page gets a moment. MLflow has what it was given, or is left to the next try, after ``wait_seconds``."""
+        self.heart.end()
+        self.page.close(_PAGE_SECONDS if wait_seconds is None else wait_seconds)
+        self.publishers.stop(wait_seconds)
+
+
+# From the first segment's task to the end of the last one, also between two tasks.
+_LINKS: dict[Path, Links] = {}
+
+
+def _links_of(run: Run, settings: Settings) -> Links:
+    if run.run_dir not in _LINKS:
+        heart = Heartbeat(run.run_dir / "control.json")
+        _LINKS[run.run_dir] = Links(heart, Outbox("page"), Publishers(run, settings))
+    return _LINKS[run.run_dir]
+
+
+@contextmanager
+def _linked(run: Run) -> Iterator[None]:
+    """End the run's threads, however its training ends."""
+    try:
+        yield
+    except Exception:
+        _unlink(run, None)
+        raise
+    except BaseException:  # a person waits, or Prefect's grace is short
+        _unlink(run, 0.0)
+        raise
+    _unlink(run, None)
+
+
+def _unlink(run: Run, wait_seconds: float | None) -> None:
+    if (links := _LINKS.pop(run.run_dir, None)) is not None:
+        links.end(wait_seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +246,7 @@ def _start(run: Run, settings: Settings, dataset: DatasetRef, model: ModelRef, i
         dataset=dataset,
         model=model,
         adjustments=read_adjustments(run),
+        driver_deadline_seconds=settings.driver_deadline_seconds,
     )
     spec_path = run.run_dir / "spec.json"
     write_json_atomically(spec_path, spec.model_dump_json(indent=1))
@@ -215,6 +270,7 @@ def _start(run: Run, settings: Settings, dataset: DatasetRef, model: ModelRef, i
 
 def _follow(run: Run, trainer: Trainer, index: int, tick: Callable[[], None]) -> SegmentManifest:
     watch = HangWatch(trainer.lease, run.experiment.segment.hang_minutes)
+    _beat(run, index)
     while True:
         code = trainer.exit_code()  # asked before the manifest: a trainer commits first and ends then
         manifest = run.manifest(index)
@@ -224,7 +280,6 @@ def _follow(run: Run, trainer: Trainer, index: int, tick: Callable[[], None]) ->
             raise _failure(run, code)
         if watch.stuck():
             raise end_stuck_trainer(run.run_dir, _mark(run), run.experiment.segment.hang_minutes)
-        _beat(run, index)
         tick()
         time.sleep(_TICK_SECONDS)
 
@@ -243,7 +298,6 @@ def _wait_for_end(run: Run, index: int) -> None:
     deadline = time.monotonic() + _LAST_EXIT_SECONDS
     try:
         while _running(run) is not None and time.monotonic() < deadline:
-            _beat(run, index)
             time.sleep(_TICK_SECONDS / 4)
     finally:
         processes.kill(_mark(run))
@@ -316,7 +370,7 @@ def last_words(log: Path) -> str:
 
 def _beat(run: Run, index: int, *, stop: bool = False) -> None:
     """The driver lives, and wants this segment and the next: the trainer goes on without waiting for us."""
-    Control(run.run_dir / "control.json").beat(index + 1, stop=stop)
+    _links_of(run, Settings()).heart.want(index + 1, stop=stop)
 
 
 def _error_path(run: Run) -> Path:

@@ -134,12 +134,12 @@ POLICIES: tuple[Policy, ...] = (
     ),
     Policy(
         Failure.TRACKING,
-        "MLflow does not answer for `RLFLOW_TRACKING_WAIT_SECONDS` at the end of the run; before it, training goes on",
+        "MLflow or Prefect does not answer; training goes on, its end waits `RLFLOW_TRACKING_WAIT_SECONDS` for MLflow",
         None,
         (ConnectionError,),
         (30, 60, 120, 300),
         "nothing; the journal holds every step",
-        "Start the MLflow server again, then continue the run.",
+        "Start the server again, then continue the run.",
     ),
     Policy(
         Failure.BAD_INPUT,
@@ -196,6 +196,8 @@ POLICIES: tuple[Policy, ...] = (
         "The traceback above and the trainer's log say more.",
     ),
 )
+OUTAGES = frozenset({Failure.STORAGE, Failure.TRACKING})
+"""Failures of a service that may be back later; what has been done is not lost meanwhile."""
 _BY_FAILURE = {policy.failure: policy for policy in POLICIES}
 _STORAGE_ERRNOS = frozenset(
     {errno.ENOSPC, errno.EROFS, errno.EIO, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.ESTALE, errno.EFBIG}

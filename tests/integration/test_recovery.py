@@ -14,6 +14,8 @@ from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey, Fl
 from prefect.client.schemas.objects import StateType
 
 from infra import processes
+from infra.servers import free_port, mlflow_command, start_server, wait_healthy
+from infra.settings import Settings
 from rlcore.segment.journal import read_journal
 from rlcore.segment.spec import SegmentManifest
 from tasks.ablation_points import tag_of
@@ -164,3 +166,44 @@ def test_a_cancelled_run_commits_is_left_alone_and_goes_on_when_a_person_retries
 
 def _first_segment(run_dir: Path) -> SegmentManifest:
     return SegmentManifest.model_validate_json((run_dir / "segments" / "0000.json").read_text())
+
+
+def test_a_flow_that_an_outage_ended_comes_back_once_the_outage_is_over(tmp_path: Path) -> None:
+    """Before its run is open, and at the end of its training; ``recover`` costs it no try while the outage lasts."""
+    own = Settings(data_dir=tmp_path / "servers", mlflow_uri="")
+    server, mark = mlflow_command(own, free_port()), f"recover-mlflow-{free_port()}"
+    variables = {
+        "FAKE_STEP_SECONDS": "0.5",
+        "RLFLOW_MLFLOW_URI": server.address,
+        "RLFLOW_RETRY_DELAY_SCALE": "0.01",
+        "RLFLOW_TRACKING_WAIT_SECONDS": "2",
+    }
+    try:
+        with prefect_stack(tmp_path, variables) as stack:
+            flow_run_id = stack.submit()
+            stack.wait_for_state(flow_run_id, StateType.FAILED)
+            run_dir = stack.run_dir(flow_run_id)
+            unopened = stack.settings.unopened_dir / run_dir.name
+            assert not run_dir.exists()
+            stack.recover()
+            assert stack.flow_run(flow_run_id).state.type is StateType.FAILED
+            assert not recoveries(unopened)
+
+            wait_healthy(start_server(server, own, mark), server)
+            stack.recover()
+            stack.wait_for_step(flow_run_id, 2)
+            processes.kill(mark)
+            stack.wait_for_state(flow_run_id, StateType.FAILED)
+            assert existing_run(run_dir.name, stack.settings).committed_step() == 12, "training went on to its end"
+            stack.recover()
+            assert stack.flow_run(flow_run_id).state.type is StateType.FAILED
+            assert not recoveries(run_dir)
+
+            wait_healthy(start_server(server, own, mark), server)
+            stack.recover()
+            assert stack.wait_for_state(flow_run_id, StateType.COMPLETED).run_count == 3
+            assert len(recoveries(run_dir)) == 1
+            assert not unopened.exists()
+            assert_whole(stack, flow_run_id)
+    finally:
+        processes.kill(mark)

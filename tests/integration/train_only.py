@@ -5,14 +5,13 @@ from __future__ import annotations
 
 from prefect import flow
 
-from infra.settings import Settings
 from rlcore.segment.spec import SegmentManifest
 from tasks import foreground
 from tasks import parameters as form
 from tasks.data import prepare_and_resize
 from tasks.models import bootstrapped
+from tasks.opening import open_run
 from tasks.preflight import preflight
-from tasks.runs import open_run
 from tasks.tracking import tracked
 from tasks.training import train_all_segments
 
@@ -21,7 +20,7 @@ from tasks.training import train_all_segments
 def train_only(experiment: form.Experiment, overrides: form.Overrides, run_id: form.NewRun) -> SegmentManifest:
     config = form.chosen(experiment, overrides)
     preflight(config)
-    run = open_run(config, run_id, Settings(), allow_changes=False)
+    run = open_run(config, run_id)
     train, start = prepare_and_resize(config, "train"), bootstrapped(config.model)
     with tracked(run):
         return train_all_segments(run, train, start)[-1]

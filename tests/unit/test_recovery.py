@@ -47,6 +47,7 @@ CRASHED = Facts(
     sign_seen=False,
     trainer=None,
     failure=None,
+    outage=None,
     recoveries=0,
     allowed=RecoveryConfig(attempts=3, silence_seconds=120.0),
 )
@@ -88,6 +89,20 @@ ROWS = [
     ("gone, but the worker may still say why", in_state(RUNNING, silent_seconds=3.0), "watch", "silent for 3 of 120"),
     ("gone, and the worker said so", in_state(StateType.CRASHED, sign_seen=True), "reschedule", "^CRASHED; try 1"),
     ("failed elsewhere", in_state(FAILED), "leave", "failed outside the trainer"),
+    (
+        "MLflow was away, and is back",
+        in_state(FAILED, outage=""),
+        "reschedule",
+        r"^FAILED after an outage; try 1 of 3 goes on from step 4$",
+    ),
+    (
+        "the trainer's tries were used up by an outage that is over",
+        in_state(FAILED, outage="", failure=LastFailure("storage outage", True)),
+        "reschedule",
+        "FAILED after an outage",
+    ),
+    ("MLflow is still away", in_state(FAILED, outage="no answer at x"), "leave", "that lasts.*: no answer at x$"),
+    ("an outage time and again", in_state(FAILED, outage="", recoveries=3), "leave", "tries used up"),
     ("diverged", replace(CRASHED, failure=LastFailure("diverged", True)), "leave", "^diverged: another try would end"),
     ("failed for good", in_state(FAILED, failure=LastFailure("hang", True)), "leave", "^hang: another try"),
 ]

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import multiprocessing
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +13,17 @@ import jsonschema
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from infra.errors import ServerError
+from infra.errors import ServerError, StorageError, StorageRefusedError
 from infra.settings import Settings
 from rlcore.config import ExperimentConfig
-from rlcore.errors import ConfigError, DivergedError
+from rlcore.errors import ConfigError, DivergedError, RetriesUsedUpError
+from rlcore.segment.failures import Failure
 from rlcore.segment.spec import segment_path
 from tasks import deploying, tracking
 from tasks import parameters as form
 from tasks.ablation import existing_ablation, plan_ablation
 from tasks.experiments import load_experiment
+from tasks.outages import noted_outages, read_outage
 from tasks.runs import Run, append_line, existing_run, open_run
 from tasks.stored import MirrorState, read_mirror, write_mirror
 from tasks.tracking import tracked
@@ -100,16 +105,60 @@ def test_an_mlflow_that_is_away_does_not_hide_the_first_error(
     run: Run, monkeypatch: pytest.MonkeyPatch, error: BaseException, status: str
 ) -> None:
     tracker = Tracker(away=True)
-    monkeypatch.setattr(tracking, "tracker_of", lambda *_: tracker)
+    without_prefect(monkeypatch, tracker)
     with pytest.raises(type(error)), tracked(run):
         raise error
     assert tracker.closed == [status]
 
 
 def test_the_end_of_a_good_run_is_told_or_an_error(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tracking, "tracker_of", lambda *_: Tracker(away=True))
+    without_prefect(monkeypatch, Tracker(away=True))
     with pytest.raises(ServerError), tracked(run):
         pass
+    outage = read_outage(run, since=0.0)
+    assert outage is not None
+    assert outage.failure is Failure.TRACKING
+    assert not run.finished_marker.exists()
+
+
+def test_a_run_is_finished_once_the_store_has_all_of_it(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    @contextmanager
+    def mirrored(*_: object) -> Iterator[None]:
+        yield
+        raise StorageError("the store is away")  # as its last send ends
+
+    tracker = Tracker(away=False)
+    without_prefect(monkeypatch, tracker)
+    monkeypatch.setattr(tracking, "mirrored", mirrored)
+    with pytest.raises(StorageError), tracked(run):
+        pass
+    assert tracker.closed == ["FAILED"]
+    assert not run.finished_marker.exists()
+    outage = read_outage(run, since=0.0)
+    assert outage is not None
+    assert outage.failure is Failure.STORAGE
+
+
+def test_only_an_outage_is_noted(run: Run) -> None:
+    with pytest.raises(DivergedError), noted_outages(run):
+        raise DivergedError("nan")
+    assert read_outage(run, since=0.0) is None
+    with pytest.raises(StorageRefusedError), noted_outages(run):
+        raise StorageRefusedError("quota exceeded")
+    assert read_outage(run, since=0.0) is None
+    used_up = RetriesUsedUpError("seven times")
+    used_up.__cause__ = StorageError("the store is away")
+    with pytest.raises(RetriesUsedUpError), noted_outages(run):
+        raise used_up
+    assert read_outage(run, since=0.0) is not None
+    assert read_outage(run, since=time.time() + 1) is None, "of a start before this one"
+
+
+def without_prefect(monkeypatch: pytest.MonkeyPatch, tracker: Tracker) -> None:
+    """The steps as plain functions, with this tracker."""
+    monkeypatch.setattr(tracking, "tracker_of", lambda *_: tracker)
+    for name in ("open_tracking", "finish_run"):
+        monkeypatch.setattr(tracking, name, getattr(tracking, name).fn)
 
 
 def _append_often(path: Path, name: str, barrier: Any) -> None:

@@ -6,15 +6,18 @@ import json
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+import requests
+from botocore.exceptions import EndpointConnectionError
 from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import INVALID_PARAMETER_VALUE, RESOURCE_DOES_NOT_EXIST
 
-from infra.errors import RegistryError, ServerError, StorageError
+from infra.errors import RegistryError, ServerError, StorageError, TrackingRefusedError
 from infra.servers import free_port
 from infra.trackers import read_published
 from infra.tracking import DRIFT_TAG, Tracker, _run_exists, check_reachable
@@ -162,7 +165,7 @@ def test_an_unreachable_server_is_named_with_what_to_change() -> None:
 class AwayClient:
     """Raises what MLflow's client raises."""
 
-    def __init__(self, error: MlflowException) -> None:
+    def __init__(self, error: Exception) -> None:
         self.error = error
 
     def set_terminated(self, *_: object) -> None:
@@ -172,15 +175,25 @@ class AwayClient:
         raise self.error
 
 
-def test_an_outage_is_named_and_a_refusal_stays_what_it_is(open_run: Open) -> None:
+def test_an_outage_and_a_refusal_are_told_apart(open_run: Open) -> None:
     tracker = open_run("away")
     tracker._client = AwayClient(MlflowException("connection refused"))
     for call in (lambda: tracker.finish("FAILED"), lambda: tracker.log_params({"a": 1})):
         with pytest.raises(ServerError, match=r"does not answer: connection refused"):
             call()
     tracker._client = AwayClient(MlflowException("no such status", INVALID_PARAMETER_VALUE))
-    with pytest.raises(MlflowException, match="no such status"):
+    with pytest.raises(TrackingRefusedError, match="refuses: no such status"):
         tracker.finish("DONE")
+    answer = requests.Response()
+    for status, kind in ((HTTPStatus.BAD_GATEWAY, ServerError), (HTTPStatus.FORBIDDEN, TrackingRefusedError)):
+        answer.status_code = status
+        tracker._client = AwayClient(requests.HTTPError("an artifact", response=answer))
+        with pytest.raises(kind, match="an artifact"):
+            tracker.finish("FAILED")
+    tracker._client = AwayClient(EndpointConnectionError(endpoint_url="http://store"))
+    with pytest.raises(StorageError, match="Could not connect") as caught:
+        tracker.finish("FAILED")
+    assert not caught.value.permanent
 
 
 def test_a_server_that_is_away_is_not_taken_for_a_run_that_is_gone() -> None:
@@ -278,7 +291,7 @@ def test_a_server_that_refuses_is_not_taken_for_a_model_without_a_champion(
     tracker = open_run("refused")
     with answering(status, error_code) as uri:
         tracker._client = MlflowClient(tracking_uri=uri, registry_uri=uri)
-        with pytest.raises((MlflowException, ServerError)):
+        with pytest.raises(ServerError if status == HTTPStatus.TOO_MANY_REQUESTS else TrackingRefusedError):
             tracker.tags_at("geo", "champion")
     with answering(404, "RESOURCE_DOES_NOT_EXIST") as uri:
         tracker._client = MlflowClient(tracking_uri=uri, registry_uri=uri)
