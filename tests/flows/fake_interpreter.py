@@ -168,7 +168,8 @@ def _train(spec: SegmentSpec) -> int:
         until = min(first_step + config.segment.steps, config.training.steps)
         pause = None
         while step < until and not stopped and not pause:
-            if control.read().stop:
+            wanted = control.read()
+            if wanted.stop or time.time() - wanted.heartbeat > spec.driver_deadline_seconds:
                 stopped.append(0)
                 break
             time.sleep(STEP_SECONDS)
