@@ -10,9 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from prefect import task
 from prefect.artifacts import create_table_artifact
-from prefect.cache_policies import NO_CACHE
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from infra.logs import get_logger
@@ -27,6 +25,8 @@ from tasks.data import prepare_and_resize
 from tasks.evaluation import evaluate, evaluate_and_log, suite_of
 from tasks.merging import CHAMPION, merged, register
 from tasks.models import bootstrapped
+from tasks.outbox import prefect_outage_named
+from tasks.retries import step
 from tasks.runs import Run, append_line, existing_run, tracker_of
 from tasks.stored import send_file
 
@@ -122,10 +122,17 @@ def evaluate_todo(todo: Todo) -> Evaluation:
     problems = prepare_and_resize(todo.suite, "validation")
     report = evaluate_and_log(todo.run, todo.suite, todo.checkpoint, base, problems, todo.benchmark.name)
     done = Evaluation(benchmark=todo.benchmark.name, key=todo.key, report=report)
-    known = todo.run.run_dir / "evaluations.jsonl"
-    append_line(known, done.model_dump_json())
-    send_file(known, Settings())
+    note_evaluation(todo.run, done)
     return done
+
+
+@step("note-evaluation")
+def note_evaluation(run: Run, done: Evaluation) -> None:
+    """In the run's folder and in the store. Safe to repeat."""
+    known = run.run_dir / "evaluations.jsonl"
+    if done not in evaluations(run):
+        append_line(known, done.model_dump_json())
+    send_file(known, Settings())
 
 
 def promote(todo: Todo, done: Evaluation, confidence: float) -> None:
@@ -150,7 +157,7 @@ class Verdict:
     compared: bool = True  # False: nothing about the champion is left to compare with
 
 
-@task(name="judge-champion", cache_policy=NO_CACHE, persist_result=False)
+@step("judge-champion", timeout_seconds=12 * 3600)  # it may evaluate the old champion
 def judge(todo: Todo, done: Evaluation, confidence: float) -> Verdict:
     """Compare with the old champion, paired over the problems of the benchmark."""
     from rlcore.evaluation.evaluate import read_rows
@@ -227,7 +234,7 @@ def _table_of(champion: Champion, todo: Todo, settings: Settings) -> Path | None
     return Path(present(evaluate, lambda item: Path(item.table), suite, merged_model, merged_model, problems).table)
 
 
-@task(name="show-leaderboard", cache_policy=NO_CACHE, persist_result=False)
+@step("show-leaderboard")
 def show_leaderboard() -> None:
     """A table on Prefect's page: every evaluation, the best of each benchmark first."""
     settings = Settings()
@@ -250,6 +257,6 @@ def show_leaderboard() -> None:
         ]
     rows.sort(key=lambda row: (row["benchmark"], -float(row["accuracy"])))
     if rows:
-        create_table_artifact(
-            rows, key=ARTIFACT, description="Evaluated checkpoints, the best of each benchmark first."
-        )
+        with prefect_outage_named():
+            about = "Evaluated checkpoints, the best of each benchmark first."
+            create_table_artifact(rows, key=ARTIFACT, description=about)
