@@ -47,8 +47,8 @@ class ServerError(InfraError, ConnectionError):
     """MLflow, Prefect or Ray cannot be reached."""
 
 
-class TrackingRefusedError(InfraError, ValueError):
-    """MLflow answers and says no (keys, rights, a deleted experiment), or a tracker is not installed. Asking again
+class ServerRefusedError(ServerError):
+    """A server answers and says no (a login, rights, a wrong request), or a tracker is not installed. Asking again
     changes nothing."""
 
 

@@ -21,7 +21,7 @@ from http import HTTPStatus
 from pathlib import Path
 
 from infra import environment, processes
-from infra.errors import ServerError
+from infra.errors import ServerError, ServerRefusedError
 from infra.login import header_of, login_of
 from infra.provenance import ROOT
 from infra.settings import Settings
@@ -150,7 +150,7 @@ def check_prefect(api_url: str, timeout_seconds: float, login: str | None) -> No
             "PREFECT_API_URL, or unset that variable to use the embedded server."
         )
     if _refuses(f"{api_url.rstrip('/')}/admin/version", login, timeout_seconds):
-        raise ServerError(
+        raise ServerRefusedError(
             f"the Prefect server at {api_url} wants {'another' if login else 'a'} login. Set PREFECT_API_AUTH_STRING "
             "to its user:password; for the stack, by the export line that make up prints."
         )

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from infra import environment, processes
-from infra.errors import ServerError, TrackingRefusedError
+from infra.errors import ServerError, ServerRefusedError
 from infra.files import write_atomically
 from infra.logs import redact
 from infra.settings import Settings, TrackerName
@@ -156,14 +156,14 @@ def check_installed(name: TrackerName, python: Path) -> str:
     """The version that the trackers' interpreter has.
 
     Raises:
-        TrackingRefusedError: it has none, or one that is too old.
+        ServerRefusedError: it has none, or one that is too old.
     """
     answer = subprocess.run(
         [str(python), "-m", "infra.tracker_sinks", "--check", name, PACKAGES[name].partition(">=")[2]],
         cwd=ROOT, capture_output=True, text=True, timeout=_CHECK_SECONDS, check=False,
     )  # fmt: skip
     if answer.returncode != 0:
-        raise TrackingRefusedError(
+        raise ServerRefusedError(
             f"RLFLOW_TRACKERS names {name}, and {python} has {answer.stdout.strip() or 'no working infra package'} "
             f"where {PACKAGES[name]} is needed. Install it there (the extra rlflow[{name}]), name an interpreter that "
             f"has it in RLFLOW_TRACKER_PYTHON, or take {name} out of RLFLOW_TRACKERS."

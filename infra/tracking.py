@@ -28,7 +28,7 @@ from mlflow.store.db.db_types import DATABASE_ENGINES
 from mlflow.utils.mlflow_tags import MLFLOW_MODEL_IS_EXTERNAL, MLFLOW_PARENT_RUN_ID, MLFLOW_RUN_NOTE
 from requests import RequestException
 
-from infra.errors import InfraError, RegistryError, ServerError, StorageError, TrackingRefusedError
+from infra.errors import InfraError, RegistryError, ServerError, ServerRefusedError, StorageError
 from infra.files import write_atomically
 from infra.logs import get_logger, without_password
 from infra.s3_errors import OBJECT_STORE_ERRORS, storage_error
@@ -92,7 +92,7 @@ def _outage_named(uri: str) -> Iterator[None]:
 
     Raises:
         ServerError: the server or its database does not answer, and may do so later.
-        TrackingRefusedError: it answers and says no.
+        ServerRefusedError: it answers and says no.
         StorageError: the object store that holds its artifacts does not take them; refusals are permanent.
     """
     try:
@@ -108,10 +108,10 @@ def _outage_named(uri: str) -> Iterator[None]:
         raise storage_error("writing an artifact of MLflow's", error) from None  # its traceback may name keys
 
 
-def _tracking_error(uri: str, error: Exception, status: int) -> ServerError | TrackingRefusedError:
+def _tracking_error(uri: str, error: Exception, status: int) -> ServerError | ServerRefusedError:
     if status >= HTTPStatus.INTERNAL_SERVER_ERROR or status == HTTPStatus.TOO_MANY_REQUESTS:
         return ServerError(f"MLflow at {without_password(uri)} does not answer: {error}")
-    return TrackingRefusedError(f"MLflow at {without_password(uri)} refuses: {error}")
+    return ServerRefusedError(f"MLflow at {without_password(uri)} refuses: {error}")
 
 
 def _status(error: MlflowException) -> int:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
-from infra.errors import RegistryError, TrackingRefusedError
+from infra.errors import RegistryError, ServerRefusedError
 from infra.errors import StorageError as InfraStorageError
 from infra.logs import get_logger
 from infra.settings import Settings
@@ -54,7 +54,7 @@ def failure_of(error: object) -> Failure | None:
     """The class of what a task raised; None: a mistake in our own code, or nothing to retry."""
     if isinstance(error, InfraStorageError):
         return Failure.BAD_INPUT if error.permanent else Failure.STORAGE
-    if isinstance(error, RegistryError | TrackingRefusedError):
+    if isinstance(error, RegistryError | ServerRefusedError):
         return Failure.BAD_INPUT
     return classify(error) if isinstance(error, BaseException) else None
 

@@ -6,12 +6,13 @@ import contextvars
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from http import HTTPStatus
 
 import httpx
 from prefect.exceptions import PrefectException
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
-from infra.errors import ServerError
+from infra.errors import ServerError, ServerRefusedError
 from infra.logs import get_logger
 
 PREFECT_ERRORS = (httpx.HTTPError, PrefectException)
@@ -83,10 +84,14 @@ def prefect_asked_once() -> Iterator[None]:
 def prefect_outage_named() -> Iterator[None]:
     """
     Raises:
-        ServerError: Prefect's server refused, failed or did not answer.
+        ServerRefusedError: Prefect's server said no.
+        ServerError: it failed or did not answer.
     """
     try:
         with prefect_asked_once():
             yield
     except PREFECT_ERRORS as error:
-        raise ServerError(f"Prefect did not take it ({type(error).__name__}: {error}). Start its server.") from error
+        said = f"{type(error).__name__}: {error}"
+        if isinstance(error, httpx.HTTPStatusError) and error.response.status_code < HTTPStatus.INTERNAL_SERVER_ERROR:
+            raise ServerRefusedError(f"Prefect refuses ({said}).") from error
+        raise ServerError(f"Prefect does not answer ({said}). Start its server.") from error

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Protocol
 
-from infra.errors import InfraError, ServerError
+from infra.errors import InfraError, ServerError, ServerRefusedError
 from infra.logs import get_logger, log_to_console
 from infra.settings import Settings, TrackerName
 from infra.trackers import ExtraTracker, check_installed
@@ -82,6 +82,8 @@ class Publisher:
                 if self._now() >= deadline:
                     raise ServerError(f"{self._name} has not taken the steps up to {through_step} yet.")
                 self._sleep(_POLL_SECONDS)
+            except ServerRefusedError:
+                raise
             except ServerError as error:
                 delay = min(self._postpone(), deadline - self._now())
                 if delay <= 0:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from infra import processes
-from infra.errors import ServerError, TrackingRefusedError
+from infra.errors import ServerError, ServerRefusedError
 from infra.servers import free_port
 from infra.settings import Settings, TrackerName
 from infra.trackers import ExtraTracker, check_installed
@@ -171,7 +171,7 @@ def test_stopping_leaves_no_process_and_the_batch_comes_again(tmp_path: Path) ->
 def test_what_is_not_installed_is_named_with_what_to_do(tmp_path: Path) -> None:
     bare = tmp_path / "bare"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(bare)], check=True)
-    with pytest.raises(TrackingRefusedError, match=r"has no wandb where wandb>=.* RLFLOW_TRACKER_PYTHON"):
+    with pytest.raises(ServerRefusedError, match=r"has no wandb where wandb>=.* RLFLOW_TRACKER_PYTHON"):
         check_installed("wandb", bare / "bin" / "python")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from infra.errors import ServerError, StorageAwayError, StorageError, StorageRefusedError, TrackingRefusedError
+from infra.errors import ServerError, ServerRefusedError, StorageAwayError, StorageError, StorageRefusedError
 from rlcore.errors import ConfigError, TrainerFailedError
 from rlcore.segment.failures import Failure, policy_of
 from tasks.retries import Tries
@@ -17,7 +17,7 @@ from tasks.retries import Tries
         (StorageError("the store is away"), len(policy_of(Failure.STORAGE).delays)),
         (TrainerFailedError("the job died"), 2),
         (StorageRefusedError("quota exceeded"), 0),
-        (TrackingRefusedError("the experiment is deleted"), 0),
+        (ServerRefusedError("the experiment is deleted"), 0),
         (StorageAwayError("for an hour already"), 0),
         (ConfigError("a typo"), 0),
         (ZeroDivisionError("a mistake of ours"), 0),

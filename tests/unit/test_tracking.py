@@ -17,7 +17,7 @@ from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import INVALID_PARAMETER_VALUE, RESOURCE_DOES_NOT_EXIST
 
-from infra.errors import RegistryError, ServerError, StorageError, TrackingRefusedError
+from infra.errors import RegistryError, ServerError, ServerRefusedError, StorageError
 from infra.servers import free_port
 from infra.trackers import read_published
 from infra.tracking import DRIFT_TAG, Tracker, _run_exists, check_reachable
@@ -182,10 +182,10 @@ def test_an_outage_and_a_refusal_are_told_apart(open_run: Open) -> None:
         with pytest.raises(ServerError, match=r"does not answer: connection refused"):
             call()
     tracker._client = AwayClient(MlflowException("no such status", INVALID_PARAMETER_VALUE))
-    with pytest.raises(TrackingRefusedError, match="refuses: no such status"):
+    with pytest.raises(ServerRefusedError, match="refuses: no such status"):
         tracker.finish("DONE")
     answer = requests.Response()
-    for status, kind in ((HTTPStatus.BAD_GATEWAY, ServerError), (HTTPStatus.FORBIDDEN, TrackingRefusedError)):
+    for status, kind in ((HTTPStatus.BAD_GATEWAY, ServerError), (HTTPStatus.FORBIDDEN, ServerRefusedError)):
         answer.status_code = status
         tracker._client = AwayClient(requests.HTTPError("an artifact", response=answer))
         with pytest.raises(kind, match="an artifact"):
@@ -291,7 +291,7 @@ def test_a_server_that_refuses_is_not_taken_for_a_model_without_a_champion(
     tracker = open_run("refused")
     with answering(status, error_code) as uri:
         tracker._client = MlflowClient(tracking_uri=uri, registry_uri=uri)
-        with pytest.raises(ServerError if status == HTTPStatus.TOO_MANY_REQUESTS else TrackingRefusedError):
+        with pytest.raises(ServerError if status == HTTPStatus.TOO_MANY_REQUESTS else ServerRefusedError):
             tracker.tags_at("geo", "champion")
     with answering(404, "RESOURCE_DOES_NOT_EXIST") as uri:
         tracker._client = MlflowClient(tracking_uri=uri, registry_uri=uri)
