@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from rlcore.algorithms import advantage
-from rlcore.algorithms.aggregation import StepTotals, token_weights
-from rlcore.algorithms.kl import k3
+from rlcore.algorithms.aggregation import StepTotals
 from rlcore.algorithms.logprobs import linear_logprobs, trained_positions, trained_sequences
+from rlcore.batch import Microbatch, Segments
 from rlcore.config import AlgorithmConfig
-from rlcore.training.step import importance_weights, policy_loss
+from rlcore.training.step import PolicyTokens, microbatch_loss
 from tests.numerics import reference
 
 MODES = ["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant"]
@@ -68,7 +68,32 @@ class Sequence:
 
 
 def algorithm(loss: str, correction: str = "none") -> AlgorithmConfig:
-    return AlgorithmConfig.model_validate({"loss": LOSSES[loss][0], "correction": CORRECTIONS[correction]})
+    return AlgorithmConfig.model_validate(
+        {"loss": LOSSES[loss][0], "correction": CORRECTIONS[correction], "kl": {"estimator": "k3"}}
+    )
+
+
+_NONE = torch.zeros(0, dtype=torch.int64)
+# a microbatch of nothing: what the loss does not look at stays so
+NOTHING = Microbatch(
+    token_ids=_NONE,
+    position_ids=_NONE,
+    segments=Segments(_NONE, _NONE, _NONE, _NONE),
+    predict_from=_NONE,
+    targets=_NONE,
+    sequence_index=_NONE,
+    sequence_lengths=_NONE,
+    sampler_logprobs=_NONE,
+    advantages=_NONE,
+    old_logprobs=None,
+    log_kept=None,
+    ref_logprobs=None,
+    pixel_values=None,
+    image_grid_thw=None,
+    image_features=None,
+    image_index=_NONE,
+    image_rows=_NONE,
+)
 
 
 def make_step(dtype: torch.dtype) -> list[Sequence]:
@@ -124,19 +149,32 @@ def step_gradient(
         bounds = torch.tensor([0, *np.cumsum([len(s.tokens) for s in batch])])
         predict_from, token_index = trained_positions(mask, bounds)
         sequence_index, lengths = trained_sequences(mask, bounds)
-        logprobs, _, _ = linear_logprobs(
+        logprobs, entropy, log_kept = linear_logprobs(
             torch.cat([s.hidden for s in batch])[predict_from],
             head,
             torch.cat([s.tokens for s in batch])[token_index],
             temperature=TEMPERATURE,
             chunk_size=4,
         )
-        weights = token_weights(sequence_index, lengths, mode=mode, totals=totals, max_completion_tokens=MAX_COMPLETION)
-        advantages = torch.tensor([s.advantage for s in batch], dtype=dtype)[sequence_index]
-        old, ref, sampler = (torch.cat([getattr(s, n) for s in batch])[token_index] for n in ("old", "ref", "sampler"))
-        values = policy_loss(config.loss, logprobs, old, advantages, sequence_index, lengths).values
-        importance = importance_weights(config.correction, old, sampler, sequence_index)
-        loss = (weights.to(dtype) * (importance * values + KL_COEFFICIENT * k3(logprobs, ref))).sum()
+        of = {n: torch.cat([getattr(s, n) for s in batch])[token_index] for n in ("old", "ref", "sampler")}
+        packed = replace(
+            NOTHING,
+            sequence_index=sequence_index,
+            sequence_lengths=lengths,
+            sampler_logprobs=of["sampler"],
+            advantages=torch.tensor([s.advantage for s in batch], dtype=dtype)[sequence_index],
+            old_logprobs=of["old"],
+            log_kept=torch.zeros_like(of["old"]),
+            ref_logprobs=of["ref"],
+        )
+        loss, _ = microbatch_loss(
+            packed,
+            PolicyTokens(logprobs, entropy, log_kept),
+            config.model_copy(update={"aggregation": mode}),
+            totals,
+            kl_coefficient=KL_COEFFICIENT,
+            max_completion_tokens=MAX_COMPLETION,
+        )
         loss.backward()
         total += loss.detach().double()
     return total, head.grad
@@ -213,17 +251,6 @@ def test_any_order_of_sequences_and_groups_gives_the_same_gradient(name, correct
     within_groups = [s for group in chunks(step, 3) for s in reversed(group)]
     for order in (shuffled, within_groups, step[::-1]):
         assert_same(step_gradient(chunks(order, 4), mode, dtype, config), whole, relative)
-
-
-@each_mode
-@each_choice
-def test_ranks_that_each_sum_their_share_add_up_to_the_gradient(name, correction, mode):
-    """W ranks: a plain sum of gradients, because the weights hold the global denominators already."""
-    step, config = make_step(torch.float64), algorithm(name, correction)
-    whole = step_gradient([step], mode, torch.float64, config)
-    for ranks in (2, 4):
-        shares = [step[rank::ranks] for rank in range(ranks)]
-        assert_same(step_gradient(shares, mode, torch.float64, config), whole, 1e-12)
 
 
 def test_the_aggregations_are_different_objectives():
