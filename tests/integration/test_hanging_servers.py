@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import subprocess
 import sys
@@ -172,11 +173,13 @@ def test_a_pause_longer_than_the_trainer_s_patience_is_not_noticed(tmp_path: Pat
 @pytest.mark.timeout(3000)
 def test_five_minutes_without_an_answer_change_nothing_in_a_real_run(tmp_path: Path) -> None:
     """With the default deadlines and a real trainer: the run that nobody disturbed, bit for bit."""
-    values = (*SMALL, "training.steps=120", "segment.steps=10")
+    values = (*SMALL, "training.steps=80", "segment.steps=10")
     words = ("flows.train_grpo", EXPERIMENT, *(word for value in values for word in ("--set", value)))
     quiet = Command(tmp_path / "quiet" / "data", words, {})
     with quiet.started() as process:
         quiet.wait_for_end(process, 1200)
+    assert any(step["optim/grad_norm"] for step in quiet.metrics()), "equal weights would prove nothing"
+    shutil.copytree(quiet.data_dir / "models", tmp_path / "data" / "models")  # its warm start takes minutes
 
     settings = Settings(data_dir=tmp_path / "data", mlflow_uri="")
     with servers_over(settings) as servers:
@@ -190,6 +193,6 @@ def test_five_minutes_without_an_answer_change_nothing_in_a_real_run(tmp_path: P
         assert command.trainers == 1
         assert not (command.run.run_dir / "failures.jsonl").exists()
         assert_each_step_once_in_mlflow(command, servers.mlflow)
-    assert len(command.metrics()) == 120
+    assert len(command.metrics()) == 80
     assert command.metrics() == quiet.metrics()
     assert weights_of(command.run.run_dir) == weights_of(quiet.run.run_dir)
