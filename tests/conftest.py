@@ -56,13 +56,6 @@ def untied_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return _random_tiny(tmp_path_factory, tied=False)
 
 
-@pytest.fixture
-def either_model(request: pytest.FixtureRequest) -> Path:
-    """For ``@with_and_without_tied_head``: one of the two above, by its name."""
-    model: Path = request.getfixturevalue(request.param)
-    return model
-
-
 def _random_tiny(factory: pytest.TempPathFactory, *, tied: bool) -> Path:
     from rlcore.config import TinyModelConfig
     from rlcore.models.tiny import create_tiny_policy

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from rlcore.algorithms.aggregation import StepTotals
 from rlcore.algorithms.flops import NOTHING, GroupSize, ModelShape, Work, pass_work
@@ -17,6 +17,9 @@ from rlcore.errors import SamplerError
 from rlcore.ports import SampledGroup, SampleRequest, ScoredTokens
 from rlcore.training.step import UpdateResult
 from rlcore.types import Floats, Problem, TrainingSample
+
+if TYPE_CHECKING:
+    from rlcore.distributed.worker import Synced
 
 
 class Ranks(Protocol):
@@ -195,16 +198,19 @@ class WorkerGroup:
             attention_weight=self._model_shape.attention_weight,
         )
 
-    def sync_weights(self, version: int) -> None:
-        """
+    def sync_weights(self, version: int) -> float:
+        """Returns the seconds that the slowest engine took of it to get its memory back after sleeping.
+
         Raises:
             SamplerError: the ranks' samplers do not all hold the same weights.
         """
-        checksums = set(_on_each(self._everyone, "sync_weights", version))
+        synced: list[Synced] = _on_each(self._everyone, "sync_weights", version)
+        checksums = {rank.checksum for rank in synced}
         if len(checksums) != 1:
             raise SamplerError(
                 f"at version {version} not all ranks sent or hold the same weights: checksums {sorted(checksums)}"
             )
+        return max(rank.waking_seconds for rank in synced)
 
     def canary_samples(self, problems: Sequence[Problem]) -> list[TrainingSample]:
         """Fixed inputs made of ``problems``, by which weights are known again."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import os
 import resource
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 from rlcore.config import ExperimentConfig
 from rlcore.distributed.lockstep import Answer, answers
@@ -112,6 +113,19 @@ class ReadAhead:
             self._used.discard(image)
             self.held_bytes -= feature_bytes(image)
         return self.held_bytes + size <= self._room
+
+
+class Synced(NamedTuple):
+    """What one rank's weight sync came to."""
+
+    checksum: int  # of what was sent, and of what the engine holds
+    waking_seconds: float  # that its engine took to get its memory back
+
+
+def _seconds_of(action: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    action()
+    return time.perf_counter() - start
 
 
 def make_worker(spec: WorkerSpec) -> Worker | RolloutWorker:
@@ -224,22 +238,21 @@ class Worker:
             torch.cuda.synchronize()
         return result
 
-    def sync_weights(self, version: int) -> int:
+    def sync_weights(self, version: int) -> Synced:
         """Policy -> sampler, in place, or to the ranks that sample: all weights, or the adapters if these are what
-        trains. Returns the checksum of what was sent."""
+        trains."""
         if self.sampler is None:
             self._sender = self._sender or self._make_sender()
             checksum = self._give(self._sender, version)
             self.policy.rest()
-            return checksum
+            return Synced(checksum, 0.0)
         if self._has_trained:
             self.sampler.sleep_no_more_if_there_is_room()
         stops = self.sampler.wake()
-        next(stops)
+        waking = _seconds_of(lambda: next(stops))
         checksum = self._give(self.sampler, version)
         self.policy.rest()  # before the engine takes the memory for its cache
-        next(stops)
-        return checksum
+        return Synced(checksum, waking + _seconds_of(lambda: next(stops)))
 
     def _make_sender(self) -> WeightSender:
         """At the first sync, when all ranks are up: it waits for those that sample."""
@@ -311,16 +324,16 @@ class RolloutWorker:
     def generate(self, requests: Sequence[SampleRequest]) -> Iterator[dict[int, Answer]]:
         return answers(self.sampler.generate(requests), self._spec.rank, self._spec.config.rollout.tensor_parallel)
 
-    def sync_weights(self, version: int) -> int:
-        """Take what ``Worker.sync_weights`` sends. Returns the checksum of what came, which the engine holds."""
+    def sync_weights(self, version: int) -> Synced:
+        """Take what ``Worker.sync_weights`` sends."""
         if self._channel is None:
             self._channel = _channel(self._spec, 1 + self._spec.rank - self._spec.world_size)
         if self._spec.config.model.lora is None:
-            return self.sampler.load_weights(self._channel.receive(), version)
+            return Synced(self.sampler.load_weights(self._channel.receive(), version), 0.0)
         if not self._base_checked:
             self.sampler.check_base(self._channel.receive())
             self._base_checked = True
-        return self.sampler.load_adapter(self._channel.receive(), version)
+        return Synced(self.sampler.load_adapter(self._channel.receive(), version), 0.0)
 
     def peak_memory_bytes(self) -> int:
         return _peak_memory_bytes(self._spec.device)

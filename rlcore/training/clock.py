@@ -26,6 +26,11 @@ class Clock:
         """Add seconds that a phase took beside the others."""
         self._phases[phase] = self._phases.get(phase, 0.0) + seconds
 
+    def move(self, seconds: float, phase: str, to: str) -> None:
+        """Count seconds of one phase as another's."""
+        self.note(phase, -seconds)
+        self.note(to, seconds)
+
     @property
     def seconds(self) -> dict[str, float]:
         return {**self._phases, "step": time.perf_counter() - self._start}

@@ -95,7 +95,8 @@ def train(run: TrainingRun, state: TrainState, *, until_step: int, should_stop: 
             state = replace(state, kl_coefficient=adapted(kl, kl_coefficient, kls, len(advantages.samples)))
             state, collected = with_following(state, collected, clock)
             with clock("weight_sync"):
-                workers.sync_weights(state.step)
+                waking = workers.sync_weights(state.step)
+            clock.move(waking, "weight_sync", "wake")
 
         drawn, peak = collected.drawn.tokens, workers.peak_memory_bytes()
         metrics[-1] |= rollout_metrics(collected.generated, config.algorithm, drawn, clock.seconds, peak)

@@ -89,6 +89,40 @@ def test_the_loop_trains_adapters_and_a_resumed_run_equals_an_unbroken_one(
     assert result["version"] == 7
 
 
+def _shaken_checkpoint(model: Path, config: ExperimentConfig, folder: Path) -> dict[str, Any]:
+    """Every weight of the model changed, and committed as a run would."""
+    from rlcore.models.checkpoint import save_train_state
+    from rlcore.models.torch_policy import TorchPolicy
+    from tests.numerics import toy
+
+    policy = TorchPolicy(
+        load_hf_model(model, torch.float32),
+        config,
+        mesh=toy.one_rank_mesh(),
+        banned_token_ids=toy.BANNED,
+        features=toy.features,
+    )
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in policy.model.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    save_train_state(policy.model.hf, policy.optimizer, folder)
+    return {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["tiny_model", "untied_model"])
+def test_an_evaluation_samples_from_a_checkpoint_of_its_own_policy(
+    model: str, dataset: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """A checkpoint keeps a tied tensor once; the engine holds, and proves, it once per use."""
+    folder, config = request.getfixturevalue(model), configured(workers=1)
+    measured(partial(_shaken_checkpoint, config=config, folder=tmp_path), folder)
+    result = measured(partial(_evaluated, config, dataset, tmp_path), folder)
+    assert result["delta"] < 1e-4
+    assert result["to_base"] > 1e-3
+
+
 @pytest.mark.slow
 def test_the_loop_trains_in_bfloat16_with_a_frozen_vision_tower(
     tiny_model: Path, dataset: Path, tmp_path: Path

@@ -219,8 +219,9 @@ def measured(measure: Callable[[Path], dict[str, Any]], model: Path) -> dict[str
 
 
 @pytest.mark.slow
-def test_a_sync_reaches_every_weight_and_every_cache(tiny_model: Path) -> None:
-    result = measured(all_weights, tiny_model)
+@pytest.mark.parametrize("model", ["tiny_model", "untied_model"])
+def test_a_sync_reaches_every_weight_and_every_cache(model: str, request: pytest.FixtureRequest) -> None:
+    result = measured(all_weights, request.getfixturevalue(model))
     assert result["before"] < 1e-4
     assert result["stale"] > 1e-2  # the same pictures and prompts under old weights are told apart
     assert result["after"] < 1e-4  # so no cache kept features of the old vision tower

@@ -55,8 +55,9 @@ class Trainers(toy.Workers):
     def work(self, samples: Sequence[TrainingSample]) -> Work:
         return NOTHING
 
-    def sync_weights(self, version: int) -> None:
+    def sync_weights(self, version: int) -> float:
         self.version = version
+        return 0.0
 
     def peak_memory_bytes(self) -> int:
         return 0
