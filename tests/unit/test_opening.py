@@ -1,0 +1,64 @@
+"""What recover finds of a flow that an outage ended before its run was open."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from uuid import uuid4
+
+import pytest
+
+from infra.errors import ServerError
+from infra.settings import Settings
+from rlcore.errors import ConfigError
+from rlcore.segment.failures import Failure
+from tasks import opening, runs
+from tasks.experiments import load_experiment
+from tasks.opening import recoverable
+from tasks.outages import read_outage, unopened_runs
+from tasks.runs import drivers, existing_run
+
+
+@pytest.fixture
+def flow_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """The flow run at work, started by a worker."""
+    monkeypatch.setenv("RLFLOW_DATA_DIR", str(tmp_path))
+    found = SimpleNamespace(id=uuid4(), deployment_id=uuid4())
+    context = SimpleNamespace(get=lambda: SimpleNamespace(flow_run=found, parameters={}))
+    for module in (opening, runs):
+        monkeypatch.setattr(module, "FlowRunContext", context)
+    return found
+
+
+def fail(error: Exception) -> None:
+    with pytest.raises(type(error)), recoverable("run"):
+        raise error
+
+
+def test_a_run_that_could_not_be_opened_is_noted_until_it_is(flow_run: SimpleNamespace) -> None:
+    fail(ServerError("no MLflow server answers"))
+    (run,) = unopened_runs(Settings())
+    (driver,) = drivers(run)
+    assert (run.run_id, driver.flow_run_id, driver.deployed) == ("run", str(flow_run.id), True)
+    outage = read_outage(run, since=0.0)
+    assert outage is not None
+    assert (outage.failure, outage.error) == (Failure.TRACKING, "no MLflow server answers")
+    assert not (Settings().runs_dir / "run").exists(), "a folder would hide the run in the store"
+    with recoverable("run"):
+        pass
+    assert not unopened_runs(Settings())
+
+
+def test_the_run_of_a_flow_that_comes_back_has_a_folder_already(flow_run: SimpleNamespace) -> None:
+    runs.open_run(load_experiment("grpo-geo3k-tiny"), "run", Settings())
+    fail(ServerError("no MLflow server answers"))
+    assert read_outage(existing_run("run", Settings()), since=0.0) is not None
+    assert not unopened_runs(Settings())
+
+
+@pytest.mark.parametrize("deployed", [True, False])
+def test_a_mistake_and_a_flow_of_a_terminal_are_left_to_the_person(flow_run: SimpleNamespace, deployed: bool) -> None:
+    if not deployed:
+        flow_run.deployment_id = None
+    fail(ConfigError("a typo") if deployed else ServerError("no MLflow server answers"))
+    assert not unopened_runs(Settings())
