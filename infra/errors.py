@@ -27,7 +27,7 @@ class StorageRefusedError(StorageError):
 
 
 class StorageDamagedError(StorageError):
-    """What the object store holds does not match its own list of files."""
+    """What the object store holds cannot be used: it does not match its list of files, or a name leads elsewhere."""
 
     permanent = True
 

@@ -83,7 +83,7 @@ def inside(folder: Path, name: str) -> Path:
     """``folder / name``, for a name that somebody else has chosen.
 
     Raises:
-        StorageError: it would lie outside.
+        StorageUnusableError: it would lie outside.
     """
     path = PurePosixPath(name)
     if not name or path.is_absolute() or ".." in path.parts or "\\" in name or "\0" in name:

@@ -9,19 +9,22 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, TypeVar
 
+from fsspec.callbacks import Callback
 from pydantic import BaseModel, ConfigDict
 from s3fs import S3FileSystem
 
 from infra.environment import CHECKSUMS
-from infra.errors import StorageDamagedError, StorageError, StorageRefusedError
+from infra.errors import StorageAwayError, StorageDamagedError, StorageError, StorageRefusedError
 from infra.files import building
+from infra.logs import get_logger
 from infra.s3_errors import STORE_ERRORS, answer_of, storage_error
 from infra.storage import inside, require_space
 
@@ -30,6 +33,11 @@ _PART_BYTES = 64 * 2**20  # of what is sent in parts, so up to 640 GB per file
 _FILES_AT_ONCE = 8
 _RETRIES = 5  # by botocore, with growing pauses of at most 20 s; who asks may ask again
 _SHA256 = "sha256"  # of an object, in its metadata
+_REPORT_SECONDS = 30.0  # between two lines about a long transfer
+
+T = TypeVar("T")
+Progress = Callable[[int, int], None]
+"""Called with the bytes that have been transferred and those of the whole folder."""
 
 
 class FileEntry(BaseModel):
@@ -58,12 +66,19 @@ class Seal(BaseModel):
 @dataclass(frozen=True, slots=True)
 class Store:
     """``s3://bucket/prefix``. Keys of folders and objects are relative to it. Address and keys of the endpoint are
-    botocore's, from the environment. Safe for several threads; every method raises StorageError where the endpoint does
-    not answer, after retries, and StorageRefusedError where it refuses."""
+    botocore's, from the environment. Safe for several threads. Every method raises StorageRefusedError where the
+    endpoint refuses. Where it does not answer, that is StorageError, or StorageAwayError once all ``delays`` are used.
+
+    Args:
+        delays: seconds before each further try of a whole operation.
+    """
 
     uri: str
     part_bytes: int = _PART_BYTES
     retries: int = _RETRIES
+    delays: tuple[
+        float, ...
+    ] = ()  # seconds before each further try of a whole operation; refusals are never tried again
 
     def push(self, folder: Path, key: str, *, sha256: Mapping[str, str] | None = None) -> None:
         """Make ``key`` hold what ``folder`` holds; files that are there already are not sent again.
@@ -78,21 +93,25 @@ class Store:
         there = self.sealed(key)
         if there is not None and there.same_content(seal):
             return
-        with self._errors(f"sending {folder.name} to {self.uri}/{key}"):
+        report = _Report(f"sending {self.uri}/{key}", seal)
+
+        def send() -> None:
             if there is not None:
                 self._files.rm_file(self._path(key, SEAL))
             self._drop_unfinished(key)
             present = set(self._names(key))
-            self._at_once(lambda name: self._send(folder / name, self._path(key, name), seal.files[name]), seal.files)
+            self._at_once(lambda name: self._send(folder / name, self._path(key, name), name, seal, report), seal.files)
             for name in present - seal.files.keys() - {SEAL}:
                 self._files.rm_file(self._path(key, name))
             self._files.pipe_file(self._path(key, SEAL), seal.model_dump_json(indent=1).encode())
 
-    def pull(self, key: str, folder: Path, *, progress: Callable[[int, int], None] = lambda done, of: None) -> bool:
+        self._tried(report.what, send)
+
+    def pull(self, key: str, folder: Path, *, progress: Progress | None = None) -> bool:
         """Fetch the folder at ``key`` to ``folder``, which must not exist, and appears whole. False: it is not there.
 
         Args:
-            progress: called with the bytes that have arrived and those to come in all.
+            progress: shows how far it is; without it, long transfers are logged every 30 seconds.
 
         Raises:
             StorageError: no space, a file that does not match its hash, or a name that leads out of the folder.
@@ -102,18 +121,17 @@ class Store:
             return False
         folder.parent.mkdir(parents=True, exist_ok=True)
         require_space(folder.parent, seal.size, f"the copy of {self.uri}/{key}")
-        arrived = 0
+        report = _Report(f"fetching {self.uri}/{key}", seal, progress)
+        arrived: set[str] = set()
 
         def fetch(name: str) -> None:
-            nonlocal arrived
-            self._receive(self._path(key, name), inside(aside, name), seal.files[name])
-            arrived += seal.files[name].size
-            progress(arrived, seal.size)
+            self._receive(self._path(key, name), inside(aside, name), seal.files[name], report.of(name))
+            arrived.add(name)
+            report.done(name)
 
         with building(folder) as aside:  # another process may be faster
             aside.mkdir()
-            with self._errors(f"fetching {self.uri}/{key}"):
-                self._at_once(fetch, seal.files)
+            self._tried(report.what, lambda: self._at_once(fetch, seal.files.keys() - arrived))
         return True
 
     def sealed(self, key: str) -> Seal | None:
@@ -126,29 +144,30 @@ class Store:
 
     def sealed_below(self, key: str) -> list[str]:
         """Names of the whole folders right below ``key``."""
-        with self._errors(f"listing {self.uri}/{key}"):
-            found = [PurePosixPath(name) for name in self._names(key)]
+        found = map(PurePosixPath, self.files_below(key))
         return sorted(path.parts[0] for path in found if path.name == SEAL and len(path.parts) == 2)
 
     def files_below(self, key: str) -> list[str]:
         """Paths of all objects below ``key``, relative to it."""
-        with self._errors(f"listing {self.uri}/{key}"):
-            return sorted(self._names(key))
+        return self._tried(f"listing {self.uri}/{key}", lambda: sorted(self._names(key)))
 
     def remove(self, key: str) -> None:
         """Remove the folder at ``key``, so that nobody takes what is left meanwhile for whole."""
-        with self._errors(f"removing {self.uri}/{key}"):
+
+        def remove() -> None:
             for name in sorted(self._names(key), key=lambda name: name != SEAL):
                 self._files.rm_file(self._path(key, name))
 
+        self._tried(f"removing {self.uri}/{key}", remove)
+
     def put(self, key: str, content: bytes) -> None:
         """One small object; readers see the old one or the new one."""
-        with self._errors(f"writing {self.uri}/{key}"):
-            self._files.pipe_file(self._path(key), content)
+        self._tried(f"writing {self.uri}/{key}", lambda: self._files.pipe_file(self._path(key), content))
 
     def get(self, key: str) -> bytes | None:
         """None: there is no such object."""
-        with self._errors(f"reading {self.uri}/{key}"):
+
+        def read() -> bytes | None:
             try:
                 return bytes(self._files.cat_file(self._path(key)))
             except FileNotFoundError as error:
@@ -156,10 +175,11 @@ class Store:
                     raise
                 return None
 
+        return self._tried(f"reading {self.uri}/{key}", read)
+
     def discard(self, key: str) -> None:
         """Remove one object."""
-        with self._errors(f"removing {self.uri}/{key}"):
-            self._files.rm_file(self._path(key))
+        self._tried(f"removing {self.uri}/{key}", lambda: self._files.rm_file(self._path(key)))
 
     @property
     def _files(self) -> Any:  # s3fs has no types
@@ -181,20 +201,26 @@ class Store:
         root = self._path(key).rstrip("/")  # "" is the whole store
         return [name.removeprefix(f"{root}/") for name in self._files.find(root)]
 
-    def _send(self, file: Path, path: str, entry: FileEntry) -> None:
-        metadata = {_SHA256: entry.sha256}
+    def _send(self, file: Path, path: str, name: str, seal: Seal, report: _Report) -> None:
+        metadata = {_SHA256: seal.files[name].sha256}
         try:
             found = self._files.metadata(path)
         except FileNotFoundError:
             found = {}
-        if found.get(_SHA256) != entry.sha256:
-            self._files.put_file(str(file), path, chunksize=self.part_bytes, Metadata=metadata)
+        if found.get(_SHA256) != metadata[_SHA256]:
+            self._files.put_file(
+                str(file), path, chunksize=self.part_bytes, callback=report.of(name), Metadata=metadata
+            )
+        report.done(name)
 
-    def _receive(self, path: str, file: Path, entry: FileEntry) -> None:
+    def _receive(self, path: str, file: Path, entry: FileEntry, progress: Callback) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
-        self._files.get_file(path, str(file))
-        found = hash_of(file)
-        if found != entry.sha256:
+        for _ in range(2):  # damage on the way is not the store's
+            self._files.get_file(path, str(file), callback=progress)
+            found = hash_of(file)
+            if found == entry.sha256:
+                break
+        else:
             raise StorageDamagedError(
                 f"s3://{path} has SHA-256 {found}, expected {entry.sha256}. Restore it, or remove its folder there."
             )
@@ -217,14 +243,59 @@ class Store:
                 for future in futures:
                     future.cancel()
 
-    @contextmanager
-    def _errors(self, what: str) -> Iterator[None]:
-        try:
-            yield
-        except StorageError:
-            raise
-        except STORE_ERRORS as error:
-            raise storage_error(what, error) from None  # the error's own traceback may name keys
+    def _tried(self, what: str, operation: Callable[[], T]) -> T:
+        """The operation's result; an outage is waited for as long as ``delays`` allow."""
+        for delay in (*self.delays, None):
+            try:
+                return operation()
+            except StorageError:
+                raise  # has words of its own
+            except STORE_ERRORS as error:
+                failure = storage_error(what, error)
+            if failure.permanent or not self.delays:
+                raise failure
+            if delay is None:
+                break
+            get_logger().warning("store: the next try is in %g s: %s", delay, failure)
+            _sleep(delay)
+        raise StorageAwayError(f"{failure} It was tried {len(self.delays) + 1} times in {sum(self.delays):g} s.")
+
+
+class _Report:
+    """How far a transfer is: shown by ``progress``, else a line in the log every 30 seconds."""
+
+    def __init__(self, what: str, seal: Seal, progress: Progress | None = None) -> None:
+        self.what = what
+        self._seal, self._progress = seal, progress
+        self._bytes: dict[str, int] = {}
+        self._said = time.monotonic()
+        self._lock = threading.Lock()
+
+    def of(self, name: str) -> Callback:
+        """Counts the bytes of one file; another try of it begins at 0."""
+        return Callback(hooks={"report": lambda size, value, **_: self._note(name, value)})
+
+    def done(self, name: str) -> None:
+        self._note(name, self._seal.files[name].size)
+
+    def _note(self, name: str, size: int) -> None:
+        with self._lock:
+            self._bytes[name] = min(size, self._seal.files[name].size)
+            total = sum(self._bytes.values())
+            if self._progress is not None:
+                self._progress(total, self._seal.size)
+            elif time.monotonic() - self._said >= _REPORT_SECONDS:
+                self._said = time.monotonic()
+                files = f"{len(self._bytes)} of {len(self._seal.files)} files"
+                get_logger().info(
+                    "store: %s: %s, %.1f of %.1f MiB", self.what, files, total / 2**20, self._seal.size / 2**20
+                )
+
+
+def _sleep(seconds: float) -> None:
+    ends = time.monotonic() + seconds
+    while (left := ends - time.monotonic()) > 0:
+        time.sleep(min(1.0, left))  # in short pieces: a cancelled flow gets through
 
 
 def hash_of(file: Path) -> str:

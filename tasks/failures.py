@@ -14,7 +14,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
-from infra.errors import RegistryError, ServerRefusedError
+from infra.errors import RegistryError, ServerRefusedError, StorageAwayError
 from infra.errors import StorageError as InfraStorageError
 from infra.logs import get_logger
 from infra.settings import Settings
@@ -139,7 +139,7 @@ def _handle(run: Run, error: Exception, settings: Settings, announce: Announce) 
     policy, step = policy_of(failure), run.committed_step()
     log = FailureLog(run.run_dir)
     attempt = attempts(log.read(), failure, step) + 1
-    retried = attempt <= len(policy.delays)
+    retried = attempt <= len(policy.delays) and not isinstance(error, StorageAwayError)  # which has been waited for
     delay = policy.delays[attempt - 1] * settings.retry_delay_scale if retried else None
     log.add(
         FailureRecord(
@@ -149,7 +149,7 @@ def _handle(run: Run, error: Exception, settings: Settings, announce: Announce) 
     if retried:
         get_logger().warning("train: %s, try %d of %d follows", failure, attempt, len(policy.delays))
         return error
-    if not policy.delays:
+    if not policy.delays or isinstance(error, StorageAwayError):
         return error
     return RetriesUsedUpError(
         f"{error}\n\n{failure}: {attempt} times since step {step} was committed, and it is retried "

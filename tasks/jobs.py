@@ -15,6 +15,7 @@ from prefect import runtime
 from pydantic import BaseModel
 
 from infra import environment, processes
+from infra.errors import StorageAwayError
 from infra.logs import get_logger
 from infra.settings import Settings
 from rlcore import errors
@@ -108,7 +109,7 @@ def describe_exit(code: int) -> str:
 def worth_retrying(task: Task[Any, Any], _run: TaskRun, state: State[Any]) -> bool:
     """Prefect's retry condition, by the table of failures: what is wrong with experiment or code stays wrong."""
     failure = failure_of(state.data)
-    if failure is None or not policy_of(failure).delays:
-        return False
+    if failure is None or not policy_of(failure).delays or isinstance(state.data, StorageAwayError):
+        return False  # a store that is away has been waited for
     get_logger().warning("%s failed and has tries left: %s", task.name, state.data)
     return True

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from infra.errors import StorageError
+from infra.errors import StorageAwayError, StorageError
 from infra.logs import get_logger
 from infra.settings import Settings
 from infra.store import Store
@@ -34,7 +34,7 @@ _POLL_SECONDS = 1.0
 _FIRST_DELAY = 5.0
 _LONGEST_DELAY = 300.0
 _HOLDER = ".holder"
-_OF_THIS_MACHINE = {"lease.json", "control.json", "mirror.json", "spec.json"}
+_OF_THIS_MACHINE = {"lease.json", "lease.json.lock", "control.json", "mirror.json", "spec.json"}
 _NOT_SENT = {CHECKPOINTS, SEGMENTS, "stacks"}
 _AT_THE_END = {"trainer.log"}  # it grows, and S3 cannot append
 
@@ -209,24 +209,26 @@ def mirrored(run: Run, settings: Settings) -> Iterator[None]:
     if store is None:
         yield
         return
-    mirror, over = RunMirror(run, store, settings), threading.Event()
-    # A daemon: an upload may take minutes, and who interrupts the flow does not wait for it.
-    thread = threading.Thread(target=_keep_mirroring, args=(mirror, over), name="mirror", daemon=True)
-    thread.start()
+    mirror = RunMirror(run, store, settings)
+    sender = _Sender(mirror)
+    _SENDERS[run.run_dir] = sender
+    sender.start()
     try:
         yield
     except Exception:  # raised again, once all that explains it is in the store
-        _end(thread, over)
+        sender.end()
         _send_what_is_left_of_a_failure(mirror)
         raise
     except BaseException:
-        over.set()
+        sender.over.set()
         get_logger().warning(
             "store: steps up to %d are in %s; continuing the run here sends the rest",
             read_mirror(run.run_dir, settings).step, settings.store,
         )  # fmt: skip
         raise
-    _end(thread, over)
+    finally:
+        _SENDERS.pop(run.run_dir, None)
+    sender.end()
     _patiently(mirror, settings.store_wait_seconds)
 
 
@@ -234,12 +236,23 @@ def wait_until_mirrored(run: Run, step: int, settings: Settings) -> None:
     """Until the store has acknowledged the checkpoint of ``step``; the thread of ``mirrored`` sends it.
 
     Raises:
-        StorageError: it has not within ``RLFLOW_STORE_WAIT_SECONDS``.
+        StorageRefusedError: the store refuses it.
+        StorageAwayError: it has not acknowledged it within ``RLFLOW_STORE_WAIT_SECONDS``.
     """
+    if not settings.store or mirrored_step(run.run_dir, settings) >= step:
+        return
+    sender = _SENDERS.get(run.run_dir)
+    if sender is None:
+        raise RuntimeError(f"nothing sends {run.run_dir} to {settings.store}: wait inside mirrored()")
     deadline = time.monotonic() + settings.store_wait_seconds
-    while settings.store and mirrored_step(run.run_dir, settings) < step:
+    refusals = sender.try_now()
+    while mirrored_step(run.run_dir, settings) < step:
+        if sender.refusals > refusals and sender.refusal is not None:
+            raise sender.refusal
+        if not sender.is_alive():
+            raise StorageError(f"the thread that sends {run.run_dir} to {settings.store} has ended. Continue the run.")
         if time.monotonic() > deadline:
-            raise StorageError(
+            raise StorageAwayError(
                 f"{settings.store} has not taken the checkpoint of step {step} within {settings.store_wait_seconds:g} s"
                 " (RLFLOW_STORE_WAIT_SECONDS). Nothing is lost here: see the warnings before, and continue the run."
             )
@@ -252,26 +265,56 @@ def safe_step(run: Run, settings: Settings) -> int:
     return min(committed, mirrored_step(run.run_dir, settings)) if settings.store else committed
 
 
-def _keep_mirroring(mirror: RunMirror, over: threading.Event) -> None:
-    failures = 0
-    while not over.wait(_POLL_SECONDS):
-        try:
-            while mirror.sync() and not over.is_set():
-                pass
-            failures = 0
-        except TakenOverError as error:
-            get_logger().error("store: %s", error)
-            return
-        except OSError as error:  # the endpoint, or a disk that is away
-            delay = min(_LONGEST_DELAY, _FIRST_DELAY * 2**failures)
-            failures += 1
-            get_logger().warning("store: training goes on, the next try is in %.0f s: %s", delay, error)
-            over.wait(delay)
+class _Sender(threading.Thread):
+    """Sends what is new until it is told that the run is over. A daemon: an upload may take minutes, and who interrupts
+    the flow does not wait for it."""
+
+    def __init__(self, mirror: RunMirror) -> None:
+        super().__init__(name="mirror", daemon=True)
+        self.over = threading.Event()
+        self.refusal: StorageError | None = None  # the last one
+        self.refusals = 0
+        self._mirror = mirror
+        self._wake = threading.Event()
+        self._failures = 0
+
+    def try_now(self) -> int:
+        """Wait no longer for the next try. Returns the number of refusals until now."""
+        refusals, self._failures = self.refusals, 0
+        self._wake.set()
+        return refusals
+
+    def end(self) -> None:
+        self.over.set()
+        self._wake.set()
+        self.join()
+
+    def run(self) -> None:
+        delay = _POLL_SECONDS
+        while True:
+            self._wake.wait(delay)
+            self._wake.clear()
+            if self.over.is_set():
+                return
+            delay = _POLL_SECONDS
+            try:
+                while self._mirror.sync() and not self.over.is_set():
+                    pass
+                self._failures = 0
+            except TakenOverError as error:
+                get_logger().error("store: %s", error)
+                return
+            except Exception as error:  # noqa: BLE001 - without this thread nothing would be sent any more
+                delay = min(_LONGEST_DELAY, _FIRST_DELAY * 2**self._failures)
+                self._failures += 1
+                said = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+                get_logger().warning("store: training goes on, the next try is in %.0f s: %s", delay, said)
+                if isinstance(error, StorageError) and error.permanent:
+                    self.refusal = error
+                    self.refusals += 1
 
 
-def _end(thread: threading.Thread, over: threading.Event) -> None:
-    over.set()
-    thread.join()
+_SENDERS: dict[Path, _Sender] = {}  # by the run's folder
 
 
 def _patiently(mirror: RunMirror, wait_seconds: float) -> None:
@@ -281,7 +324,7 @@ def _patiently(mirror: RunMirror, wait_seconds: float) -> None:
             mirror.sync_all()
             return
         except StorageError as error:
-            if time.monotonic() + delay > deadline:
+            if error.permanent or time.monotonic() + delay > deadline:
                 raise
             get_logger().warning("store: the next try is in %.0f s: %s", delay, error)
             time.sleep(delay)

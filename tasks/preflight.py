@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -309,7 +310,9 @@ def _store(settings: Settings) -> str:
     store = store_of(settings)
     if store is None:
         return "none, the data folder is all there is"
-    store.put(".preflight", b"")  # reading alone would not tell that writing is forbidden
+    probe = f".preflight-{uuid.uuid4().hex}"
+    store.put(probe, b"")  # reading alone would not tell that writing or removing is forbidden
+    store.discard(probe)
     return store.uri
 
 

@@ -10,20 +10,24 @@ import sys
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+from rich.progress import BarColumn, DownloadColumn, TextColumn, TransferSpeedColumn
+from rich.progress import Progress as Bars
 
+from infra.errors import StorageDamagedError
 from infra.files import building
 from infra.logs import get_logger
 from infra.settings import Settings
 from infra.storage import inside
-from infra.store import Store
+from infra.store import SEAL, Progress, Store
 from rlcore.errors import ConfigError
 from rlcore.job import write_json_atomically
+from rlcore.segment.failures import Failure, policy_of
 from rlcore.segment.spec import SegmentManifest
 
 CHECKPOINTS = "checkpoints"
@@ -41,7 +45,15 @@ R = TypeVar("R", bound=Made)
 
 
 def store_of(settings: Settings) -> Store | None:
+    """One whose operations fail at the first outage that outlasts botocore's own retries."""
     return Store(settings.store) if settings.store else None
+
+
+def patient_store_of(settings: Settings) -> Store | None:
+    """One whose operations outlive an outage of minutes, with the delays of docs/reliability.md."""
+    delays = policy_of(Failure.STORAGE).delays
+    store = store_of(settings)
+    return store and replace(store, delays=tuple(delay * settings.retry_delay_scale for delay in delays))
 
 
 def key_of(folder: Path, settings: Settings) -> str | None:
@@ -54,7 +66,8 @@ def kept(folder: Path, settings: Settings, make: Callable[[], R]) -> R:
     fetched from the store before, a new one is sent there after.
 
     Raises:
-        StorageError: the store does not answer.
+        StorageAwayError: the store did not answer for all the delays of docs/reliability.md.
+        StorageRefusedError: the store refuses.
     """
     fetched(folder, settings)
     made = make()
@@ -64,7 +77,7 @@ def kept(folder: Path, settings: Settings, make: Callable[[], R]) -> R:
 
 def fetched(folder: Path, settings: Settings) -> bool:
     """Whether the store had the folder, which is missing here and now is not."""
-    store, key = store_of(settings), key_of(folder, settings)
+    store, key = patient_store_of(settings), key_of(folder, settings)
     if store is None or key is None or folder.exists():
         return False
     with _bar(folder.name) as progress:
@@ -76,21 +89,21 @@ def fetched(folder: Path, settings: Settings) -> bool:
 
 def send(folder: Path, settings: Settings) -> None:
     """Send a folder that is done."""
-    store, key = store_of(settings), key_of(folder, settings)
+    store, key = patient_store_of(settings), key_of(folder, settings)
     if store is not None and key is not None:
         store.push(folder, key)
 
 
 def send_file(file: Path, settings: Settings) -> None:
     """Send one small file of a run, as an evaluation adds it after training."""
-    store, key = store_of(settings), key_of(file, settings)
+    store, key = patient_store_of(settings), key_of(file, settings)
     if store is not None and key is not None:
         store.put(key, file.read_bytes())
 
 
 def restore_run(run_id: str, settings: Settings) -> None:
     """Where this machine does not know the run: fetch all but its checkpoints, as of the last one that was mirrored."""
-    store, run_dir = store_of(settings), settings.runs_dir / run_id
+    store, run_dir = patient_store_of(settings), settings.runs_dir / run_id
     if store is None or run_dir.exists():
         return
     names = [name for name in store.files_below(f"runs/{run_id}") if not name.startswith((f"{CHECKPOINTS}/", "."))]
@@ -111,8 +124,21 @@ def restore_checkpoint(run_dir: Path, settings: Settings) -> None:
     it, and so on. What is not in the store either is the trainer's to say."""
     for segment in reversed(_segments(run_dir)):
         folder = run_dir / CHECKPOINTS / Path(segment.checkpoint.path).name
-        if folder.exists() or fetched(folder, settings):
+        if folder.exists():
             return
+        try:
+            if fetched(folder, settings):
+                return
+        except StorageDamagedError as error:
+            get_logger().warning("store: A DAMAGED CHECKPOINT IS SKIPPED, and the one before it is taken: %s", error)
+            _unseal(folder, settings)
+
+
+def _unseal(folder: Path, settings: Settings) -> None:
+    """The store's copy of ``folder`` is not whole any more, so that it is sent again once it is made again."""
+    store, key = patient_store_of(settings), key_of(folder, settings)
+    if store is not None and key is not None:
+        store.discard(f"{key}/{SEAL}")
 
 
 class MirrorState(BaseModel):
@@ -182,8 +208,12 @@ def _moved(manifest: bytes, run_dir: Path) -> bytes:
 
 
 @contextmanager
-def _bar(name: str) -> Iterator[Callable[[int, int], None]]:
+def _bar(name: str) -> Iterator[Progress | None]:
+    """None without a terminal: the log has lines instead."""
+    if not sys.stderr.isatty():
+        yield None
+        return
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as shown:
+    with Bars(*columns, console=Console(stderr=True), transient=True) as shown:
         bar = shown.add_task(f"fetching {name}", total=None)
         yield lambda done, of: shown.update(bar, completed=done, total=of)

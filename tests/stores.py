@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import secrets
 import shutil
 import signal
+import socket
 import ssl
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
@@ -24,6 +27,7 @@ import psycopg
 import pytest
 import s3fs
 
+from infra.logs import get_logger
 from infra.servers import free_port
 from tests.shell import new_shell
 
@@ -183,6 +187,80 @@ def s3_server(log: Path) -> Iterator[S3]:
         yield server
     finally:
         server.stop()
+
+
+class Plug:
+    """A way to the S3 server that can be pulled out while bytes flow, and put in again."""
+
+    def __init__(self, server: S3) -> None:
+        self.port, self._target = free_port(), server.port
+        self.address = server.address.replace(str(server.port), str(self.port))
+        self._connections: list[socket.socket] = []
+        self.passed = 0  # bytes towards the server
+        self.pull_at: int | None = None
+        self.is_out = False
+        self._plug_in()
+
+    def _plug_in(self) -> None:
+        self._listener = socket.create_server(("127.0.0.1", self.port))
+        threading.Thread(target=self._accept, args=(self._listener,), daemon=True).start()
+
+    def _accept(self, listener: socket.socket) -> None:
+        while True:
+            try:
+                client, _ = listener.accept()
+            except OSError:
+                return
+            server = socket.create_connection(("127.0.0.1", self._target))
+            self._connections += [client, server]
+            threading.Thread(target=self._pump, args=(client, server, True), daemon=True).start()
+            threading.Thread(target=self._pump, args=(server, client, False), daemon=True).start()
+
+    def _pump(self, source: socket.socket, sink: socket.socket, counts: bool) -> None:
+        try:
+            while data := source.recv(65536):
+                self.passed += len(data) if counts else 0
+                if self.pull_at is not None and self.passed > self.pull_at:
+                    self.pull_out()
+                sink.sendall(data)
+        except OSError:
+            pass  # pulled out
+        finally:
+            source.close()
+            sink.close()
+
+    def pull_out(self) -> None:
+        self.is_out = True
+        for end in (self._listener, *self._connections):
+            with suppress(OSError):  # closed already
+                end.shutdown(socket.SHUT_RDWR)  # close() alone leaves a thread that waits for it waiting
+            end.close()
+        self._connections.clear()
+
+    def put_in(self) -> None:
+        """Nothing where it is in already."""
+        if not self.is_out:
+            return
+        self.pull_at, self.is_out = None, False
+        self._plug_in()
+
+
+@contextmanager
+def warnings_of_tries(react: Callable[[], None] = lambda: None) -> Iterator[list[str]]:
+    """What the log says of further tries meanwhile; ``react`` is called after each line."""
+    told: list[str] = []
+
+    def hear(record: logging.LogRecord) -> bool:
+        if "the next try is in" in record.getMessage():
+            told.append(record.getMessage())
+            react()
+        return True
+
+    get_logger().addFilter(hear)
+    try:
+        yield told
+    finally:
+        get_logger().removeFilter(hear)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,21 +12,26 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import s3fs
 from mlflow import MlflowClient
 
 from flows.train_grpo import grpo_geo3k
+from infra.errors import StorageAwayError, StorageRefusedError
+from infra.servers import free_port
 from infra.settings import Settings
 from infra.store import Store
+from rlcore.artifacts import ModelRef
 from rlcore.config import ExperimentConfig
 from rlcore.segment.resume import segment_manifest
 from rlcore.segment.spec import SegmentEnd, segment_path
 from rlcore.segment.store import LocalCheckpointStore, read_manifest, verify_checkpoint
 from tasks import mirroring
-from tasks.mirroring import RunMirror, safe_step
+from tasks.failures import Failure, failure_of
+from tasks.mirroring import RunMirror, mirrored, safe_step, wait_until_mirrored
 from tasks.runs import Run, existing_run, newest_checkpoint
-from tasks.stored import TakenOverError, fetched, mirrored_step, restore_checkpoint, restore_run
+from tasks.stored import TakenOverError, fetched, kept, mirrored_step, restore_checkpoint, restore_run
 from tests.flows.conftest import _prefect, data_dir, empty_mlflow
-from tests.stores import BUCKET, S3, s3_server
+from tests.stores import BUCKET, S3, Plug, s3_server, warnings_of_tries
 
 __all__ = ["_prefect", "data_dir", "empty_mlflow"]  # fixtures
 pytestmark = pytest.mark.slow
@@ -51,6 +56,14 @@ def store(s3: S3, data_dir: Path, request: pytest.FixtureRequest, monkeypatch: p
     shutil.copy(data_dir / "mlflow" / "mlflow.db", database)
     monkeypatch.setenv("RLFLOW_MLFLOW_URI", f"sqlite:///{database}")
     return Store(uri)
+
+
+@pytest.fixture(autouse=True)
+def _no_client_of_another_test() -> Iterator[None]:
+    """s3fs keeps a client by its arguments, which do not say what the environment was."""
+    s3fs.S3FileSystem.clear_instance_cache()
+    yield
+    s3fs.S3FileSystem.clear_instance_cache()
 
 
 def trainings(data_dir: Path) -> list[str]:
@@ -104,33 +117,31 @@ def test_a_machine_that_has_nothing_goes_on_from_the_store_as_the_same_run(store
 def test_an_absent_endpoint_holds_up_no_step_and_no_step_is_published_that_could_be_lost(
     store: Store, s3: S3, data_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The endpoint refuses everything from the first commit on, until the trainer has ended."""
+    """The network is away from before the first commit until the trainer has ended."""
+    plug = Plug(s3)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", plug.address)
+    s3fs.S3FileSystem.clear_instance_cache()
     monkeypatch.setattr(mirroring, "_FIRST_DELAY", 0.5)
-    monkeypatch.setenv("FAKE_STEP_SECONDS", "0.3")
-    run_dir, told = data_dir / "runs" / "outage", []
-    whole = Store.push
-
-    def refuses(self: Store, folder: Path, key: str, **known: object) -> None:
-        if "checkpoints" in key and not (run_dir / "segments" / "0002.json").exists():
-            told.append(mirrored_step(run_dir, Settings()))
-            raise mirroring.StorageError("the endpoint does not answer")
-        whole(self, folder, key, **known)
-
-    monkeypatch.setattr(Store, "push", refuses)
+    monkeypatch.setenv("FAKE_STEP_SECONDS", "0.5")
+    run_dir = data_dir / "runs" / "outage"
     seen: list[int] = []
 
     def watch() -> None:
-        while not (run_dir / "finished").exists():
+        while not (run_dir / "journal.jsonl").exists():
+            time.sleep(0.02)
+        plug.pull_out()
+        while not (run_dir / "segments" / "0002.json").exists():
             found = run_dir / "mlflow.json"
-            published_step = json.loads(found.read_text())["published_step"] if found.exists() else None
-            if published_step is not None and not (run_dir / "segments" / "0002.json").exists():
-                seen.append(published_step)
+            if found.exists():
+                seen.append(json.loads(found.read_text())["published_step"])
+            seen.append(mirrored_step(run_dir, Settings()))
             time.sleep(0.05)
+        plug.put_in()
 
     threading.Thread(target=watch, daemon=True).start()
-    summary = grpo_geo3k("grpo-geo3k-tiny", overrides=SMALL, run_id="outage")
-    assert told
-    assert set(told) == {0}
+    with warnings_of_tries() as told:
+        summary = grpo_geo3k("grpo-geo3k-tiny", overrides=SMALL, run_id="outage")
+    assert any("training goes on" in text for text in told)
     assert seen
     assert set(seen) == {0}, "segments were committed here, and a loss of this machine would have taken them back"
     assert trainings(data_dir) == ["train from segment 0"]
@@ -206,3 +217,95 @@ def test_a_damaged_checkpoint_is_not_sent_and_nothing_says_that_it_was(
     mirror.sync_all()
     assert safe_step(run, settings) == 6
     assert bucket.sealed_below("runs/run/checkpoints") == steps(2, 6)
+
+
+def test_a_damaged_checkpoint_in_the_store_falls_back_to_the_one_before_it(
+    bucket: Store, s3: S3, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    old, at_old = machine(tmp_path / "old", bucket)
+    commit(old, 2, 0)
+    RunMirror(old, bucket, at_old).sync_all()
+    commit(old, 4, 1)
+    (old.run_dir / "lease.json.lock").touch()
+    RunMirror(old, bucket, at_old).sync_all()
+    assert "lease.json.lock" not in bucket.files_below("runs/run")
+    key = "runs/run/checkpoints/step-000004"
+    s3.files().pipe_file(f"{bucket.uri.removeprefix('s3://')}/{key}/weights", b"half")
+
+    new, at_new = machine(tmp_path / "new", bucket)
+    restore_run("run", at_new)
+    restore_checkpoint(new.run_dir, at_new)
+    assert [path.name for path in (new.run_dir / "checkpoints").iterdir()] == steps(2)
+    assert "A DAMAGED CHECKPOINT IS SKIPPED" in caplog.text
+    assert f"{key}/weights has SHA-256" in caplog.text
+    segment_path(new.run_dir, 1).unlink()  # as the trainer does, before it takes these steps again
+    weights = (commit(new, 4, 1) / "weights").read_bytes()
+    RunMirror(new, bucket, at_new).sync_all()
+    assert bucket.pull(key, tmp_path / "back")
+    assert (tmp_path / "back" / "weights").read_bytes() == weights
+
+
+def test_a_refusal_at_the_end_of_a_run_is_told_at_once_and_an_outage_once(
+    s3: S3, bucket: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, settings = machine(tmp_path, Store("s3://nobody-made-it/x"))
+    commit(run, 2, 0)
+    with (
+        pytest.raises(StorageRefusedError, match="Make the bucket") as refused,
+        mirrored(run, settings.model_copy(update={"store_wait_seconds": 3600.0})),
+    ):
+        wait_until_mirrored(run, 2, settings)
+    assert failure_of(refused.value) == Failure.BAD_INPUT, "never tried again"
+
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{free_port()}")
+    s3fs.S3FileSystem.clear_instance_cache()
+    run, settings = machine(tmp_path, bucket)
+    impatient = settings.model_copy(update={"store_wait_seconds": 0.5})
+    with pytest.raises(StorageAwayError, match="within 0.5 s"), mirrored(run, impatient):
+        wait_until_mirrored(run, 2, impatient)
+    with pytest.raises(RuntimeError, match="nothing sends"):
+        wait_until_mirrored(run, 2, impatient)
+
+
+def test_the_thread_that_sends_outlives_what_a_library_raises(
+    bucket: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    run, settings = machine(tmp_path, bucket)
+    commit(run, 2, 0)
+    monkeypatch.setattr(mirroring, "_FIRST_DELAY", 0.1)
+    sync, tries = RunMirror.sync, iter([KeyError("of a library")])
+
+    def fails_once(self: RunMirror, *, last: bool = False) -> bool:
+        for error in tries:
+            raise error
+        return sync(self, last=last)
+
+    monkeypatch.setattr(RunMirror, "sync", fails_once)
+    with mirrored(run, settings):
+        wait_until_mirrored(run, 2, settings)
+    assert "training goes on, the next try is in 0 s: KeyError: 'of a library'" in caplog.text
+
+
+def test_an_outage_behind_a_job_does_not_repeat_the_job(
+    s3: S3, bucket: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A merge takes hours; its upload is tried again alone."""
+    plug = Plug(s3)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", plug.address)
+    s3fs.S3FileSystem.clear_instance_cache()
+    settings = Settings(data_dir=tmp_path, store=bucket.uri, retry_delay_scale=0.1)
+    folder, jobs = settings.models_dir / "merged", []
+
+    def job() -> ModelRef:
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text("{}")
+        jobs.append("merge")
+        plug.pull_out()
+        return ModelRef(path=str(folder), digest="d", source="s", num_parameters=1)
+
+    with warnings_of_tries(plug.put_in) as told:
+        kept(folder, settings, job)
+    assert jobs == ["merge"]
+    assert len(told) == 1
+    assert told[0].startswith("store: the next try is in 1 s: ")
+    assert bucket.sealed_below("models") == ["merged"]

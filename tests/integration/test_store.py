@@ -5,22 +5,21 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import certifi
 import pytest
+import s3fs
 
-from infra.errors import StorageError
-from infra.servers import free_port
+from infra.errors import StorageAwayError, StorageError, StorageRefusedError
 from infra.store import SEAL, FileEntry, Seal, Store
 from tests.shell import new_shell
-from tests.stores import BUCKET, S3, open_uploads, s3_server
-from tests.swift import swift_server
+from tests.stores import BUCKET, S3, Plug, open_uploads, s3_server, warnings_of_tries
+from tests.swift import Swift, swift_server
 
 MIB = 2**20
 PART = 5 * MIB  # the least that S3 takes
@@ -35,6 +34,14 @@ def s3(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory)
         for name, value in server.variables.items():
             patch.setenv(name, value)
         yield server
+
+
+@pytest.fixture(autouse=True)
+def _no_client_of_another_test(s3: S3) -> Iterator[None]:
+    """s3fs keeps a client by its arguments, which do not say what the environment was."""
+    s3fs.S3FileSystem.clear_instance_cache()
+    yield
+    s3fs.S3FileSystem.clear_instance_cache()
 
 
 def place_of(request: pytest.FixtureRequest) -> str:
@@ -129,72 +136,22 @@ def test_a_sender_killed_in_the_middle_of_a_file_leaves_nothing_that_counts(
     assert contents(tmp_path / "back") == contents(folder)
 
 
-class Plug:
-    """A way to the S3 server that can be pulled out while bytes flow, and put in again."""
-
-    def __init__(self, target: int) -> None:
-        self.port, self._target = free_port(), target
-        self._connections: list[socket.socket] = []
-        self.passed = 0  # bytes towards the server
-        self.pull_at: int | None = None
-        self.is_out = False
-        self._plug_in()
-
-    def _plug_in(self) -> None:
-        self._listener = socket.create_server(("127.0.0.1", self.port))
-        threading.Thread(target=self._accept, args=(self._listener,), daemon=True).start()
-
-    def _accept(self, listener: socket.socket) -> None:
-        while True:
-            try:
-                client, _ = listener.accept()
-            except OSError:
-                return
-            server = socket.create_connection(("127.0.0.1", self._target))
-            self._connections += [client, server]
-            threading.Thread(target=self._pump, args=(client, server, True), daemon=True).start()
-            threading.Thread(target=self._pump, args=(server, client, False), daemon=True).start()
-
-    def _pump(self, source: socket.socket, sink: socket.socket, counts: bool) -> None:
-        try:
-            while data := source.recv(65536):
-                self.passed += len(data) if counts else 0
-                if self.pull_at is not None and self.passed > self.pull_at:
-                    self.pull_out()
-                sink.sendall(data)
-        except OSError:
-            pass  # pulled out
-        finally:
-            source.close()
-            sink.close()
-
-    def pull_out(self) -> None:
-        self.is_out = True
-        self._listener.close()
-        for connection in self._connections:
-            connection.close()
-
-    def put_in(self) -> None:
-        self.pull_at, self.is_out = None, False
-        self._plug_in()
-
-
 def test_a_network_that_goes_in_the_middle_of_a_file_is_an_error_and_a_later_try_completes(
     store: Store, s3: S3, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plug = Plug(s3.port)
+    plug = Plug(s3)
     plug.pull_at = 2 * PART
-    monkeypatch.setenv("AWS_ENDPOINT_URL", s3.address.replace(str(s3.port), str(plug.port)))
+    monkeypatch.setenv("AWS_ENDPOINT_URL", plug.address)
     through = Store(
         store.uri, part_bytes=PART, retries=3
     )  # its number of tries keeps its client apart from the others'
-    with pytest.raises(StorageError, match=r"sending step-000004 to s3://.*Check AWS_ENDPOINT_URL and the network"):
+    with pytest.raises(StorageError, match=r"sending s3://.*/key failed: .*Check AWS_ENDPOINT_URL and the network"):
         through.push(folder, "key")
     monkeypatch.setenv("AWS_ENDPOINT_URL", s3.address)
     assert store.sealed("key") is None
     assert not store.pull("key", tmp_path / "half")
     plug.put_in()
-    monkeypatch.setenv("AWS_ENDPOINT_URL", s3.address.replace(str(s3.port), str(plug.port)))
+    monkeypatch.setenv("AWS_ENDPOINT_URL", plug.address)
     through.push(folder, "key")
     assert through.pull("key", tmp_path / "back")
     assert contents(tmp_path / "back") == contents(folder)
@@ -248,3 +205,53 @@ def test_mlflow_s_own_client_reaches_the_same_bucket(store: Store, s3: S3, tmp_p
     (name,) = store.files_below("mlflow")
     assert name.endswith("artifacts/folder/words.txt")
     assert store.get(f"mlflow/{name}") == b"said"
+
+
+def test_a_refusal_is_told_at_once_with_what_to_change(
+    s3: S3, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With pauses of an hour before each further try: there is none."""
+    if not isinstance(s3, Swift):
+        pytest.skip("moto refuses nothing; the same test runs on Swift")
+    delays = (3600.0,)
+    with pytest.raises(StorageRefusedError, match="does not exist. Make the bucket, or correct RLFLOW_STORE"):
+        Store("s3://nobody-made-it/x", delays=delays).push(folder, "key")
+    s3.make_bucket("small", quota_bytes=100)
+    with pytest.raises(StorageRefusedError, match=r"exceeds quota\. Free space in the bucket or raise its quota\."):
+        Store("s3://small/x", delays=delays).push(folder, "key")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test:reader")
+    s3fs.S3FileSystem.clear_instance_cache()
+    with pytest.raises(StorageRefusedError, match="Denied. Give the key the rights that docs/howto/stores.md lists"):
+        Store(f"s3://{BUCKET}/x", delays=delays).put("key", b"")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
+    s3fs.S3FileSystem.clear_instance_cache()
+    with pytest.raises(StorageRefusedError, match="AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"):
+        Store(f"s3://{BUCKET}/x", delays=delays).put("key", b"")
+    monkeypatch.setenv("AWS_CA_BUNDLE", certifi.where())
+    s3fs.S3FileSystem.clear_instance_cache()
+    with pytest.raises(StorageRefusedError, match="certificate verify failed.* Set AWS_CA_BUNDLE to a file"):
+        Store(f"s3://{BUCKET}/x", delays=delays).put("key", b"")
+    assert "next try" not in caplog.text
+
+
+def test_an_outage_is_outlived_by_the_operation_itself(
+    s3: S3, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The network goes while a folder is sent, and again while it is fetched; each time it is back for the next try."""
+    plug = Plug(s3)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", plug.address)
+    s3fs.S3FileSystem.clear_instance_cache()
+    store = Store(f"s3://{BUCKET}/outlived", part_bytes=PART, retries=2, delays=(1.0,) * 4)
+    with warnings_of_tries(plug.put_in) as told:
+        plug.pull_at = 2 * PART
+        store.push(folder, "key")
+        assert told
+        assert told[0].startswith(f"store: the next try is in 1 s: sending {store.uri}/key failed: ")
+        said = len(told)
+        plug.pull_at = plug.passed + 2000
+        assert store.pull("key", tmp_path / "back")
+        assert len(told) > said
+    assert contents(tmp_path / "back") == contents(folder)
+    plug.pull_out()
+    with pytest.raises(StorageAwayError, match=r"writing s3://.*/other failed: .*It was tried 3 times in 0\.2 s\."):
+        Store(store.uri, retries=1, delays=(0.1, 0.1)).put("other", b"")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from infra.errors import ServerError
+from infra.errors import ServerError, StorageAwayError, StorageRefusedError
 from infra.settings import Settings
 from rlcore import errors
 from rlcore.config import ExperimentConfig, HealthRule
@@ -294,3 +294,13 @@ def test_a_health_rule_has_exactly_one_bound() -> None:
         HealthRule(metric="reward/mean")
     with pytest.raises(ValueError, match="has above and below"):
         HealthRule(metric="reward/mean", above=1, below=0)
+
+
+def test_a_store_that_was_waited_for_is_not_waited_for_again(tmp_path: Path) -> None:
+    run, error = run_in(tmp_path), StorageAwayError("s3://lab has not taken the checkpoint of step 4 within 3600 s")
+    assert fail(run, error) is error
+    (record,) = FailureLog(tmp_path).read()
+    assert (record.failure, record.delay) == (Failure.STORAGE, None)
+    refused = StorageRefusedError("sending s3://lab/x failed: Access Denied. Give the key the rights")
+    assert fail(run, refused) is refused
+    assert FailureLog(tmp_path).read()[-1].delay is None
