@@ -6,6 +6,7 @@ import hashlib
 import os
 import shutil
 import time
+from contextlib import suppress
 from pathlib import Path, PurePosixPath
 
 import fsspec
@@ -135,5 +136,8 @@ def _download(filesystem: fsspec.AbstractFileSystem, name: str, target: Path) ->
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
         filesystem.get_file(name, str(target))
+        with suppress(NotImplementedError):  # not every kind of source knows times
+            changed = filesystem.modified(name).timestamp()
+            os.utime(target, (changed, changed))
     except OSError as error:
         raise StorageError(f"the download of {name} broke off: {error}. Run the same command again.") from error

@@ -34,7 +34,7 @@ def dataset_key(spec: PrepareSpec) -> str:
     """Digest of what ``prepare`` will make: source content and every setting that reaches the result.
 
     A source or model on a hub counts by its name (and revision), since its content is not here to be hashed.
-    Image files that a source names by path count by path, size and time of change.
+    Image files that a source names by path count by that path, their size and time of change.
     """
     data = spec.data
     settings = {
@@ -93,8 +93,9 @@ def _source_content(spec: PrepareSpec) -> object:
     if spec.source_path is not None:
         files = source_files(spec.source_path, split)
         columns = (spec.data.images_column, spec.data.videos_column)
+        root = spec.source_path if spec.source_path.is_dir() else spec.source_path.parent
         outside = (image for file in files for column in columns for image in image_files(file, column))
-        return [[file.name, _file_hash(file)] for file in files] + [list(_stamp(image)) for image in outside]
+        return [[file.name, _file_hash(file)] for file in files] + [list(_stamp(image, root)) for image in outside]
     if name in DRAWN:
         data = spec.data
         code = [_file_hash(Path(__file__).with_name(file)) for file in ("drawn.py", DRAWN[name])]
@@ -117,8 +118,8 @@ def _file_hash(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _stamp(path: Path) -> Iterator[str | int]:
-    yield str(path)
+def _stamp(path: Path, root: Path) -> Iterator[str | int]:
+    yield str(path.relative_to(root) if path.is_relative_to(root) else path)
     if path.is_file():
         status = path.stat()
         yield from (status.st_size, status.st_mtime_ns)

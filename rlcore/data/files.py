@@ -160,13 +160,25 @@ def _parquet_images_by_path(path: Path, column: str) -> Iterator[object]:
 
     _open_parquet(path)  # for its error
     file = pq.ParquetFile(path)
-    # Only text leaves are read: a cell's bytes are in the file, and hashed with it.
-    leaves = [file.schema.column(i) for i in range(len(file.schema))]
-    texts = [leaf.path for leaf in leaves if leaf.logical_type.type == "STRING"]
-    names = [name for name in texts if name == column or name.startswith(f"{column}.")]
-    if names:
-        for batch in file.iter_batches(BATCH_ROWS, columns=names):
-            yield from (cell(row, column) for row in batch.to_pylist())
+    leaves = {
+        leaf.path: number
+        for number, leaf in enumerate(file.schema.column(i) for i in range(len(file.schema)))
+        if leaf.path == column or leaf.path.startswith(f"{column}.")
+    }
+    texts = [name for name, number in leaves.items() if file.schema.column(number).logical_type.type == "STRING"]
+    # An image whose bytes are in the file is hashed with it, whatever its path says.
+    contents = [f"{name.removesuffix('path')}bytes" for name in texts if name.endswith(".path")]
+    contents = [name for name in contents if name in leaves]
+    if not texts or (contents and all(_has_no_nulls(file, leaves[name]) for name in contents)):
+        return
+    for batch in file.iter_batches(BATCH_ROWS, columns=[*texts, *contents]):
+        yield from (cell(row, column) for row in batch.to_pylist())
+
+
+def _has_no_nulls(file: Any, leaf: int) -> bool:
+    """By the file's statistics, so that images are not read; False where they do not say."""
+    groups = (file.metadata.row_group(number).column(leaf) for number in range(file.metadata.num_row_groups))
+    return all(group.is_stats_set and group.statistics.null_count == 0 for group in groups)
 
 
 def _json_lines(path: Path) -> Iterator[Row]:

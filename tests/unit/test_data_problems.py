@@ -433,6 +433,31 @@ def test_the_key_changes_with_an_image_that_the_source_names_by_path(tmp_path):
     assert len(set(keys)) == 3
 
 
+@pytest.mark.parametrize(
+    "cells",
+    [
+        [[{"bytes": png(), "path": "a.png"}]],
+        [[{"bytes": png(), "path": "a.png"}], []],
+        [[{"bytes": None, "path": "a.png"}]],
+        [[{"bytes": png(), "path": "b.png"}], [{"bytes": None, "path": "a.png"}]],
+        [["a.png"]],
+    ],
+)
+def test_the_key_does_not_depend_on_where_the_source_lies(tmp_path, cells):
+    """An image that the table holds counts with the table, also where its path is given."""
+    keys = []
+    for folder in (tmp_path / "here", tmp_path / "there"):
+        folder.mkdir()
+        path = write(folder / "rows.parquet", [row(images=cell) for cell in cells])
+        (folder / "a.png").write_bytes(png())
+        os.utime(folder / "a.png", (1_700_000_000, 1_700_000_000))
+        keys.append(dataset_key(spec_for(path).model_copy(update={"source": "s3://lab/data"})))
+    assert keys[0] == keys[1]
+    (tmp_path / "there" / "a.png").write_bytes(png(70))
+    named = any(cell and cell[0] in ("a.png", {"bytes": None, "path": "a.png"}) for cell in cells)
+    assert (dataset_key(spec_for(path).model_copy(update={"source": "s3://lab/data"})) != keys[1]) is named
+
+
 def test_a_key_is_computed_without_torch(tmp_path):
     path = write(tmp_path / "rows.parquet", [row()])
     spec = tmp_path / "spec.json"

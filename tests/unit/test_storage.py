@@ -101,3 +101,14 @@ def _fails_at_b(_filesystem: object, name: str, target: Path) -> None:
         raise StorageError("broke off")
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text("half")
+
+
+def test_a_copy_has_the_times_of_its_source(tmp_path: Path) -> None:
+    """The key of a dataset counts them for images that are named by path: it is the same on every machine."""
+    memory = fsspec.filesystem("memory")
+    memory.pipe("/bucket/data/a.png", b"picture")
+    memory.pipe("/bucket/data/rows.jsonl", b"{}\n")
+    changed = memory.modified("/bucket/data/a.png").timestamp()
+    copies = [localize("memory://bucket/data", tmp_path / name) for name in ("here", "there")]
+    memory.store.clear()
+    assert [copy is not None and (copy / "a.png").stat().st_mtime for copy in copies] == [changed, changed]
