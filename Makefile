@@ -56,7 +56,7 @@ demo-countdown: $(STAMP)
 	@$(RUN) -m flows.train_grpo grpo-countdown-tiny
 
 demo-geo3k: $(STAMP)
-	@test -n '$(DATA)' || { echo 'make: name the folder with the train and validation files: make demo-geo3k DATA=FOLDER'; exit 1; }
+	@test -n '$(DATA)' || { echo 'make: name the folder with the train and validation files, or its URI: make demo-geo3k DATA=FOLDER'; exit 1; }
 	@$(RUN) -m flows.train_grpo grpo-geo3k-demo-real --data '$(DATA)'
 
 demo-algorithms: $(STAMP)

@@ -142,9 +142,8 @@ def _parser(
         parser.add_argument(
             "--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides", help="training.steps=40, say"
         )
-        parser.add_argument(
-            "--data", type=Path, help="folder with train and validation files in place of the named ones"
-        )
+        text = "folder with train and validation files in place of the named ones, or its URI (s3://bucket/folder)"
+        parser.add_argument("--data", metavar="FOLDER", help=text)
     for flag, values in options.items():
         parser.add_argument(flag, **values)
     if "allow_changes" in shown:
@@ -160,7 +159,9 @@ def _arguments(chosen: argparse.Namespace) -> dict[str, Any]:
     arguments = vars(chosen)
     if "overrides" in arguments:
         folder = arguments.pop("data")
-        splits = [] if folder is None else [f"data.{split}={folder.absolute()}" for split in ("train", "validation")]
+        if folder is not None and "://" not in folder:
+            folder = Path(folder).expanduser().absolute()
+        splits = [] if folder is None else [f"data.{split}={folder}" for split in ("train", "validation")]
         arguments["overrides"] = [*splits, *arguments["overrides"]]
     if "run_id" in arguments and arguments["run_id"] is None:
         arguments["run_id"] = new_run_id(arguments["experiment"])

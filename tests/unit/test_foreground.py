@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import runpy
 import subprocess
@@ -71,3 +72,12 @@ def test_a_run_and_an_ablation_go_on_after_prefect_yaml_has_lost_their_experimen
         ablation.open_ablation("grpo-gone", None, "old-ablation", points=[["training.learning_rate=1e-4"]])
     assert typed(*asked, "old-ablation")
     assert not typed(*asked, "new-ablation")
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [("s3://lab/geo3k", "s3://lab/geo3k"), ("sums", f"{Path.cwd() / 'sums'}"), ("~/sums", f"{Path.home() / 'sums'}")],
+)
+def test_data_may_be_a_folder_in_a_bucket(given: str, meant: str) -> None:
+    chosen = argparse.Namespace(experiment="toy", data=given, overrides=["seed=1"], run_id="r")
+    assert foreground._arguments(chosen)["overrides"] == [f"data.train={meant}", f"data.validation={meant}", "seed=1"]
