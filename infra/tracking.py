@@ -149,10 +149,10 @@ class Tracker:
         # MLflow's registry looks logged models up through the process-wide address, not through the client's.
         mlflow.set_tracking_uri(uri)
         mlflow.set_registry_uri(uri)
-        client = MlflowClient(tracking_uri=uri, registry_uri=uri)
         check_reachable(uri, _ANSWER_SECONDS)
         shown = without_password(uri)
         with _outage_named(uri), _locked(lock_dir):
+            client = MlflowClient(tracking_uri=uri, registry_uri=uri)  # makes the tables of a new database
             decided = artifacts_uri if _is_database(uri) else None
             experiment_id = _find_or_create_experiment(client, experiment, decided, shown)
             found = _read_state(run_dir)

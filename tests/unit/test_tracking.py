@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
 import pytest
@@ -296,3 +298,25 @@ def test_a_server_that_refuses_is_not_taken_for_a_model_without_a_champion(
     with answering(404, "RESOURCE_DOES_NOT_EXIST") as uri:
         tracker._client = MlflowClient(tracking_uri=uri, registry_uri=uri)
         assert tracker.tags_at("geo", "champion") is None
+
+
+def _open_first(folder: Path, run_id: str, gate: Barrier) -> None:
+    gate.wait()
+    Tracker.open(
+        uri=f"sqlite:///{folder / 'mlflow.db'}",
+        artifacts_uri=(folder / "artifacts").as_uri(),
+        experiment="tiny",
+        run_id=run_id,
+        run_dir=folder / "runs" / run_id,
+    )
+
+
+def test_first_runs_that_start_together_over_an_empty_folder_make_one_database(tmp_path: Path) -> None:
+    forked = multiprocessing.get_context("fork")  # mlflow is imported already, so that all begin at the same moment
+    gate = forked.Barrier(3)
+    runs = [forked.Process(target=_open_first, args=(tmp_path, name, gate)) for name in "abc"]
+    for run in runs:
+        run.start()
+    for run in runs:
+        run.join()
+    assert [run.exitcode for run in runs] == [0, 0, 0]
