@@ -54,8 +54,7 @@ class Settings(BaseSettings):
     artifacts. Address and keys of the endpoint come from AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY.
     Empty: the data folder is all there is."""
     store_wait_seconds: float = Field(3600.0, ge=0)
-    """How long the end of a run waits for its last checkpoint to reach the store before it fails (and is tried
-    again)."""
+    """How long the end of a run waits for its last checkpoint to reach the store before it fails."""
     downloads_gib: float = Field(200.0, gt=0)
     """Copies of data that URIs name may take this much of the data folder; beyond it the least recently used ones go,
     but none that was used within a day."""
