@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from http import HTTPStatus
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
@@ -163,6 +164,37 @@ class Store:
     def put(self, key: str, content: bytes) -> None:
         """One small object; readers see the old one or the new one."""
         self._tried(f"writing {self.uri}/{key}", lambda: self._files.pipe_file(self._path(key), content))
+
+    def replace(self, key: str, content: bytes, before: bytes | None) -> bool:
+        """Write one small object if it still is ``before`` (None: absent). False: it is something else, and stays.
+
+        The server decides, so that of two writers one wins; one that has no conditional writes is asked first instead.
+        """
+
+        def write() -> bool:
+            bucket, _, name = self._path(key).partition("/")
+            target = {"Bucket": bucket, "Key": name, "Body": content}
+            tag = None if before is None else self._tag(key)  # before the content is looked at, so never a newer one's
+            if self.get(key) != before:
+                return False
+            try:
+                self._files.call_s3("put_object", **target, **({"IfMatch": tag} if tag else {"IfNoneMatch": "*"}))
+            except STORE_ERRORS as error:
+                answer = answer_of(error)
+                if answer is not None and answer[1] in (HTTPStatus.PRECONDITION_FAILED, HTTPStatus.CONFLICT):
+                    return False
+                if answer is None or answer[1] != HTTPStatus.NOT_IMPLEMENTED:
+                    raise
+                self._files.call_s3("put_object", **target)
+            return True
+
+        return self._tried(f"writing {self.uri}/{key}", write)
+
+    def _tag(self, key: str) -> str | None:
+        try:
+            return str(self._files.info(self._path(key))["ETag"])
+        except FileNotFoundError:
+            return None
 
     def get(self, key: str) -> bytes | None:
         """None: there is no such object."""

@@ -93,7 +93,8 @@ class RunMirror:
         for name in self._store.sealed_below(f"{self._key}/{CHECKPOINTS}"):
             manifest = self._store.get(f"{self._key}/{CHECKPOINTS}/{name}/{MANIFEST}")
             self._sealed[name] = hashlib.sha256(manifest or b"").hexdigest()
-        self._store.put(f"{self._key}/{_HOLDER}", mine)
+        if not self._store.replace(f"{self._key}/{_HOLDER}", mine, held):
+            raise StorageError(f"another machine begins to mirror {self._key} to {self._store.uri} at this moment.")
         self._note(taken_over=False)
         self._holds = True
 
@@ -178,7 +179,11 @@ class RunMirror:
             self._store.discard(f"{self._key}/{SEGMENTS}/{name}")
         for name, content in segments.items():
             if self._segments.get(name) != content:
-                self._store.put(f"{self._key}/{SEGMENTS}/{name}", content)
+                key = f"{self._key}/{SEGMENTS}/{name}"
+                before = self._store.get(key) if name in there else None
+                if not self._store.replace(key, content, before):
+                    self._require_holder()  # another machine has gone on, most likely
+                    raise StorageError(f"{self._store.uri}/{key} has changed while it was written.")
         self._segments = segments
         if segments:
             newest = SegmentManifest.model_validate_json(list(segments.values())[-1])

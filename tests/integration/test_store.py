@@ -255,3 +255,35 @@ def test_an_outage_is_outlived_by_the_operation_itself(
     plug.pull_out()
     with pytest.raises(StorageAwayError, match=r"writing s3://.*/other failed: .*It was tried 3 times in 0\.2 s\."):
         Store(store.uri, retries=1, delays=(0.1, 0.1)).put("other", b"")
+
+
+def test_of_two_writers_who_have_read_the_same_one_wins(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert store.replace("holder", b"first", None)
+    assert not store.replace("holder", b"second", None)
+    assert store.get("holder") == b"first"
+    assert store.replace("holder", b"second", b"first")
+    assert not store.replace("holder", b"third", b"first")
+    assert store.get("holder") == b"second"
+
+
+def test_a_writer_that_comes_between_look_and_write_is_not_overwritten(
+    store: Store, s3: S3, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if isinstance(s3, Swift):
+        pytest.skip("Swift has no conditional writes; the same test runs on moto")
+    look = Store.get
+
+    def then_another_writes(self: Store, key: str) -> bytes | None:
+        found = look(self, key)
+        store.put(key, b"another's")
+        return found
+
+    for before in (None, b"another's"):
+        key = f"holder-{before is None}"
+        if before is not None:
+            store.put(key, b"another's before")
+            before = b"another's before"
+        monkeypatch.setattr(Store, "get", then_another_writes)
+        assert not store.replace(key, b"ours", before)
+        monkeypatch.undo()
+        assert store.get(key) == b"another's"
