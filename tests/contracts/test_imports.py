@@ -27,7 +27,7 @@ HOMES = {
     "tensorboard": ("infra/tracker_sinks.py",),
     "wandb": ("infra/tracker_sinks.py",),
     "swanlab": ("infra/tracker_sinks.py",),
-    "fsspec": ("infra/storage.py",),
+    "fsspec": ("infra/storage.py", "infra/store.py"),
     "s3fs": ("infra/store.py",),
     "botocore": ("infra/s3_errors.py",),
     "vllm": ("rlcore/rollout/",),
