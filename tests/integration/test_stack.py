@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import subprocess
@@ -20,7 +21,7 @@ from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.objects import StateType
 
 from infra import processes
-from infra.login import login_of
+from infra.login import login_file, login_of
 from infra.processes import is_running
 from infra.servers import answers, free_port
 from infra.services import StackState, read_state
@@ -84,6 +85,22 @@ class Place:
     def steps(self, flow_run_id: UUID) -> list[int]:
         return [record.step for record in read_journal(self.run_dir(flow_run_id) / "journal.jsonl")]
 
+    def files_with_the_login(self) -> list[Path]:
+        password = login_of(self.settings).password.encode()
+        files = [path for path in self.settings.data_dir.rglob("*") if path.is_file()]
+        return [path for path in files if password in path.read_bytes()]
+
+    def processes_that_show_the_login(self) -> list[str]:
+        """By their command line, which every user can read; trainers and jobs by their environment as well."""
+        password, found = login_of(self.settings).password, []
+        for item in psutil.process_iter():
+            with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+                command = " ".join(item.cmdline())
+                environment = str(item.environ()) if "rlcore" in command else ""
+                if password in command + environment:
+                    found.append(command)
+        return found
+
     def kill(self, service: str) -> None:
         """With SIGKILL; then waits until the supervisor has started another."""
         old = self.pid(service)
@@ -129,7 +146,7 @@ def place_at(folder: Path, variables: Mapping[str, str]) -> Iterator[Place]:
 
 def test_a_run_outlives_its_servers_its_worker_and_the_whole_stack(place: Place) -> None:
     assert "down" in place.stack("status")
-    place.stack("up")
+    assert f"user:password is in {login_file(place.settings)}" in place.stack("up")
     # over SQLite, Prefect can be silent for as long as it waits for a lock: a minute
     wait_for(lambda: "pool gpu     0 running of 1 at a time, 0 waiting" in place.stack("status"), "an idle pool")
     supervisor = place.state().supervisor
@@ -138,6 +155,7 @@ def test_a_run_outlives_its_servers_its_worker_and_the_whole_stack(place: Place)
 
     flow_run_id = place.submit(steps=200)
     wait_for(lambda: len(place.steps(flow_run_id)) >= 2, "step 2")
+    assert place.processes_that_show_the_login() == []
     place.stack("up")  # again: the same stack
     assert place.state().supervisor == supervisor
 
@@ -170,3 +188,4 @@ def test_a_run_outlives_its_servers_its_worker_and_the_whole_stack(place: Place)
     with place.client() as prefect:
         wait_for(lambda: prefect.read_flow_run(flow_run_id).state.type is StateType.COMPLETED, "Prefect's word")
     place.stack("down")
+    assert place.files_with_the_login() == [login_file(place.settings)]
