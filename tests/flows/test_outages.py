@@ -18,10 +18,11 @@ import s3fs
 from mlflow import MlflowClient
 from moto.server import ThreadedMotoServer
 from prefect.artifacts import Artifact
-from prefect.settings import PREFECT_API_URL, temporary_settings
+from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 
 import flows.train_grpo as flow_module
 from infra import processes
+from infra.login import login_of
 from infra.servers import Server, free_port, mlflow_command, prefect_command, start_server, wait_healthy
 from infra.settings import Settings
 from rlcore.segment.journal import read_journal
@@ -97,6 +98,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
             service.start()
             stack.callback(service.kill)
         for name, value in {
+            **login_of(servers_over).for_mlflow(),
             "RLFLOW_DATA_DIR": str(folder / "data"),
             "RLFLOW_TRAINER_PYTHON": str(fake_interpreter(folder)),
             "RLFLOW_MLFLOW_URI": mlflow.address,
@@ -109,7 +111,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
         }.items():
             patch.setenv(name, value)
         s3fs.S3FileSystem(endpoint_url=store.address, key="key", secret="secret").mkdir("outages")
-        stack.enter_context(temporary_settings({PREFECT_API_URL: f"{prefect.address}/api"}))
+        client = {PREFECT_API_URL: f"{prefect.address}/api", PREFECT_API_AUTH_STRING: login_of(servers_over).text}
+        stack.enter_context(temporary_settings(client))
         threads = stack.enter_context(ThreadPoolExecutor(3))
         yield Place(folder / "data", mlflow, (prefect, mlflow, store), threads)
         s3fs.S3FileSystem.clear_instance_cache()

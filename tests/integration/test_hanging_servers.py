@@ -18,6 +18,7 @@ import pytest
 from mlflow import MlflowClient
 
 from infra import processes
+from infra.login import login_of
 from infra.servers import free_port, mlflow_command, prefect_command, start_server, wait_healthy
 from infra.settings import Settings
 from rlcore.config import ExperimentConfig
@@ -136,7 +137,17 @@ def assert_each_step_once_in_mlflow(command: Command, uri: str) -> None:
         assert max(Counter(point.step for point in points).values()) == 1
 
 
-def test_a_pause_longer_than_the_trainer_s_patience_is_not_noticed(tmp_path: Path) -> None:
+def logged_in(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """What the clients of these servers need; the test reads MLflow as well."""
+    login = login_of(settings)
+    for name, value in login.for_mlflow().items():
+        monkeypatch.setenv(name, value)
+    return {**login.for_prefect(), **login.for_mlflow()}
+
+
+def test_a_pause_longer_than_the_trainer_s_patience_is_not_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     words = (
         *("flows.train_grpo", "grpo-geo3k-tiny"),
         *(
@@ -148,6 +159,7 @@ def test_a_pause_longer_than_the_trainer_s_patience_is_not_noticed(tmp_path: Pat
     settings = Settings(data_dir=tmp_path / "data", mlflow_uri="")
     with servers_over(settings) as servers:
         variables = {
+            **logged_in(settings, monkeypatch),
             "RLFLOW_TRAINER_PYTHON": str(fake_interpreter(tmp_path)),
             "RLFLOW_MLFLOW_URI": servers.mlflow,
             "RLFLOW_DRIVER_DEADLINE_SECONDS": "8",
@@ -171,7 +183,9 @@ def test_a_pause_longer_than_the_trainer_s_patience_is_not_noticed(tmp_path: Pat
 
 
 @pytest.mark.timeout(3000)
-def test_five_minutes_without_an_answer_change_nothing_in_a_real_run(tmp_path: Path) -> None:
+def test_five_minutes_without_an_answer_change_nothing_in_a_real_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With the default deadlines and a real trainer: the run that nobody disturbed, bit for bit."""
     values = (*SMALL, "training.steps=80", "segment.steps=10")
     words = ("flows.train_grpo", EXPERIMENT, *(word for value in values for word in ("--set", value)))
@@ -183,7 +197,11 @@ def test_five_minutes_without_an_answer_change_nothing_in_a_real_run(tmp_path: P
 
     settings = Settings(data_dir=tmp_path / "data", mlflow_uri="")
     with servers_over(settings) as servers:
-        variables = {"RLFLOW_MLFLOW_URI": servers.mlflow, "PREFECT_API_URL": f"{servers.prefect}/api"}
+        variables = {
+            **logged_in(settings, monkeypatch),
+            "RLFLOW_MLFLOW_URI": servers.mlflow,
+            "PREFECT_API_URL": f"{servers.prefect}/api",
+        }
         command = Command(tmp_path / "data", words, variables)
         with command.started() as process:
             command.wait_for(process, lambda: command.steps >= 5, 600)

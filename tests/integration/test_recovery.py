@@ -14,6 +14,7 @@ from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey, Fl
 from prefect.client.schemas.objects import StateType
 
 from infra import processes
+from infra.login import login_of
 from infra.servers import free_port, mlflow_command, start_server, wait_healthy
 from infra.settings import Settings
 from rlcore.segment.journal import read_journal
@@ -168,7 +169,9 @@ def _first_segment(run_dir: Path) -> SegmentManifest:
     return SegmentManifest.model_validate_json((run_dir / "segments" / "0000.json").read_text())
 
 
-def test_a_flow_that_an_outage_ended_comes_back_once_the_outage_is_over(tmp_path: Path) -> None:
+def test_a_flow_that_an_outage_ended_comes_back_once_the_outage_is_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Before its run is open, and at the end of its training; ``recover`` costs it no try while the outage lasts."""
     own = Settings(data_dir=tmp_path / "servers", mlflow_uri="")
     server, mark = mlflow_command(own, free_port()), f"recover-mlflow-{free_port()}"
@@ -177,7 +180,10 @@ def test_a_flow_that_an_outage_ended_comes_back_once_the_outage_is_over(tmp_path
         "RLFLOW_MLFLOW_URI": server.address,
         "RLFLOW_RETRY_DELAY_SCALE": "0.01",
         "RLFLOW_TRACKING_WAIT_SECONDS": "2",
+        **login_of(own).for_mlflow(),
     }
+    for name, value in login_of(own).for_mlflow().items():
+        monkeypatch.setenv(name, value)  # the test reads MLflow too
     try:
         with prefect_stack(tmp_path, variables) as stack:
             flow_run_id = stack.submit()
