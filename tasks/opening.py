@@ -14,7 +14,7 @@ from rlcore.artifacts import CheckpointRef
 from rlcore.config import ExperimentConfig
 from tasks import parameters as form
 from tasks import runs
-from tasks.outages import note_outage, unopened_run
+from tasks.outages import is_outage, note_outage, unopened_run
 from tasks.retries import step
 from tasks.runs import Run
 
@@ -35,8 +35,9 @@ def recoverable(run_id: str | None) -> Iterator[None]:
         run = unopened.model_copy(update={"run_dir": Settings().runs_dir / unopened.run_id})
         if str(context.flow_run.id) in [driver.flow_run_id for driver in runs.drivers(run)]:
             note_outage(run, error)
-        elif note_outage(unopened, error):
-            runs.note_driver(unopened)
+        elif is_outage(error):
+            runs.note_driver(unopened)  # before the outage: recover looks at what came after the driver's start
+            note_outage(unopened, error)
         raise
     shutil.rmtree(unopened.run_dir, ignore_errors=True)
 

@@ -55,12 +55,18 @@ def unopened_run(run_id: str) -> Run:
     return Run(run_id=run_id, run_dir=Settings().unopened_dir / run_id, experiment=ExperimentConfig(name="unopened"))
 
 
-def note_outage(run: Run, error: Exception) -> bool:
-    """Write it into the run's folder, if it is one. Returns whether it is."""
-    cause = error.__cause__ if isinstance(error, RetriesUsedUpError) else error
-    failure = failure_of(cause)
-    if failure not in OUTAGES:
-        return False
-    note = Outage(at=time.time(), failure=failure, error=str(error)[-2000:])
-    write_json_atomically(run.run_dir / _NOTE, note.model_dump_json(indent=1))
-    return True
+def is_outage(error: Exception) -> bool:
+    return _outage_class(error) is not None
+
+
+def note_outage(run: Run, error: Exception) -> None:
+    """Write an outage into the run's folder. Any other error leaves no note."""
+    failure = _outage_class(error)
+    if failure is not None:
+        note = Outage(at=time.time(), failure=failure, error=str(error)[-2000:])
+        write_json_atomically(run.run_dir / _NOTE, note.model_dump_json(indent=1))
+
+
+def _outage_class(error: Exception) -> Failure | None:
+    failure = failure_of(error.__cause__ if isinstance(error, RetriesUsedUpError) else error)
+    return failure if failure in OUTAGES else None

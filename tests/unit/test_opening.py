@@ -40,7 +40,7 @@ def test_a_run_that_could_not_be_opened_is_noted_until_it_is(flow_run: SimpleNam
     (run,) = unopened_runs(Settings())
     (driver,) = drivers(run)
     assert (run.run_id, driver.flow_run_id, driver.deployed) == ("run", str(flow_run.id), True)
-    outage = read_outage(run, since=0.0)
+    outage = read_outage(run, since=driver.at)  # as recover asks
     assert outage is not None
     assert (outage.failure, outage.error) == (Failure.TRACKING, "no MLflow server answers")
     assert not (Settings().runs_dir / "run").exists(), "a folder would hide the run in the store"
@@ -52,7 +52,8 @@ def test_a_run_that_could_not_be_opened_is_noted_until_it_is(flow_run: SimpleNam
 def test_the_run_of_a_flow_that_comes_back_has_a_folder_already(flow_run: SimpleNamespace) -> None:
     runs.open_run(load_experiment("grpo-geo3k-tiny"), "run", Settings())
     fail(ServerError("no MLflow server answers"))
-    assert read_outage(existing_run("run", Settings()), since=0.0) is not None
+    run = existing_run("run", Settings())
+    assert read_outage(run, since=drivers(run)[-1].at) is not None
     assert not unopened_runs(Settings())
 
 
