@@ -33,6 +33,7 @@ from rlcore.segment.health import HealthWatch
 from rlcore.segment.journal import MetricJournal, read_journal
 from rlcore.segment.lease import Control, Lease
 from rlcore.segment.resume import find_resume_point, segment_manifest
+from rlcore.segment.run import StopRequest
 from rlcore.segment.spec import (
     EXIT_DIVERGED,
     EXIT_OUT_OF_MEMORY,
@@ -131,9 +132,12 @@ def evaluate(spec: EvaluateSpec) -> BaseModel:
 
 
 def train(spec_path: Path) -> int:
+    """As ``rlcore.segment.run.main``; ``tests/integration/test_trainer_contract.py`` runs both."""
     spec = SegmentSpec.model_validate_json(spec_path.read_text())
+    lease = Lease(spec.run_dir / "lease.json")
+    lease.acquire(f"fake-{os.getpid()}")
     try:
-        return _train(spec)
+        return _train(spec, lease)
     except (_Reported, HealthError, RollbackError) as error:
         report, code = (
             (error.report, error.code)
@@ -142,36 +146,34 @@ def train(spec_path: Path) -> int:
         )
         write_json_atomically(spec.run_dir / "trainer_error.json", report.model_dump_json())
         return code
+    finally:
+        lease.release()
 
 
-def _train(spec: SegmentSpec) -> int:
+def _train(spec: SegmentSpec, lease: Lease) -> int:
     store = LocalCheckpointStore(spec.run_dir, spec.run_id)
     start = find_resume_point(spec.run_dir, store)
     note(spec.run_dir.parent.parent, f"train from segment {start.segment}")
     note(spec.run_dir, spec.adjustments.model_dump_json())
     dump_on_signal(spec.run_dir / "stacks" / "live", "trainer", os.getpid())
-    stopped: list[int] = []
-    signal.signal(signal.SIGTERM, lambda number, _: stopped.append(number))
+    stop = StopRequest(lease, Control(spec.run_dir / "control.json"), spec.driver_deadline_seconds)
     # Like Ray's daemons: another session, deaf to SIGTERM.
     subprocess.Popen(
         [sys.executable, "-c", "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(120)"],
         start_new_session=True,
     )
-    lease, control = Lease(spec.run_dir / "lease.json"), Control(spec.run_dir / "control.json")
-    lease.acquire(f"fake-{os.getpid()}")
     step, segment, first_step = start.step, start.segment, start.first_step
     journal = MetricJournal(spec.run_dir / "journal.jsonl")
     journal.cut(step)
     config = spec.experiment
     health = HealthWatch(config.health, read_journal(spec.run_dir / "journal.jsonl"), spec.adjustments)
     while step < config.training.steps:
+        if not stop.wants(segment):
+            return EXIT_PREEMPTED
+        stop.begin_segment(config.segment.max_minutes)
         until = min(first_step + config.segment.steps, config.training.steps)
         pause = None
-        while step < until and not stopped and not pause:
-            wanted = control.read()
-            if wanted.stop or time.time() - wanted.heartbeat > spec.driver_deadline_seconds:
-                stopped.append(0)
-                break
+        while step < until and not pause and not stop():
             time.sleep(STEP_SECONDS)
             step += 1
             _fail_once(spec, step)
@@ -181,19 +183,15 @@ def _train(spec: SegmentSpec) -> int:
                 "optim/learning_rate": rate,
             }  # fmt: skip
             journal.step(step, metrics)
-            lease.renew()
             health.step(step, metrics)
             pause = health.pause_or_raise() if step < config.training.steps else None
-        _commit(spec, store, step, SegmentEnd(segment, first_step, complete=step == until and not pause))
+        complete = pause is None and (step == until or not stop.preempted())
+        _commit(spec, store, step, SegmentEnd(segment, first_step, complete))
         if pause:
             raise HealthError(pause)
-        if stopped:
-            lease.release()
+        if not complete:
             return EXIT_PREEMPTED
         segment, first_step = segment + 1, step
-        while step < config.training.steps and control.read().through_segment < segment:
-            time.sleep(0.05)
-    lease.release()
     return 0
 
 
