@@ -116,9 +116,13 @@ class Command:
         return (self.run.run_dir / "trainer.log").read_text().count("=== trainer started ")
 
     def metrics(self) -> list[dict[str, float]]:
-        """Of each step, without what depends on the clock or the machine."""
+        """Of each step, without times, rates and memory."""
         return [
-            {name: value for name, value in record.metrics.items() if not name.startswith(("time/", "system/"))}
+            {
+                name: value
+                for name, value in record.metrics.items()
+                if not name.startswith(("time/", "system/")) and not name.endswith("_per_second")
+            }
             for record in read_journal(self.run.run_dir / "journal.jsonl")
         ]
 
