@@ -54,10 +54,11 @@ def test_one_step_off_policy_is_the_same_after_a_cut_and_with_all_in_one_place(
     assert "time/generate" not in timed
 
 
+@pytest.mark.parametrize("model", ["tiny_model", "untied_model"])
 def test_apart_and_on_policy_samples_with_the_weights_of_the_step(
-    tiny_model: Path, dataset: Path, tmp_path: Path
+    model: str, dataset: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    run(tmp_path / "apart", tiny_model, dataset, experiment(**APART), until=2)
+    run(tmp_path / "apart", request.getfixturevalue(model), dataset, experiment(**APART), until=2)
     assert max(metrics["rollout/abs_delta_logprob_mean"] for metrics in numbers(tmp_path / "apart")) < 1e-4
 
 
