@@ -46,7 +46,7 @@ class Case:
     trl: dict[str, Any]
     ours: dict[str, Any]
     noise: float = 0.4  # nats between new and old log-probs
-    slack: float = 1.0  # VESPO takes the product over a sequence: it adds up its tokens' rounding
+    slack: float = 1.0  # times the tolerances
 
 
 CLIP = {"epsilon": 0.2, "epsilon_high": 0.28}
@@ -80,7 +80,10 @@ CASES = {
         {"loss": GSPO | {"name": "gspo_token"}, "aggregation": "sequence_mean_token_mean"},
     ),
     "luspo": Case({"loss_type": "luspo", **TIGHT}, {"loss": GSPO, "aggregation": "sequence_mean_token_sum"}),
-    "vespo": Case({"loss_type": "vespo"}, {"loss": {"name": "vespo"}, "aggregation": "token_mean"}, 0.2, slack=4.0),
+    # the product over a sequence adds up the rounding of its tokens; how it falls differs between processors
+    "vespo": Case(
+        {"loss_type": "vespo"}, {"loss": {"name": "vespo"}, "aggregation": "token_mean"}, 0.2, slack=max(COMPLETIONS)
+    ),
 }
 
 
