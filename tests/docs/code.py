@@ -77,19 +77,20 @@ def metrics() -> frozenset[str]:
     """Names of metrics that the code gives: written out, or ``time/`` with a phase of the clock, ``reward/`` with a
     part of a score."""
     whole = set(filter(_METRIC.fullmatch, texts()))
-    phases = {f"time/{name}" for name in _first_arguments("clock", "note")} | {"time/step"}
+    phases = {f"time/{name}" for name in (*_arguments(0, "clock", "note"), *_arguments(2, "move"))} | {"time/step"}
     parts = {f"reward/{name}" for name in _keys_of_parts()}
     return frozenset(whole | phases | parts)
 
 
-def _first_arguments(*functions: str) -> Iterator[str]:
-    """Texts that functions or methods of these names are called with."""
+def _arguments(place: int, *functions: str) -> Iterator[str]:
+    """Texts that functions or methods of these names get as the argument at this place."""
     for tree in trees():
         for node in ast.walk(tree):
-            if isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+            if isinstance(node, ast.Call) and len(node.args) > place and isinstance(node.args[place], ast.Constant):
                 name = getattr(node.func, "id", getattr(node.func, "attr", ""))
-                if name in functions and isinstance(node.args[0].value, str):
-                    yield node.args[0].value
+                value = node.args[place].value
+                if name in functions and isinstance(value, str):
+                    yield value
 
 
 def _keys_of_parts() -> Iterator[str]:

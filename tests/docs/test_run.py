@@ -34,6 +34,14 @@ SMALL = {
     "evaluation": {"problems": 4, "samples": 1},
     "resources": {"workers": 1},
 }
+# The policy's weights are random and so never right. A mean over no trained token is not logged, so something has to
+# tell its completions apart.
+VOWELS = """\
+def reward(text, problem, num_tokens, finish_reason):
+    share = sum(c in "aeiou" for c in text) / max(1, len(text))
+    return {"reward": share, "accuracy": share, "format": 0.0}
+"""
+ELSEWHERE = {"reward/kl_penalty"}  # only with algorithm.kl.place=reward
 RUN_BLOCKS = [block for page in PAGES for block in blocks(page) if block.is_run]
 
 
@@ -50,6 +58,9 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
             experiment.update({group: {**experiment.get(group, {}), **few} for group, few in SMALL.items()})
             tiny = {**experiment["model"].get("tiny", {}), "warm_start_steps": 0}
             experiment["model"] = {**experiment["model"], "tiny": tiny}
+    (folder / "vowels.py").write_text(VOWELS)
+    reward = {"name": "user", "file": str(folder / "vowels.py")}
+    values["definitions"]["experiments"]["grpo-geo3k-tiny"]["reward"] = reward
     (folder / "prefect.yaml").write_text(yaml.safe_dump(values))
     for block in [block for page in PAGES for block in blocks(page)]:
         if name := re.match(r"# (\S+\.py)\n", block.text):
@@ -110,7 +121,7 @@ def test_the_tutorial_does_what_it_says(project: Path) -> None:
     named = {name for page in PAGES for word in code_words(page) for name in code.metrics_in(word)} & code.metrics()
     assert len(named) > 20
     logged = {name for record in records for name in record.metrics}
-    assert named <= logged, "metrics that pages name and the run does not have"
+    assert named - ELSEWHERE <= logged, "metrics that pages name and the run does not have"
 
 
 def test_the_tutorial_s_own_data_and_reward_pass_every_check_before_training(project: Path, tmp_path: Path) -> None:
