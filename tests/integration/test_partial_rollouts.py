@@ -72,7 +72,7 @@ def continued(model: Path) -> dict[str, Any]:
         "versions": {c.policy_version for group in groups for c in group.completions},
         "lengths": [len(c.token_ids) for group in groups for c in group.completions],
         "of_the_policy_before": max(float(delta[:ROUND].max()) for delta in apart),
-        "of_this_policy": max(float(delta[ROUND:].max()) for delta in apart),
+        "of_this_policy": max(float(delta[ROUND:].max()) for delta in apart if len(delta) > ROUND),
     }
 
 
