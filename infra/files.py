@@ -39,7 +39,7 @@ def write_atomically(path: Path, text: str) -> None:
 
 @contextmanager
 def building(final: Path) -> Iterator[Path]:
-    """A free name beside ``final`` for a file or folder that the block makes; when it ends, that is renamed.
+    """A free name next to ``final`` for a file or folder that the block makes; when it ends, that is renamed.
 
     Where another process was faster with a folder, its folder stays and ours is removed, as when the block raises.
     """

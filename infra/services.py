@@ -22,6 +22,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from infra import environment
 from infra.errors import ServerError
+from infra.files import write_atomically
 from infra.login import login_of
 from infra.processes import ProcessId, is_running
 from infra.provenance import ROOT, code_digest
@@ -179,7 +180,7 @@ class Layout:
         gone = {key: there[key] for key in before.deployments - wanted.deployments if key in there}
         busy = frozenset(key for key, deployment in gone.items() if not self._removed(deployment))
         applied = AppliedDeployments(digest=wanted.digest, deployments=wanted.deployments | busy)
-        self._applied_path.write_text(applied.model_dump_json())
+        write_atomically(self._applied_path, applied.model_dump_json())
 
     def _applied(self) -> AppliedDeployments:
         """What this function applied last. None of it: an older version of this file names no deployments."""

@@ -29,14 +29,15 @@ from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
+from rlcore.models.tiny_parts import SPECIAL_TOKENS
+
 DEFAULT_SYSTEM = "You are a helpful assistant."
 ADDED = (
-    *("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|object_ref_start|>", "<|object_ref_end|>", "<|box_start|>"),
-    *("<|box_end|>", "<|quad_start|>", "<|quad_end|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>"),
-    *("<|image_pad|>", "<|video_pad|>", "<tool_call>", "</tool_call>", "<|fim_prefix|>", "<|fim_middle|>"),
+    *SPECIAL_TOKENS,
+    *("<tool_call>", "</tool_call>", "<|fim_prefix|>", "<|fim_middle|>"),
     *("<|fim_suffix|>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>"),
 )
-ORDINARY_ADDED = frozenset(ADDED[14:])  # kept when special tokens are removed from a text
+ORDINARY_ADDED = frozenset(ADDED[len(SPECIAL_TOKENS) :])  # kept when special tokens are removed from a text
 CHAT_TEMPLATE = """\
 {%- if messages[0]['role'] != 'system' -%}
 {{- '<|im_start|>system\\nDEFAULT_SYSTEM<|im_end|>\\n' -}}

@@ -106,6 +106,8 @@ class ReadAhead:
 
     def _make_room(self, size: int, removable: set[ImageRef]) -> bool:
         """Whether ``size`` bytes fit, once as few as possible of ``removable`` are gone."""
+        if self.held_bytes + size <= self._room:
+            return True
         for image in [image for image in self._futures if image in removable]:
             if self.held_bytes + size <= self._room:
                 break

@@ -70,7 +70,7 @@ class GradingPool:
             processes: gradings that run at the same time.
             deadline_seconds: wall-clock time that one completion may take.
             start_seconds: wall-clock time that loading the reward may take.
-            environment: names of variables that the reward may see, beside ``ENVIRONMENT``.
+            environment: names of variables that the reward may see in addition to ``ENVIRONMENT``.
 
         Raises:
             RewardError: the reward cannot be pickled, a process cannot load it, or a variable is not set.

@@ -96,7 +96,7 @@ class MetricJournal:
 
 
 class JournalTail:
-    """The reading end, beside a live writer: each call parses only what was appended since the last one."""
+    """Reads while another process writes. Each call parses only what was appended since the last one."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
