@@ -22,7 +22,7 @@ from rlcore.models.flash import MODULES, FlashAttention2, FlashKernel, TorchKern
 from rlcore.models.optimizer import _kahan_adamw_
 from rlcore.models.torch_policy import TorchPolicy
 from rlcore.types import TrainingSample
-from tests.numerics.test_shared_prompt import LAYOUTS, SCALE, dense, segments
+from tests.numerics.attention import LAYOUTS, SCALE, dense, segments
 from tests.numerics.toy import in_one_vector, keep_gradients
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]

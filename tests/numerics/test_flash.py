@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from rlcore.models.flash import FlashAttention2, newest
-from tests.numerics.test_shared_prompt import LAYOUTS, SCALE, math_backward, math_forward, segments
+from tests.numerics.attention import LAYOUTS, SCALE, math_backward, math_forward, segments
 
 FLASH_2, FLASH_3, FLASH_4 = "flash_attn.flash_attn_interface", "flash_attn_interface", "flash_attn.cute"
 

@@ -14,7 +14,7 @@ from torch.testing import assert_close
 
 from rlcore.algorithms.aggregation import StepTotals
 from rlcore.algorithms.flops import ModelShape
-from rlcore.batch import Microbatch, Segments, pack
+from rlcore.batch import Microbatch, pack
 from rlcore.distributed.group import microbatch_work
 from rlcore.errors import ModelError
 from rlcore.models import attention
@@ -22,8 +22,7 @@ from rlcore.models.attention import packed_attention, shared_prompt_attention
 from rlcore.models.torch_policy import TorchPolicy
 from rlcore.types import TrainingSample
 from tests.numerics import toy
-
-SCALE = 0.3
+from tests.numerics.attention import LAYOUTS, SCALE, dense, math_backward, math_forward, segments
 
 
 class Gemma(torch.nn.Module):
@@ -91,90 +90,11 @@ def test_tokens_packed_are_tokens_counted():
 # --- attention alone ---
 
 
-def segments(groups: Sequence[tuple[int, Sequence[int]]]) -> Segments:
-    """Of (prompt, completions) lengths."""
-    prompts = [prompt for prompt, _ in groups]
-    lengths = [*prompts, *(length for _, lengths in groups for length in lengths)]
-    starts = np.cumsum([0, *lengths])
-    keys = [np.arange(starts[i], starts[i + 1]) for i in range(len(groups))]
-    for group, (_, completions) in enumerate(groups):
-        for _ in completions:
-            own = np.arange(starts[len(keys)], starts[len(keys) + 1])
-            keys.append(np.concatenate([keys[group], own]))
-    return Segments(
-        bounds=torch.tensor(starts, dtype=torch.int32),
-        key_bounds=torch.tensor(np.cumsum([0, *map(len, keys)]), dtype=torch.int32),
-        key_rows=torch.from_numpy(np.concatenate(keys)),
-        sizes=torch.tensor([len(prompts), max(lengths), max(map(len, keys))]),
-    )
-
-
-def dense(query: Tensor, key: Tensor, value: Tensor, groups: Sequence[tuple[int, Sequence[int]]]) -> Tensor:
-    """Every sequence alone, written as a mask over the whole row."""
-    total = len(query)
-    seen = torch.zeros(total, total, dtype=torch.bool)
-    start, completion = 0, sum(prompt for prompt, _ in groups)
-    for prompt, lengths in groups:
-        seen[start : start + prompt, start : start + prompt] = torch.ones(prompt, prompt).tril().bool()
-        for length in lengths:
-            rows = slice(completion, completion + length)
-            seen[rows, start : start + prompt] = True
-            seen[rows, rows] = torch.ones(length, length).tril().bool()
-            completion += length
-        start += prompt
-    repeat = query.shape[1] // key.shape[1]
-    scores = torch.einsum("qhd,khd->hqk", query, key.repeat_interleave(repeat, 1)) * SCALE
-    probs = scores.masked_fill(~seen, -torch.inf).softmax(-1)
-    return torch.einsum("hqk,khd->qhd", probs, value.repeat_interleave(repeat, 1))
-
-
-def math_forward(query, key, value, bounds, key_bounds, longest, longest_keys, scale):
-    """A FlashAttention kernel's contract in plain arithmetic: output and log-sum-exp of each query over its keys."""
-    outs, lses = [], []
-    repeat = query.shape[1] // key.shape[1]
-    assert longest == bounds.diff().max()
-    assert longest_keys == key_bounds.diff().max()
-    for b in range(len(bounds) - 1):
-        q = query[bounds[b] : bounds[b + 1]]
-        k, v = (x[key_bounds[b] : key_bounds[b + 1]].repeat_interleave(repeat, 1) for x in (key, value))
-        scores = torch.einsum("qhd,khd->hqk", q, k) * scale
-        scores = scores.masked_fill(torch.ones(len(q), len(k)).triu(1 + len(k) - len(q)).bool(), -torch.inf)
-        outs.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), v))
-        lses.append(scores.logsumexp(-1).float())
-    return torch.cat(outs), torch.cat(lses, dim=1)
-
-
-def math_backward(grad, query, key, value, out, lse, bounds, key_bounds, _longest, _longest_keys, scale):
-    """As FlashAttention's backward: probabilities from the lse it is given, and the row sums of grad * out."""
-    found = [torch.zeros_like(x) for x in (query, key, value)]
-    repeat = query.shape[1] // key.shape[1]
-    for b in range(len(bounds) - 1):
-        qs, ks = slice(bounds[b], bounds[b + 1]), slice(key_bounds[b], key_bounds[b + 1])
-        k, v = (x[ks].repeat_interleave(repeat, 1) for x in (key, value))
-        scores = torch.einsum("qhd,khd->hqk", query[qs], k) * scale
-        later = torch.ones(scores.shape[1:]).triu(1 + scores.shape[2] - scores.shape[1]).bool()
-        probs = (scores.masked_fill(later, -torch.inf) - lse[:, qs, None]).exp()
-        of_probs = torch.einsum("qhd,khd->hqk", grad[qs], v)
-        of_scores = probs * (of_probs - (grad[qs] * out[qs]).sum(-1).t()[..., None]) * scale
-        found[0][qs] += torch.einsum("hqk,khd->qhd", of_scores, k)
-        found[1][ks] += torch.einsum("hqk,qhd->khd", of_scores, query[qs]).unflatten(1, (-1, repeat)).sum(2)
-        found[2][ks] += torch.einsum("hqk,qhd->khd", probs, grad[qs]).unflatten(1, (-1, repeat)).sum(2)
-    return tuple(found)
-
-
 class MathKernel:
     """A ``FlashKernel`` for the CPU."""
 
     forward = staticmethod(math_forward)
     backward = staticmethod(math_backward)
-
-
-LAYOUTS = {
-    "one group": [(5, [3, 1, 7])],
-    "several": [(5, [3, 1, 7]), (1, [4]), (2, [2, 2])],
-    "one without completions": [(3, [2]), (4, []), (2, [5, 1])],
-    "nothing but a prompt": [(6, [])],
-}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -11,116 +11,25 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rlcore.config import ExperimentConfig, build_experiment
 from rlcore.errors import CheckpointError, ConfigError, SamplerError, StarvedError
-from rlcore.ports import SampledGroup, SampleRequest, ScoredTokens
+from rlcore.ports import SampledGroup, SampleRequest
 from rlcore.training.clock import Clock
 from rlcore.training.collection import Collected, collect, needs_old_logprobs, with_following
 from rlcore.training.loop import TrainingRun
 from rlcore.training.state import TrainState
-from rlcore.types import Completion, Problem, RolloutGroup, Score, TrainingSample
-
-PROBLEMS = [Problem(f"p{i}", "?", (), str(i), "test") for i in range(24)]
-MIXED, RIGHT, WRONG = [1.0, 0.0], [1.0, 1.0], [0.0, 0.0]
-
-
-class Workers:
-    """Completion j of a problem says which one it is; log-probs tell the pass they came from."""
-
-    def __init__(self) -> None:
-        self.version = 0
-        self.apart = False
-        self.released = 0
-        self.requests: list[SampleRequest] = []
-        self.scored: list[int] = []  # sequences per log-prob pass
-
-    def generate(self, requests: Sequence[SampleRequest]) -> Iterator[dict[int, SampledGroup]]:
-        self.requests += requests
-        groups = [
-            SampledGroup(
-                np.array([1, 2], np.int32),
-                tuple(
-                    Completion(
-                        np.array([3, 4 + j], np.int32),
-                        np.array([-0.5, -0.25], np.float32),
-                        f"{r.problem.problem_id}/{'greedy' if r.greedy else j}",
-                        "length" if r.problem.problem_id == "p7" else "stop",
-                        self.version,
-                    )
-                    for j in range(r.count)
-                ),
-            )
-            for r in requests
-        ]
-        yield from ({place: groups[place]} for place in reversed(range(len(groups))))
-
-    def release_sampler(self) -> None:
-        self.released += 1
-
-    def logprobs(self, samples: Sequence[TrainingSample]) -> list[ScoredTokens]:
-        self.scored.append(len(samples))
-        return [
-            ScoredTokens(np.where(s.loss_mask, -0.5 - self.version, 0).astype(np.float32), _zeros(s)) for s in samples
-        ]
-
-    def reference_logprobs(self, samples: Sequence[TrainingSample]) -> list[ScoredTokens]:
-        return [ScoredTokens(np.where(s.loss_mask, -0.75, 0).astype(np.float32), _zeros(s)) for s in samples]
-
-
-def _zeros(sample: TrainingSample) -> np.ndarray:
-    return np.zeros(sample.num_tokens, np.float32)
-
-
-class Grader:
-    """``rewards[problem id]`` in order; the greedy completion gets 0.5."""
-
-    def __init__(self, rewards: dict[str, list[float]]) -> None:
-        self.rewards = rewards
-
-    def last_failures(self) -> list[str]:
-        return []
-
-    def submit(self, problems: Sequence[Problem], completions: Sequence[Completion]) -> Future[list[Score]]:
-        future: Future[list[Score]] = Future()
-        found = []
-        for problem, completion in zip(problems, completions, strict=True):
-            which = completion.text.partition("/")[2]
-            value = 0.5 if which == "greedy" else self.rewards.get(problem.problem_id, MIXED)[int(which)]
-            found.append(Score(value, {"accuracy": value}, graded=True))
-        future.set_result(found)
-        return future
-
-    def close(self) -> None:
-        return
-
-
-def config(**parts: object) -> ExperimentConfig:
-    base = {
-        "name": "toy",
-        "rollout": {"group_size": 2, "max_completion_tokens": 8},
-        "training": {"problems_per_step": 4, "steps": 8},
-        "algorithm": {"kl": {"coefficient": 0.0}},
-    }
-    return build_experiment({**base, **{key: {**base.get(key, {}), **value} for key, value in parts.items()}})
-
-
-def wired(settings: ExperimentConfig, rewards: dict[str, list[float]] | None = None) -> TrainingRun:
-    return TrainingRun(settings, PROBLEMS, Workers(), Grader(rewards or {}), sink=None, on_batch=_ignore)
-
-
-def _ignore(step: int, generated: Sequence[RolloutGroup], trained: Sequence[RolloutGroup]) -> None:
-    return
-
-
-def order(count: int) -> list[str]:
-    """Ids in the order of the stream."""
-    found, _ = collect(wired(config(training={"problems_per_step": count, "steps": 1})), TrainState(), Clock())
-    return [g.group.problem.problem_id for g in found.groups]
-
-
-def ids(groups: Sequence[object]) -> list[str]:
-    return [group.group.problem.problem_id for group in groups]
-
+from rlcore.types import Completion, Problem, Score
+from tests.unit.toy_run import (
+    MIXED,
+    PROBLEMS,
+    RIGHT,
+    WRONG,
+    Grader,
+    Workers,
+    config,
+    ids,
+    order,
+    wired,
+)
 
 DYNAMIC = {"kl": {"coefficient": 0.0}, "dynamic_sampling": {"max_rounds": 3, "max_staleness": 2}}
 

@@ -16,37 +16,11 @@ from rlcore.config.reward import MathReward
 from rlcore.errors import RewardError
 from rlcore.rewards import make_reward
 from rlcore.rewards.pool import UNGRADED, GradingPool
-from rlcore.types import Completion, Problem, Score
+from rlcore.types import Completion, Score
 from tests.chaos.victims import command
+from tests.unit.graders import WAIT, completion, problem, puppet
 
 MATH = make_reward(MathReward(), max_completion_tokens=64)
-WAIT = 60  # seconds for what should take one: a test must fail, not hang
-
-
-def puppet(text: str, problem: Problem, num_tokens: int, finish_reason: str) -> Score:
-    """Does what the completion says; the reward is the last word."""
-    verb, _, rest = text.partition(" ")
-    match verb:
-        case "sleep":
-            time.sleep(float(rest))
-        case "raise":
-            raise ValueError(rest)
-        case "die":
-            os.kill(os.getpid(), signal.SIGKILL)
-        case "exit":
-            sys.exit(3)
-        case "nan":
-            return Score(float("nan"), {}, True)
-        case "text":
-            return rest
-        case "pid":
-            return Score(float(os.getpid()), {}, True)
-        case "say_pid_and_sleep":
-            Path(os.environ["TMPDIR"], "pid").write_text(str(os.getpid()))
-            time.sleep(WAIT)
-        case "hog":
-            bytearray(1 << 40)
-    return Score(float(num_tokens), {"long": float(finish_reason == "length")}, True)
 
 
 class Loud:
@@ -57,14 +31,6 @@ class Loud:
 
     def __call__(self, *_: object) -> Score:
         raise AssertionError("nobody gets this far")
-
-
-def problem(answer: str = "5", **extra: object) -> Problem:
-    return Problem(problem_id="p1", question="?", images=(), answer=answer, source="test", extra=extra)
-
-
-def completion(text: str, num_tokens: int = 1) -> Completion:
-    return Completion(np.zeros(num_tokens, np.int32), np.zeros(num_tokens, np.float32), text, "stop", 0)
 
 
 def grade(pool: GradingPool, *texts: str, answer: str = "5") -> list[Score]:
@@ -234,7 +200,8 @@ def test_workers_die_with_a_trainer_that_is_killed(tmp_path):
     script.write_text(
         textwrap.dedent("""
         import time
-        from tests.unit.test_grading_pool import GradingPool, completion, problem, puppet
+        from rlcore.rewards.pool import GradingPool
+        from tests.unit.graders import completion, problem, puppet
         pool = GradingPool(puppet, processes=1, deadline_seconds=600)
         pool.submit([problem()], [completion("sleep 600")])
         print("started", flush=True)

@@ -5,80 +5,31 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
-import torch
 
-from rlcore.algorithms.flops import NOTHING, Work
 from rlcore.config import ExperimentConfig, HealthRule
 from rlcore.errors import DivergedError
 from rlcore.segment.adjustments import Adjustments
 from rlcore.segment.health import HealthWatch
-from rlcore.segment.journal import MetricJournal, read_journal
+from rlcore.segment.journal import read_journal
 from rlcore.training.clock import Clock
 from rlcore.training.collection import collect
-from rlcore.training.loop import TrainingRun, train
+from rlcore.training.loop import train
 from rlcore.training.state import TrainState
-from rlcore.training.step import StepSums, UpdateResult
-from rlcore.types import Completion, Problem, RolloutGroup, Score, TrainingSample
-from tests.unit import test_collection as toy
+from rlcore.types import Completion, Problem, RolloutGroup, Score
+from tests.unit import toy_run as toy
+from tests.unit.toy_run import metrics_of, never, with_updates
 
 KL = {"kl": {"coefficient": 0.1, "adaptive": {"target": 0.1, "horizon": 100}}}
 
 
-class Trainers(toy.Workers):
-    """Each update has the next KL of ``kls`` per token; one that is not finite is skipped."""
-
-    size = 1
-    device_name = "cpu"
-
-    def __init__(self, kls: Sequence[float]) -> None:
-        super().__init__()
-        self.kls = list(kls)
-        self.coefficients: list[float] = []
-        self.rates: list[float] = []
-        self.updated: list[Sequence[TrainingSample]] = []
-
-    def update(self, samples: Sequence[TrainingSample], learning_rate: float, kl_coefficient: float) -> UpdateResult:
-        kl = self.kls.pop(0)
-        self.coefficients.append(kl_coefficient)
-        self.rates.append(learning_rate)
-        self.updated.append(samples)
-        tokens = torch.tensor(float(sum(s.num_trained for s in samples)))
-        sums = dataclasses.replace(StepSums.zero(torch.device("cpu")), computed=tokens, kl_ref=kl * tokens)
-        sums = dataclasses.replace(sums, tokens=tokens)
-        return UpdateResult(sums, grad_norm=kl, skipped=not math.isfinite(kl))
-
-    def work(self, samples: Sequence[TrainingSample]) -> Work:
-        return NOTHING
-
-    def sync_weights(self, version: int) -> float:
-        self.version = version
-        return 0.0
-
-    def peak_memory_bytes(self) -> int:
-        return 0
-
-
-def wired(config: ExperimentConfig, kls: Sequence[float], journal: Path) -> TrainingRun:
-    run = toy.wired(config)
-    return dataclasses.replace(run, workers=Trainers(kls), sink=MetricJournal(journal))
-
-
-def never() -> bool:
-    return False
-
-
-def metrics_of(journal: Path) -> list[Mapping[str, float]]:
-    return [record.metrics for record in read_journal(journal)]
-
-
 @pytest.mark.parametrize("broken", [math.nan, math.inf])
 def test_a_skipped_step_leaves_the_adaptive_kl_coefficient_where_it_was(tmp_path: Path, broken: float):
-    run = wired(toy.config(algorithm=KL), [0.1, broken, 0.2, 0.1], tmp_path / "journal.jsonl")
+    run = with_updates(toy.config(algorithm=KL), [0.1, broken, 0.2, 0.1], tmp_path / "journal.jsonl")
     state = train(run, TrainState(), until_step=4, should_stop=never)
     # 8 completions per batch over a horizon of 100; a KL of twice the target counts as 20% too high
     raised = 0.1 * (1 + 0.2 * 8 / 100)
@@ -89,7 +40,7 @@ def test_a_skipped_step_leaves_the_adaptive_kl_coefficient_where_it_was(tmp_path
 
 def test_with_two_updates_the_last_finite_one_moves_the_coefficient(tmp_path: Path):
     settings = toy.config(algorithm=KL, training={"problems_per_step": 4, "steps": 8, "updates_per_batch": 2})
-    run = wired(settings, [0.2, math.nan], tmp_path / "journal.jsonl")
+    run = with_updates(settings, [0.2, math.nan], tmp_path / "journal.jsonl")
     state = train(run, TrainState(), until_step=2, should_stop=never)
     assert state.kl_coefficient == pytest.approx(0.1 * (1 + 0.2 * 8 / 100))
 
@@ -102,7 +53,7 @@ def test_a_diverged_run_ends_with_its_last_steps_in_the_journal(tmp_path: Path, 
         batches.append((step, len(trained)))
 
     training = {"problems_per_step": 4, "steps": 8, "max_nonfinite_steps": 2, "updates_per_batch": updates}
-    run = wired(toy.config(training=training), [0.1, *[math.nan] * 3], tmp_path / "journal.jsonl")
+    run = with_updates(toy.config(training=training), [0.1, *[math.nan] * 3], tmp_path / "journal.jsonl")
     run = dataclasses.replace(run, on_batch=on_batch)
     with pytest.raises(DivergedError, match="not finite in 3 steps in a row, the last one step 4"):
         train(run, TrainState(), until_step=8, should_stop=never)
@@ -116,14 +67,14 @@ def test_a_diverged_run_ends_with_its_last_steps_in_the_journal(tmp_path: Path, 
 def test_as_many_skipped_steps_as_allowed_are_survived_and_a_good_one_starts_the_count_anew(tmp_path: Path):
     settings = toy.config(training={"problems_per_step": 4, "steps": 8, "max_nonfinite_steps": 2})
     kls = [math.nan, math.nan, 0.1, math.nan, math.nan]
-    run = wired(settings, kls, tmp_path / "journal.jsonl")
+    run = with_updates(settings, kls, tmp_path / "journal.jsonl")
     state = train(run, TrainState(), until_step=5, should_stop=never)
     assert (state.step, state.nonfinite_in_a_row) == (5, 2)
 
 
 def test_a_diverging_batch_that_is_cut_short_journals_the_steps_it_took(tmp_path: Path):
     training = {"problems_per_step": 4, "steps": 8, "max_nonfinite_steps": 1, "updates_per_batch": 4}
-    run = wired(toy.config(training=training), [0.1, math.nan, math.nan], tmp_path / "journal.jsonl")
+    run = with_updates(toy.config(training=training), [0.1, math.nan, math.nan], tmp_path / "journal.jsonl")
     with pytest.raises(DivergedError, match="the last one step 3"):
         train(run, TrainState(), until_step=8, should_stop=never)
     assert [r.step for r in read_journal(tmp_path / "journal.jsonl")] == [1, 2, 3]
@@ -152,7 +103,7 @@ ANY_SHARE = {"name": "math", "max_ungraded_share": 1.0}
 
 
 def test_ungraded_completions_enter_no_mean_and_no_deviation(tmp_path: Path):
-    run = wired(toy.config(reward=ANY_SHARE), [0.1], tmp_path / "journal.jsonl")
+    run = with_updates(toy.config(reward=ANY_SHARE), [0.1], tmp_path / "journal.jsonl")
     rewards = {problem.problem_id: [0.25, 0.75] for problem in toy.PROBLEMS}
     silent = toy.order(2)
     grader = Silent(rewards, lambda text: text in (f"{silent[0]}/0", f"{silent[1]}/0"))
@@ -167,7 +118,7 @@ def test_ungraded_completions_enter_no_mean_and_no_deviation(tmp_path: Path):
 
 def test_where_nothing_is_graded_there_is_no_mean(tmp_path: Path):
     rule = HealthRule.model_validate({"metric": "reward/mean", "below": 0.1, "for_steps": 1, "action": "pause"})
-    run = wired(toy.config(reward=ANY_SHARE), [0.1], tmp_path / "journal.jsonl")
+    run = with_updates(toy.config(reward=ANY_SHARE), [0.1], tmp_path / "journal.jsonl")
     run = dataclasses.replace(run, grader=Silent({}, lambda text: True))
     train(run, TrainState(), until_step=1, should_stop=never)
     (record,) = read_journal(tmp_path / "journal.jsonl")
@@ -194,7 +145,7 @@ def test_a_buffer_that_holds_more_than_a_step_is_trained_on_before_anything_is_s
     def on_batch(step: int, generated: Sequence[RolloutGroup], groups: Sequence[RolloutGroup]) -> None:
         trained.append([group.problem.problem_id for group in groups])
 
-    run = wired(dynamic(2, updates_per_batch=2), [0.1] * 4, tmp_path / "journal.jsonl")
+    run = with_updates(dynamic(2, updates_per_batch=2), [0.1] * 4, tmp_path / "journal.jsonl")
     run = dataclasses.replace(run, on_batch=on_batch)
     state = train(run, dataclasses.replace(state, step=0), until_step=4, should_stop=never)
     assert trained == [waiting[:2], waiting[2:4]]
@@ -219,7 +170,7 @@ def test_remax_without_a_graded_baseline_has_no_signal_in_sampling_and_in_metric
             "dynamic_sampling": {"max_rounds": 3, "max_staleness": 0},
         },
     )
-    run = wired(settings, [0.1], tmp_path / "journal.jsonl")
+    run = with_updates(settings, [0.1], tmp_path / "journal.jsonl")
     grader = Silent({stream[1]: toy.RIGHT}, lambda text: text == f"{stream[0]}/greedy")
     batches: list[list[str]] = []
 
@@ -242,7 +193,7 @@ def test_old_log_probs_beside_a_buffer_come_from_the_passes_that_the_updates_rep
     """Each pass is over all samples of an update, those of the buffer too, whose values stay: the plan of microbatches
     depends on the samples alone, so it is the update's, and the ratio is exactly 1."""
     stream = toy.order(16)
-    run = wired(dynamic(4, updates_per_batch=updates), [0.1] * 2 * updates, tmp_path / "journal.jsonl")
+    run = with_updates(dynamic(4, updates_per_batch=updates), [0.1] * 2 * updates, tmp_path / "journal.jsonl")
     run = dataclasses.replace(run, grader=toy.Grader({stream[0]: toy.WRONG, stream[1]: toy.WRONG}))
     train(run, TrainState(), until_step=2 * updates, should_stop=never)
     whole = 4 * 2 // updates
@@ -254,7 +205,7 @@ def test_old_log_probs_beside_a_buffer_come_from_the_passes_that_the_updates_rep
 
 def test_warm_up_is_linear_from_the_first_step_and_then_constant(tmp_path: Path):
     training = {"problems_per_step": 4, "steps": 8, "learning_rate": 0.01, "warmup_steps": 4}
-    run = wired(toy.config(training=training), [0.1] * 6, tmp_path / "journal.jsonl")
+    run = with_updates(toy.config(training=training), [0.1] * 6, tmp_path / "journal.jsonl")
     state = train(run, TrainState(), until_step=3, should_stop=never)
     train(run, state, until_step=6, should_stop=never)
     assert run.workers.rates == pytest.approx([0.0025, 0.005, 0.0075, 0.01, 0.01, 0.01])

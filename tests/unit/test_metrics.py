@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from pathlib import Path
 
 import pytest
-import torch
 
 from rlcore.algorithms.flops import Work
 from rlcore.config import build_experiment
@@ -17,22 +15,7 @@ from rlcore.segment.health import HealthWatch
 from rlcore.segment.journal import MetricJournal, read_journal
 from rlcore.segment.run import TrainerSink
 from rlcore.training.metrics import mismatch_alarm, performance_metrics, update_metrics
-from rlcore.training.step import StepSums, UpdateResult
-
-
-def result(abs_delta: float) -> UpdateResult:
-    """Ten trained tokens whose sampler and trainer log-probs differ by ``abs_delta`` nats in all."""
-    sums = StepSums.zero(torch.device("cpu"))
-    sums = dataclasses.replace(
-        sums,
-        tokens=torch.tensor(10.0),
-        policy_loss=torch.tensor(0.5),
-        kl_loss=torch.tensor(2.0),
-        entropy=torch.tensor(30.0),
-        loss=dataclasses.replace(sums.loss, clipped_low=torch.tensor(1.0), clipped_high=torch.tensor(2.0)),
-        mismatch=dataclasses.replace(sums.mismatch, abs_delta=torch.tensor(abs_delta)),
-    )
-    return UpdateResult(sums=sums, grad_norm=1.5, skipped=False)
+from tests.unit.toy_run import result
 
 
 def test_token_means_divide_by_the_steps_tokens() -> None:

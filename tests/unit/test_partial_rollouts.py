@@ -24,7 +24,7 @@ from rlcore.training.loop import TrainingRun
 from rlcore.training.metrics import update_metrics
 from rlcore.training.state import TrainState
 from rlcore.types import Completion, Problem, RolloutGroup, Score, TrainingSample
-from tests.unit.test_metrics import result
+from tests.unit.toy_run import result
 
 PROBLEMS = [Problem(f"p{i}", "?", (), str(i), "test") for i in range(24)]
 BUDGET = 12

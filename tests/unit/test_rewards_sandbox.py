@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import platform
-import resource
-import signal
 import socket
 import subprocess
 import sys
 import tempfile
-import threading
 from pathlib import Path
 
 import numpy as np
@@ -24,90 +20,10 @@ from rlcore.rewards.dry_run import dry_run
 from rlcore.rewards.pool import ENVIRONMENT, GradingPool
 from rlcore.rewards.protocol import answer_from_json, answer_to_json, jobs_from_json, jobs_to_json
 from rlcore.types import Completion, ImageRef, Problem, Score
+from tests.unit.graders import WAIT, burglar
 
-WAIT = 60
 CHECKOUT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox is made of Linux's means")
-
-
-def burglar(text: str, problem: Problem, num_tokens: int, finish_reason: str) -> Score:
-    """Tries what the completion names; the reward is 1 if it worked."""
-    verb, _, path = text.partition(" ")
-    own = Path(os.environ["TMPDIR"])
-    match verb:
-        case "environment":
-            return Score(1.0, {f"{name}={value}": 0.0 for name, value in os.environ.items()}, True)
-        case "socket":
-            socket.create_server(("127.0.0.1", 0))
-        case "unix":
-            socket.socket(socket.AF_UNIX)
-        case "connect":
-            socket.create_connection(("127.0.0.1", int(path)), timeout=5)
-        case "fork":
-            if os.fork() == 0:
-                os._exit(0)
-        case "exec":
-            os.execv(sys.executable, [sys.executable, "-c", "pass"])
-        case "run":
-            subprocess.run([sys.executable, "-c", "pass"], check=True)
-        case "spawn":
-            multiprocessing.get_context("spawn").Process(target=print).start()
-        case "write":
-            Path(path, "made").write_text("x")
-        case "append":
-            os.open(Path(path, "kept"), os.O_WRONLY | os.O_APPEND)
-        case "truncate":
-            os.truncate(Path(path, "kept"), 0)
-        case "remove":
-            Path(path, "kept").unlink()
-        case "rename":
-            Path(path, "kept").rename(Path(path, "gone"))
-        case "rename_into":
-            Path(path, "kept").rename(own / "kept")
-        case "chmod":
-            Path(path, "kept").chmod(0o777)
-        case "touch":
-            os.utime(Path(path, "kept"), (0, 0))
-        case "mkdir":
-            Path(path, "folder").mkdir()
-        case "link":
-            Path(path, "link").symlink_to("kept")
-        case "through_a_link":
-            (own / "link").symlink_to(path)
-            Path(own, "link", "made").write_text("x")
-        case "kill":
-            os.kill(os.getppid(), 0)
-        case "limits":
-            resource.prlimit(os.getppid(), resource.RLIMIT_NOFILE, (9, 9))
-        case "read":
-            Path(path, "kept").read_text()
-        case "list":
-            os.listdir(path)
-        case "users":
-            Path("/etc/passwd").read_text()
-        case "parents_environment":
-            Path(f"/proc/{os.getppid()}/environ").read_bytes()
-        case "parents_memory":
-            os.open(f"/proc/{os.getppid()}/mem", os.O_RDONLY)
-        case "huge_file":
-            (own / "huge").write_bytes(bytes(sandbox.MAX_FILE_BYTES + 1))
-        case "scratch":
-            (own / "folder").mkdir()
-            (own / "folder" / "note").write_text("x")
-            (own / "folder" / "note").rename(own / "note")
-            return Score(float((own / "note").read_text() == "x"), {}, True)
-        case "temporary_file":
-            with tempfile.NamedTemporaryFile() as file:
-                return Score(float(Path(file.name).is_relative_to(own)), {}, True)
-        case "thread":
-            done = threading.Event()
-            threading.Thread(target=done.set).start()
-            return Score(float(done.wait(WAIT)), {}, True)
-        case "files_left":
-            return Score(float(len(list(own.iterdir()))), {}, True)
-        case "die":
-            os.kill(os.getpid(), signal.SIGKILL)
-    return Score(1.0, {}, True)
 
 
 def completion(text: str) -> Completion:
@@ -155,7 +71,7 @@ def test_the_same_works_without_the_sandbox(folder):
     script = (
         "import os, sys, tempfile\n"
         "os.environ['TMPDIR'] = tempfile.mkdtemp()\n"
-        "from tests.unit.test_rewards_sandbox import burglar\n"
+        "from tests.unit.graders import burglar\n"
         "for verb in sys.argv[2:]: print(burglar(f'{verb} {sys.argv[1]}', None, 1, 'stop').reward)\n"
     )
     verbs = (
@@ -258,7 +174,7 @@ def test_a_reward_that_needs_the_network_is_told_why_it_may_not(tmp_path):
 
 
 def test_the_log_says_what_is_missing(monkeypatch, caplog):
-    monkeypatch.setattr("rlcore.rewards.pool.WORKER", "tests.unit.test_rewards_sandbox")  # a worker on a poorer system
+    monkeypatch.setattr("rlcore.rewards.pool.WORKER", "tests.unit.graders")  # a worker on a poorer system
     with GradingPool(make_reward(MathReward(), max_completion_tokens=8), processes=2, deadline_seconds=WAIT) as pool:
         assert grade(pool, r"\boxed{5}")[0].graded
     (message,) = [record.getMessage() for record in caplog.records]
@@ -387,11 +303,3 @@ def test_without_landlock_nothing_is_written_at_all(folder):
         [sys.executable, "-c", script, str(folder)], cwd=CHECKOUT, capture_output=True, text=True, check=True
     )
     assert done.stdout.splitlines() == ["['reading files']", "True", "kept"]
-
-
-if __name__ == "__main__":  # the worker of test_the_log_says_what_is_missing
-    from rlcore.rewards import worker
-
-    sandbox._leave_network = lambda: False
-    sandbox.install_filter = lambda *, deny_writing: False
-    sys.exit(worker.main())

@@ -19,8 +19,8 @@ from rlcore.segment.run import StopRequest, _segments_from
 from rlcore.segment.spec import EXIT_DONE, EXIT_PREEMPTED, SegmentEnd
 from rlcore.training.state import TrainState
 from rlcore.types import RolloutGroup
-from tests.unit import test_collection as toy
-from tests.unit import test_loop as loop
+from tests.unit import toy_run as toy
+from tests.unit.toy_run import with_updates
 
 LONG = 3600.0
 
@@ -59,7 +59,7 @@ def segments(
     lease.acquire("t")
     control.beat(99)
     stop = StopRequest(lease, control, deadline)
-    run = loop.wired(config, [0.1] * config.training.steps, tmp_path / "journal.jsonl")
+    run = with_updates(config, [0.1] * config.training.steps, tmp_path / "journal.jsonl")
 
     def told(step: int, generated: Sequence[RolloutGroup], trained: Sequence[RolloutGroup]) -> None:
         on_batch(control, stop)

@@ -10,7 +10,7 @@ from rlcore.errors import UngradedError
 from rlcore.rewards.pool import GradingPool
 from rlcore.training.ungraded import require_graded
 from rlcore.types import Completion, Problem, Score
-from tests.unit.test_collection import Grader
+from tests.unit.toy_run import Grader
 
 GRADED, LOST = Score(1.0, {}, graded=True), Score(0.0, {}, graded=False)
 
