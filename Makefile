@@ -16,7 +16,7 @@ export UV_PYTHON_DOWNLOADS := never
 # Compiled at install, or every start of a worker imports for 15 s instead of 6.
 export UV_COMPILE_BYTECODE := 1
 
-.PHONY: help install up down status tour demo demo-gsm8k demo-countdown demo-geo3k demo-algorithms chaos ui docs test test-stacks check lock clean
+.PHONY: help install up down status tour demo demo-gsm8k demo-countdown demo-geo3k demo-algorithms chaos ui docs test test-all test-stacks check lock clean
 help:
 	@echo 'make demo                      from raw data to a registered model, on the CPU'
 	@echo 'make demo-gsm8k, -countdown    the same with a tiny text policy: sums, the countdown game'
@@ -26,7 +26,8 @@ help:
 	@echo 'make up, down, status          Prefect, MLflow and workers in the background; then .venv/bin/prefect deployment run NAME'
 	@echo 'make tour                      all of it once, from nothing, with pictures of the pages; under 30 minutes'
 	@echo 'make ui                        the Prefect and MLflow pages over the data folder'
-	@echo 'make test, make check          the tests; lint, format and types'
+	@echo 'make test, make check          the tests of every promise, ten minutes; lint, format and types'
+	@echo 'make test-all                  the long tests as well: many engines, servers, browsers; 40 minutes'
 	@echo 'make test-stacks               the flow-level tests on PostgreSQL and S3'
 	@echo 'make docs                      write docs/reference.md from the help texts of the settings'
 	@echo 'make install, lock, clean      environment; pinned requirements; remove what make made'
@@ -80,11 +81,15 @@ docs: $(STAMP)
 # A file's tests share their servers, so they stay together; the long ones, of integration, come before those of units.
 PYTEST := $(RUN) -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 
+# tests/long is left out; tests/gpu needs a GPU.
 test: $(STAMP)
-	$(PYTEST)
+	$(PYTEST) $(filter-out tests/long/ tests/gpu/,$(sort $(dir $(wildcard tests/*/test_*.py))))
+
+test-all: test
+	$(PYTEST) tests/long tests/gpu
 
 test-stacks: $(STAMP)
-	$(PYTEST) -m stacks --stack=postgres-s3 tests/integration
+	$(PYTEST) -m stacks --stack=postgres-s3 tests/long
 
 check: $(STAMP)
 	$(RUN) -m ruff check .

@@ -1,8 +1,10 @@
-"""Shared fixtures: a tiny policy with random weights, and the stack that flow-level tests run on."""
+"""Shared fixtures: a tiny policy with random weights, data and servers for runs of it, and the stack that flow-level
+tests run on."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -21,6 +23,7 @@ import pytest
 from rlcore.startup import making_what_stays
 
 if TYPE_CHECKING:
+    from rlcore.segment.journal import StepRecord
     from tests.stores import Parts
 
 
@@ -66,3 +69,62 @@ def _random_tiny(factory: pytest.TempPathFactory, *, tied: bool) -> Path:
     folder = factory.mktemp("model") / ("tied" if tied else "untied")
     create_tiny_policy(folder, TinyModelConfig(warm_start_steps=0), tied=tied)
     return folder
+
+
+@pytest.fixture(scope="session")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """24 synthetic problems with one picture each, prepared and resized for ``tiny_run.experiment``."""
+    from tests.integration.tiny_run import experiment, prepared
+
+    return prepared(tmp_path_factory.mktemp("datasets"), experiment(), None)
+
+
+@pytest.fixture(scope="session")
+def mixed_dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Twelve problems with no picture, one, or two."""
+    from tests.integration.tiny_run import mixed_problems
+
+    return mixed_problems(tmp_path_factory.mktemp("mixed"))
+
+
+@pytest.fixture(scope="session")
+def plain(tiny_model: Path, dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> list[StepRecord]:
+    """Four steps of ``tiny_run.experiment`` as it stands."""
+    from tests.integration.tiny_run import experiment, journal, run
+
+    folder = tmp_path_factory.mktemp("plain") / "run"
+    run(folder, tiny_model, dataset, experiment(), until=4)
+    return journal(folder)
+
+
+@pytest.fixture(scope="session")
+def _prefect() -> Iterator[None]:
+    """One Prefect server for all flows that a process runs."""
+    from prefect.testing.utilities import prefect_test_harness
+
+    with prefect_test_harness(server_startup_timeout=300):
+        yield
+
+
+@pytest.fixture(scope="session")
+def empty_mlflow(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An MLflow database without runs: making its tables takes seconds."""
+    from mlflow import MlflowClient
+
+    path = tmp_path_factory.mktemp("mlflow") / "mlflow.db"
+    MlflowClient(tracking_uri=f"sqlite:///{path}").search_experiments()
+    return path
+
+
+@pytest.fixture
+def data_dir(_prefect: None, empty_mlflow: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty data folder, with the fake interpreter as the trainer's."""
+    from tests.flows.interpreter import fake_interpreter
+
+    (tmp_path / "data" / "mlflow").mkdir(parents=True)
+    shutil.copy(empty_mlflow, tmp_path / "data" / "mlflow" / "mlflow.db")
+    interpreter = fake_interpreter(tmp_path)
+    monkeypatch.setenv("RLFLOW_DATA_DIR", str(tmp_path / "data"))
+    monkeypatch.setenv("RLFLOW_TRAINER_PYTHON", str(interpreter))
+    monkeypatch.setenv("RLFLOW_RETRY_DELAY_SCALE", "0")
+    return tmp_path / "data"

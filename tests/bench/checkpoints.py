@@ -22,7 +22,7 @@ from rlcore.segment.journal import read_journal
 from rlcore.segment.lease import Control
 from rlcore.segment.spec import SegmentSpec
 from rlcore.segment.store import LocalCheckpointStore, read_manifest
-from tests.integration.test_train_tiny import prepared
+from tests.integration.tiny_run import prepared
 
 SEGMENTS = 3
 REWARD = """def reward(text, problem, num_tokens, finish_reason):

@@ -34,7 +34,7 @@ from tests.shell import new_shell
 
 EXPERIMENT = "grpo-gsm8k-tiny"
 RUN_ID = "chaos"
-WHOLE, TRAINING = "flows.train_grpo", "tests.integration.train_only"
+WHOLE, TRAINING = "flows.train_grpo", "tests.long.train_only"
 SMALL = (
     "model.tiny.warm_start_steps=200",
     "segment.steps=2",

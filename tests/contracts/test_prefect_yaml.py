@@ -88,7 +88,7 @@ ASKED_FOR: dict[str, dict[str, Any]] = {  # deployment to the parameters that wh
 
 @pytest.mark.parametrize("deployment", DEPLOYMENTS, ids=lambda item: item["name"])
 def test_a_deployment_asks_for_what_its_flow_needs(deployment: dict[str, Any]) -> None:
-    """By the check that Prefect's server makes when a run is created. tests/integration/test_stack.py deploys them."""
+    """By the check that Prefect's server makes when a run is created. tests/long/test_stack.py deploys them."""
     from prefect.cli.deploy._triggers import DeploymentTriggerAdapter
     from prefect.utilities.schema_tools.validation import validate
 

@@ -132,7 +132,7 @@ def evaluate(spec: EvaluateSpec) -> BaseModel:
 
 
 def train(spec_path: Path) -> int:
-    """As ``rlcore.segment.run.main``; ``tests/integration/test_trainer_contract.py`` runs both."""
+    """As ``rlcore.segment.run.main``; ``tests/long/test_trainer_contract.py`` runs both."""
     spec = SegmentSpec.model_validate_json(spec_path.read_text())
     lease = Lease(spec.run_dir / "lease.json")
     lease.acquire(f"fake-{os.getpid()}")

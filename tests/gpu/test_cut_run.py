@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.integration.test_train_tiny import dataset, experiment, journal, run
+from tests.integration.tiny_run import experiment, journal, run
 
-__all__ = ["dataset"]  # a fixture
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 SETTINGS = {
     "resources.workers": 1,

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from rlcore.config import ExperimentConfig
-from tests.integration.test_train_tiny import dataset, experiment, journal, run
+from tests.integration.tiny_run import experiment, journal, run
 
-__all__ = ["dataset"]  # a fixture
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")]
 SETTINGS = {
     "resources.device": "cuda",

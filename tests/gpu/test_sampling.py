@@ -13,11 +13,11 @@ import torch
 
 from rlcore.artifacts import DatasetRef, EvalReport, ModelRef
 from rlcore.job import EvaluateSpec
+from tests.docs.pages import ROOT
 from tests.gpu.test_cut_run import SETTINGS
-from tests.integration.test_partial_rollouts import CORRECTED, PARTIAL
-from tests.integration.test_train_tiny import ROOT, dataset, experiment, journal, run
+from tests.integration.tiny_run import experiment, journal, run
+from tests.long.test_partial_rollouts import CORRECTED, PARTIAL
 
-__all__ = ["dataset"]  # a fixture
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 

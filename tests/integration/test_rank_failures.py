@@ -18,7 +18,6 @@ from rlcore.stacks import SIGNAL, innermost
 from rlcore.training.background import in_background
 from tests.integration.toy_worker import ToyWorker
 
-pytestmark = pytest.mark.slow
 CONFIG = ExperimentConfig.model_validate({"name": "toy", "resources": {"workers": 2}})
 
 

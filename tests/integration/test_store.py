@@ -23,7 +23,6 @@ from tests.swift import Swift, swift_server
 
 MIB = 2**20
 PART = 5 * MIB  # the least that S3 takes
-pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module", params=["moto", "swift over TLS"])

@@ -61,7 +61,6 @@ def _run(world: int, model: Path, out: Path, source: Path | None = None) -> tupl
     return json.loads(Path(f"{out}.json").read_text()), torch.load(f"{out}.pt", weights_only=True)
 
 
-@pytest.mark.slow
 def test_a_checkpoint_goes_on_with_another_number_of_ranks(tiny_model: Path, tmp_path: Path) -> None:
     written = {world: _run(world, tiny_model, tmp_path / f"by-{world}") for world in (1, 2)}
     for before, after in ((1, 2), (2, 1), (2, 4)):

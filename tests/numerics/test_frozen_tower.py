@@ -130,7 +130,6 @@ def _rank(rank: int, world: int, model: str, folder: str) -> None:
         torch.save({"gradient": found["gradient"], "loss": found["loss"], "restored": restored}, f"{folder}/found.pt")
 
 
-@pytest.mark.slow
 def test_ranks_need_not_meet_for_it_and_its_weights_are_saved_whole(tiny_model: Path, tmp_path: Path):
     """Two ranks with different pictures, and one microbatch without any."""
     on_ranks(2, _rank, str(tiny_model), str(tmp_path))

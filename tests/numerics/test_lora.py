@@ -373,7 +373,6 @@ def gradients_of_ranks(
     return taken
 
 
-@pytest.mark.slow
 def test_two_ranks_train_the_adapters_of_one(tiny_model: Path, tmp_path: Path) -> None:
     found = {}
     for world in (1, 2):

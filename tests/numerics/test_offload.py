@@ -129,7 +129,6 @@ def _rank(rank: int, world: int, model: str, folder: str) -> None:
     np.save(f"{folder}/same-{rank}.npy", np.array([same, len(plain)]))
 
 
-@pytest.mark.slow
 def test_and_so_it_is_with_shards_of_uneven_size(tiny_model: Path, tmp_path: Path) -> None:
     """3 ranks, which the widths (128, 384) do not all split evenly over."""
     on_ranks(3, _rank, str(tiny_model), str(tmp_path))

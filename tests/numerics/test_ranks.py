@@ -72,7 +72,6 @@ def _run(world: int, model: Path, folder: Path) -> tuple[dict[str, Any], dict[st
     return torch.load(out, weights_only=True), json.loads(Path(out + ".json").read_text())
 
 
-@pytest.mark.slow
 def test_two_ranks_take_the_step_of_one(tiny_model: Path, tmp_path: Path) -> None:
     """For every loss and aggregation."""
     one, metrics_one = _run(1, tiny_model, tmp_path)

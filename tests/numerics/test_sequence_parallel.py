@@ -99,7 +99,6 @@ def one(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[Any,
     return run(1, 1, tiny_model, CASES, tmp_path_factory.mktemp("one"))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("world", "degree"), [(4, 2), (4, 4)])
 def test_ranks_that_share_rows_take_the_step_of_one(
     one: dict[Any, Any], tiny_model: Path, tmp_path: Path, world: int, degree: int

@@ -227,7 +227,6 @@ def _rank(rank: int, world: int, folder: Path) -> None:
         save_train_state(model, optimizer, folder / "uneven")
 
 
-@pytest.mark.slow
 def test_written_by_one_read_by_two_and_the_reverse(tmp_path):
     for steps, bf16 in ELASTIC:
         model, optimizer = _model(0, bf16=bf16)

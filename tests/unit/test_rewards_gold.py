@@ -29,7 +29,6 @@ BOX = r"<think>a</think> It is \boxed{@}."
 TAGS = "<think>a</think>\n<answer>@</answer>"
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.skipif(
         not all((FOLDER / f"{name}.parquet").is_file() for name in FILES),
         reason="The real datasets are not here: put geometry3k, gsm8k, math12k and math500 into RLFLOW_DATA.",

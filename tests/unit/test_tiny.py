@@ -154,7 +154,6 @@ def test_folder_loads_and_computes_the_same(tiny_model: Path) -> None:
     assert not list(tiny_model.glob("*.bin"))
 
 
-@pytest.mark.slow
 def test_warm_start_leaves_something_to_learn() -> None:
     """Well before the ceiling of steps it stops: the loss is past mere guessing and far from nothing."""
     from rlcore.models import tiny

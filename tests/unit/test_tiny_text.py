@@ -122,7 +122,6 @@ def test_bootstrap_makes_a_text_policy(tmp_path: Path) -> None:
     assert found.num_parameters == sum(p.numel() for p in build_text_model(tokenizer(), 0).parameters())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("task", TASKS)
 def test_warm_start_leaves_something_to_learn(task: str) -> None:
     """Before the ceiling of steps it stops: the format is certain, and an answer is right now and then."""

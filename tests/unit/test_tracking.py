@@ -312,9 +312,10 @@ def _open_first(folder: Path, run_id: str, gate: Barrier) -> None:
 
 
 def test_first_runs_that_start_together_over_an_empty_folder_make_one_database(tmp_path: Path) -> None:
-    forked = multiprocessing.get_context("fork")  # mlflow is imported already, so that all begin at the same moment
-    gate = forked.Barrier(3)
-    runs = [forked.Process(target=_open_first, args=(tmp_path, name, gate)) for name in "abc"]
+    # Not forked: a test before this one may have left threads of Prefect's, and a fork of these cannot end cleanly.
+    spawned = multiprocessing.get_context("spawn")
+    gate = spawned.Barrier(3)  # opened once all three have imported MLflow
+    runs = [spawned.Process(target=_open_first, args=(tmp_path, name, gate)) for name in "abc"]
     for run in runs:
         run.start()
     for run in runs:

@@ -1,0 +1,165 @@
+"""An engine and a policy in one process: what a weight sync, a decoder or a partial rollout is measured with."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests.ranks import FORKED
+
+
+class Pictures:
+    """Stands in for the image store: pictures drawn in memory."""
+
+    def read(self, image: Any) -> Any:
+        from tests.numerics import toy
+
+        return toy.PICTURES[image.sha256]
+
+
+class Bench:
+    """An engine and a policy in one process, and a few problems to compare them by."""
+
+    def __init__(self, model: Path, lora: dict[str, Any] | None, ranks: int = 1, dtype: str = "auto") -> None:
+        """
+        Args:
+            dtype: of the engine.
+            ranks: of the world that this process is in, which hold the engine and the policy together.
+        """
+        from rlcore.rollout.engine import set_engine_environment
+
+        set_engine_environment("cpu")
+        from torch.distributed.device_mesh import init_device_mesh
+
+        from rlcore.config import ExperimentConfig, ModelConfig
+        from rlcore.data.prompts import PromptBuilder, load_processor
+        from rlcore.models.loading import load_hf_model
+        from rlcore.models.torch_policy import TorchPolicy, weights_dtype
+        from rlcore.rollout.vllm_sampler import VllmSampler
+        from tests.numerics import toy
+
+        values = toy.config().model_dump()
+        values["model"]["lora"] = lora
+        values["rollout"]["tensor_parallel"] = values["resources"]["workers"] = ranks
+        values["rollout"]["dtype"] = dtype
+        config = ExperimentConfig.model_validate(values)
+        processor = load_processor(ModelConfig(path=str(model)))
+        prompts = PromptBuilder(processor, "tiny", config.data.min_pixels, config.data.max_pixels)
+        pictures: Any = Pictures()
+        self.sampler = VllmSampler(
+            model, config, prompts=prompts, images=pictures, device="cpu", join_world=ranks > 1, lora=config.model.lora
+        )
+        # the engine made a group of one, in which the policy can live as well
+        self.policy = TorchPolicy(
+            load_hf_model(model, weights_dtype(config, "cpu")),
+            config,
+            mesh=toy.one_rank_mesh() if ranks == 1 else init_device_mesh("cpu", (ranks,)),
+            banned_token_ids=prompts.banned_token_ids,
+            features=toy.features,
+        )
+        self.problems = _problems(with_pictures=prompts.image_token_id is not None)
+
+    def delta(self) -> float:
+        """Largest |delta log-prob| between engine and policy over freshly sampled tokens."""
+        from rlcore.rollout.collect import in_order, sample_requests, to_sample
+
+        groups = in_order(self.sampler.generate(sample_requests(self.problems, 2, seed=0, batch="0")))
+        samples = [
+            to_sample(p, g.prompt_token_ids, c)
+            for p, g in zip(self.problems, groups, strict=True)
+            for c in g.completions
+        ]
+        found = self.policy.logprobs([samples])[0]
+        return max(float(np.abs(a.logprobs - s.sampler_logprobs).max()) for a, s in zip(found, samples, strict=True))
+
+    def held(self) -> list[Any]:
+        from rlcore.rollout.engine import held_weights
+
+        return list(held_weights(self.sampler._llm))
+
+    def greedy(self) -> list[list[int]]:
+        from rlcore.ports import SampleRequest
+        from rlcore.rollout.collect import in_order
+
+        groups = in_order(self.sampler.generate([SampleRequest(p, 1, 0, greedy=True) for p in self.problems]))
+        return [group.completions[0].token_ids.tolist() for group in groups]
+
+    def version(self) -> int:
+        from rlcore.rollout.collect import sample_requests
+
+        (ended,) = self.sampler.generate(sample_requests(self.problems[:1], 1, seed=0, batch="0"))
+        return ended[0].completions[0].policy_version
+
+    def shake(self) -> None:
+        """Change every parameter that trains."""
+        import torch
+
+        torch.manual_seed(1)
+        with torch.no_grad():
+            for parameter in self.policy.model.parameters():
+                if parameter.requires_grad:
+                    parameter.add_(0.05 * torch.randn_like(parameter))
+
+
+def _problems(*, with_pictures: bool) -> list[Any]:
+    from rlcore.data.synthetic import draw_problem
+    from rlcore.types import ImageRef, Problem
+    from tests.numerics import toy
+
+    text = [Problem(f"text-{n}", f"What is {n} + {n}?", (), "0", "drawn") for n in range(3)]
+    if not with_pictures:
+        return text
+    problems = []
+    for index in range(4):
+        drawn = draw_problem("train", index, 0)
+        image = drawn.picture.convert("RGB")
+        toy.PICTURES[drawn.problem_id] = image
+        ref = ImageRef(drawn.problem_id, image.width, image.height)
+        problems.append(Problem(drawn.problem_id, f"<image>{drawn.question}", (ref,), drawn.answer, "drawn"))
+    return [*problems, dataclasses.replace(problems[0], problem_id="text", question="How many?", images=())]
+
+
+def all_weights(model: Path) -> dict[str, Any]:
+    """Before and after every weight was changed, and what a sync that leaves a tensor out says."""
+    from rlcore.errors import SamplerError
+
+    bench = Bench(model, None)
+    sampler, policy = bench.sampler, bench.policy
+    sampler.load_weights(policy.full_weights(), 0)
+    result: dict[str, Any] = {"before": bench.delta()}
+    bench.shake()
+    result["stale"] = bench.delta()
+    for missing in ("lm_head.weight", "model.visual.merger.mlp.0.weight"):
+        try:
+            sampler.load_weights(((n, v) for n, v in policy.full_weights() if n != missing), 1)
+        except SamplerError as error:
+            result[missing] = str(error)
+    started = time.monotonic()
+    sampler.load_weights(policy.full_weights(), 1)
+    result["seconds"] = time.monotonic() - started
+    return result | {"after": bench.delta(), "version": bench.version()}
+
+
+def _child(measure: Callable[[Path], dict[str, Any]], model: Path, queue: Any) -> None:
+    try:
+        queue.put(measure(model))
+    except BaseException:  # noqa: BLE001 - handed to the test, which fails with it
+        queue.put(traceback.format_exc())
+
+
+def measured(measure: Callable[[Path], dict[str, Any]], model: Path) -> dict[str, Any]:
+    queue = FORKED.Queue()
+    process = FORKED.Process(target=_child, args=(measure, model, queue))
+    process.start()
+    result = queue.get(timeout=240)
+    process.kill()  # an engine takes its time to shut down, and nothing is left to learn from it
+    process.join()
+    assert isinstance(result, dict), result
+    print(result)  # noqa: T201 - shown with -s: the seconds
+    return result

@@ -1,0 +1,100 @@
+"""A run of the real loop on the tiny policy with two Ray workers, in a process of its own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from rlcore.config import ExperimentConfig, build_experiment
+from rlcore.data.synthetic import draw_problem
+from rlcore.segment.journal import StepRecord, read_journal
+from tests.integration import train_tiny
+from tests.ranks import FORKED
+
+
+def experiment(**overrides: Any) -> ExperimentConfig:
+    return build_experiment(
+        {
+            "name": "tiny",
+            "model": {"gradient_checkpointing": "none"},
+            "data": {"max_prompt_tokens": 200, "template": "tiny", "synthetic_problems": 24},
+            "rollout": {"group_size": 4, "max_completion_tokens": 16, "temperature": 0.8},
+            "algorithm": {"kl": {"coefficient": 0.01}, "recompute_old_logprobs": True},
+            "training": {"problems_per_step": 4, "steps": 4, "learning_rate": 1e-3, "tokens_per_microbatch": 1024},
+            "resources": {"workers": 2, "device": "cpu"},
+        },
+        [f"{key}={json.dumps(value)}" for key, value in overrides.items()],
+    )
+
+
+def prepared(folder: Path, config: ExperimentConfig, source: Path | None) -> Path:
+    from rlcore.data.images import resize
+    from rlcore.data.problems import prepare
+    from rlcore.job import PrepareSpec, ResizeSpec
+
+    raw = prepare(
+        PrepareSpec(
+            result=folder / "a",
+            source=config.data.train if source is None else str(source),
+            source_path=source,
+            split="train",
+            data=config.data,
+            model=config.model,
+            datasets_dir=folder,
+        )
+    )
+    spec = ResizeSpec(
+        result=folder / "b", dataset=raw, data=config.data, model=config.model, datasets_dir=folder, processes=1
+    )
+    return Path(resize(spec).path)
+
+
+def run(
+    out: Path,
+    model: Path,
+    dataset: Path,
+    config: ExperimentConfig,
+    *,
+    until: int,
+    cut: int | None = None,
+    resume: Path | None = None,
+    coarse: bool = False,
+) -> dict[str, Any]:
+    """
+    Args:
+        cut: a step on the way whose checkpoint is kept in ``out / "cut"``, for another run to ``resume`` from.
+    """
+    out.mkdir()
+    settings = {
+        "experiment": config.model_dump(mode="json"), "model": str(model), "dataset": str(dataset), "out": str(out),
+        "until": until, "cut": cut, "resume": str(resume) if resume else None, "coarse": coarse,
+    }  # fmt: skip
+    process = FORKED.Process(target=train_tiny.main, args=(settings,))
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+    return json.loads((out / "result.json").read_text())
+
+
+def tokens_after(step: int, result: dict[str, Any]) -> list[str]:
+    return [text for text in result["tokens"] if int(text.partition(" ")[0]) > step]
+
+
+def journal(out: Path) -> list[StepRecord]:
+    return read_journal(out / "journal.jsonl")
+
+
+def mixed_problems(folder: Path) -> Path:
+    """Twelve problems with no picture, one, or two."""
+    rows = []
+    for index in range(12):
+        pictures = [draw_problem("train", 2 * index + n, 0).picture for n in range(index % 3)]
+        paths = [folder / f"{index}-{n}.png" for n in range(len(pictures))]
+        for path, picture in zip(paths, pictures, strict=True):
+            picture.save(path)
+        rows.append(
+            {"problem": "<image>" * len(paths) + f"How many? {index}", "answer": "3", "images": [*map(str, paths)]}
+        )
+    (folder / "mixed.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return prepared(folder, experiment(), folder / "mixed.jsonl")

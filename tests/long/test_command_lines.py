@@ -1,0 +1,36 @@
+"""The commands of README.md that work on a run, typed in a shell of their own; with fake jobs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from flows.train_grpo import grpo_geo3k
+from tests.docs.pages import ROOT
+from tests.flows.interpreter import fake_interpreter
+from tests.shell import new_shell
+
+
+def test_evaluate_merge_and_prepare_data_work_as_the_readme_types_them(data_dir: Path) -> None:
+    grpo_geo3k("grpo-geo3k-tiny", steps=2, overrides=["segment.steps=2"], run_id="run")
+    variables = {"RLFLOW_DATA_DIR": str(data_dir), "RLFLOW_TRAINER_PYTHON": str(fake_interpreter(data_dir.parent))}
+
+    def typed(*words: str) -> tuple[dict[str, Any], str]:
+        answer = subprocess.run(
+            [sys.executable, "-m", *words],
+            env=new_shell(**variables),
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert answer.returncode == 0, answer.stderr[-3000:]
+        return json.loads(answer.stdout.splitlines()[-1]), answer.stderr
+
+    assert typed("flows.evaluate", "grpo-gsm8k-tiny", "--run-id", "run")[0]["step"] == 2
+    assert typed("flows.evaluate", "--run-id", "run", "--set", "evaluation.samples=1")[0]["step"] == 2
+    assert typed("flows.merge", "--run-id", "run")[0]["registered_name"] == "grpo-geo3k-tiny"
+    assert typed("flows.prepare_data", "grpo-geo3k-tiny", "--data", str(data_dir))[0].keys() == {"train", "validation"}

@@ -1,0 +1,89 @@
+"""Decoding in bursts draws what decoding token by token draws, whatever else waits for its turn."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests.integration.engine_bench import measured
+
+BURSTS = ((1, 0), (4, 0), (4, 3), (16, 2), (100, 12))
+
+
+def drawn(model: Path) -> dict[str, Any]:
+    """What 24 requests of 3 samples draw on 20 places, for bursts of several lengths and by vLLM's own loop."""
+    from rlcore.rollout.decoding import decode
+    from rlcore.rollout.engine import (
+        build_engine,
+        engine_core,
+        enqueue,
+        forget_outputs,
+        sampling_params,
+        set_engine_environment,
+    )
+
+    set_engine_environment("cpu")
+    llm = build_engine(
+        model,
+        device="cpu",
+        join_world=False,
+        max_model_len=64,
+        max_num_seqs=20,
+        gpu_memory_utilization=0.5,
+        kv_cache_mib=8,
+        enforce_eager=True,
+        seed=0,
+        images_per_prompt=0,
+        min_pixels=1,
+        max_pixels=1,
+        trust_remote_code=False,
+        dtype="float32",
+    )
+    random = np.random.default_rng(0)
+    prompts = [{"prompt_token_ids": random.integers(5, 40, size).tolist()} for size in range(4, 28)]
+    often = {llm.get_tokenizer().eos_token_id: 3.0}  # ends some, not all, before the cap
+
+    def params(**other: Any) -> list[Any]:
+        base = {"n": 3, "temperature": 0.9, "top_p": 0.9, "max_tokens": 30, "logprobs": 0, "detokenize": False}
+        return [sampling_params(**base, seed=100 * i, logit_bias=often, **other) for i in range(len(prompts))]
+
+    result: dict[str, Any] = {}
+    for burst, ahead in BURSTS:
+        named = enqueue(llm, prompts, params(), None)
+        done = {found.request_id: found for some in decode(engine_core(llm), burst, ahead) for found in some}
+        forget_outputs(llm)
+        result[f"{burst} + {ahead}"] = [
+            (f.token_ids.tolist(), f.logprobs.tolist(), f.finish_reason)
+            for f in (done[name] for names in named for name in names)
+        ]
+    core, outputs = engine_core(llm), llm.llm_engine.output_processor
+    result["left"] = len(core.scheduler.requests) + len(outputs.request_states) + len(outputs.parent_requests)
+    core.scheduler.num_lookahead_tokens = 0
+    plain = llm.generate(prompts, params(flat_logprobs=True), use_tqdm=False)
+    result["vllm"] = [
+        (list(s.token_ids), list(s.logprobs.logprobs), s.finish_reason)
+        for output in plain
+        for s in sorted(output.outputs, key=lambda s: s.index)
+    ]
+    return result
+
+
+def test_bursts_draw_what_single_steps_draw(tmp_path: Path) -> None:
+    from rlcore.config import TinyModelConfig
+    from rlcore.models.tiny_text import create_text_policy
+
+    create_text_policy(tmp_path, TinyModelConfig(task="sums", warm_start_steps=0))
+    result = measured(drawn, tmp_path)
+    plain = result["vllm"]
+    reasons = [reason for _, _, reason in plain]
+    assert {"stop", "length"} == set(reasons)
+    assert len({len(tokens) for tokens, _, _ in plain}) > 5
+    for burst, ahead in BURSTS:
+        found = result[f"{burst} + {ahead}"]
+        assert [tokens for tokens, _, _ in found] == [tokens for tokens, _, _ in plain]
+        assert [reason for _, _, reason in found] == reasons
+        for (_, here, _), (_, there, _) in zip(found, plain, strict=True):
+            np.testing.assert_allclose(here, there, atol=1e-5)  # batches of other sizes round in other ways
+    assert result["left"] == 0

@@ -1,0 +1,214 @@
+"""Prefect's and MLflow's servers, and the store, are down as a step of the flow begins; the run ends like any other.
+
+The servers are real and their processes are killed and started again. The trainer and the jobs are the fake ones.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import s3fs
+from mlflow import MlflowClient
+from moto.server import ThreadedMotoServer
+from prefect.artifacts import Artifact
+from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
+
+import flows.train_grpo as flow_module
+from infra import processes
+from infra.login import login_of
+from infra.servers import Server, free_port, mlflow_command, prefect_command, start_server, wait_healthy
+from infra.settings import Settings
+from rlcore.segment.journal import read_journal
+from tasks import evaluation, tracking
+from tests.flows.interpreter import fake_interpreter
+
+SMALL = ["training.steps=5", "segment.steps=2", "data.template=math"]
+_DOWN_SECONDS = 3.0
+
+pytestmark = pytest.mark.timeout(600)
+
+
+class RealServer:
+    """A server of the stack that can be killed and started again on its port."""
+
+    def __init__(self, server: Server, settings: Settings) -> None:
+        self._server, self._settings = server, settings
+        self.address = server.address
+        self._mark = f"outage-{free_port()}"
+
+    def start(self) -> None:
+        wait_healthy(start_server(self._server, self._settings, self._mark), self._server)
+
+    def kill(self) -> None:
+        processes.kill(self._mark)
+
+
+class ObjectStore:
+    """An S3 server of this process: what it holds outlives its being down."""
+
+    def __init__(self) -> None:
+        self._port = free_port()
+        self.address = f"http://127.0.0.1:{self._port}"
+
+    def start(self) -> None:
+        self._server = ThreadedMotoServer("127.0.0.1", self._port, verbose=False)
+        self._server.start()
+
+    def kill(self) -> None:
+        listening: Any = self._server._server
+        self._server.stop()
+        listening.server_close()
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    data_dir: Path
+    mlflow: RealServer
+    services: tuple[RealServer | ObjectStore, ...]
+    threads: ThreadPoolExecutor  # Linux ends a server with the thread that has started it
+
+    def go_down(self) -> list[Future[None]]:
+        """Everything is down from now on, and comes back after a while; returns what waits for that."""
+        for service in self.services:
+            service.kill()
+        return [self.threads.submit(self._come_back, service) for service in self.services]
+
+    def _come_back(self, service: RealServer | ObjectStore) -> None:
+        time.sleep(_DOWN_SECONDS)
+        service.start()
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+    folder = tmp_path_factory.mktemp("outages")
+    s3fs.S3FileSystem.clear_instance_cache()
+    with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
+        servers_over = Settings(data_dir=folder / "servers", mlflow_uri="", store="")
+        prefect = RealServer(prefect_command(servers_over, free_port()), servers_over)
+        mlflow = RealServer(mlflow_command(servers_over, free_port()), servers_over)
+        store = ObjectStore()
+        for service in (prefect, mlflow, store):
+            service.start()
+            stack.callback(service.kill)
+        for name, value in {
+            **login_of(servers_over).for_mlflow(),
+            "RLFLOW_DATA_DIR": str(folder / "data"),
+            "RLFLOW_TRAINER_PYTHON": str(fake_interpreter(folder)),
+            "RLFLOW_MLFLOW_URI": mlflow.address,
+            "RLFLOW_STORE": "s3://outages/rlflow",
+            "RLFLOW_RETRY_DELAY_SCALE": "0.5",  # the servers take as long as a loaded machine lets them
+            "AWS_ENDPOINT_URL": store.address,
+            "AWS_ACCESS_KEY_ID": "key",
+            "AWS_SECRET_ACCESS_KEY": "secret",
+            "AWS_DEFAULT_REGION": "us-east-1",
+        }.items():
+            patch.setenv(name, value)
+        s3fs.S3FileSystem(endpoint_url=store.address, key="key", secret="secret").mkdir("outages")
+        client = {PREFECT_API_URL: f"{prefect.address}/api", PREFECT_API_AUTH_STRING: login_of(servers_over).text}
+        stack.enter_context(temporary_settings(client))
+        threads = stack.enter_context(ThreadPoolExecutor(3))
+        yield Place(folder / "data", mlflow, (prefect, mlflow, store), threads)
+        s3fs.S3FileSystem.clear_instance_cache()
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a run has left, but for times, names and paths."""
+
+    journal: list[tuple[int, dict[str, float]]]
+    points: dict[str, list[tuple[int, float]]]
+    artifacts: list[str]
+    status: str
+    registered_step: str
+    summary: tuple[float, float, float, float, int, int]
+
+
+def run_to_its_end(place: Place, run_id: str) -> Outcome:
+    summary = flow_module.grpo_geo3k("grpo-geo3k-tiny", overrides=SMALL, run_id=run_id)
+    run_dir = place.data_dir / "runs" / run_id
+    assert (run_dir / "finished").exists()
+    assert (run_dir / "report" / "report.html").exists()
+    client = MlflowClient(tracking_uri=place.mlflow.address, registry_uri=place.mlflow.address)
+    run = client.get_run(summary.mlflow_run_id)
+    points = {
+        name: sorted((point.step, point.value) for point in client.get_metric_history(run.info.run_id, name))
+        for name in run.data.metrics
+        if not name.startswith("cost/")
+    }
+    version = client.get_model_version_by_alias("grpo-geo3k-tiny", "verified")
+    assert version.tags["rlflow.run_id"] == run_id
+    page = Artifact.get("grpo-geo3k-tiny-report")
+    assert page is not None
+    assert run_id in str(page.data)
+    return Outcome(
+        journal=[(record.step, dict(record.metrics)) for record in read_journal(run_dir / "journal.jsonl")],
+        points=points,
+        artifacts=sorted(
+            item.path
+            for folder in ("", "eval", "report", "origins")
+            for item in client.list_artifacts(run.info.run_id, folder)
+            if not item.is_dir
+        ),
+        status=run.info.status,
+        registered_step=version.tags["rlflow.step"],
+        summary=(
+            summary.accuracy_before, summary.accuracy_after, summary.reward_first, summary.reward_last, summary.steps,
+            summary.segments,
+        ),
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def undisturbed(place: Place) -> Outcome:
+    return run_to_its_end(place, "undisturbed")
+
+
+STEPS: list[tuple[Any, str, int]] = [
+    (flow_module, "choose_experiment", 1),
+    (flow_module, "preflight", 1),
+    (flow_module, "open_run", 1),
+    (tracking, "open_tracking", 1),
+    (flow_module, "prepare_and_resize", 1),
+    (flow_module, "bootstrapped", 1),
+    (flow_module, "describe_run", 1),
+    (flow_module, "evaluate_and_log", 1),
+    (evaluation, "log_evaluation", 1),
+    (flow_module, "train_all_segments", 1),
+    (flow_module, "evaluate_and_log", 2),
+    (evaluation, "log_evaluation", 2),
+    (flow_module, "merged", 1),
+    (flow_module, "register", 1),
+    (flow_module, "report", 1),
+    (tracking, "finish_run", 1),
+]
+
+
+@pytest.mark.parametrize(("module", "name", "call"), STEPS, ids=[f"{name}-{call}" for _, name, call in STEPS])
+def test_everything_is_down_as_a_step_begins(
+    place: Place, undisturbed: Outcome, module: Any, name: str, call: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = getattr(module, name)
+    calls: list[str] = []
+    waits: list[Future[None]] = []
+
+    def begins_in_an_outage(*args: Any, **kwargs: Any) -> Any:
+        calls.append(name)
+        if len(calls) == call:
+            waits.extend(place.go_down())
+        return step(*args, **kwargs)
+
+    monkeypatch.setattr(module, name, begins_in_an_outage)
+    try:
+        found = run_to_its_end(place, f"{name.replace('_', '-')}-{call}")
+    finally:
+        for wait in waits:
+            wait.result()
+    assert waits, f"{name} was not called {call} times"
+    assert found == undisturbed

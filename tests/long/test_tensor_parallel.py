@@ -1,0 +1,163 @@
+"""Two ranks that hold one engine together: the tokens and log-probs of one rank, weights proved, a cut run exact."""
+
+from __future__ import annotations
+
+import os
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infra.servers import free_port
+from tests.integration.engine_bench import Bench
+from tests.integration.tiny_run import experiment, journal, run, tokens_after
+from tests.ranks import FORKED
+
+RANKS = 2
+TOGETHER = {"rollout.tensor_parallel": RANKS}
+
+
+class Damaged:
+    """Loads as the loader does, and then changes one weight that the engine holds."""
+
+    def __init__(self, loader: Any, llm: Any) -> None:
+        self._loader, self._llm = loader, llm
+
+    def load(self, weights: Any) -> Any:
+        loaded = self._loader.load(weights)
+        self._llm.apply_model(lambda model: next(v for n, v in model.named_parameters() if "norm" in n).data.add_(1e-3))
+        return loaded
+
+
+def one_of_two(rank: int, port: int, model: Path) -> dict[str, Any]:
+    from rlcore.errors import SamplerError
+    from rlcore.rollout.engine import set_engine_environment
+
+    set_engine_environment("cpu")
+    os.environ.update(RANK=str(rank), LOCAL_RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method="env://")
+    bench = Bench(model, None, RANKS)
+    sampler, policy = bench.sampler, bench.policy
+    sampler.load_weights(policy.full_weights(), 0)
+    result: dict[str, Any] = {"greedy": bench.greedy(), "before": bench.delta()}
+    held = sum(value.numel() for value in bench.held())
+    result["share"] = held / sum(value.numel() for _, value in policy.full_weights())
+    bench.shake()
+    result["stale"] = bench.delta()
+
+    sampler.load_weights(policy.full_weights(), 1)
+    result |= {"after": bench.delta(), "version": bench.version()}
+
+    loader = sampler._loader
+    if rank == 1:
+        sampler._loader = Damaged(loader, sampler._llm)  # type: ignore[assignment]
+    try:
+        sampler.load_weights(policy.full_weights(), 2)
+    except SamplerError as error:
+        result["damaged"] = str(error)
+    sampler._loader = loader
+    sampler.load_weights(policy.full_weights(), 3)
+    left_out = "layers.0.self_attn.k_proj.weight"
+    try:
+        sampler.load_weights(((n, v) for n, v in policy.full_weights() if rank == 0 or left_out not in n), 4)
+    except SamplerError as error:
+        result["dropped"] = str(error)
+    return result
+
+
+def alone(rank: int, port: int, model: Path) -> dict[str, Any]:
+    bench = Bench(model, None)
+    bench.sampler.load_weights(bench.policy.full_weights(), 0)
+    return {"greedy": bench.greedy()}
+
+
+def _child(measure: Callable[[int, int, Path], Any], rank: int, port: int, model: Path, queue: Any) -> None:
+    try:
+        queue.put((rank, measure(rank, port, model)))
+    except BaseException:  # noqa: BLE001 - handed to the test, which fails with it
+        queue.put((rank, traceback.format_exc()))
+
+
+def measured(model: Path) -> list[dict[str, Any]]:
+    """Of rank 0, of rank 1, and of an engine that one process holds."""
+    port = free_port()
+    queue = FORKED.Queue()
+    measures = [one_of_two, one_of_two, alone]
+    children = [
+        FORKED.Process(target=_child, args=(measure, rank, port, model, queue)) for rank, measure in enumerate(measures)
+    ]
+    for child in children:
+        child.start()
+    try:
+        found = {}
+        for _ in children:
+            rank, found[rank] = queue.get(timeout=600)
+            assert isinstance(found[rank], dict), found[rank]
+    finally:
+        for child in children:
+            child.kill()  # an engine takes its time to shut down, and nothing is left to learn from it
+            child.join()
+    print(found)  # noqa: T201 - shown with -s: what was measured
+    return [found[rank] for rank in range(len(children))]
+
+
+def assert_in_step(model: Path) -> None:
+    first, second, one = measured(model)
+    assert first["greedy"] == second["greedy"] == one["greedy"]
+    for rank in (first, second):
+        assert rank["before"] < 1e-4  # sampled log-probs are those of the trainer
+        assert rank["stale"] > 1e-2
+        assert "elements of " in rank["dropped"]
+        assert "k_proj.weight were taken by no rank" in rank["dropped"]
+        assert rank["after"] < 1e-4
+        assert rank["version"] == 1
+        assert 0.5 < rank["share"] < 0.7  # norms are whole on both
+    assert "damaged" not in first
+    assert "not every weight arrived" in second["damaged"]
+
+
+def test_two_ranks_draw_what_one_draws_with_pictures(tiny_model: Path) -> None:
+    assert_in_step(tiny_model)
+
+
+def test_two_ranks_draw_what_one_draws(tmp_path: Path) -> None:
+    from rlcore.config import TinyModelConfig
+    from rlcore.models.tiny_text import create_text_policy
+
+    create_text_policy(tmp_path, TinyModelConfig(task="sums", warm_start_steps=0))
+    assert_in_step(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def whole(tiny_model: Path, dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """Two steps of a run whose two workers hold one sampler: its folder and its result."""
+    folder = tmp_path_factory.mktemp("tensor-parallel") / "whole"
+    return folder, run(folder, tiny_model, dataset, experiment(**TOGETHER), until=2, cut=1)
+
+
+def test_a_cut_run_equals_the_whole(
+    whole: tuple[Path, dict[str, Any]], tiny_model: Path, dataset: Path, tmp_path: Path
+) -> None:
+    folder, result = whole
+    second = run(tmp_path / "second", tiny_model, dataset, experiment(**TOGETHER), until=2, resume=folder / "cut")
+    assert second["tokens"] == tokens_after(1, result) != []
+    assert result["weights_at_cut"] != result["weights"]
+    assert second["weights"] == result["weights"]
+    for record in journal(folder):
+        assert record.metrics["rollout/abs_delta_logprob_mean"] < 1e-4
+        assert record.metrics["optim/grad_norm"] > 0
+
+
+def test_two_ranks_that_only_sample_draw_the_same(
+    whole: tuple[Path, dict[str, Any]], tiny_model: Path, dataset: Path, tmp_path: Path
+) -> None:
+    apart = experiment(**TOGETHER, **{"resources.rollout_workers": RANKS})
+    first, (_, result) = run(tmp_path / "apart", tiny_model, dataset, apart, until=1), whole
+    assert first["weights"] == result["weights_at_cut"]
+    assert first["tokens"] + tokens_after(1, result) == result["tokens"]

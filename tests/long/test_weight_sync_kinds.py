@@ -1,0 +1,106 @@
+"""Promise 3 for an LM head of its own, for another dtype, and for adapters."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.engine_bench import Bench, all_weights, measured
+
+
+def sixteen_bits(dtype: str, model: Path) -> dict[str, Any]:
+    """An engine that computes in another dtype than the policy."""
+    bench = Bench(model, None, dtype=dtype)
+    bench.sampler.load_weights(bench.policy.full_weights(), 0)
+    result = {"before": bench.delta()}
+    bench.shake()
+    result["stale"] = bench.delta()
+    bench.sampler.load_weights(bench.policy.full_weights(), 1)
+    return result | {"after": bench.delta(), "held": {str(value.dtype) for value in bench.held()}}
+
+
+def adapters(model: Path, *, vision_tower: bool) -> dict[str, Any]:
+    """The same with adapters: the engine's own weights are never written."""
+    from rlcore.errors import SamplerError
+
+    bench = Bench(model, {"rank": 4, "alpha": 12.0, "vision_tower": vision_tower})
+    sampler, policy = bench.sampler, bench.policy
+    sampler.check_base(policy.full_weights())
+    sampler.load_adapter(policy.adapter_weights(), 0)
+    result: dict[str, Any] = {"before": bench.delta()}
+    bench.shake()
+    result["stale"] = bench.delta()
+    tensors = dict(policy.adapter_weights())
+    for wrong in ("up_proj", "self_attn.k_proj"):  # vLLM keeps quiet about an adapter of a layer that it does not have
+        try:
+            sampler.load_adapter([(name.replace(wrong, f"{wrong}_"), value) for name, value in tensors.items()], 1)
+        except SamplerError as error:
+            result[wrong] = str(error)
+    try:
+        sampler.check_base((name, value * 1.001) for name, value in policy.full_weights())
+    except SamplerError as error:
+        result["base"] = str(error)
+    started = time.monotonic()
+    sampler.load_adapter(policy.adapter_weights(), 2)
+    result["seconds"] = time.monotonic() - started
+    result["after"] = bench.delta()
+    bench.shake()
+    sampler.load_adapter(policy.adapter_weights(), 3)
+    sampler.check_base(policy.full_weights())
+    assert all((value == tensors[name]).all() for name, value in tensors.items())
+    return result | {"again": bench.delta(), "version": bench.version()}
+
+
+def adapters_in_the_vision_tower(model: Path) -> dict[str, Any]:
+    return adapters(model, vision_tower=True)
+
+
+def adapters_in_the_language_model(model: Path) -> dict[str, Any]:
+    return adapters(model, vision_tower=False)
+
+
+@pytest.mark.parametrize("model", ["tiny_model", "untied_model"])
+def test_a_sync_reaches_every_weight_and_every_cache(model: str, request: pytest.FixtureRequest) -> None:
+    result = measured(all_weights, request.getfixturevalue(model))
+    assert result["before"] < 1e-4
+    assert result["stale"] > 1e-2  # the same pictures and prompts under old weights are told apart
+    assert result["after"] < 1e-4  # so no cache kept features of the old vision tower
+    assert result["version"] == 1
+    assert "not every weight" in result["lm_head.weight"]
+    assert "not every weight" in result["model.visual.merger.mlp.0.weight"]
+
+
+def test_an_engine_in_another_dtype_holds_the_weights_rounded_to_it(tiny_model: Path) -> None:
+    result = measured(partial(sixteen_bits, "float16"), tiny_model)
+    assert result["held"] == {"torch.float16"}
+    assert 1e-4 < result["before"] < 40 * 2**-11
+    assert result["after"] < 40 * 2**-11 < result["stale"]
+
+
+def _assert_adapters_arrive(result: dict[str, Any]) -> None:
+    assert result["before"] < 1e-5
+    assert result["stale"] > 1e-2
+    assert result["after"] < 1e-4  # the weights were shaken by far more than training does
+    assert result["again"] < 1e-4
+    assert result["version"] == 3
+    assert "not every tensor" in result["up_proj"]
+    assert "not every tensor" in result["self_attn.k_proj"]
+    assert "two policies" in result["base"]
+
+
+@pytest.mark.parametrize("measure", [adapters_in_the_language_model, adapters_in_the_vision_tower])
+def test_adapters_go_from_memory_to_memory(tiny_model: Path, measure: Callable[[Path], dict[str, Any]]) -> None:
+    _assert_adapters_arrive(measured(measure, tiny_model))
+
+
+def test_adapters_of_a_text_model_as_well(tmp_path: Path) -> None:
+    from rlcore.config import TinyModelConfig
+    from rlcore.models.tiny_text import create_text_policy
+
+    create_text_policy(tmp_path, TinyModelConfig(task="sums", warm_start_steps=0))
+    _assert_adapters_arrive(measured(adapters_in_the_language_model, tmp_path))

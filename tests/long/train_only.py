@@ -1,0 +1,30 @@
+"""Only the training of an experiment, by the tasks that the flows have: ``python -m tests.long.train_only NAME
+--run-id RUN --set ...``, as flows.train_grpo is called."""
+
+from __future__ import annotations
+
+from prefect import flow
+
+from rlcore.segment.spec import SegmentManifest
+from tasks import foreground
+from tasks import parameters as form
+from tasks.data import prepare_and_resize
+from tasks.models import bootstrapped
+from tasks.opening import open_run
+from tasks.preflight import preflight
+from tasks.tracking import tracked
+from tasks.training import train_all_segments
+
+
+@flow(name="train-only")
+def train_only(experiment: form.Experiment, overrides: form.Overrides, run_id: form.NewRun) -> SegmentManifest:
+    config = form.chosen(experiment, overrides)
+    preflight(config)
+    run = open_run(config, run_id)
+    train, start = prepare_and_resize(config, "train"), bootstrapped(config.model)
+    with tracked(run):
+        return train_all_segments(run, train, start)[-1]
+
+
+if __name__ == "__main__":
+    foreground.main(train_only, "tests.long.train_only", form.chosen)
