@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import json
 import re
@@ -170,8 +171,25 @@ def _pytest(arguments: Sequence[str]) -> None:
     for before, word in zip(["", *arguments], arguments, strict=False):
         if before == "-m" and word not in known:
             raise Finding(f"pytest has no marker {word!r}; there are {sorted(known)}")
-        if before != "-m" and not word.startswith("-") and not (ROOT / word).exists():
-            raise Finding(f"there is no {word}")
+        if before not in ("-m", "-k") and not word.startswith("-"):
+            check_test(word)
+
+
+def check_test(place: str) -> None:
+    """
+    Args:
+        place: a file or folder of tests, or ``FILE::FUNCTION``, from the root of the project.
+
+    Raises:
+        Finding: there is no such file or function.
+    """
+    file, _, name = place.partition("::")
+    if not (ROOT / file).exists():
+        raise Finding(f"there is no {file}")
+    if name:
+        tree = ast.parse((ROOT / file).read_text())
+        if name not in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}:
+            raise Finding(f"{file} has no test {name}")
 
 
 def _torchrun(arguments: Sequence[str]) -> None:

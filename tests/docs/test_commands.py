@@ -117,6 +117,7 @@ def test_the_tutorial_is_run_in_order() -> None:
         (".venv/bin/python -m flows.prepare_data NAME --run-id RUN", "unrecognized arguments: --run-id"),
         (".venv/bin/prefect flow-run stop ID", "prefect does not take"),
         (".venv/bin/pytest tests/nowhere", "no tests/nowhere"),
+        (".venv/bin/pytest tests/unit/test_lease.py::test_nothing", "test_lease.py has no test test_nothing"),
         (".venv/bin/pytest -m gpus tests/gpu", "no marker 'gpus'"),
         ("ls data | jq .", "no program 'jq'"),
     ],
