@@ -11,6 +11,26 @@ from pathlib import Path
 from tests.docs.pages import ROOT
 
 _HOLE = "\0"  # where a text has a value filled in
+# Files that the code writes and pages name; what lies in a store is in the folders of the same names.
+_RUN, _DATASET, _ABLATION = "data/runs/RUN", "data/datasets/DIGEST", "data/ablations/ABLATION"
+_CHECKPOINT = f"{_RUN}/checkpoints/step-N"
+PRODUCED = (
+    "data/stack/login",
+    *(f"{_DATASET}/{name}" for name in ("problems.parquet", "rejects.jsonl", "report.json", "images/IMAGE")),
+    *(f"data/models/MODEL/{name}" for name in ("config.json", "chat_template.jinja")),
+    *(
+        f"{_RUN}/{name}.json"
+        for name in ("adjustments", "lease", "mirror", "mlflow", "outage", "samples/step-N", "trained/step-N")
+    ),
+    *(
+        f"{_RUN}/{name}.jsonl"
+        for name in ("changes", "drivers", "evaluations", "failures", "journal", "origins", "recoveries")
+    ),
+    *(f"{_RUN}/{name}" for name in ("trainer.log", "origins/NAME", "report/report.html", "report/cost.json")),
+    f"{_RUN}/stacks/hang-N/PROCESS",
+    *(f"{_CHECKPOINT}/{name}" for name in ("ahead.parquet", "in_flight.parquet", ".sealed.json")),
+    *(f"{_ABLATION}/{name}" for name in ("plan.json", "table.md", "results/RESULT", "logs/LOG")),
+)
 _METRIC = re.compile(r"(?:reward|rollout|loss|optim|time|perf|system)/[a-z_0-9]+")
 
 
@@ -55,12 +75,26 @@ def says(message: str, found: frozenset[str] | None = None) -> bool:
 
 
 def writes(path: str) -> bool:
-    """Whether the code has a text for each part of a path. Numbers and N stand for values: step-000020.json, hang-N."""
-    return all(_with_holes(part) in _names() for part in path.strip("/").split("/") if part not in ("", ".", ".."))
+    """Whether ``path`` is one of ``PRODUCED`` or a part of one; numbers are as good as N: step-000020.json, hang-N."""
+    asked = re.sub(r"\d+", "N", path).strip("/").split("/")
+    for produced in PRODUCED:
+        parts = produced.split("/")
+        if any(parts[start : start + len(asked)] == asked for start in range(len(parts))):
+            return True
+    return False
+
+
+def unwritten() -> list[str]:
+    """Paths of ``PRODUCED`` with a part that is no text of the code. Capitals stand for values."""
+    return [
+        path
+        for path in PRODUCED
+        if not all(part.isupper() or _with_holes(part) in _names() for part in path.split("/"))
+    ]
 
 
 def _with_holes(name: str) -> str:
-    return re.sub(r"\d+|(?<=-)N$", _HOLE, name)
+    return re.sub(r"\d+|(?<=-)N\b", _HOLE, name)
 
 
 @cache
