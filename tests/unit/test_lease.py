@@ -1,13 +1,12 @@
 import fcntl
 import json
-import multiprocessing
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from hypothesis import strategies as st
 
 from rlcore.errors import LeaseLostError, StorageError
 from rlcore.job import write_json_atomically
+from rlcore.segment import lease as lease_module
 from rlcore.segment.lease import Control, ControlState, Lease, LeaseInfo, holder_alive
 from rlcore.segment.run import StopRequest
 
@@ -28,7 +28,6 @@ Lease(Path(sys.argv[1])).acquire(sys.argv[2])
 print("held", flush=True)
 sys.stdin.read()
 """
-ROUNDS = 100
 
 
 def _start(path: Path, token: str) -> subprocess.Popen:
@@ -90,63 +89,84 @@ def test_a_living_trainer_is_not_replaced_and_a_killed_one_is_even_before_it_is_
         _edit(path, renewed_at=0.0)  # silent, but alive: on this host the process decides
         assert holder_alive(path) is not None
         process.kill()
-        time.sleep(0.1)  # a zombie now: this test is its parent and has not waited for it
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # dead, and a zombie until somebody collects it
         assert process.returncode is None
         assert holder_alive(path) is None
         Lease(path).acquire("second")
     assert holder_alive(path).token == "second"
 
 
-def _race(folder: Path, me: str, barrier, results, *, locks: bool) -> None:
-    """Ask for the lease of every round at the same moment as the other process."""
-    if not locks:  # as on a network filesystem that carries no locks between hosts
-        fcntl.flock = lambda *_: None
-    for number in range(ROUNDS):
-        lease = Lease(folder / str(number) / "lease.json")
-        barrier.wait()
-        try:
-            lease.acquire(me)
-            results.put((number, me))
-        except LeaseLostError:
-            continue
+def _before_it_writes(act: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Do ``act`` once, right before the next lease file is written: whoever writes it has decided by then."""
+
+    def after_the_act(path: Path, text: str) -> None:
+        monkeypatch.setattr(lease_module, "write_json_atomically", write_json_atomically)
+        act()
+        write_json_atomically(path, text)
+
+    monkeypatch.setattr(lease_module, "write_json_atomically", after_the_act)
 
 
-def _winners(folder: Path, *, locks: bool) -> list[list[str]]:
-    """Who got the lease, by round, of two processes that ask for it at once."""
-    context = multiprocessing.get_context("spawn")
-    barrier, results = context.Barrier(2, timeout=60), context.Queue()
-    arguments = {"locks": locks}
-    racers = [context.Process(target=_race, args=(folder, me, barrier, results), kwargs=arguments) for me in "ab"]
-    for racer in racers:
-        racer.start()
-    for racer in racers:
-        racer.join()
-    assert [racer.exitcode for racer in racers] == [0, 0]
-    winners: list[list[str]] = [[] for _ in range(ROUNDS)]
-    while not results.empty():
-        number, me = results.get()
-        winners[number].append(me)
-    return winners
+def _without_locks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a network filesystem that carries no locks between hosts."""
+    monkeypatch.setattr(fcntl, "flock", lambda *_: None)
 
 
-@pytest.mark.parametrize("locks", [True, False])
-def test_of_two_that_start_at_once_one_wins(tmp_path, locks):
-    """Without locks between hosts, it is the hard link that lets only one in."""
-    for number in range(ROUNDS):
-        (tmp_path / str(number)).mkdir()
-    winners = _winners(tmp_path, locks=locks)
-    assert [len(names) for names in winners] == [1] * ROUNDS
-    for number, (winner,) in enumerate(winners):
-        assert Lease(tmp_path / str(number) / "lease.json").read().token == winner
+@pytest.mark.parametrize("dead", [False, True])
+def test_deciding_and_writing_are_under_one_lock(tmp_path, monkeypatch, dead):
+    path = tmp_path / "lease.json"
+    if dead:
+        with _holder(path, "dead"):
+            pass
+    locked = []
+
+    def look() -> None:
+        with path.with_name("lease.json.lock").open() as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                locked.append(True)
+
+    _before_it_writes(look, monkeypatch)
+    Lease(path).acquire("one")
+    assert locked == [True], "another one could have decided meanwhile"
 
 
-def test_of_two_that_take_over_from_a_dead_one_at_once_one_wins(tmp_path):
-    with _holder(tmp_path / "lease.json", "dead"):
+def test_without_locks_the_link_lets_only_one_in(tmp_path, monkeypatch):
+    path, other = tmp_path / "lease.json", Lease(tmp_path / "lease.json")
+    _without_locks(monkeypatch)
+    _before_it_writes(lambda: other.acquire("other"), monkeypatch)
+    with pytest.raises(LeaseLostError, match=r"was just taken by .*token other"):
+        Lease(path).acquire("slow")
+    assert Lease(path).read().token == "other"
+    other.renew()
+
+
+def test_without_locks_the_last_of_two_that_take_over_wins_and_the_other_stops(tmp_path, monkeypatch):
+    path, other, last = tmp_path / "lease.json", Lease(tmp_path / "lease.json"), Lease(tmp_path / "lease.json")
+    with _holder(path, "dead"):
         pass
-    for number in range(ROUNDS):
-        (tmp_path / str(number)).mkdir()
-        shutil.copy(tmp_path / "lease.json", tmp_path / str(number))
-    assert [len(names) for names in _winners(tmp_path, locks=True)] == [1] * ROUNDS
+    _without_locks(monkeypatch)
+    _before_it_writes(lambda: other.acquire("other"), monkeypatch)
+    last.acquire("last")
+    with pytest.raises(LeaseLostError, match=r"now held by .*token last.* must stop"):
+        other.renew()
+    last.renew()
+
+
+def test_without_locks_one_that_is_written_over_at_once_does_not_begin(tmp_path, monkeypatch):
+    path = tmp_path / "lease.json"
+    with _holder(path, "dead"):
+        pass
+    _without_locks(monkeypatch)
+
+    def written_over(path: Path, text: str) -> None:
+        write_json_atomically(path, text)
+        _edit(path, token="other")
+
+    monkeypatch.setattr(lease_module, "write_json_atomically", written_over)
+    with pytest.raises(LeaseLostError, match=r"now held by .*token other"):
+        Lease(path).acquire("first")
 
 
 def test_a_reused_pid_is_not_the_holder(tmp_path):
