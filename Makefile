@@ -29,7 +29,7 @@ help:
 	@echo 'make test, make check          the tests of every promise, ten minutes; lint, format and types'
 	@echo 'make test-all                  the long tests as well: many engines, servers, browsers; 40 minutes'
 	@echo 'make test-stacks               the flow-level tests on PostgreSQL and S3'
-	@echo 'make docs                      write docs/reference.md from the help texts of the settings'
+	@echo 'make docs                      write docs/reference.md, and the tables of measured figures in docs/'
 	@echo 'make install, lock, clean      environment; pinned requirements; remove what make made'
 
 install: $(STAMP)
@@ -77,6 +77,7 @@ ui: $(STAMP)
 
 docs: $(STAMP)
 	@$(RUN) -m tasks.reference docs/reference.md
+	@$(RUN) -m tests.bench.tables
 
 # A file's tests share their servers, so they stay together; the long ones, of integration, come before those of units.
 PYTEST := $(RUN) -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +10,11 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-BENCH = Path(__file__).parent
-IMAGES = BENCH.parents[1] / "docs" / "img"
+from tests.bench.accepted import record
+
+IMAGES = Path(__file__).parents[2] / "docs" / "img"
 PHASES = {"generate": "#4c78a8", "log-probs": "#9ecae9", "update": "#f58518", "sync and the rest": "#bab0ac"}
 OURS, PEER, TARGET = "#f58518", "#9d9d9d", "#222222"
-
-
-def read(name: str) -> Any:
-    return json.loads((BENCH / name).read_text())
 
 
 def median(value: Any) -> float:
@@ -27,8 +23,8 @@ def median(value: Any) -> float:
 
 def steps(path: Path) -> None:
     """Whole steps of both sides, by phase; TRL's of the picture model are those of an earlier, faster machine."""
-    text, vl = read("accepted/step-text-h200.json")["regimes"], read("accepted/step-vl-h200.json")["regimes"]
-    recorded = read("accepted/trl-h200.json")["results"]["vl"]["fixed"]
+    text, vl = record("step-text-h200")["regimes"], record("step-vl-h200")["regimes"]
+    recorded = record("trl-h200")["results"]["vl"]["fixed"]
     rows = [
         ("TRL 1.16, text fixed", text["fixed"]["peer"]),
         ("rlflow", text["fixed"]["ours"]),
@@ -57,7 +53,7 @@ def steps(path: Path) -> None:
 
 def update(path: Path) -> None:
     """The update's MFU by variant, with what is to be reached."""
-    ours, trl = read("update_h200.json")["results"], read("accepted/trl-h200.json")["results"]
+    ours, trl = record("update-h200")["results"], record("trl-h200")["results"]
     goals = {"text": ("1.5B text", 0.45), "vl": ("VL-3B", 0.38), "text-7b": ("7B text", 0.5)}
     bars = {
         kind: [(f"TRL\n{regime}", found["update_mfu"], PEER) for regime, found in trl.get(kind, {}).items()]
@@ -87,7 +83,7 @@ def update(path: Path) -> None:
 
 def generation(path: Path) -> None:
     """Tokens per second of the sampler, and a weight sync."""
-    text, vl, trl = (read(f"accepted/{name}-h200.json") for name in ("rollout-text", "rollout-vl", "trl"))
+    text, vl, trl = (record(f"{name}-h200") for name in ("rollout-text", "rollout-vl", "trl"))
     bars = [
         ("TRL\n256 seq.", trl["results"]["text"]["fixed"]["generate_tokens_per_s"], PEER),
         ("vLLM's\nown loop", text["vllm_own_loop"]["tokens_per_s"], PEER),
@@ -118,7 +114,7 @@ def generation(path: Path) -> None:
 def several(path: Path) -> None:
     """A step by placement of four GPUs, with the share that a GPU of each role is idle; a step by the response cap and
     by the group size."""
-    found, growth = read("accepted/placement-h200x4.json"), read("accepted/growth-h200.json")
+    found, growth = record("placement-h200x4"), record("growth-h200")
     figure, (placed, by_cap, by_group) = plt.subplots(1, 3, figsize=(13, 3.2), layout="constrained")
     roles = {"colocated": "4 of both", "apart": "3 train, 1 samples", "apart, one step off": "the same, one step off"}
     for place, name in enumerate(roles):

@@ -2,102 +2,52 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from transformers import Qwen2_5_VLConfig, Qwen2VLConfig, Qwen2VLForConditionalGeneration
 
-from rlcore.algorithms.estimate import BANDWIDTH, GIB, Architecture, Plan, estimate_memory, estimate_seconds
-from rlcore.algorithms.flops import PEAK_BF16
+from rlcore.algorithms.estimate import Architecture, Plan, estimate_memory, estimate_seconds
 from rlcore.config import LoraConfig, ModelConfig
 from rlcore.errors import ModelError
 from rlcore.job import ArchitectureSpec
 from rlcore.models.architecture import architecture, describe
 from tasks.estimate import estimated
 from tasks.experiments import load_experiment
-from tests.bench.update import SHAPES, build_model
-
-BENCH = Path(__file__).resolve().parents[1] / "bench"
-UPDATES = json.loads((BENCH / "update_h200.json").read_text())["results"]
-PEAK, BYTES = PEAK_BF16["H200"], BANDWIDTH["H200"]
+from tests.bench import estimates
+from tests.bench.estimates import BYTES, PEAK
+from tests.bench.tables import DOCS, with_tables
+from tests.bench.update import build_model
 
 
 @pytest.fixture(scope="module")
 def models() -> dict[str, Architecture]:
-    return {
-        kind: architecture(build_model(kind, False, torch.device("meta"), torch.float32), ModelConfig())
-        for kind in SHAPES
-    }
+    return estimates.models()
 
 
-def plan(
-    kind: str, measured: dict[str, Any], regime: str, *, checkpointing: str, compiled: bool, bf16: bool = False
-) -> Plan:
-    shape = SHAPES[kind]
-    return Plan(
-        workers=1, rollout_workers=0, engine_workers=1, group_size=8, problems=measured["problems"], passes=1,
-        prompt_tokens=shape.prompt, completion_tokens=measured[regime]["mean_completion"],
-        longest=shape.prompt + shape.cap, image_size=(shape.side, shape.side) if shape.side else None,
-        tokens_per_microbatch=round(measured[regime]["computed_tokens"] / measured[regime]["microbatches"]),
-        checkpointing=checkpointing, compiled=compiled, bf16_optimizer=bf16, reshard=False, offload=False,
-        reference=False, old_logprobs=False, sampler_share=0.5, max_sequences=1024, in_flight=1.0,
-        beside=False, device="H200",
-    )  # fmt: skip
+def kept_plan() -> Plan:
+    return estimates.update_plan("text", "kept", "fixed")
 
 
-VARIANTS = [
-    ("text", "kept", "fixed", "none", True), ("text", "compiled", "fixed", "full", True),
-    ("text", "kept_eager", "fixed", "none", False), ("vl", "kept", "fixed", "none", True),
-    ("vl", "kept_eager", "fixed", "none", False), ("text-7b", "selective_bf16", "fixed", "selective", True),
-]  # fmt: skip
+ROWS = list(estimates.rows())
 
 
-@pytest.mark.parametrize(("kind", "variant", "regime", "checkpointing", "compiled"), VARIANTS)
-def test_memory_of_an_update_is_within_a_tenth_of_what_was_measured(
-    models: dict[str, Architecture], kind: str, variant: str, regime: str, checkpointing: str, compiled: bool
-) -> None:
-    measured = UPDATES[kind][variant]
-    bf16 = variant.endswith("_bf16")
-    here = plan(kind, measured, regime, checkpointing=checkpointing, compiled=compiled, bf16=bf16)
-    found = estimate_memory(models[kind], here)
-    assert found.training / GIB == pytest.approx(measured[regime]["peak_gib"], rel=0.10)
+@pytest.mark.parametrize("row", ROWS, ids=[f"{row.quantity}: {row.label}" for row in ROWS])
+def test_an_estimate_is_as_near_to_what_was_measured_as_its_row_says(row: estimates.Row) -> None:
+    assert row.estimated() == pytest.approx(row.measured, rel=row.within)
 
 
-@pytest.mark.parametrize(
-    ("kind", "variant", "regime", "checkpointing", "within"),
-    [
-        ("text", "kept", "fixed", "none", 0.05), ("text", "kept", "ragged", "none", 0.15),
-        ("text", "compiled", "fixed", "full", 0.05), ("vl", "kept", "fixed", "none", 0.05),
-        ("vl", "kept", "ragged", "none", 0.15), ("text-7b", "selective_bf16", "fixed", "selective", 0.05),
-    ],
-)  # fmt: skip
-def test_time_of_an_update_is_near_what_was_measured(
-    models: dict[str, Architecture], kind: str, variant: str, regime: str, checkpointing: str, within: float
-) -> None:
-    measured = UPDATES[kind][variant]
-    bf16 = variant.endswith("_bf16")
-    here = plan(kind, measured, regime, checkpointing=checkpointing, compiled=True, bf16=bf16)
-    found = estimate_seconds(models[kind], here, PEAK, BYTES)
-    assert found.update == pytest.approx(measured[regime]["seconds"], rel=within)
+def test_most_rows_were_measured_after_the_constants_were_fitted() -> None:
+    later = [row for row in ROWS if not row.fitted]
+    assert {row.quantity for row in later} == {"peak", "update", "sampling"}
+    assert len(later) > len(ROWS) / 2
 
 
-@pytest.mark.parametrize(
-    ("kind", "problems", "prompt", "completion", "seconds"),
-    [
-        ("text", 128, 256, 512, 6.823), ("vl", 32, 64 + 324, 512, 4.177),  # accepted/rollout-*-h200.json
-        ("text", 32, 256, 1024, 5.106),  # accepted/step-text-h200.json
-    ],
-)  # fmt: skip
-def test_time_of_sampling_is_within_a_sixth_of_what_was_measured(
-    models: dict[str, Architecture], kind: str, problems: int, prompt: int, completion: int, seconds: float
-) -> None:
-    here = plan(kind, UPDATES[kind]["kept"], "fixed", checkpointing="none", compiled=True)
-    here = replace(here, problems=problems, prompt_tokens=prompt, completion_tokens=completion)
-    assert estimate_seconds(models[kind], here, PEAK, BYTES).generate == pytest.approx(seconds, rel=1 / 6)
+def test_the_table_of_estimates_is_what_make_docs_writes() -> None:
+    page = DOCS / "cost.md"
+    assert page.read_text() == with_tables(page.read_text()), "run make docs"
 
 
 def test_the_models_are_those_of_their_cards(models: dict[str, Architecture]) -> None:
@@ -108,7 +58,7 @@ def test_the_models_are_those_of_their_cards(models: dict[str, Architecture]) ->
 
 def test_memory_follows_what_it_must(models: dict[str, Architecture]) -> None:
     model = models["text"]
-    one = replace(plan("text", UPDATES["text"]["kept"], "fixed", checkpointing="none", compiled=True), reference=True)
+    one = replace(kept_plan(), reference=True)
     assert estimate_memory(model, one).weights == 4 * model.parameters
     assert estimate_memory(model, one).optimizer == 8 * model.parameters
     eight = estimate_memory(model, replace(one, workers=8, reshard=True))
@@ -129,7 +79,7 @@ def test_memory_follows_what_it_must(models: dict[str, Architecture]) -> None:
 
 def test_workers_that_hold_one_sampler_share_its_memory_and_its_time(models: dict[str, Architecture]) -> None:
     model = models["text"]
-    each = replace(plan("text", UPDATES["text"]["kept"], "fixed", checkpointing="none", compiled=True), workers=4)
+    each = replace(kept_plan(), workers=4)
     together = replace(each, engine_workers=4)
     alone, shared = estimate_memory(model, each), estimate_memory(model, together)
     assert 4 * shared.sampler_weights == alone.sampler_weights
@@ -146,7 +96,7 @@ def test_more_in_flight_reads_the_weights_less_often_and_computes_what_was_begun
 ) -> None:
     model = models["text"]
     plain = replace(
-        plan("text", UPDATES["text"]["kept"], "fixed", checkpointing="none", compiled=True),
+        kept_plan(),
         problems=2, group_size=2, prompt_tokens=10.0, completion_tokens=100.0,
     )  # fmt: skip
     # on a device that computes at once 100 steps become 50; on one that reads at once only what was begun is added
@@ -157,9 +107,7 @@ def test_more_in_flight_reads_the_weights_less_often_and_computes_what_was_begun
 
 
 def test_what_is_sampled_beside_the_training_takes_the_longer_of_the_two(models: dict[str, Architecture]) -> None:
-    apart = replace(
-        plan("text", UPDATES["text"]["kept"], "fixed", checkpointing="none", compiled=True), rollout_workers=1
-    )
+    apart = replace(kept_plan(), rollout_workers=1)
     first, ahead = (estimate_seconds(models["text"], replace(apart, beside=b), PEAK, BYTES) for b in (False, True))
     assert first.total == pytest.approx(first.generate + first.update + first.weight_sync)
     assert ahead.total == pytest.approx(max(ahead.generate, ahead.update) + ahead.weight_sync)
