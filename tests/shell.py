@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import tomllib
 from collections.abc import Mapping
+from pathlib import Path
 
 import psutil
 
 from infra import processes
 
+ROOT = Path(__file__).resolve().parents[1]
 _OURS = ("PREFECT_", "RLFLOW_", "MLFLOW_")
 
 
@@ -24,3 +27,17 @@ def left_of(mark: str) -> list[str]:
     folder = str(processes.temporary_folder(mark))
     commands = [" ".join(item.info["cmdline"] or []) for item in psutil.process_iter(["cmdline"])]
     return [*map(str, processes.marked(mark)), *(command for command in commands if folder in command)]
+
+
+def installed(folder: Path) -> Path:
+    """What pip writes for pyproject.toml's entry points, before anything that is installed already."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    record = folder / "site" / f"rlflow-{project['version']}.dist-info"
+    record.mkdir(parents=True)
+    (record / "METADATA").write_text(f"Metadata-Version: 2.1\nName: rlflow\nVersion: {project['version']}\n")
+    groups = [
+        f"[{group}]\n" + "".join(f"{name} = {value}\n" for name, value in entries.items())
+        for group, entries in project["entry-points"].items()
+    ]
+    (record / "entry_points.txt").write_text("\n".join(groups))
+    return record.parent

@@ -1,10 +1,11 @@
-"""Who may import whom (section 2 of docs/design.md)."""
+"""Who may import whom (section 2 of docs/design.md), and what tests import."""
 
 from __future__ import annotations
 
 import ast
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -143,3 +144,19 @@ def test_importing_every_flow_loads_nothing_heavy(tmp_path: Path) -> None:
 
 def test_notebooks_and_tests_are_imported_by_nothing_shipped() -> None:
     assert not [path for path in modules() if imported(path) & {"tests", "notebooks"}]
+
+
+def test_no_test_imports_from_another_test() -> None:
+    """What several tests use is in a module that holds no tests, or in a conftest.py."""
+    found = [
+        f"{path.relative_to(ROOT)} imports {name}"
+        for path in sorted((ROOT / "tests").rglob("*.py"))
+        for name in sorted(modules_imported(path.read_text(), path.relative_to(ROOT)))
+        if re.match(r"tests\..*\btest_", name)
+    ]
+    in_scripts = [
+        f"{path.relative_to(ROOT)} writes: {match[0]}"
+        for path in sorted((ROOT / "tests").rglob("*.py"))
+        for match in re.finditer(r"(from|import) tests\.\S*\btest_\w+", path.read_text())
+    ]
+    assert not found + in_scripts

@@ -9,22 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.integration.tiny_run import experiment, journal, run
+from tests.integration.tiny_run import ON_A_GPU, experiment, journal, run
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
-SETTINGS = {
-    "resources.workers": 1,
-    "resources.device": "cuda",
-    "rollout.gpu_memory_utilization": 0.2,
-    "rollout.enforce_eager": True,
-}
 COMPARED = ("reward/mean", "loss/policy", "loss/kl_ref", "optim/grad_norm", "rollout/abs_delta_logprob_mean")
 
 
 @pytest.mark.timeout(500)
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_a_cut_run_on_a_gpu(deterministic: bool, tiny_model: Path, dataset: Path, tmp_path: Path) -> None:
-    config = experiment(**SETTINGS, **{"resources.deterministic": deterministic})
+    config = experiment(**ON_A_GPU, **{"resources.deterministic": deterministic})
     whole = run(tmp_path / "whole", tiny_model, dataset, config, until=4)
     first = run(tmp_path / "first", tiny_model, dataset, config, until=2)
     second = run(tmp_path / "second", tiny_model, dataset, config, until=4, resume=tmp_path / "first" / "checkpoint")

@@ -14,9 +14,7 @@ import torch
 from rlcore.artifacts import DatasetRef, EvalReport, ModelRef
 from rlcore.job import EvaluateSpec
 from tests.docs.pages import ROOT
-from tests.gpu.test_cut_run import SETTINGS
-from tests.integration.tiny_run import experiment, journal, run
-from tests.long.test_partial_rollouts import CORRECTED, PARTIAL
+from tests.integration.tiny_run import CORRECTED, ON_A_GPU, PARTIAL, experiment, journal, run
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -33,7 +31,7 @@ def test_an_evaluation_needs_no_cluster_and_gives_the_same_rows_twice(
         (tmp_path / name).mkdir()
         spec = EvaluateSpec(
             result=tmp_path / name / "result.json",
-            experiment=experiment(**SETTINGS, **{"evaluation.samples": 2}),
+            experiment=experiment(**ON_A_GPU, **{"evaluation.samples": 2}),
             policy=model,
             base=model,
             dataset=prepared,
@@ -53,7 +51,7 @@ def test_an_evaluation_needs_no_cluster_and_gives_the_same_rows_twice(
 @pytest.mark.timeout(300)
 def test_partial_rollouts(tiny_model: Path, dataset: Path, tmp_path: Path) -> None:
     """The policies of one completion differ by their rates of learning only, so both sides still agree."""
-    config = experiment(**SETTINGS, **CORRECTED, **PARTIAL, **{"training.learning_rate": 1e-6})
+    config = experiment(**ON_A_GPU, **CORRECTED, **PARTIAL, **{"training.learning_rate": 1e-6})
     run(tmp_path / "run", tiny_model, dataset, config, until=4)
     steps = [record.metrics for record in journal(tmp_path / "run")]
     assert [metrics["rollout/policy_age_max"] for metrics in steps] == [0, 1, 2, 2]

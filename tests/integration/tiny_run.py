@@ -12,6 +12,23 @@ from rlcore.segment.journal import StepRecord, read_journal
 from tests.integration import train_tiny
 from tests.ranks import FORKED
 
+ALONE = {"resources.workers": 1}
+APART = {"resources.workers": 1, "resources.rollout_workers": 1}
+CORRECTED = {"algorithm.correction.name": "truncate", "algorithm.recompute_old_logprobs": False}
+PARTIAL = {
+    "rollout.partial.tokens_per_round": 6,
+    "rollout.partial.in_flight": 2,
+    "rollout.partial.one_ahead": True,
+    "training.max_staleness": 2,
+    "data.curriculum.rest_epochs": 1,
+}
+ON_A_GPU = {
+    "resources.workers": 1,
+    "resources.device": "cuda",
+    "rollout.gpu_memory_utilization": 0.2,
+    "rollout.enforce_eager": True,
+}
+
 
 def experiment(**overrides: Any) -> ExperimentConfig:
     return build_experiment(
@@ -98,3 +115,12 @@ def mixed_problems(folder: Path) -> Path:
         )
     (folder / "mixed.jsonl").write_text("\n".join(map(json.dumps, rows)))
     return prepared(folder, experiment(), folder / "mixed.jsonl")
+
+
+def numbers(out: Path) -> list[dict[str, float]]:
+    """What is the same in equal runs: all but seconds and memory."""
+    left_out = ("time/", "system/", "perf/update_tokens_per", "perf/update_tflops")
+    return [
+        {name: value for name, value in record.metrics.items() if not name.startswith(left_out)}
+        for record in journal(out)
+    ]

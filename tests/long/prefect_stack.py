@@ -14,6 +14,7 @@ from pathlib import Path
 from uuid import UUID
 
 import psutil
+from mlflow import MlflowClient
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.objects import FlowRun, StateType
 
@@ -23,9 +24,11 @@ from infra.servers import prefect_server
 from infra.settings import Settings
 from rlcore.config import ExperimentConfig
 from rlcore.segment.journal import read_journal
-from tasks.runs import Run
+from tasks.runs import Run, existing_run
 from tests.chaos.victims import command
 from tests.flows.interpreter import fake_interpreter
+from tests.flows.outcome import still_running, temporary_folders
+from tests.shell import left_of
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -153,3 +156,33 @@ def prefect_stack(
             processes.stop(mark, 5.0)
             processes.stop(f"{mark}-cpu", 5.0)
             end_trainers(settings)
+
+
+def assert_whole(stack: Stack, flow_run_id: UUID) -> None:
+    """Complete, each step once in the journal and in MLflow, one MLflow run, nothing left behind."""
+    run = existing_run(stack.run_dir(flow_run_id).name, stack.settings)
+    assert run.finished_marker.exists()
+    steps = list(range(1, run.experiment.training.steps + 1))
+    assert [record.step for record in read_journal(run.run_dir / "journal.jsonl")] == steps
+    client = MlflowClient(tracking_uri=stack.settings.tracking_uri)
+    experiment = client.get_experiment_by_name("grpo-geo3k-tiny")
+    (tracked,) = client.search_runs([experiment.experiment_id], f"tags.`rlflow.run_id` = '{run.run_id}'")
+    assert tracked.info.status == "FINISHED"
+    points = client.get_metric_history(tracked.info.run_id, "optim/learning_rate")
+    assert sorted(point.step for point in points) == steps
+    assert_nothing_left(stack, flow_run_id)
+
+
+def assert_nothing_left(stack: Stack, flow_run_id: UUID) -> None:
+    run = existing_run(stack.run_dir(flow_run_id).name, stack.settings)
+    assert not processes.marked(run.trainer_mark)
+    assert not temporary_folders(run.run_dir)
+    servers = ("prefect worker start", "prefect server start", "prefect.server", "uvicorn")
+
+    def left() -> list[str]:
+        running = still_running(stack.settings.data_dir.parent)
+        return [line for line in running if not any(server in line for server in servers)]
+
+    # Prefect's own process of a flow outlives its state by some seconds
+    stack.wait_for(lambda: not left(), "the end of every process but the servers", seconds=60)
+    assert not left_of(run.trainer_mark)

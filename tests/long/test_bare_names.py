@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ from prefect.client.orchestration import SyncPrefectClient
 from infra.login import login_of
 from infra.servers import prefect_server
 from infra.settings import Settings
-from tests.shell import new_shell
+from tests.shell import installed, new_shell
 
 ROOT = Path(__file__).resolve().parents[2]
 PREFECT = Path(sys.executable).with_name("prefect")
@@ -57,20 +56,6 @@ def shell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shell]:
                 "COLUMNS": "80",
             }
         )
-
-
-def installed(folder: Path) -> Path:
-    """What pip writes for pyproject.toml's entry points, before anything that is installed already."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    record = folder / "site" / f"rlflow-{project['version']}.dist-info"
-    record.mkdir(parents=True)
-    (record / "METADATA").write_text(f"Metadata-Version: 2.1\nName: rlflow\nVersion: {project['version']}\n")
-    groups = [
-        f"[{group}]\n" + "".join(f"{name} = {value}\n" for name, value in entries.items())
-        for group, entries in project["entry-points"].items()
-    ]
-    (record / "entry_points.txt").write_text("\n".join(groups))
-    return record.parent
 
 
 def test_in_the_repository_a_bare_name_and_a_whole_one_run(shell: Shell) -> None:

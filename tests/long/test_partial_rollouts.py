@@ -9,17 +9,8 @@ from typing import Any
 import numpy as np
 
 from tests.integration.engine_bench import Bench, measured
-from tests.integration.tiny_run import experiment, run
-from tests.long.test_placement import ALONE, APART, numbers
+from tests.integration.tiny_run import ALONE, APART, CORRECTED, PARTIAL, experiment, numbers, run
 
-CORRECTED = {"algorithm.correction.name": "truncate", "algorithm.recompute_old_logprobs": False}
-PARTIAL = {
-    "rollout.partial.tokens_per_round": 6,
-    "rollout.partial.in_flight": 2,
-    "rollout.partial.one_ahead": True,
-    "training.max_staleness": 2,
-    "data.curriculum.rest_epochs": 1,
-}
 ROUND = 5  # tokens
 
 

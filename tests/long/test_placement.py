@@ -7,25 +7,14 @@ from typing import Any
 
 import pytest
 
-from tests.integration.tiny_run import experiment, journal, run, tokens_after
+from tests.integration.tiny_run import ALONE, APART, experiment, journal, numbers, run, tokens_after
 
-ALONE = {"resources.workers": 1}
-APART = {"resources.workers": 1, "resources.rollout_workers": 1}
 STALE = {
     "training.max_staleness": 1,
     "algorithm.correction.name": "truncate",
     "algorithm.recompute_old_logprobs": False,
     "data.curriculum.rest_epochs": 1,
 }
-
-
-def numbers(out: Path) -> list[dict[str, float]]:
-    """What is the same in equal runs: all but seconds and memory."""
-    left_out = ("time/", "system/", "perf/update_tokens_per", "perf/update_tflops")
-    return [
-        {name: value for name, value in record.metrics.items() if not name.startswith(left_out)}
-        for record in journal(out)
-    ]
 
 
 def test_one_step_off_policy_is_the_same_after_a_cut_and_with_all_in_one_place(

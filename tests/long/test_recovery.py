@@ -6,10 +6,8 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from uuid import UUID
 
 import pytest
-from mlflow import MlflowClient
 from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey, FlowRunFilter, FlowRunFilterTags
 from prefect.client.schemas.objects import StateType
 
@@ -21,9 +19,7 @@ from rlcore.segment.journal import read_journal
 from rlcore.segment.spec import SegmentManifest
 from tasks.ablation_points import tag_of
 from tasks.runs import existing_run
-from tests.flows.outcome import still_running, temporary_folders
-from tests.long.prefect_stack import Stack, prefect_stack
-from tests.shell import left_of
+from tests.long.prefect_stack import Stack, assert_nothing_left, assert_whole, prefect_stack
 from tests.stores import Parts
 
 
@@ -38,36 +34,6 @@ def stack(tmp_path_factory: pytest.TempPathFactory, parts: Parts) -> Iterator[St
 def calls(stack: Stack) -> int:
     """How often a trainer was started, over all runs so far."""
     return (stack.settings.data_dir / "calls.txt").read_text().count("train from segment")
-
-
-def assert_whole(stack: Stack, flow_run_id: UUID) -> None:
-    """Complete, each step once in the journal and in MLflow, one MLflow run, nothing left behind."""
-    run = existing_run(stack.run_dir(flow_run_id).name, stack.settings)
-    assert run.finished_marker.exists()
-    steps = list(range(1, run.experiment.training.steps + 1))
-    assert [record.step for record in read_journal(run.run_dir / "journal.jsonl")] == steps
-    client = MlflowClient(tracking_uri=stack.settings.tracking_uri)
-    experiment = client.get_experiment_by_name("grpo-geo3k-tiny")
-    (tracked,) = client.search_runs([experiment.experiment_id], f"tags.`rlflow.run_id` = '{run.run_id}'")
-    assert tracked.info.status == "FINISHED"
-    points = client.get_metric_history(tracked.info.run_id, "optim/learning_rate")
-    assert sorted(point.step for point in points) == steps
-    assert_nothing_left(stack, flow_run_id)
-
-
-def assert_nothing_left(stack: Stack, flow_run_id: UUID) -> None:
-    run = existing_run(stack.run_dir(flow_run_id).name, stack.settings)
-    assert not processes.marked(run.trainer_mark)
-    assert not temporary_folders(run.run_dir)
-    servers = ("prefect worker start", "prefect server start", "prefect.server", "uvicorn")
-
-    def left() -> list[str]:
-        running = still_running(stack.settings.data_dir.parent)
-        return [line for line in running if not any(server in line for server in servers)]
-
-    # Prefect's own process of a flow outlives its state by some seconds
-    stack.wait_for(lambda: not left(), "the end of every process but the servers", seconds=60)
-    assert not left_of(run.trainer_mark)
 
 
 def recoveries(run_dir: Path) -> list[dict[str, object]]:

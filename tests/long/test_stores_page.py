@@ -12,7 +12,8 @@ import psycopg
 import pytest
 
 from infra.services import read_state
-from tests.long.test_stack import ROOT, place_at, wait_for
+from tests.long.local_stack import place_at, wait_for
+from tests.shell import ROOT
 from tests.stores import BUCKET, Parts, postgres_programs
 
 pytestmark = [pytest.mark.stacks, pytest.mark.timeout(1200)]

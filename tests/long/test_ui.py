@@ -22,8 +22,8 @@ from infra.servers import answers, free_port
 from infra.settings import Settings
 from infra.tracking import Tracker
 from rlcore.segment.journal import StepRecord
+from tests.hostile_text import HOSTILE
 from tests.tour.pages import find_browser, logged_in
-from tests.unit.test_page import HOSTILE
 
 ROOT = Path(__file__).resolve().parents[2]
 

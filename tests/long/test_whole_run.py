@@ -29,8 +29,7 @@ from rlcore.data.synthetic import draw_problem
 from rlcore.segment.store import LocalCheckpointStore
 from tasks.lineage import main as show_lineage
 from tasks.runs import existing_run
-from tests.long.prefect_stack import ROOT, Stack, prefect_stack
-from tests.long.test_recovery import assert_whole
+from tests.long.prefect_stack import ROOT, Stack, assert_whole, prefect_stack
 from tests.stores import BUCKET, Parts, postgres_programs
 
 pytestmark = [pytest.mark.stacks, pytest.mark.timeout(2400)]
