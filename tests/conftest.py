@@ -89,11 +89,11 @@ def mixed_dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def plain(tiny_model: Path, dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> list[StepRecord]:
-    """Four steps of ``tiny_run.experiment`` as it stands."""
+    """Four steps of ``tiny_run.experiment`` as it stands, with Ray."""
     from tests.integration.tiny_run import experiment, journal, run
 
     folder = tmp_path_factory.mktemp("plain") / "run"
-    run(folder, tiny_model, dataset, experiment(), until=4)
+    run(folder, tiny_model, dataset, experiment(), until=4, through_ray=True)
     return journal(folder)
 
 

@@ -89,7 +89,7 @@ class RayRanks:
         """
         self._oom_kills = oom_kills()
         self._streaming, self._closed = threading.Lock(), False
-        self.size, engine = config.resources.devices, config.rollout.tensor_parallel
+        self.size = config.resources.devices
         group, sizes = placement.reserve(config, device), placement.bundle_sizes(config)
         options: dict[str, Any] = {"num_gpus": 1, "num_cpus": 1} if device == "cuda" else {"num_cpus": 1}
         options["runtime_env"] = {"env_vars": worker_environment(device, config.resources)}
@@ -106,24 +106,7 @@ class RayRanks:
         placement.check_seats(seats)
         order = placement.by_node([seat.address for seat in seats], sizes, config.resources.workers)
         self._actors, self._seats = [actors[i] for i in order], [seats[i] for i in order]
-        specs = [
-            WorkerSpec(
-                rank=rank,
-                world_size=config.resources.workers,
-                local_rank=0,  # Ray shows each actor its own device only
-                device=device,
-                threads=config.resources.threads_per_worker,
-                master_address=self._seats[0].address,
-                master_port=self._seats[0].ports[0],
-                model=model,
-                dataset=dataset,
-                config=config,
-                channel_port=self._seats[0].ports[1],
-                engine_address=self._seats[rank - rank % engine].address,
-                engine_port=self._seats[rank - rank % engine].ports[0],
-            )
-            for rank in range(self.size)
-        ]
+        specs = worker_specs(self._seats, config, model=model, dataset=dataset, device=device)
         several = len({seat.address for seat in seats}) > 1
         self._get([a.build.remote(make, spec, stacks, several) for a, spec in zip(self._actors, specs, strict=True)])
 
@@ -201,6 +184,31 @@ class RayRanks:
 
     def _where(self, rank: int) -> str:
         return f"pid {self._seats[rank].pid} on {self._seats[rank].address}"
+
+
+def worker_specs(
+    seats: Sequence[Seat], config: ExperimentConfig, *, model: Path, dataset: Path, device: str
+) -> list[WorkerSpec]:
+    """What each rank needs to build itself and to meet the others; ``seats`` by rank."""
+    engine = config.rollout.tensor_parallel
+    return [
+        WorkerSpec(
+            rank=rank,
+            world_size=config.resources.workers,
+            local_rank=0,  # each process sees its own device only
+            device=device,
+            threads=config.resources.threads_per_worker,
+            master_address=seats[0].address,
+            master_port=seats[0].ports[0],
+            model=model,
+            dataset=dataset,
+            config=config,
+            channel_port=seats[0].ports[1],
+            engine_address=seats[rank - rank % engine].address,
+            engine_port=seats[rank - rank % engine].ports[0],
+        )
+        for rank in range(len(seats))
+    ]
 
 
 def worker_environment(device: str, resources: ResourceConfig) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""A run of the real loop on the tiny policy with two Ray workers, in a process of its own."""
+"""A run of the real loop on the tiny policy with two ranks, in a process of its own."""
 
 from __future__ import annotations
 
@@ -77,15 +77,19 @@ def run(
     cut: int | None = None,
     resume: Path | None = None,
     coarse: bool = False,
+    through_ray: bool = False,
 ) -> dict[str, Any]:
     """
     Args:
         cut: a step on the way whose checkpoint is kept in ``out / "cut"``, for another run to ``resume`` from.
+        through_ray: the ranks are Ray's actors, as in production and on every GPU. Forked ranks compute the same and
+            start in a fifth of the time.
     """
     out.mkdir()
     settings = {
         "experiment": config.model_dump(mode="json"), "model": str(model), "dataset": str(dataset), "out": str(out),
         "until": until, "cut": cut, "resume": str(resume) if resume else None, "coarse": coarse,
+        "through_ray": through_ray or config.resources.device == "cuda",
     }  # fmt: skip
     process = FORKED.Process(target=train_tiny.main, args=(settings,))
     process.start()

@@ -1,4 +1,5 @@
-"""Run in a process of its own: the real loop with real Ray, FSDP2 and vLLM on the tiny policy with random weights.
+"""Run in a process of its own: the real loop with FSDP2 and vLLM on the tiny policy with random weights, its ranks as
+Ray's actors or forked.
 
 Only the grader is a stand-in, because random weights never
 give a right answer: it rewards the share of letters, which varies within a group, or (``coarse``) a number of letters
@@ -12,6 +13,7 @@ import json
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack
 from pathlib import Path
 
 from rlcore.startup import making_what_stays
@@ -28,6 +30,7 @@ with making_what_stays():
     from rlcore.training.loop import TrainingRun, train
     from rlcore.training.state import TrainState
     from rlcore.types import Completion, Problem, RolloutGroup, Score
+    from tests.integration.forked_ranks import ForkedRanks
 
 
 class LetterGrader:
@@ -62,10 +65,14 @@ def main(settings: dict[str, object]) -> None:
             versions = {r.completion.policy_version for r in group.rollouts}
             tokens.append(f"{step} {group.problem.problem_id} {sorted(versions)} {ids}")
 
-    start_ray(None, config.resources.devices)
-    try:
+    with ExitStack() as ends:
+        if settings["through_ray"]:
+            start_ray(None, config.resources.devices)
+            ends.callback(stop_ray)
+        kind = RayRanks if settings["through_ray"] else ForkedRanks
         device = config.resources.device
-        ranks = RayRanks(make_worker, model=Path(str(settings["model"])), dataset=dataset, config=config, device=device)
+        ranks = kind(make_worker, model=Path(str(settings["model"])), dataset=dataset, config=config, device=device)
+        ends.callback(ranks.close)
         workers = WorkerGroup(ranks, config)
         state = TrainState()
         if resume:
@@ -78,8 +85,7 @@ def main(settings: dict[str, object]) -> None:
         workers.sync_weights(state.step)
         grader = LetterGrader(coarse=bool(settings.get("coarse")))
         run = TrainingRun(config, load_problems(dataset), workers, grader, MetricJournal(out / "journal.jsonl"), keep)
-        ends = {"cut": settings["cut"], "checkpoint": settings["until"]}
-        for name, until in ends.items():
+        for name, until in {"cut": settings["cut"], "checkpoint": settings["until"]}.items():
             if until is None:
                 continue
             state = train(run, state, until_step=int(str(until)), should_stop=lambda: False)
@@ -90,8 +96,6 @@ def main(settings: dict[str, object]) -> None:
                 time.sleep(0.01)
             state.save(checkpoint)
             (checkpoint / "state.json").write_text(json.dumps(state.scalars()))
-    finally:
-        stop_ray()
     result = {"weights": _digest(out / "checkpoint", settings), "tokens": tokens}
     if settings["cut"] is not None:
         result["weights_at_cut"] = _digest(out / "cut", settings)

@@ -22,7 +22,7 @@ def test_one_step_off_policy_is_the_same_after_a_cut_and_with_all_in_one_place(
 ) -> None:
     options: dict[str, Any] = {"model": tiny_model, "dataset": dataset}
     apart, together = experiment(**APART, **STALE), experiment(**ALONE, **STALE)
-    whole = run(tmp_path / "whole", config=apart, until=4, cut=2, **options)
+    whole = run(tmp_path / "whole", config=apart, until=4, cut=2, through_ray=True, **options)
     rest = run(tmp_path / "rest", config=together, until=4, resume=tmp_path / "whole" / "cut", **options)
     assert rest["tokens"] == tokens_after(2, whole) != []
     assert rest["weights"] == whole["weights"]

@@ -138,7 +138,7 @@ def test_two_ranks_draw_what_one_draws(tmp_path: Path) -> None:
 def whole(tiny_model: Path, dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     """Two steps of a run whose two workers hold one sampler: its folder and its result."""
     folder = tmp_path_factory.mktemp("tensor-parallel") / "whole"
-    return folder, run(folder, tiny_model, dataset, experiment(**TOGETHER), until=2, cut=1)
+    return folder, run(folder, tiny_model, dataset, experiment(**TOGETHER), until=2, cut=1, through_ray=True)
 
 
 def test_a_cut_run_equals_the_whole(

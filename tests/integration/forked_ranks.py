@@ -1,0 +1,132 @@
+"""Ranks as processes forked from this one. They compute what ``RayRanks`` computes and start at once: torch, vLLM and
+transformers are loaded already, where each actor of Ray's imports them for ten seconds."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+from infra.servers import free_port
+from rlcore.config import ExperimentConfig
+from rlcore.distributed.actors import worker_environment, worker_specs
+from rlcore.distributed.blame import Failed
+from rlcore.distributed.placement import Seat
+from rlcore.distributed.worker import WorkerSpec
+from rlcore.errors import WorkerLostError
+
+_BUILT = 0  # the number of the answer that says that a rank is built
+
+Answers = SimpleQueue[tuple[int, bool, Any]]  # rank, whether it is the rank's last answer, result
+
+
+class ForkedRanks:
+    """Implements ``Ranks``. Make it before this process has threads: a fork copies only the thread that forks."""
+
+    def __init__(
+        self, make: Callable[[WorkerSpec], object], *, model: Path, dataset: Path, config: ExperimentConfig, device: str
+    ) -> None:
+        self.size = config.resources.devices
+        self._answers: dict[int, Answers] = {_BUILT: SimpleQueue()}
+        self._lock = threading.Lock()
+        seats = [Seat("127.0.0.1", (free_port(), free_port()), 0, {}, ()) for _ in range(self.size)]
+        context = multiprocessing.get_context("fork")
+        self._pipes: list[Connection] = []
+        self._processes = []
+        for spec in worker_specs(seats, config, model=model, dataset=dataset, device=device):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(make, spec, theirs, [*self._pipes, ours]), daemon=True)
+            process.start()
+            theirs.close()  # the rank alone holds it, so its end is seen
+            self._pipes.append(ours)
+            self._processes.append(process)
+        for rank in range(self.size):
+            threading.Thread(target=self._read, args=(rank,), daemon=True).start()
+        self._results(self._answers[_BUILT], self.size)
+
+    def call(self, method: str, arguments: Sequence[tuple[Any, ...]], first: int = 0) -> list[Any]:
+        results = self._results(self._ask(method, arguments, first), len(arguments))
+        return [results[rank] for rank in sorted(results)]
+
+    def stream(self, method: str, arguments: Sequence[tuple[Any, ...]], first: int = 0) -> Iterator[tuple[int, Any]]:
+        answers, left = self._ask(f"*{method}", arguments, first), len(arguments)
+        while left:
+            rank, is_last, item = answers.get()
+            if isinstance(item, Failed):
+                raise item.raised()
+            if is_last:
+                left -= 1
+            else:
+                yield rank - first, item
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.kill()  # an engine takes seconds to shut down, and there is nothing left to keep
+            process.join()
+
+    def _ask(self, method: str, arguments: Sequence[tuple[Any, ...]], first: int) -> Answers:
+        """The ranks take calls one after the other, as Ray's actors do. A star before the method: it yields."""
+        with self._lock:
+            number = len(self._answers)
+            self._answers[number] = SimpleQueue()
+            for rank, own in enumerate(arguments, first):
+                self._pipes[rank].send_bytes(pickle.dumps((number, method, own)))
+        return self._answers[number]
+
+    def _results(self, answers: Answers, count: int) -> dict[int, Any]:
+        results = {}
+        for _ in range(count):
+            rank, _, result = answers.get()
+            if isinstance(result, Failed):
+                raise result.raised()
+            results[rank] = result
+        return results
+
+    def _read(self, rank: int) -> None:
+        with suppress(EOFError, OSError):
+            while True:
+                number, is_last, result = pickle.loads(self._pipes[rank].recv_bytes())
+                self._answers[number].put((rank, is_last, result))
+        lost = Failed(rank, "", time.time(), WorkerLostError(f"rank {rank} is gone"), "", died=True)
+        for answers in list(self._answers.values()):
+            answers.put((rank, True, lost))
+
+
+def _serve(
+    make: Callable[[WorkerSpec], object], spec: WorkerSpec, pipe: Connection, inherited: Sequence[Connection]
+) -> None:
+    for end in inherited:
+        end.close()
+    os.environ.update(worker_environment(spec.device, spec.config.resources))
+
+    def answer(number: int, is_last: bool, result: Any) -> None:
+        pipe.send_bytes(pickle.dumps((number, is_last, result)))
+
+    try:
+        worker = make(spec)
+    except Exception as error:  # noqa: BLE001 - the driver raises it
+        answer(_BUILT, True, Failed.of(spec.rank, error))
+        return
+    answer(_BUILT, True, None)
+    while True:
+        try:
+            number, method, arguments = pickle.loads(pipe.recv_bytes())
+        except EOFError:
+            os._exit(0)  # the driver is gone
+        try:
+            result = getattr(worker, method.removeprefix("*"))(*arguments)
+            if method.startswith("*"):
+                for item in result:
+                    answer(number, False, item)
+                result = None
+            answer(number, True, result)
+        except Exception as error:  # noqa: BLE001 - the driver raises it
+            answer(number, True, Failed.of(spec.rank, error))
