@@ -80,7 +80,9 @@ docs: $(STAMP)
 	@$(RUN) -m tests.bench.tables
 
 # A file's tests share their servers, so they stay together; the long ones, of integration, come before those of units.
-PYTEST := $(RUN) -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
+# make test ORDER=random: files, and the tests of each, in a random order; SEED, which is printed, repeats one.
+SEED := $(shell date +%s)
+PYTEST := $(RUN) -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder $(if $(filter random,$(ORDER)),--random-order-bucket=module --random-order-seed=$(SEED))
 
 # tests/long is left out; tests/gpu needs a GPU.
 test: $(STAMP)
