@@ -1,0 +1,72 @@
+"""A merged model is held to what vLLM itself says of it: the right folder is accepted, another one refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from rlcore.config import TinyModelConfig
+from rlcore.errors import ModelError
+from rlcore.models.merge import CanarySequence, read_canary, verify_merged
+from tests.integration.engine_bench import measured
+
+CHANGED = "model.layers.0.mlp.down_proj.weight"
+
+
+def canary_of(model: Path) -> Path:
+    """What transformers says of two completions, row by row: the row of token t - 1 holds log p(token t)."""
+    policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    sequences = []
+    for tokens, start in (([5, 9, 13, 7, 20, 6], 3), ([8, 11, 6, 30, 12, 9, 10, 14], 5)):
+        with torch.no_grad():
+            rows = policy(input_ids=torch.tensor([tokens])).logits[0].log_softmax(-1)
+        logprobs = [float(rows[t - 1, tokens[t]]) for t in range(start, len(tokens))]
+        sequences.append(CanarySequence(token_ids=tokens, completion_start=start, images=(), logprobs=logprobs))
+    path = model / "canary.json"
+    path.write_text(json.dumps({"sequences": [sequence.model_dump(mode="json") for sequence in sequences]}))
+    return path
+
+
+def verified(folder: Path) -> dict[str, Any]:
+    """One engine, which loads ``merged``; both folders are then held to its log-probs."""
+    from rlcore.rollout.engine import set_engine_environment, vllm_sequence_logprobs
+    from tests.numerics import toy
+
+    set_engine_environment("cpu")
+    merged, other = folder / "merged", folder / "other"
+    said = vllm_sequence_logprobs(merged, read_canary(canary_of(merged)), folder, toy.config(), "cpu")
+    result: dict[str, Any] = {}
+    for name, model in (("merged", merged), ("other", other)):
+        canary = canary_of(model)
+        try:
+            report = verify_merged(
+                model,
+                canary,
+                log_prob_with_vllm=lambda *_: said,
+                read_image=lambda image: None,
+                min_pixels=1,
+                max_pixels=1,
+            )
+            result[name] = report.vllm_max_delta
+        except ModelError as error:
+            result[name] = str(error)
+    return result
+
+
+def test_vllm_accepts_the_merged_model_and_refuses_one_with_another_layer(tmp_path: Path) -> None:
+    from rlcore.models.tiny_text import create_text_policy
+
+    create_text_policy(tmp_path / "merged", TinyModelConfig(task="sums", warm_start_steps=0))
+    shutil.copytree(tmp_path / "merged", tmp_path / "other")
+    weights = load_file(tmp_path / "other" / "model.safetensors")
+    weights[CHANGED] = weights[CHANGED] * 1.5
+    save_file(weights, tmp_path / "other" / "model.safetensors", metadata={"format": "pt"})
+    result = measured(verified, tmp_path)
+    assert 0 <= result["merged"] < 1e-4
+    assert "through vLLM a log-prob differs by" in str(result["other"]), result
