@@ -11,7 +11,7 @@ FIND_PYTHON := for p in python3.11 python3.12 python3; do \
   && $$p -c 'import sys; print(sys.executable)' && break; done
 PYTHON := $(shell $(FIND_PYTHON))
 UV := $(or $(shell command -v uv),.uv/bin/uv)
-LOCK := $(UV) pip compile pyproject.toml --python-version 3.11 --no-emit-index-url --no-header --extra dev --extra oracle --extra tensorboard --extra wandb
+LOCK := $(UV) pip compile pyproject.toml --python-version 3.11 --no-emit-index-url --no-header --extra dev --extra oracle --extra tensorboard --extra wandb --extra swanlab
 export UV_PYTHON_DOWNLOADS := never
 # Compiled at install, or every start of a worker imports for 15 s instead of 6.
 export UV_COMPILE_BYTECODE := 1
