@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from rlcore.segment.journal import StepRecord
     from tests.stores import Parts
 
+pytest_plugins = ["tests.skips"]
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     text = "what tests marked stacks keep their databases and files in"

@@ -24,7 +24,6 @@ from http import HTTPStatus
 from pathlib import Path
 
 import psycopg
-import pytest
 import s3fs
 
 from infra.logs import get_logger
@@ -51,12 +50,16 @@ class Postgres:
 
 
 def postgres_programs() -> Path:
-    """The folder of Debian's newest PostgreSQL, or that of the one on the PATH; without any the test is skipped."""
+    """The folder of Debian's newest PostgreSQL, or of the one on the PATH.
+
+    Raises:
+        FileNotFoundError: there is none.
+    """
     folders = sorted(Path("/usr/lib/postgresql").glob("*/bin"), key=lambda path: int(path.parent.name))
     usable = [folder for folder in folders if (folder / "initdb").exists()]
     on_path = shutil.which("initdb")
     if not usable and on_path is None:
-        pytest.skip("no PostgreSQL on this machine: apt-get install postgresql to run this test")
+        raise FileNotFoundError("no initdb in /usr/lib/postgresql/*/bin or on the PATH")
     return usable[-1] if usable else Path(str(on_path)).resolve().parent
 
 

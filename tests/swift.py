@@ -15,13 +15,11 @@ from dataclasses import dataclass, field
 from http.client import HTTPResponse
 from pathlib import Path
 
-import pytest
 import s3fs
 
 from infra.servers import free_port
 from tests.stores import BUCKET, S3, end_with_parent, wait_for_answer
 
-PACKAGES = "swift-proxy swift-account swift-container swift-object memcached openssl"
 _PYTHON = Path("/usr/bin/python3")  # the one that Debian's swift is installed for
 _LAYERS = ("account", "container", "object")
 _RINGS = """
@@ -190,12 +188,20 @@ class Swift(S3):
             subprocess.run(command, check=True, cwd=self.folder, capture_output=True)
 
 
-@contextmanager
-def swift_server(folder: Path) -> Iterator[Swift]:
-    """A Swift with its files below ``folder``; skipped where Debian's packages are missing."""
+def check_programs() -> None:
+    """
+    Raises:
+        FileNotFoundError: a program is missing.
+    """
     missing = [name for name in ("swift-proxy-server", "memcached", "openssl") if shutil.which(name) is None]
     if missing:
-        pytest.skip(f"no {', '.join(missing)} on this machine: apt-get install {PACKAGES} to run this test")
+        raise FileNotFoundError(f"no {', '.join(missing)} on the PATH")
+
+
+@contextmanager
+def swift_server(folder: Path) -> Iterator[Swift]:
+    """A Swift with its files below ``folder``."""
+    check_programs()
     s3fs.S3FileSystem.clear_instance_cache()
     server = Swift(free_port(), "test:tester", secrets.token_hex(20), folder=folder)
     try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 from pathlib import Path
 
 import pytest
@@ -139,7 +138,6 @@ def test_a_program_of_others_passes_where_the_page_says_that_it_is_elsewhere() -
         check([".venv/bin/python", "-m", "flows.train_grpo", "grpo-geo3k", "--sett", "seed=1"], elsewhere=True)
 
 
-@pytest.mark.skipif(shutil.which("openssl") is None, reason="about the help of openssl")
 def test_options_of_an_installed_program_of_others_are_checked() -> None:
     check(["openssl", "rand", "-hex", "32"], elsewhere=True)
     with pytest.raises(Finding, match="openssl rand has no option -hax"):

@@ -7,11 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.integration.tiny_run import ON_A_GPU, experiment, journal, run
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = pytest.mark.gpu
 COMPARED = ("reward/mean", "loss/policy", "loss/kl_ref", "optim/grad_norm", "rollout/abs_delta_logprob_mean")
 
 

@@ -21,7 +21,7 @@ from rlcore.types import TrainingSample
 from tests.bench.update import Shape, make_samples
 from tests.numerics.toy import in_one_vector, keep_gradients
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+pytestmark = pytest.mark.gpu
 
 SHAPE = Shape(prompt=60, cap=40, side=0)
 
@@ -93,7 +93,6 @@ def _rank(rank: int, world: int, port: int, compiled: bool, out: str) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one CUDA device")
 @pytest.mark.parametrize("compiled", [False, True])
 def test_two_gpus_take_the_step_of_one(tmp_path: Path, compiled: bool) -> None:
     """In bfloat16, in which the kernels compute."""

@@ -5,12 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
 from rlcore.config import ExperimentConfig
 from tests.integration.tiny_run import experiment, journal, run
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")]
+pytestmark = pytest.mark.gpu
 SETTINGS = {
     "resources.device": "cuda",
     "rollout.gpu_memory_utilization": 0.2,

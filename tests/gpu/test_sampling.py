@@ -9,14 +9,13 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
-import torch
 
 from rlcore.artifacts import DatasetRef, EvalReport, ModelRef
 from rlcore.job import EvaluateSpec
 from tests.docs.pages import ROOT
 from tests.integration.tiny_run import CORRECTED, ON_A_GPU, PARTIAL, experiment, journal, run
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.timeout(300)

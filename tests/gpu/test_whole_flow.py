@@ -20,7 +20,6 @@ from tests.whole_flow import run_flow
 DATA = Path(os.environ.get("RLFLOW_DATA", ""))
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
     pytest.mark.timeout(1700),
 ]
 SMALL = {

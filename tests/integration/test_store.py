@@ -25,10 +25,13 @@ MIB = 2**20
 PART = 5 * MIB  # the least that S3 takes
 
 
-@pytest.fixture(scope="module", params=["moto", "swift over TLS"])
+MOTO, SWIFT = "moto", "swift over TLS"
+
+
+@pytest.fixture(scope="module", params=[MOTO, SWIFT])
 def s3(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3]:
     folder = tmp_path_factory.mktemp("s3")
-    serve = s3_server(folder / "log") if request.param == "moto" else swift_server(folder)
+    serve = s3_server(folder / "log") if request.param == MOTO else swift_server(folder)
     with serve as server, pytest.MonkeyPatch.context() as patch:
         for name, value in server.variables.items():
             patch.setenv(name, value)
@@ -206,12 +209,11 @@ def test_mlflow_s_own_client_reaches_the_same_bucket(store: Store, s3: S3, tmp_p
     assert store.get(f"mlflow/{name}") == b"said"
 
 
+@pytest.mark.parametrize("s3", [SWIFT], indirect=True)
 def test_a_refusal_is_told_at_once_with_what_to_change(
-    s3: S3, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    s3: Swift, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """With pauses of an hour before each further try: there is none."""
-    if not isinstance(s3, Swift):
-        pytest.skip("moto refuses nothing; the same test runs on Swift")
+    """With pauses of an hour before each further try: there is none. moto refuses nothing."""
     delays = (3600.0,)
     with pytest.raises(StorageRefusedError, match="does not exist. Make the bucket, or correct RLFLOW_STORE"):
         Store("s3://nobody-made-it/x", delays=delays).push(folder, "key")
@@ -265,11 +267,11 @@ def test_of_two_writers_who_have_read_the_same_one_wins(store: Store, monkeypatc
     assert store.get("holder") == b"second"
 
 
+@pytest.mark.parametrize("s3", [MOTO], indirect=True)
 def test_a_writer_that_comes_between_look_and_write_is_not_overwritten(
     store: Store, s3: S3, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if isinstance(s3, Swift):
-        pytest.skip("Swift has no conditional writes; the same test runs on moto")
+    """Swift has no conditional writes."""
     look = Store.get
 
     def then_another_writes(self: Store, key: str) -> bytes | None:

@@ -7,8 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from rlcore.artifacts import Artifact, DatasetRef
 from rlcore.config import DataConfig, ModelConfig
 from rlcore.data.digest import dataset_key
@@ -18,13 +16,6 @@ from rlcore.job import JobSpec, PrepareSpec, ResizeSpec
 
 CHECKOUT = Path(__file__).parents[2]
 FOLDER = Path(os.environ.get("RLFLOW_DATA", CHECKOUT.parent / "shared" / "data")) / "geometry3k"
-
-pytestmark = [
-    pytest.mark.skipif(
-        not (FOLDER / "train.parquet").is_file(),
-        reason="Geometry3K is not here: put its train and validation parquet into RLFLOW_DATA/geometry3k.",
-    ),
-]
 
 
 def run_job(module: str, spec: JobSpec) -> DatasetRef:

@@ -98,10 +98,7 @@ def test_an_ablation_is_started_compared_and_looked_at(place: Place) -> None:
 
 def test_the_pages_show_the_ablation(place: Place) -> None:
     """MLflow's compare page: names, what differs, rewards in its first plot. Prefect's: the report with its plots."""
-    try:
-        browser = find_browser()
-    except RuntimeError as error:
-        pytest.skip(str(error))
+    browser = find_browser()
     from playwright.sync_api import sync_playwright
 
     runs = Results(place.mlflow).latest("grpo-geo3k-tiny", 4)

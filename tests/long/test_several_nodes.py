@@ -14,12 +14,6 @@ from tests.long import hosts
 from tests.long.cluster_run import DISTURBED, STEPS, UNDISTURBED
 
 
-@pytest.fixture(autouse=True)
-def _namespaces() -> None:
-    if reason := hosts.why_not():
-        pytest.skip(reason)
-
-
 def test_nodes_that_do_not_fit_or_are_cut_off_are_named(tmp_path: Path) -> None:
     answer = hosts.inside(tmp_path, "tests.long.cluster_failures")
     assert answer.returncode == 0, answer.stdout[-3000:] + answer.stderr[-6000:]

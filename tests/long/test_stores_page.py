@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import psycopg
@@ -14,14 +15,24 @@ import pytest
 from infra.services import read_state
 from tests.long.local_stack import place_at, wait_for
 from tests.shell import ROOT
-from tests.stores import BUCKET, Parts, postgres_programs
+from tests.stores import BUCKET, S3, Postgres, postgres_programs, postgres_server, s3_server
 
-pytestmark = [pytest.mark.stacks, pytest.mark.timeout(1200)]
+pytestmark = pytest.mark.timeout(1200)
 
 
-def test_the_example_of_the_page_runs(parts: Parts, tmp_path: Path) -> None:
-    if parts.postgres is None or parts.s3 is None:
-        pytest.skip("about PostgreSQL and S3: pytest --stack=postgres-s3")
+@pytest.fixture
+def postgres() -> Iterator[Postgres]:
+    with postgres_server() as server:
+        yield server
+
+
+@pytest.fixture
+def s3(tmp_path: Path) -> Iterator[S3]:
+    with s3_server(tmp_path / "s3.txt") as server:
+        yield server
+
+
+def test_the_example_of_the_page_runs(postgres: Postgres, s3: S3, tmp_path: Path) -> None:
     page = (ROOT / "docs" / "howto" / "stores.md").read_text()
     example = re.search(r"<!-- elsewhere: PostgreSQL[^>]*-->\n```sh\n(.*?)```", page, re.DOTALL)
     assert example
@@ -31,7 +42,6 @@ def test_the_example_of_the_page_runs(parts: Parts, tmp_path: Path) -> None:
         "set -e\n" + make + example[1].replace("-p steps=4", """-p steps=4 -p 'overrides=["data.template=math"]'""")
     )
     programs = os.pathsep.join([str(postgres_programs()), str(Path(sys.executable).parent), os.environ["PATH"]])
-    postgres = parts.postgres
     given = {
         "PGHOST": "127.0.0.1",
         "PGPORT": str(postgres.port),
@@ -39,7 +49,7 @@ def test_the_example_of_the_page_runs(parts: Parts, tmp_path: Path) -> None:
         "PGPASSWORD": postgres.password,
         "PATH": programs,
         "FAKE_STEP_SECONDS": "0.2",
-        **parts.s3.variables,
+        **s3.variables,
     }
     with place_at(tmp_path, given) as place:
         try:
@@ -50,7 +60,7 @@ def test_the_example_of_the_page_runs(parts: Parts, tmp_path: Path) -> None:
             assert answer.returncode == 0, answer.stdout + answer.stderr + logs
             assert "running of 1 at a time" in answer.stdout
             wait_for(lambda: any(place.settings.runs_dir.glob("*/finished")), "the end of the run")
-            files = parts.s3.files()
+            files = s3.files()
             found = f"{BUCKET}/lab/runs"
             wait_for(lambda: any(name.endswith("/finished") for name in files.find(found)), "its end in the bucket")
         finally:
@@ -66,4 +76,4 @@ def test_the_example_of_the_page_runs(parts: Parts, tmp_path: Path) -> None:
         for log in tmp_path.rglob("*.log"):
             text = log.read_text(errors="replace")
             assert postgres.password not in text, log
-            assert parts.s3.secret_key not in text, log
+            assert s3.secret_key not in text, log

@@ -22,13 +22,6 @@ CHECKOUT = Path(__file__).parents[2]
 FOLDER = Path(os.environ.get("RLFLOW_DATA", CHECKOUT.parent / "shared" / "data"))
 TEXT, SEEING = (ModelConfig(tiny=TinyModelConfig(task=task)) for task in ("sums", "geometry"))
 
-pytestmark = [
-    pytest.mark.skipif(
-        not (FOLDER / "gsm8k").is_dir() or not (FOLDER / "math12k").is_dir(),
-        reason="GSM8K and MATH are not here: put their parquet files into RLFLOW_DATA/gsm8k, math12k and math500.",
-    ),
-]
-
 
 @pytest.mark.parametrize("model", [TEXT, SEEING], ids=["text", "seeing"])
 @pytest.mark.parametrize(

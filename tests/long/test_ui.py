@@ -94,10 +94,7 @@ def _run_a_flow(env: dict[str, str]) -> None:
 
 
 def test_both_pages_show_the_run(pages: tuple[str, str, Path]) -> None:
-    try:
-        browser = find_browser()
-    except RuntimeError as error:
-        pytest.skip(str(error))
+    browser = find_browser()
     from playwright.sync_api import sync_playwright
 
     prefect, mlflow, folder = pages
@@ -121,10 +118,7 @@ def test_both_pages_show_the_run(pages: tuple[str, str, Path]) -> None:
 
 
 def test_a_completion_on_prefects_page_asks_nobody(pages: tuple[str, str, Path]) -> None:
-    try:
-        browser = find_browser()
-    except RuntimeError as error:
-        pytest.skip(str(error))
+    browser = find_browser()
     from playwright.sync_api import sync_playwright
 
     prefect, _, folder = pages

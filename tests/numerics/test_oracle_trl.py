@@ -13,11 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
-
-pytest.importorskip("trl", reason="the oracle is TRL: pip install 'rlflow[oracle]'")
-
 from datasets import Dataset
+from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 from trl import GRPOConfig, GRPOTrainer
 

@@ -41,11 +41,11 @@ class Page:
 def find_browser() -> str:
     """
     Raises:
-        RuntimeError: there is none.
+        FileNotFoundError: there is none.
     """
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
     if browser is None:
-        raise RuntimeError(f"no browser on this machine: install one of {', '.join(BROWSERS)}")
+        raise FileNotFoundError(f"no {' or '.join(BROWSERS)} on the PATH")
     return browser
 
 

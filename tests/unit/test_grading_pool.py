@@ -148,7 +148,6 @@ def test_a_worker_killed_while_idle_costs_nothing(pool):
     assert pool.deaths == 0
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the cap is on Linux")
 def test_a_reward_that_asks_for_all_memory_is_refused(pool):
     assert not grade(pool, "hog")[0].graded
     assert "MemoryError" in pool.first_traceback
@@ -194,7 +193,6 @@ def test_close_leaves_no_process_and_fails_what_was_running():
     assert (pool.timeouts, pool.errors, pool.deaths) == (0, 0, 0)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's death signal is Linux's")
 def test_workers_die_with_a_trainer_that_is_killed(tmp_path):
     script = tmp_path / "trainer.py"
     script.write_text(

@@ -7,8 +7,6 @@ import sys
 import time
 from pathlib import Path
 
-import pytest
-
 from infra import processes
 from rlcore.segment.lease import Lease
 from rlcore.stacks import innermost, pid_of
@@ -66,8 +64,6 @@ def test_a_start_that_never_takes_the_lease_is_stuck_too(tmp_path: Path) -> None
 
 
 def test_the_stacks_of_every_process_are_kept_and_all_are_ended(tmp_path: Path) -> None:
-    if sys.platform != "linux":
-        pytest.skip("the mark of a process is read from /proc")
     code, live, mark = tmp_path / "stuck.py", tmp_path / "stacks" / "live", "hang-test"
     code.write_text(STUCK)
     args = [sys.executable, "-c", STUCK, str(live), "trainer", str(code)]

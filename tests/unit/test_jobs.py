@@ -140,8 +140,6 @@ def is_running(pid: int) -> bool:
 
 
 def test_a_job_ends_with_the_thread_that_waits_for_it(tmp_path: Path) -> None:
-    if sys.platform != "linux":
-        pytest.skip("only Linux tells a child that its parent died")
     settings = Settings(data_dir=tmp_path)
     env = environment.for_children(settings)
     started: list[int] = []

@@ -28,13 +28,6 @@ FILES = {
 BOX = r"<think>a</think> It is \boxed{@}."
 TAGS = "<think>a</think>\n<answer>@</answer>"
 
-pytestmark = [
-    pytest.mark.skipif(
-        not all((FOLDER / f"{name}.parquet").is_file() for name in FILES),
-        reason="The real datasets are not here: put geometry3k, gsm8k, math12k and math500 into RLFLOW_DATA.",
-    ),
-]
-
 
 def marks(config, template: str, name: str, every: int = 1) -> tuple[list[str], list[str]]:
     """Truths that fall short of full marks, and for which the wrong answer is right, in each ``every``-th row."""
