@@ -22,7 +22,7 @@ help:
 	@echo 'make demo-gsm8k, -countdown    the same with a tiny text policy: sums, the countdown game'
 	@echo 'make demo-geo3k DATA=FOLDER    the same on real Geometry3K files, two steps'
 	@echo 'make demo-algorithms           does every algorithm learn? A table of three seeds each, under 40 minutes'
-	@echo 'make chaos                     kill everything, at random; is anything lost? A table, 15 to 20 minutes'
+	@echo 'make chaos                     kill everything, at random; is anything lost? A table, 25 minutes; SEED=7 repeats one'
 	@echo 'make up, down, status          Prefect, MLflow and workers in the background; then .venv/bin/prefect deployment run NAME'
 	@echo 'make tour                      all of it once, from nothing, with pictures of the pages; under 30 minutes'
 	@echo 'make ui                        the Prefect and MLflow pages over the data folder'
@@ -64,7 +64,7 @@ demo-algorithms: $(STAMP)
 	@OMP_NUM_THREADS=1 $(RUN) -W ignore -m tests.bench.algorithms
 
 chaos: $(STAMP)
-	@OMP_NUM_THREADS=1 $(RUN) -m tests.chaos
+	@OMP_NUM_THREADS=1 $(RUN) -m tests.chaos $(if $(SEED),--seed $(SEED))
 
 up down status: $(STAMP)
 	@$(RUN) -m infra.stack $@

@@ -1,4 +1,4 @@
-"""The environment of a terminal that a user has just opened, and what a command has left running."""
+"""The environment of a terminal that a user has just opened."""
 
 from __future__ import annotations
 
@@ -6,10 +6,6 @@ import os
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-
-import psutil
-
-from infra import processes
 
 ROOT = Path(__file__).resolve().parents[1]
 _OURS = ("PREFECT_", "RLFLOW_", "MLFLOW_")
@@ -20,13 +16,6 @@ def new_shell(variables: Mapping[str, str] | None = None, /, **more: str) -> dic
     has: a command that inherited it would keep its state in somebody else's folder."""
     found = {name: value for name, value in os.environ.items() if not name.startswith(_OURS)}
     return {**found, **(variables or {}), **more}
-
-
-def left_of(mark: str) -> list[str]:
-    """Processes that carry the mark, and Ray's, which write over it but work in the marked folder."""
-    folder = str(processes.temporary_folder(mark))
-    commands = [" ".join(item.info["cmdline"] or []) for item in psutil.process_iter(["cmdline"])]
-    return [*map(str, processes.marked(mark)), *(command for command in commands if folder in command)]
 
 
 def installed(folder: Path) -> Path:

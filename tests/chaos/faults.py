@@ -52,7 +52,8 @@ class SmallDisk:
         self._folder = folder
         folder.mkdir(parents=True)
         command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
-        self.mounted = subprocess.run(command, capture_output=True, check=False).returncode == 0
+        answer = subprocess.run(command, capture_output=True, text=True, check=False)
+        self.refused = answer.stderr.strip() or f"mount ended with {answer.returncode}" if answer.returncode else ""
 
     def fill(self) -> None:
         with contextlib.suppress(OSError), (self._folder / ".ballast").open("wb") as file:
@@ -68,7 +69,7 @@ class SmallDisk:
         subprocess.run(["mount", "-o", options, str(self._folder)], check=True)
 
     def close(self) -> None:
-        if self.mounted:
+        if not self.refused:
             subprocess.run(["umount", "--lazy", str(self._folder)], check=True)
 
 

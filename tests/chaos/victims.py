@@ -1,33 +1,45 @@
-"""Whom to kill, and when: finds the processes of a run, and waits for the moments that hurt most."""
+"""Whom to kill, and when: the processes of a run, and how to see that a moment is there."""
 
 from __future__ import annotations
 
 import contextlib
-import random
+import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import psutil
 
-from rlcore.segment.journal import read_journal
+from rlcore.segment.journal import StepRecord, read_journal
 from rlcore.segment.lease import holder_alive
+from rlcore.stacks import SIGNAL, innermost
+from tests.left import command_of
 
-_POLL_SECONDS = 0.003
+_DUMP_SECONDS = 0.5
+_HANDLER_SECONDS = 0.2  # from the dump's file to the signal's handler: before it the signal would end the trainer
+
+
+ComesBack = Literal["step", "published", "process", "end"]
+"""What shows that a run has come back: its next step, MLflow's next step, another such process, or its end."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """What there is to see of a run while it is trained."""
+    """What can be seen of a run from outside."""
 
-    data_dir: Path
     run_dir: Path
+    command_log: Path
+    command: Callable[[], psutil.Process | None]  # the flow's process, if it lives
+
+    @property
+    def journal(self) -> list[StepRecord]:
+        return read_journal(self.run_dir / "journal.jsonl")
 
     @property
     def steps(self) -> int:
-        """Steps in the journal."""
-        records = read_journal(self.run_dir / "journal.jsonl")
+        records = self.journal
         return records[-1].step if records else 0
 
     @property
@@ -36,96 +48,165 @@ class Scene:
         found = [int(path.name.removeprefix("step-")) for path in (self.run_dir / "checkpoints").glob("step-*[0-9]")]
         return max(found, default=0)
 
+    @property
+    def published(self) -> int:
+        """The last step that MLflow has acknowledged."""
+        noted = self.run_dir / "mlflow.json"
+        return int(json.loads(noted.read_text())["published_step"]) if noted.exists() else 0
+
     def trainer(self) -> psutil.Process | None:
+        """The holder of the lease."""
         holder = holder_alive(self.run_dir / "lease.json")
         with contextlib.suppress(psutil.NoSuchProcess):
             return None if holder is None else psutil.Process(holder.pid)
         return None
 
-    def below_trainer(self, *words: str) -> list[psutil.Process]:
-        """Live descendants of the trainer whose command line has one of ``words``."""
+    def starting_trainer(self) -> psutil.Process | None:
+        """The trainer that has not taken a step yet, with the lease or still without."""
+        spec = f"rlcore.segment run {self.run_dir / 'spec.json'}"
+        for process in psutil.process_iter():
+            if spec in command_of(process):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    records = self.journal
+                    stepped = records and records[-1].timestamp_ms / 1000 >= process.create_time()
+                    return None if stepped else process
+        return None
+
+    def trainer_frames(self) -> list[str]:
+        """The stack of the trainer's main thread, the innermost frame first; empty if it does not tell.
+
+        It is the dump that a trainer writes on SIGUSR1 for the hang watch.
+        """
         trainer = self.trainer()
         if trainer is None:
             return []
+        dump = self.run_dir / "stacks" / "live" / f"trainer-{trainer.pid}.txt"
+        if not dump.exists() or time.time() - dump.stat().st_ctime < _HANDLER_SECONDS:
+            return []
+        before = dump.stat().st_size
         with contextlib.suppress(psutil.NoSuchProcess):
-            return [p for p in trainer.children(recursive=True) if any(word in command(p) for word in words)]
-        return []
+            trainer.send_signal(SIGNAL)
+        deadline, text = time.monotonic() + _DUMP_SECONDS, ""
+        while not text.endswith("\n") and time.monotonic() < deadline:
+            time.sleep(0.005)
+            text = dump.read_text(errors="replace")[before:]
+        return innermost(text, 100)
 
 
-def command(process: psutil.Process) -> str:
-    """Empty for one that has ended, zombies included."""
-    with contextlib.suppress(psutil.Error):
-        return " ".join(process.cmdline())
-    return ""
+def below(process: psutil.Process | None, *words: str) -> list[psutil.Process]:
+    """Live descendants whose command line has one of ``words``."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        if process is not None:
+            return [p for p in process.children(recursive=True) if any(word in command_of(p) for word in words)]
+    return []
 
 
 @dataclass(frozen=True, slots=True)
-class Victim:
-    """Something to kill with SIGKILL."""
+class Kind:
+    """A victim at a moment. ``find`` returns whom to choose from, none if there is nobody yet; ``holds`` is asked while
+    the victim is stopped by SIGSTOP, so that what it sees is so at the kill."""
 
-    name: str
+    victim: str
     moment: str
-    find: Callable[[Scene], list[psutil.Process]]  # one of these, at random
-    wait: Callable[[Scene, random.Random], bool]  # for the moment; False: it did not come
+    find: Callable[[Scene], list[psutil.Process]]
+    holds: Callable[[Scene], bool]
+    at_most: float  # seconds of a random delay before the kill, once there is somebody
     restarts_trainer: bool = True
+    comes_back: ComesBack = "step"
+
+    def __str__(self) -> str:
+        return f"{self.victim}: {self.moment}"
 
 
-def at_random(scene: Scene, chance: random.Random) -> bool:
-    """Anywhere within the next step or two."""
-    time.sleep(chance.uniform(0.0, 1.5))
+def _one(process: psutil.Process | None) -> list[psutil.Process]:
+    return [] if process is None else [process]
+
+
+def _trainer(scene: Scene) -> list[psutil.Process]:
+    return _one(scene.trainer())
+
+
+def _workers(scene: Scene) -> list[psutil.Process]:
+    return below(scene.trainer(), "ray::WorkerActor")
+
+
+def _command(scene: Scene) -> list[psutil.Process]:
+    return _one(scene.command())
+
+
+def _job(module: str) -> Callable[[Scene], list[psutil.Process]]:
+    """The job of the flow, its Ray and its workers."""
+    return lambda scene: [
+        process
+        for job in below(scene.command(), f"-m {module} ")
+        for process in (job, *below(job, "ray::", "raylet/raylet", "gcs_server"))
+    ]
+
+
+def _always(scene: Scene) -> bool:
     return True
 
 
-def checkpoint_under_way(scene: Scene, chance: random.Random) -> bool:
-    return _seen(lambda: any((scene.run_dir / "checkpoints").glob(".staging-*")), chance, later=0.05)
+def _writes_checkpoint(scene: Scene) -> bool:
+    """This trainer does: a dead one leaves its part until the next commit."""
+    trainer = scene.trainer()
+    parts = (scene.run_dir / "checkpoints").glob(".staging-*")
+    return trainer is not None and any(part.stat().st_ctime > trainer.create_time() for part in parts)
 
 
-def weight_sync(scene: Scene, chance: random.Random) -> bool:
-    """By the clock: a step is journaled right after its sync, and steps take equally long."""
-    before = scene.steps
-    if not _seen(lambda: scene.steps > before, chance, later=0.0):
-        return False
-    times = read_journal(scene.run_dir / "journal.jsonl")[-1].metrics
-    time.sleep(max(0.0, times["time/step"] - chance.uniform(0.0, 1.5) * times["time/weight_sync"]))
-    return True
+def _sends_checkpoint(scene: Scene) -> bool:
+    return any((scene.run_dir / "checkpoints").glob(".sending-*"))
 
 
-def metrics_due(scene: Scene, chance: random.Random) -> bool:
-    """Right after a commit: the driver publishes its steps at its next look, within a second."""
-    before = scene.committed
-    return _seen(lambda: scene.committed > before, chance, later=1.1)
+def _syncs_in_loop(scene: Scene) -> bool:
+    frames = " ".join(scene.trainer_frames())
+    return "in sync_weights" in frames and "training/loop.py" in frames
 
 
-def _seen(what: Callable[[], bool], chance: random.Random, *, later: float) -> bool:
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        if what():
-            time.sleep(chance.uniform(0.0, later))
-            return True
-        time.sleep(_POLL_SECONDS)
-    return False
+def _syncs_first(scene: Scene) -> bool:
+    frames = " ".join(scene.trainer_frames())
+    return "in sync_weights" in frames and "training/loop.py" not in frames
 
 
-def trainer_process(scene: Scene) -> list[psutil.Process]:
-    return [process for process in [scene.trainer()] if process is not None]
+def _metrics_are_due(scene: Scene) -> bool:
+    return scene.published < scene.committed
 
 
-def workers(scene: Scene) -> list[psutil.Process]:
-    return scene.below_trainer("ray::WorkerActor")
+def _starts(scene: Scene) -> bool:
+    return scene.steps == 0
 
 
-def graders(scene: Scene) -> list[psutil.Process]:
-    return scene.below_trainer("rlcore.rewards.worker")
+def _restarts(scene: Scene) -> bool:
+    return scene.starting_trainer() is not None and scene.committed > 0
+
+
+def _registers(scene: Scene) -> bool:
+    """The merged model is there, and the log does not say that it is registered."""
+    models = scene.run_dir.parents[1] / "models"
+    merged = any(models.glob(f"merged-{scene.run_dir.name}-*/config.json"))
+    return merged and "model: registered" not in scene.command_log.read_text()
 
 
 _WORKER = "worker actor (policy and vLLM engine)"
-TRAINER_SIDE = (
-    Victim(_WORKER, "any", workers, at_random),
-    Victim("trainer", "checkpoint write", trainer_process, checkpoint_under_way),
-    Victim("Ray head (gcs)", "any", lambda scene: scene.below_trainer("gcs_server"), at_random),
-    Victim(_WORKER, "weight sync", workers, weight_sync),
-    Victim("grading process", "any", graders, at_random, restarts_trainer=False),
-    Victim(_WORKER, "checkpoint write", workers, checkpoint_under_way),
-    Victim("Ray node (raylet)", "any", lambda scene: scene.below_trainer("raylet/raylet"), at_random),
-    Victim("trainer", "any", trainer_process, at_random),
+COMMAND_STARTS = Kind("flow run", "start", _command, _starts, 8.0, False)
+COMMAND_PUBLISHES = Kind("flow run", "metric upload", _command, _metrics_are_due, 0.0, False, "published")
+COMMAND_SENDS = Kind("flow run", "checkpoint upload", _command, _sends_checkpoint, 0.0, False, "published")
+COMMAND_REGISTERS = Kind("flow run", "register", _command, _registers, 0.3, False, "end")
+TRAINER_STARTS = Kind("trainer", "start", lambda scene: _one(scene.starting_trainer()), _starts, 8.0)
+TRAINER_RESUMES = Kind("trainer", "resume", lambda scene: _one(scene.starting_trainer()), _restarts, 8.0)
+FIRST_SYNC = Kind(_WORKER, "first sync", _workers, _syncs_first, 0.0)
+GRADER = Kind(
+    "grading process", "any", lambda scene: below(scene.trainer(), "rlcore.rewards.worker"), _always, 1.5, False
 )
+EVALUATION = Kind("evaluation", "evaluation", _job("rlcore.evaluation"), _always, 4.0, False, "process")
+MERGE = Kind("merge", "merge", _job("rlcore.models.merge"), _always, 4.0, False, "process")
+RESTARTING = (
+    Kind(_WORKER, "any", _workers, _always, 1.5),
+    Kind(_WORKER, "checkpoint write", _workers, _writes_checkpoint, 0.0),
+    Kind(_WORKER, "weight sync", _workers, _syncs_in_loop, 0.0),
+    Kind("trainer", "any", _trainer, _always, 1.5),
+    Kind("trainer", "checkpoint write", _trainer, _writes_checkpoint, 0.0),
+    Kind("Ray head (gcs)", "any", lambda scene: below(scene.trainer(), "gcs_server"), _always, 1.5),
+    Kind("Ray node (raylet)", "any", lambda scene: below(scene.trainer(), "raylet/raylet"), _always, 1.5),
+)
+"""Each ends the trainer; Prefect's retry starts another."""

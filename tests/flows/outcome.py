@@ -55,18 +55,3 @@ def temporary_folders(run_dir: Path) -> list[Path]:
     marks = [run.trainer_mark, *(jobs_mark(driver.flow_run_id) for driver in drivers(run))]
     root = processes.temporary_folder("any").parent
     return [path for mark in marks for path in root.glob(f"rlflow-{mark}*")]
-
-
-def still_running(tmp_path: Path) -> list[str]:
-    """Processes that work for this test's data folder: server, jobs, trainer and whatever these started."""
-    import psutil
-
-    found = []
-    for process in psutil.process_iter():
-        try:
-            ours = process.environ().get("RLFLOW_DATA_DIR") == str(tmp_path / "data")
-            if ours and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(" ".join(process.cmdline()))
-        except (psutil.NoSuchProcess, psutil.AccessDenied):
-            continue
-    return found

@@ -25,10 +25,9 @@ from infra.settings import Settings
 from rlcore.config import ExperimentConfig
 from rlcore.segment.journal import read_journal
 from tasks.runs import Run, existing_run
-from tests.chaos.victims import command
 from tests.flows.interpreter import fake_interpreter
-from tests.flows.outcome import still_running, temporary_folders
-from tests.shell import left_of
+from tests.flows.outcome import temporary_folders
+from tests.left import command_of, still_running
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -60,7 +59,7 @@ class Stack:
 
     def stop_worker(self) -> None:
         """As systemctl stop does."""
-        (worker,) = [item for item in processes.marked(self.mark) if "worker" in command(item).split()]
+        (worker,) = [item for item in processes.marked(self.mark) if "worker" in command_of(item).split()]
         worker.terminate()
         worker.wait(60)
 
@@ -180,9 +179,9 @@ def assert_nothing_left(stack: Stack, flow_run_id: UUID) -> None:
     servers = ("prefect worker start", "prefect server start", "prefect.server", "uvicorn")
 
     def left() -> list[str]:
-        running = still_running(stack.settings.data_dir.parent)
+        running = still_running(str(stack.settings.data_dir))
         return [line for line in running if not any(server in line for server in servers)]
 
     # Prefect's own process of a flow outlives its state by some seconds
     stack.wait_for(lambda: not left(), "the end of every process but the servers", seconds=60)
-    assert not left_of(run.trainer_mark)
+    assert not still_running(run.trainer_mark)

@@ -19,7 +19,7 @@ from rlcore.ablation.results import AblationSummary
 from rlcore.segment.journal import read_journal
 from tasks.latest import all_runs
 from tests.flows.interpreter import fake_interpreter
-from tests.flows.outcome import still_running
+from tests.left import still_running
 from tests.shell import new_shell
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -58,8 +58,8 @@ def test_a_killed_ablation_goes_on_drops_the_worse_half_and_survives_a_point_tha
     first.wait()
     deadline = time.monotonic() + 120  # Prefect alone would look for its server for 150 s
     processes.kill("ablate-test")  # the rest of it; its points were told by the kernel, and commit
-    while still_running(tmp_path):
-        assert time.monotonic() < deadline, still_running(tmp_path)
+    while still_running(str(tmp_path / "data")):
+        assert time.monotonic() < deadline, still_running(str(tmp_path / "data"))
         time.sleep(0.2)
     done = {path.name: path.stat().st_mtime_ns for path in results.glob("*-step-000002.json")}
 
@@ -91,7 +91,7 @@ def test_a_killed_ablation_goes_on_drops_the_worse_half_and_survives_a_point_tha
     assert "DivergedError" in (folder / "table.md").read_text()
     assert (folder / "learning_curves.png").stat().st_size > 10_000
     check_mlflow(summary, settings)
-    assert not still_running(tmp_path)
+    assert not still_running(str(tmp_path / "data"))
 
 
 def check_mlflow(summary: AblationSummary, settings: Settings) -> None:

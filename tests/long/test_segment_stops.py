@@ -16,7 +16,7 @@ from rlcore.segment.store import LocalCheckpointStore
 from tasks.hang import HangWatch, end_stuck_trainer
 from tests.integration.tiny_run import experiment
 from tests.integration.trainer_process import log_of, manifests, spec_of, start
-from tests.shell import left_of
+from tests.left import still_running
 
 STEPS = 6
 
@@ -31,11 +31,11 @@ def test_a_stopped_trainer_commits_and_the_next_one_goes_on(tiny_model: Path, da
     while not read_journal(tmp_path / "journal.jsonl"):
         assert trainer.poll() is None, log_of(tmp_path)[-2000:]
         time.sleep(0.05)
-    assert any("raylet" in command for command in left_of(mark))
+    assert any("raylet" in command for command in still_running(mark))
     trainer.send_signal(signal.SIGTERM)
     assert trainer.wait(60) == EXIT_PREEMPTED, log_of(tmp_path)[-2000:]
     deadline = time.monotonic() + 30
-    while left := left_of(mark):
+    while left := still_running(mark):
         assert time.monotonic() < deadline, left
         time.sleep(0.1)
     processes.kill(mark)  # its folder

@@ -28,10 +28,10 @@ from tests.flows.outcome import (
     adjustments,
     calls,
     failures,
-    still_running,
     temporary_folders,
     trainings,
 )
+from tests.left import still_running
 from tests.shell import new_shell
 
 
@@ -144,7 +144,7 @@ def test_an_interrupted_command_commits_cleans_up_and_continues(tmp_path: Path, 
     process.send_signal(number)
     assert process.wait(timeout=60) == 130, (tmp_path / "output.txt").read_text()
     assert "--run-id stopped" in (tmp_path / "output.txt").read_text()
-    assert not still_running(tmp_path)
+    assert not still_running(str(tmp_path / "data"))
     processes.kill("outer-test")  # its own temporary folder
     assert not temporary_folders(run_dir)
     manifest = SegmentManifest.model_validate_json((run_dir / "segments" / "0000.json").read_text())
@@ -154,5 +154,5 @@ def test_an_interrupted_command_commits_cleans_up_and_continues(tmp_path: Path, 
     steps = [json.loads(line)["step"] for line in (run_dir / "journal.jsonl").read_text().splitlines()]
     assert steps == [1, 2, 3, 4, 5]
     assert manifest.last_step < 5
-    assert not still_running(tmp_path)
+    assert not still_running(str(tmp_path / "data"))
     assert not temporary_folders(run_dir)

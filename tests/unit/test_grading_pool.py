@@ -17,7 +17,7 @@ from rlcore.errors import RewardError
 from rlcore.rewards import make_reward
 from rlcore.rewards.pool import UNGRADED, GradingPool
 from rlcore.types import Completion, Score
-from tests.chaos.victims import command
+from tests.left import command_of
 from tests.unit.graders import WAIT, completion, problem, puppet
 
 MATH = make_reward(MathReward(), max_completion_tokens=64)
@@ -39,7 +39,7 @@ def grade(pool: GradingPool, *texts: str, answer: str = "5") -> list[Score]:
 
 
 def workers() -> set[int]:
-    return {p.pid for p in psutil.Process().children(recursive=True) if "rlcore.rewards.worker" in command(p)}
+    return {p.pid for p in psutil.Process().children(recursive=True) if "rlcore.rewards.worker" in command_of(p)}
 
 
 @pytest.fixture(scope="module")
