@@ -162,7 +162,7 @@ def test_odd_characters_travel(pooled):
     assert [score.parts["accuracy"] for score in (scores[0], scores[1], scores[3])] == [0, 0, 0]
 
 
-MEGABYTE = 1_000_000
+LONG = 250_000  # characters
 PATTERNS = (
     *(" ", "<", "< ", "<think>", "</think>", "<answer>", "</answer>", "<answer> ", "{", "}", "\\", r"\boxed{"),
     *("####", "#### ", "Answer:", "answer ", "5,", "1,234", "9", "-", "$", ".", "(", "1+", "C) ", "\n", "\x00"),
@@ -171,13 +171,13 @@ PATTERNS = (
 
 @every_reward
 @pytest.mark.parametrize("around", ["@", "<answer>@</answer>", r"\boxed{@}", "<@answer>"])
-def test_a_megabyte_is_graded_in_linear_time(case, around):
-    """Half a second alone; what grows with the square of the length takes minutes and would meet the deadline."""
+def test_long_text_is_graded_in_linear_time(case, around):
+    """At this rate a megabyte takes half of the deadline; what grows with the square of the length takes minutes."""
     for pattern in PATTERNS:
-        text = around.replace("@", pattern * (MEGABYTE // len(pattern)))
+        text = around.replace("@", pattern * (LONG // len(pattern)))
         start = time.thread_time()  # not of the process: other tests' threads are none of the grader's work
         result = case.score(text)
-        assert time.thread_time() - start < case.config.deadline_seconds / 2, pattern
+        assert time.thread_time() - start < case.config.deadline_seconds / 2 * LONG / 1_000_000, pattern
         assert result.parts["accuracy"] == 0 or (case.right == "5" and pattern == "5,")
 
 
