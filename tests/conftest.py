@@ -21,6 +21,7 @@ if signal.getsignal(signal.SIGQUIT) is signal.SIG_IGN:
 import pytest
 
 from rlcore.startup import making_what_stays
+from tests.durations import recorded
 
 if TYPE_CHECKING:
     from rlcore.segment.journal import StepRecord
@@ -38,6 +39,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection() -> Generator[None, object, object]:
     with making_what_stays():
         return (yield)
+
+
+@pytest.hookimpl(tryfirst=True)  # --random-order shuffles them afterwards
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    seconds = recorded()
+    items.sort(key=lambda item: -seconds.get(item.nodeid.partition("::")[0], 0.0))
 
 
 @pytest.fixture(scope="session")
