@@ -2,64 +2,24 @@
 
 from __future__ import annotations
 
-from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2ForCausalLM
 
 from rlcore.config import ModelConfig, TinyModelConfig
-from rlcore.data.arithmetic import ArithmeticProblem, draw_countdown, draw_sum
 from rlcore.data.prompts import PromptBuilder, TextProcessor, load_processor
 from rlcore.job import BootstrapSpec
 from rlcore.models.bootstrap import bootstrap
 from rlcore.models.tiny_text import (
-    GAME,
     build_text_model,
-    build_text_tokenizer,
     completion_text,
     create_text_policy,
-    warm_start_text,
 )
-from rlcore.rewards.countdown import countdown_reward
-from rlcore.rewards.gsm8k import gsm8k_reward
-from rlcore.types import Problem
+from tests.unit.tiny_tasks import MAX_COMPLETION_TOKENS, TASKS, drawn, reward, tokenizer
 
 torch.set_num_threads(1)
-
-TASKS = ("sums", "countdown")
-MAX_COMPLETION_TOKENS = {"sums": 40, "countdown": 24}  # of their deployments
-
-
-@cache
-def tokenizer() -> PreTrainedTokenizerFast:
-    return build_text_tokenizer()
-
-
-def drawn(task: str, index: int) -> ArithmeticProblem:
-    return draw_sum("test", index, 7) if task == "sums" else draw_countdown("test", index, 7, GAME)
-
-
-def reward(task: str, problem: ArithmeticProblem, text: str) -> float:
-    extra = {"nums": list(problem.numbers), "target": problem.target}
-    asked = Problem(problem.problem_id, problem.question, (), problem.answer, "test", extra)
-    if task == "sums":
-        return gsm8k_reward(text, asked, 0, "stop", method="strict").reward
-    return countdown_reward(text, asked, 0, "stop", format_score=0.1).reward
-
-
-def sampled(model: Qwen2ForCausalLM, problems: list[ArithmeticProblem], max_tokens: int) -> list[str]:
-    """One completion of each, at temperature 1."""
-    prompts = PromptBuilder(TextProcessor(tokenizer()), "tiny", 1, 1)
-    ids = [prompts.unexpanded_tokens(problem.question, 0).tolist() for problem in problems]
-    length = max(map(len, ids))
-    pad = tokenizer().pad_token_id
-    padded = torch.tensor([[pad] * (length - len(row)) + row for row in ids])
-    mask = torch.tensor([[0] * (length - len(row)) + [1] * len(row) for row in ids])
-    torch.manual_seed(0)
-    out = model.generate(input_ids=padded, attention_mask=mask, max_new_tokens=max_tokens)
-    return tokenizer().batch_decode(out[:, length:], skip_special_tokens=True)
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -120,17 +80,3 @@ def test_bootstrap_makes_a_text_policy(tmp_path: Path) -> None:
     finally:
         torch.set_num_threads(threads)
     assert found.num_parameters == sum(p.numel() for p in build_text_model(tokenizer(), 0).parameters())
-
-
-@pytest.mark.parametrize("task", TASKS)
-def test_warm_start_leaves_something_to_learn(task: str) -> None:
-    """Before the ceiling of steps it stops: the format is certain, and an answer is right now and then."""
-    model = build_text_model(tokenizer(), 0)
-    steps = warm_start_text(model, tokenizer(), TinyModelConfig(task=task))
-    assert 20 < steps < 600
-    problems = [drawn(task, index) for index in range(256)]
-    texts = sampled(model, problems, MAX_COMPLETION_TOKENS[task])
-    rewards = [reward(task, problem, text) for problem, text in zip(problems, texts, strict=True)]
-    mark = "####" if task == "sums" else "</answer>"
-    assert sum(mark in text for text in texts) > 0.85 * len(texts)
-    assert 0.15 < sum(value == 1 for value in rewards) / len(rewards) < 0.65

@@ -1,0 +1,33 @@
+"""The tasks of the tiny text policies: a problem of each, and what a completion of it earns."""
+
+from __future__ import annotations
+
+from functools import cache
+
+from transformers import PreTrainedTokenizerFast
+
+from rlcore.data.arithmetic import ArithmeticProblem, draw_countdown, draw_sum
+from rlcore.models.tiny_text import GAME, build_text_tokenizer
+from rlcore.rewards.countdown import countdown_reward
+from rlcore.rewards.gsm8k import gsm8k_reward
+from rlcore.types import Problem
+
+TASKS = ("sums", "countdown")
+MAX_COMPLETION_TOKENS = {"sums": 40, "countdown": 24}  # of their deployments
+
+
+@cache
+def tokenizer() -> PreTrainedTokenizerFast:
+    return build_text_tokenizer()
+
+
+def drawn(task: str, index: int) -> ArithmeticProblem:
+    return draw_sum("test", index, 7) if task == "sums" else draw_countdown("test", index, 7, GAME)
+
+
+def reward(task: str, problem: ArithmeticProblem, text: str) -> float:
+    extra = {"nums": list(problem.numbers), "target": problem.target}
+    asked = Problem(problem.problem_id, problem.question, (), problem.answer, "test", extra)
+    if task == "sums":
+        return gsm8k_reward(text, asked, 0, "stop", method="strict").reward
+    return countdown_reward(text, asked, 0, "stop", format_score=0.1).reward

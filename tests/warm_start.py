@@ -1,0 +1,53 @@
+"""Warm-started tiny policies, kept on disk between runs of the tests: making one takes up to a minute."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from filelock import FileLock
+
+from rlcore.config import TinyModelConfig
+from rlcore.files import building
+from rlcore.models.tiny import build_model, build_processor, warm_start
+from rlcore.models.tiny_text import build_text_model, build_text_tokenizer, warm_start_text
+from tasks.caching import content_key
+
+ROOT = Path(__file__).parents[1]
+
+
+@dataclass(frozen=True, slots=True)
+class WarmStarted:
+    folder: Path  # Hugging Face's
+    steps: int  # that the warm start took
+
+
+def warm_started(config: TinyModelConfig) -> WarmStarted:
+    """The policy, made by the first caller and by nobody else at the same time.
+
+    The folder's name has a digest of the configuration, of the code that makes the policy and of its libraries'
+    versions. ``RLFLOW_TEST_CACHE`` names another place than ``.pytest_cache/rlflow``; remove it to make all again.
+    """
+    cache = Path(os.environ.get("RLFLOW_TEST_CACHE", ROOT / ".pytest_cache" / "rlflow"))
+    cache.mkdir(parents=True, exist_ok=True)
+    folder = cache / content_key("model", config.model_dump_json(), "rlcore/models", "rlcore/data", "rlcore/config")
+    with FileLock(f"{folder}.lock"):
+        if not folder.exists():
+            with building(folder) as unfinished:
+                (unfinished / "steps").write_text(str(_make(unfinished, config)))
+    return WarmStarted(folder, int((folder / "steps").read_text()))
+
+
+def _make(folder: Path, config: TinyModelConfig) -> int:
+    if config.task == "geometry":
+        processor = build_processor()
+        model = build_model(processor, config.seed)
+        steps = warm_start(model, processor, config)
+        model.save_pretrained(folder)
+        return steps
+    tokenizer = build_text_tokenizer()
+    text_model = build_text_model(tokenizer, config.seed)
+    steps = warm_start_text(text_model, tokenizer, config)
+    text_model.save_pretrained(folder)
+    return steps
