@@ -22,6 +22,7 @@ import pytest
 
 from rlcore.startup import making_what_stays
 from tests.durations import recorded
+from tests.ports import refusing
 
 if TYPE_CHECKING:
     from rlcore.segment.journal import StepRecord
@@ -69,6 +70,13 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def untied_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same with an LM head of its own."""
     return _random_tiny(tmp_path_factory, tied=False)
+
+
+@pytest.fixture
+def refusing_port() -> Iterator[int]:
+    """Nobody answers there for as long as the test runs."""
+    with refusing() as port:
+        yield port
 
 
 def _random_tiny(factory: pytest.TempPathFactory, *, tied: bool) -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -12,20 +13,20 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from infra.servers import free_port
-
 FORKED = multiprocessing.get_context("forkserver")
 FORKED.set_forkserver_preload(["tests.preloaded"])
 
 
 def on_ranks(world: int, measure: Callable[..., None], *arguments: Any) -> None:
     """Call ``measure(rank, world, *arguments)`` on each rank of a gloo world; raises what one of them raises."""
-    mp.start_processes(_joined, (world, free_port(), measure, arguments), nprocs=world, start_method="forkserver")
+    with tempfile.TemporaryDirectory() as folder:  # they meet at a file, since a port could be taken meanwhile
+        meeting = f"file://{folder}/ranks"
+        mp.start_processes(_joined, (world, meeting, measure, arguments), nprocs=world, start_method="forkserver")
 
 
-def _joined(rank: int, world: int, port: int, measure: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+def _joined(rank: int, world: int, meeting: str, measure: Callable[..., None], arguments: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=world)
     measure(rank, world, *arguments)
     dist.barrier()
     # Not through finalisation: a gloo thread that drops its last work there needs the GIL, is ended by

@@ -27,7 +27,7 @@ import psycopg
 import s3fs
 
 from infra.logs import get_logger
-from infra.servers import free_port
+from tests.ports import reserved_port
 from tests.shell import new_shell
 
 BUCKET = "rlflow-tests"
@@ -74,7 +74,7 @@ def postgres_server() -> Iterator[Postgres]:
     programs = postgres_programs()
     user = {"user": "postgres", "group": "postgres", "extra_groups": []} if os.geteuid() == 0 else {}
     folder = Path(tempfile.mkdtemp(prefix="rlflow-postgres-"))
-    password, port = secrets.token_hex(8), free_port()
+    password, port = secrets.token_hex(8), reserved_port()
     (folder / "password").write_text(password)
     if user:
         for path in (folder, folder / "password"):
@@ -184,7 +184,7 @@ class S3:
 @contextmanager
 def s3_server(log: Path) -> Iterator[S3]:
     s3fs.S3FileSystem.clear_instance_cache()  # of another server: it keeps those that the environment told before
-    server = S3(free_port(), secrets.token_hex(10), secrets.token_hex(20))
+    server = S3(reserved_port(), secrets.token_hex(10), secrets.token_hex(20))
     try:
         server.start(log)
         yield server
@@ -196,7 +196,7 @@ class Plug:
     """A way to the S3 server that can be pulled out while bytes flow, and put in again."""
 
     def __init__(self, server: S3) -> None:
-        self.port, self._target = free_port(), server.port
+        self.port, self._target = reserved_port(), server.port
         self.address = server.address.replace(str(server.port), str(self.port))
         self._connections: list[socket.socket] = []
         self.passed = 0  # bytes towards the server

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import s3fs
 
-from infra.servers import free_port
+from tests.ports import reserved_port
 from tests.stores import BUCKET, S3, end_with_parent, wait_for_answer
 
 _PYTHON = Path("/usr/bin/python3")  # the one that Debian's swift is installed for
@@ -120,8 +120,8 @@ class Swift(S3):
     def start(self, log: Path) -> None:
         """All of it, with an empty bucket."""
         (self.folder / "devices" / "d1").mkdir(parents=True)
-        ports = {name: free_port() for name in _LAYERS}
-        memcached = free_port()
+        ports = {name: reserved_port() for name in _LAYERS}
+        memcached = reserved_port()
         self._make_certificates()
         (self.folder / "swift.conf").write_text(
             "[swift-hash]\nswift_hash_path_suffix = rlflow\n[storage-policy:0]\nname = one\ndefault = yes\n"
@@ -203,7 +203,7 @@ def swift_server(folder: Path) -> Iterator[Swift]:
     """A Swift with its files below ``folder``."""
     check_programs()
     s3fs.S3FileSystem.clear_instance_cache()
-    server = Swift(free_port(), "test:tester", secrets.token_hex(20), folder=folder)
+    server = Swift(reserved_port(), "test:tester", secrets.token_hex(20), folder=folder)
     try:
         server.start(folder / "log")
         yield server

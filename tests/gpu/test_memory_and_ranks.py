@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from infra.servers import free_port
 from rlcore.algorithms.aggregation import StepTotals
 from rlcore.config import build_experiment
 from rlcore.models.torch_policy import TorchPolicy
@@ -82,10 +81,9 @@ def test_a_resting_policy_holds_no_memory_and_comes_back_bit_for_bit() -> None:
     assert sum(value.to_local().untyped_storage().nbytes() for value in states if value.dim()) < 64 << 20
 
 
-def _rank(rank: int, world: int, port: int, compiled: bool, out: str) -> None:
+def _rank(rank: int, world: int, meeting: str, compiled: bool, out: str) -> None:
     torch.cuda.set_device(rank)
-    address = f"tcp://127.0.0.1:{port}"
-    dist.init_process_group("cpu:gloo,cuda:nccl", init_method=address, rank=rank, world_size=world)
+    dist.init_process_group("cpu:gloo,cuda:nccl", init_method=meeting, rank=rank, world_size=world)
     gradient, loss = step(make_policy(world, compiled=compiled), make_samples(SHAPE, 3, "ragged", True))
     if rank == 0:
         torch.save({"gradient": gradient, "loss": loss}, out)
@@ -99,7 +97,7 @@ def test_two_gpus_take_the_step_of_one(tmp_path: Path, compiled: bool) -> None:
     found = []
     for world in (1, 2):
         out = tmp_path / f"{world}.pt"
-        mp.spawn(_rank, (world, free_port(), compiled, str(out)), nprocs=world)
+        mp.spawn(_rank, (world, f"file://{tmp_path}/ranks-{world}", compiled, str(out)), nprocs=world)
         found.append(torch.load(out, weights_only=True))
     one, two = found
     assert float((one["gradient"] - two["gradient"]).norm() / one["gradient"].norm()) < 3e-2

@@ -15,13 +15,13 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-from infra.servers import free_port
 from rlcore.config import ExperimentConfig
 from rlcore.distributed.actors import worker_environment, worker_specs
 from rlcore.distributed.blame import Failed
 from rlcore.distributed.placement import Seat
 from rlcore.distributed.worker import WorkerSpec
 from rlcore.errors import WorkerLostError
+from tests.ports import reserved_port
 
 _BUILT = 0  # the number of the answer that says that a rank is built
 
@@ -37,7 +37,7 @@ class ForkedRanks:
         self.size = config.resources.devices
         self._answers: dict[int, Answers] = {_BUILT: SimpleQueue()}
         self._lock = threading.Lock()
-        seats = [Seat("127.0.0.1", (free_port(), free_port()), 0, {}, ()) for _ in range(self.size)]
+        seats = [Seat("127.0.0.1", (reserved_port(), reserved_port()), 0, {}, ()) for _ in range(self.size)]
         context = multiprocessing.get_context("fork")
         self._pipes: list[Connection] = []
         self._processes = []

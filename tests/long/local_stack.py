@@ -19,13 +19,13 @@ from prefect.client.orchestration import SyncPrefectClient
 
 from infra import processes
 from infra.login import login_of
-from infra.servers import free_port
 from infra.services import StackState, read_state
 from infra.settings import Settings
 from infra.supervisor import mark_of
 from rlcore.segment.journal import read_journal
 from tests.flows.interpreter import fake_interpreter
 from tests.long.prefect_stack import end_trainers, settings_of
+from tests.ports import reserved_port
 from tests.shell import ROOT, installed, new_shell
 
 
@@ -116,8 +116,8 @@ def place_at(folder: Path, variables: Mapping[str, str]) -> Iterator[Place]:
         "FAKE_STEP_SECONDS": "1",
         "PREFECT_WORKER_QUERY_SECONDS": "1",
         "PYTHONPATH": f"{installed(folder)}{os.pathsep}{ROOT}",
-        "RLFLOW_PREFECT_PORT": str(free_port()),
-        "RLFLOW_MLFLOW_PORT": str(free_port()),
+        "RLFLOW_PREFECT_PORT": str(reserved_port()),
+        "RLFLOW_MLFLOW_PORT": str(reserved_port()),
         **variables,
     }
     settings = settings_of(folder / "data", env)

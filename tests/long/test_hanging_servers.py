@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import shutil
 import signal
 import subprocess
@@ -19,13 +20,14 @@ from mlflow import MlflowClient
 
 from infra import processes
 from infra.login import login_of
-from infra.servers import free_port, mlflow_command, prefect_command, start_server, wait_healthy
+from infra.servers import mlflow_command, prefect_command, start_server, wait_healthy
 from infra.settings import Settings
 from rlcore.config import ExperimentConfig
 from rlcore.segment.journal import read_journal
 from tasks.runs import Run
 from tests.chaos.harness import EXPERIMENT, SMALL, weights_of
 from tests.flows.interpreter import fake_interpreter
+from tests.ports import reserved_port
 from tests.shell import new_shell
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -53,8 +55,8 @@ class Servers:
 
 @contextmanager
 def servers_over(settings: Settings) -> Iterator[Servers]:
-    wanted = (prefect_command(settings, free_port()), mlflow_command(settings, free_port()))
-    marks = (f"hang-prefect-{free_port()}", f"hang-mlflow-{free_port()}")
+    wanted = (prefect_command(settings, reserved_port()), mlflow_command(settings, reserved_port()))
+    marks = (f"hang-prefect-{secrets.token_hex(4)}", f"hang-mlflow-{secrets.token_hex(4)}")
     with ExitStack() as stack:
         for server, mark in zip(wanted, marks, strict=True):
             process = start_server(server, settings, mark)

@@ -17,7 +17,6 @@ from mlflow import MlflowClient
 
 from flows.train_grpo import grpo_geo3k
 from infra.errors import StorageAwayError, StorageRefusedError
-from infra.servers import free_port
 from infra.settings import Settings
 from infra.store import Store
 from rlcore.artifacts import ModelRef
@@ -242,7 +241,7 @@ def test_a_damaged_checkpoint_in_the_store_falls_back_to_the_one_before_it(
 
 
 def test_a_refusal_at_the_end_of_a_run_is_told_at_once_and_an_outage_once(
-    s3: S3, bucket: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    bucket: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusing_port: int
 ) -> None:
     run, settings = machine(tmp_path, Store("s3://nobody-made-it/x"))
     commit(run, 2, 0)
@@ -253,7 +252,7 @@ def test_a_refusal_at_the_end_of_a_run_is_told_at_once_and_an_outage_once(
         wait_until_mirrored(run, 2, settings)
     assert failure_of(refused.value) == Failure.BAD_INPUT, "never tried again"
 
-    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{free_port()}")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{refusing_port}")
     s3fs.S3FileSystem.clear_instance_cache()
     run, settings = machine(tmp_path, bucket)
     impatient = settings.model_copy(update={"store_wait_seconds": 0.5})

@@ -5,6 +5,7 @@ The servers are real and their processes are killed and started again. The train
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -23,11 +24,12 @@ from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary
 import flows.train_grpo as flow_module
 from infra import processes
 from infra.login import login_of
-from infra.servers import Server, free_port, mlflow_command, prefect_command, start_server, wait_healthy
+from infra.servers import Server, mlflow_command, prefect_command, start_server, wait_healthy
 from infra.settings import Settings
 from rlcore.segment.journal import read_journal
 from tasks import evaluation, tracking
 from tests.flows.interpreter import fake_interpreter
+from tests.ports import reserved_port
 
 SMALL = ["training.steps=5", "segment.steps=2", "data.template=math"]
 _DOWN_SECONDS = 3.0
@@ -41,7 +43,7 @@ class RealServer:
     def __init__(self, server: Server, settings: Settings) -> None:
         self._server, self._settings = server, settings
         self.address = server.address
-        self._mark = f"outage-{free_port()}"
+        self._mark = f"outage-{secrets.token_hex(4)}"
 
     def start(self) -> None:
         wait_healthy(start_server(self._server, self._settings, self._mark), self._server)
@@ -54,7 +56,7 @@ class ObjectStore:
     """An S3 server of this process: what it holds outlives its being down."""
 
     def __init__(self) -> None:
-        self._port = free_port()
+        self._port = reserved_port()
         self.address = f"http://127.0.0.1:{self._port}"
 
     def start(self) -> None:
@@ -91,8 +93,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     s3fs.S3FileSystem.clear_instance_cache()
     with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
         servers_over = Settings(data_dir=folder / "servers", mlflow_uri="", store="")
-        prefect = RealServer(prefect_command(servers_over, free_port()), servers_over)
-        mlflow = RealServer(mlflow_command(servers_over, free_port()), servers_over)
+        prefect = RealServer(prefect_command(servers_over, reserved_port()), servers_over)
+        mlflow = RealServer(mlflow_command(servers_over, reserved_port()), servers_over)
         store = ObjectStore()
         for service in (prefect, mlflow, store):
             service.start()

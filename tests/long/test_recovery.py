@@ -4,6 +4,7 @@ trains; what a real trainer leaves when it is stopped is in test_segment, and wh
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,13 +14,14 @@ from prefect.client.schemas.objects import StateType
 
 from infra import processes
 from infra.login import login_of
-from infra.servers import free_port, mlflow_command, start_server, wait_healthy
+from infra.servers import mlflow_command, start_server, wait_healthy
 from infra.settings import Settings
 from rlcore.segment.journal import read_journal
 from rlcore.segment.spec import SegmentManifest
 from tasks.ablation_points import tag_of
 from tasks.runs import existing_run
 from tests.long.prefect_stack import Stack, assert_nothing_left, assert_whole, prefect_stack
+from tests.ports import reserved_port
 from tests.stores import Parts
 
 
@@ -138,7 +140,7 @@ def test_a_flow_that_an_outage_ended_comes_back_once_the_outage_is_over(
 ) -> None:
     """Before its run is open, and at the end of its training; ``recover`` costs it no try while the outage lasts."""
     own = Settings(data_dir=tmp_path / "servers", mlflow_uri="")
-    server, mark = mlflow_command(own, free_port()), f"recover-mlflow-{free_port()}"
+    server, mark = mlflow_command(own, reserved_port()), f"recover-mlflow-{secrets.token_hex(4)}"
     variables = {
         "FAKE_STEP_SECONDS": "0.5",
         "RLFLOW_MLFLOW_URI": server.address,

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from infra.servers import free_port
 from tests.integration.engine_bench import Bench
 from tests.integration.tiny_run import experiment, journal, run, tokens_after
+from tests.ports import reserved_port
 from tests.ranks import FORKED
 
 RANKS = 2
@@ -86,7 +86,7 @@ def _child(measure: Callable[[int, int, Path], Any], rank: int, port: int, model
 
 def measured(model: Path) -> list[dict[str, Any]]:
     """Of rank 0, of rank 1, and of an engine that one process holds."""
-    port = free_port()
+    port = reserved_port()
     queue = FORKED.Queue()
     measures = [one_of_two, one_of_two, alone]
     children = [

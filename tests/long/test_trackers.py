@@ -14,7 +14,6 @@ import pytest
 
 from infra import processes
 from infra.errors import ServerError, ServerRefusedError
-from infra.servers import free_port
 from infra.settings import Settings, TrackerName
 from infra.trackers import ExtraTracker, check_installed
 from rlcore.segment.journal import StepRecord
@@ -141,8 +140,10 @@ def swanlab_steps(file: Path, python: Path) -> list[int]:
     return [int(line) for line in said.stdout.splitlines()]
 
 
-def test_a_tracker_that_is_away_is_told_of_and_catches_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{free_port()}")
+def test_a_tracker_that_is_away_is_told_of_and_catches_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusing_port: int
+) -> None:
+    monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{refusing_port}")
     monkeypatch.setenv("WANDB_API_KEY", "local-" + 40 * "0")
     monkeypatch.setenv("WANDB_INIT_TIMEOUT", "3")
     tracker = opened("wandb", tmp_path)

@@ -11,7 +11,6 @@ from mlflow import MlflowClient
 
 from flows.train_grpo import grpo_geo3k
 from infra import processes
-from infra.servers import free_port
 from infra.settings import Settings
 from infra.trackers import tracker_mark
 from tasks import publishing
@@ -20,11 +19,11 @@ SMALL = ["training.steps=5", "segment.steps=2", "data.template=math"]
 
 
 def test_a_tracker_that_is_away_stops_nothing_and_catches_up(
-    data_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    data_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, refusing_port: int
 ) -> None:
     monkeypatch.setenv("RLFLOW_TRACKERS", "tensorboard, wandb")
     monkeypatch.setenv("RLFLOW_TRACKER_PYTHON", sys.executable)
-    monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{free_port()}")
+    monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{refusing_port}")
     monkeypatch.setenv("WANDB_API_KEY", "local-" + 40 * "0")
     monkeypatch.setenv("WANDB_INIT_TIMEOUT", "3")
     monkeypatch.setattr(publishing, "_LAST_WAIT_SECONDS", 12.0)

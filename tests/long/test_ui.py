@@ -18,11 +18,12 @@ from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey
 
 from infra import environment, processes
 from infra.login import Login, login_file, login_of
-from infra.servers import answers, free_port
+from infra.servers import answers
 from infra.settings import Settings
 from infra.tracking import Tracker
 from rlcore.segment.journal import StepRecord
 from tests.hostile_text import HOSTILE
+from tests.ports import reserved_port
 from tests.tour.pages import find_browser, logged_in
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,7 +39,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str, 
     env.pop("PREFECT_API_URL", None)
     env["PREFECT_HOME"] = str(settings.prefect_home)
     _run_a_flow(env)
-    prefect, mlflow = free_port(), free_port()
+    prefect, mlflow = reserved_port(), reserved_port()
     command = [
         *(sys.executable, "-m", "infra.ui"),
         *("--prefect-port", str(prefect), "--mlflow-port", str(mlflow)),

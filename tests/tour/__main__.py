@@ -25,9 +25,9 @@ from infra import processes
 from infra.login import login_of
 from infra.provenance import ROOT
 from infra.results import Results
-from infra.servers import free_port
 from infra.settings import Settings
 from infra.supervisor import mark_of
+from tests.ports import reserved_port
 from tests.shell import new_shell
 from tests.tour.pages import find_browser, take_pictures
 
@@ -88,7 +88,7 @@ def main() -> int:
 
 
 def open_tour(folder: Path) -> Tour:
-    settings = Settings(data_dir=folder / "data", prefect_port=free_port(), mlflow_port=free_port())
+    settings = Settings(data_dir=folder / "data", prefect_port=reserved_port(), mlflow_port=reserved_port())
     env = {
         **new_shell(),
         "RLFLOW_DATA_DIR": str(settings.data_dir),

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from infra.servers import free_port
 from rlcore.config import build_experiment
 from tasks import ablation, foreground
 from tasks.experiments import load_experiment
@@ -29,9 +28,9 @@ foreground._end_without_server(sys.argv[2], parent=0)
 """
 
 
-def test_it_ends_once_what_it_has_started_has_ended(tmp_path: Path) -> None:
+def test_it_ends_once_what_it_has_started_has_ended(tmp_path: Path, refusing_port: int) -> None:
     committed = tmp_path / "committed"
-    command = [sys.executable, "-c", ORPHAN, str(committed), f"http://127.0.0.1:{free_port()}/api"]
+    command = [sys.executable, "-c", ORPHAN, str(committed), f"http://127.0.0.1:{refusing_port}/api"]
     answer = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert answer.returncode == EXIT_INTERRUPTED, answer.stderr
     assert "no Prefect server is left at" in answer.stderr

@@ -15,7 +15,6 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 from safetensors.numpy import save_file
 
 from infra.errors import ServerError, StorageError
-from infra.servers import free_port
 from infra.settings import Settings
 from rlcore.config import ExperimentConfig, build_experiment
 from rlcore.errors import ConfigError, DataError, ModelError, RewardError
@@ -209,8 +208,8 @@ def test_a_champion_is_a_merged_model_more(settings: Settings, monkeypatch: pyte
     assert "and 2 merged models" in check(experiment(), settings).facts["disk"]
 
 
-def test_unreachable_mlflow(tmp_path: Path) -> None:
-    settings = Settings(data_dir=tmp_path, mlflow_uri=f"http://127.0.0.1:{free_port()}", server_timeout_seconds=1)
+def test_unreachable_mlflow(tmp_path: Path, refusing_port: int) -> None:
+    settings = Settings(data_dir=tmp_path, mlflow_uri=f"http://127.0.0.1:{refusing_port}", server_timeout_seconds=1)
     with pytest.raises(ServerError, match=r"no MLflow server answers.*RLFLOW_MLFLOW_URI"):
         check(experiment(), settings)
 
@@ -233,8 +232,8 @@ def test_impossible_batch_arithmetic() -> None:
         experiment("training.updates_per_batch=3", "training.steps=60", "segment.steps=30")
 
 
-def test_an_absent_ray_cluster_is_named(settings: Settings) -> None:
-    address = f"127.0.0.1:{free_port()}"
+def test_an_absent_ray_cluster_is_named(settings: Settings, refusing_port: int) -> None:
+    address = f"127.0.0.1:{refusing_port}"
     with pytest.raises(ServerError, match=f"no Ray cluster listens at {address} .*RLFLOW_RAY_ADDRESS"):
         check(experiment(), settings.model_copy(update={"ray_address": address}))
 

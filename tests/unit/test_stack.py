@@ -9,7 +9,6 @@ import pytest
 
 from infra.errors import ServerError
 from infra.processes import this_process
-from infra.servers import free_port
 from infra.services import StackState
 from infra.settings import Settings
 from infra.stack import describe, down, up
@@ -36,8 +35,8 @@ def test_without_a_stack_down_has_nothing_to_do_and_status_says_so(tmp_path: Pat
     assert describe(settings) == f"The stack over {tmp_path} is down. make up starts it."
 
 
-def test_status_says_so_where_prefect_gives_no_answer(tmp_path: Path) -> None:
-    settings = Settings(data_dir=tmp_path, prefect_port=free_port())
+def test_status_says_so_where_prefect_gives_no_answer(tmp_path: Path, refusing_port: int) -> None:
+    settings = Settings(data_dir=tmp_path, prefect_port=refusing_port)
     settings.stack_dir.mkdir(parents=True)
     state = StackState(supervisor=this_process(), phase="up", prefect="", mlflow="", services=())
     (settings.stack_dir / "state.json").write_text(state.model_dump_json())

@@ -20,7 +20,6 @@ from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import INVALID_PARAMETER_VALUE, RESOURCE_DOES_NOT_EXIST
 
 from infra.errors import RegistryError, ServerError, ServerRefusedError, StorageError
-from infra.servers import free_port
 from infra.trackers import read_published
 from infra.tracking import DRIFT_TAG, Tracker, _run_exists, check_reachable
 from rlcore.segment.journal import StepRecord
@@ -159,9 +158,9 @@ def test_the_status_follows_the_run(open_run: Open) -> None:
     assert client(tracker).get_run(tracker.mlflow_run_id).info.status == "RUNNING"
 
 
-def test_an_unreachable_server_is_named_with_what_to_change() -> None:
+def test_an_unreachable_server_is_named_with_what_to_change(refusing_port: int) -> None:
     with pytest.raises(ServerError, match=r"no MLflow server answers at http://127.*RLFLOW_MLFLOW_URI"):
-        check_reachable(f"http://127.0.0.1:{free_port()}", timeout_seconds=1)
+        check_reachable(f"http://127.0.0.1:{refusing_port}", timeout_seconds=1)
 
 
 class AwayClient:
@@ -204,10 +203,10 @@ def test_a_server_that_is_away_is_not_taken_for_a_run_that_is_gone() -> None:
     assert not _run_exists(AwayClient(MlflowException("no such run", RESOURCE_DOES_NOT_EXIST)), "id", "uri")
 
 
-def test_opening_against_no_server_fails_at_once(tmp_path: Path) -> None:
+def test_opening_against_no_server_fails_at_once(tmp_path: Path, refusing_port: int) -> None:
     with pytest.raises(ServerError, match="no MLflow server answers"):
         Tracker.open(
-            uri=f"http://127.0.0.1:{free_port()}",
+            uri=f"http://127.0.0.1:{refusing_port}",
             artifacts_uri="file:///nowhere",
             experiment="e",
             run_id="r",
@@ -224,12 +223,14 @@ def test_a_link_does_not_become_an_artifact(open_run: Open, tmp_path: Path) -> N
     assert tracker.artifact_names("report") == []
 
 
-def test_a_password_in_the_address_is_not_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_password_in_the_address_is_not_remembered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusing_port: int
+) -> None:
     for name in ("MLFLOW_TRACKING_URI", "MLFLOW_REGISTRY_URI"):  # set by opening, for this process alone
         monkeypatch.setenv(name, "")
     with pytest.raises(ServerError) as caught:
         Tracker.open(
-            uri=f"http://me:geheim123@127.0.0.1:{free_port()}",
+            uri=f"http://me:geheim123@127.0.0.1:{refusing_port}",
             artifacts_uri="file:///nowhere", experiment="e", run_id="r", run_dir=tmp_path,
         )  # fmt: skip
     assert "geheim123" not in str(caught.value)

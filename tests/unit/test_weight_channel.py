@@ -10,17 +10,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from infra.servers import free_port
 from rlcore.rollout.channel import WeightChannel, WeightSender
 from rlcore.rollout.proof import checksum
 from rlcore.rollout.weights import bucketed
+from tests.ports import reserved_port
 
 T = TypeVar("T")
 
 
 def everywhere(size: int, dtype: torch.dtype, work: Callable[[int, WeightChannel], T]) -> list[T]:
     """``work`` of each member, in threads that stand for processes."""
-    port = free_port()
+    port = reserved_port()
 
     def member(number: int) -> T:
         channel = WeightChannel(number, size, address="127.0.0.1", port=port, device="cpu", dtype=dtype)
