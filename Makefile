@@ -16,12 +16,13 @@ export UV_PYTHON_DOWNLOADS := never
 # Compiled at install, or every start of a worker imports for 15 s instead of 6.
 export UV_COMPILE_BYTECODE := 1
 
-.PHONY: help install up down status tour demo demo-gsm8k demo-countdown demo-geo3k demo-algorithms chaos ui docs test test-all test-stacks check lock clean
+.PHONY: help install up down status tour demo demo-gsm8k demo-countdown demo-geo3k demo-algorithms bench chaos ui docs test test-all test-stacks check lock clean
 help:
 	@echo 'make demo                      from raw data to a registered model, on the CPU'
 	@echo 'make demo-gsm8k, -countdown    the same with a tiny text policy: sums, the countdown game'
 	@echo 'make demo-geo3k DATA=FOLDER    the same on real Geometry3K files, two steps'
 	@echo 'make demo-algorithms           does every algorithm learn? A table of three seeds each, under 40 minutes'
+	@echo 'make bench                     on a GPU: do the main figures of docs/performance.md still hold?'
 	@echo 'make chaos                     kill everything, at random; is anything lost? A table, 25 minutes; SEED=7 repeats one'
 	@echo 'make up, down, status          Prefect, MLflow and workers in the background; then .venv/bin/prefect deployment run NAME'
 	@echo 'make tour                      all of it once, from nothing, with pictures of the pages; under 30 minutes'
@@ -63,6 +64,9 @@ demo-geo3k: $(STAMP)
 
 demo-algorithms: $(STAMP)
 	@OMP_NUM_THREADS=1 $(RUN) -W ignore -m tests.bench.algorithms
+
+bench: $(STAMP)
+	@OMP_NUM_THREADS=1 $(RUN) -W ignore -m tests.bench.guard $(if $(PEER),--peer '$(PEER)')
 
 chaos: $(STAMP)
 	@OMP_NUM_THREADS=1 $(RUN) -m tests.chaos $(if $(SEED),--seed $(SEED))

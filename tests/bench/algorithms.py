@@ -4,7 +4,7 @@
 process on one core with the real policy (FSDP2, one rank) and the real sampler (vLLM); no Ray and no servers, whose
 start would take longer than the training. Prints a table of held-out accuracy before and after, writes it with all
 numbers to FOLDER (results.json, table.md, curves.png), and ends with 1 if an algorithm did not learn. Runs that
-results.json already holds are not run again.
+results.json already holds are not run again. ``--tiny`` trains one algorithm on a batch, which need not learn.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ BASE = (
     "resources.workers=1",
 )
 WINDOW = 5  # batches of the running mean in the curves
+TINY = ("model.tiny.warm_start_steps=0", "data.synthetic_problems=32", "evaluation.samples=1")
 _TWO = ("training.updates_per_batch=2",)  # losses differ from each other only where the ratio is not 1
 _SEQUENCES = ("algorithm.aggregation=sequence_mean_token_mean",)
 
@@ -98,6 +99,7 @@ class Trial:
     model: str
     dataset: str
     held_out: str
+    tiny: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +118,7 @@ def run(trial: Trial) -> Outcome:
     """Train (unless the trial is the starting policy) and evaluate, in this process."""
     started = time.perf_counter()
     os.environ["OMP_NUM_THREADS"] = "1"
+    from infra.servers import free_port
     from rlcore.data.problems import load_problems
     from rlcore.distributed.group import LocalRanks, WorkerGroup
     from rlcore.distributed.worker import Worker, WorkerSpec
@@ -125,8 +128,8 @@ def run(trial: Trial) -> Outcome:
     from rlcore.training.loop import TrainingRun, train
     from rlcore.training.state import TrainState
 
-    config = experiment(trial.algorithm or "grpo", trial.seed)
-    spec = WorkerSpec.alone(Path(trial.model), Path(trial.dataset), config, "cpu", _free_port())
+    config = experiment(trial.algorithm or "grpo", trial.seed, tiny=trial.tiny)
+    spec = WorkerSpec.alone(Path(trial.model), Path(trial.dataset), config, "cpu", free_port())
     sink = Rewards()
     reward = make_reward(config.reward, max_completion_tokens=config.rollout.max_completion_tokens)
     with GradingPool(reward, 1, config.reward.deadline_seconds) as grader:
@@ -166,26 +169,26 @@ class Rewards:
             self.completions += int(metrics["rollout/groups_generated"]) * 8
 
 
-def experiment(algorithm: str, seed: int) -> Any:
+def experiment(algorithm: str, seed: int, *, tiny: bool) -> Any:
     from rlcore.config import build_experiment
     from tasks.experiments import experiment_values
 
     values = experiment_values()["grpo-gsm8k-tiny"]
     seeds = [f"seed={seed}", f"model.tiny.seed={seed}", f"data.synthetic_seed={seed}", f"data.shuffle_seed={seed}"]
-    overrides = [*BASE, *seeds, *ALGORITHMS[algorithm]]
+    overrides = [*BASE, *seeds, *ALGORITHMS[algorithm], *(TINY if tiny else ())]
     per_batch = build_experiment(values, [*overrides, "training.steps=240", "segment.steps=240"])
-    steps = BATCHES * per_batch.training.steps_per_batch
+    steps = (1 if tiny else BATCHES) * per_batch.training.steps_per_batch
     return build_experiment(values, [*overrides, f"training.steps={steps}", f"segment.steps={steps}"])
 
 
-def prepare(seed: int, folder: Path) -> Trial:
+def prepare(seed: int, folder: Path, *, tiny: bool) -> Trial:
     """The seed's policy and problems; the trial that measures where its runs start from."""
     from rlcore.data.images import resize
     from rlcore.data.problems import prepare as prepare_source
     from rlcore.job import BootstrapSpec, PrepareSpec, ResizeSpec
     from rlcore.models.bootstrap import bootstrap
 
-    config = experiment("grpo", seed)
+    config = experiment("grpo", seed, tiny=tiny)
     model = bootstrap(BootstrapSpec(result=folder / "model.json", model=config.model, models_dir=folder / "models"))
     found = []
     for split, source in (("train", config.data.train), ("validation", config.data.validation)):
@@ -212,7 +215,7 @@ def prepare(seed: int, folder: Path) -> Trial:
         )
         found.append(Path(resized.path))
     train, held_out = found
-    return Trial(None, seed, model.path, str(train), str(held_out))
+    return Trial(None, seed, model.path, str(train), str(held_out), tiny)
 
 
 def table(outcomes: Sequence[Outcome]) -> tuple[str, list[str]]:
@@ -281,16 +284,19 @@ def main() -> int:
     parser.add_argument("--only", nargs="*", default=list(ALGORITHMS), choices=list(ALGORITHMS), metavar="NAME")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--out", type=Path, default=Path("data/algorithms"))
+    parser.add_argument("--tiny", action="store_true", help="one algorithm and seed, one batch, from random weights")
     arguments = parser.parse_args()
+    if arguments.tiny:
+        arguments.only, arguments.seeds = ["grpo"], 1
     out: Path = arguments.out
     out.mkdir(parents=True, exist_ok=True)
     results = out / "results.json"
     outcomes = [Outcome(**row) for row in json.loads(results.read_text())] if results.exists() else []
     started = time.perf_counter()
-    starts = [prepare(seed, out) for seed in range(arguments.seeds)]
+    starts = [prepare(seed, out, tiny=arguments.tiny) for seed in range(arguments.seeds)]
     done = {(o.algorithm, o.seed) for o in outcomes}
     trials = [
-        Trial(name, start.seed, start.model, start.dataset, start.held_out)
+        replace(start, algorithm=name)
         for name in (None, *arguments.only)
         for start in starts
         if (name, start.seed) not in done
@@ -314,15 +320,7 @@ def main() -> int:
     sys.stdout.write(f"{text}\n\n{time.perf_counter() - started:.0f} s, {minutes:.0f} core minutes of runs; {out}\n")
     if failed:
         sys.stdout.write(f"did not learn with every seed: {', '.join(failed)}\n")
-    return bool(failed)
-
-
-def _free_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    return bool(failed) and not arguments.tiny
 
 
 if __name__ == "__main__":

@@ -1,12 +1,14 @@
 """What cutting a run into segments costs the real trainer, on the demo's policy and batch.
 
-``python -m tests.bench.checkpoints [WORKERS] [STEPS_PER_SEGMENT] [TURNS]``; one JSON line: a run in three segments and
-one in a single segment by turns, in seconds from the first step to the last; seconds that training was blocked by a
-checkpoint, and seconds that one was written beside training. A save that training waits for would block for both.
+``python -m tests.bench.checkpoints [--workers 2] [--segment-steps 20] [--turns 3] [--tiny]``; one JSON line: a run in
+three segments and one in a single segment by turns, in seconds from the first step to the last; seconds that training
+was blocked by a checkpoint, and seconds that one was written while training went on. A save that training waits for
+would block for both.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
 import subprocess
@@ -104,6 +106,12 @@ def trained(folder: Path, workers: int, steps: int, segment_steps: int) -> dict[
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--segment-steps", type=int, default=20, help="optimizer steps of a segment")
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--tiny", action="store_true", help="one worker, one step a segment, one turn")
+    arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
-        counts = [int(word) for word in sys.argv[1:]] + [2, 20, 3][len(sys.argv) - 1 :]
+        counts = (1, 1, 1) if arguments.tiny else (arguments.workers, arguments.segment_steps, arguments.turns)
         sys.stdout.write(json.dumps(main(Path(scratch), *counts)) + "\n")

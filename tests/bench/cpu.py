@@ -1,20 +1,22 @@
-"""Whole GRPO steps of ours and of the peer on a CPU, by turns.
+"""Whole GRPO steps of ours and of TRL on a CPU, by turns.
 
-``python -m tests.bench.cpu --peer FOLDER --kind text [--regime fixed] [--rounds 2] --out FILE`` with the peer's scripts
-in FOLDER and the peer installed. Two processes with one thread each on both sides: ours are Ray's workers, which train
-and sample by turns; the peer's are torchrun's, each with an engine of its own. Models have 4 layers 128 wide and 512
-words, random weights. Text: 16 problems x 8, 32 + 64 tokens; vl: 8 x 8, 48 + 48 tokens with a picture of 4 in them.
+``python -m tests.bench.cpu --peer FOLDER --kind text [--regime fixed] [--rounds 2] --out FILE`` with the scripts that
+run TRL in FOLDER and TRL installed. Two processes with one thread each on both sides: ours are Ray's workers, which
+train and sample by turns; TRL's are torchrun's, each with an engine of its own. The models are the tiny ones of
+``cases``. Text: 16 problems x 8, 32 + 64 tokens; vl: 8 x 8, 48 + 48 tokens with a picture of 4 in them.
+``--side ours`` needs neither scripts nor TRL.
 
-The peer is helped where it has no CPU path or pays for none: weights go into vLLM by ``reload_weights``, where it would
-load them one by one, which vLLM refuses on a CPU; activations are kept; 64 sequences go through a forward pass at once.
+TRL is changed where it has no path for a CPU or pays for none: weights go into vLLM by ``reload_weights``, since vLLM
+on a CPU refuses one weight at a time; activations are kept; 64 sequences go through a forward pass at once.
 
-``fixed``: every completion at the cap, so that both sides do the same work. ``ragged``: a bias on EOS for a mean of
-half the cap; each side draws its own lengths, so compare real tokens per second.
+``fixed``: every completion at the cap, so that both sides do the same work. ``ragged``: a bias on the end of the turn
+for a mean of half the cap; each side samples its own lengths, so compare real tokens per second.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import statistics
@@ -23,31 +25,32 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tests.bench.cases import common_arguments, random_case, shape_of, vocabulary_of, write
+from tests.bench.step import TRL_CHAT
+
 PROCESSES = 2
-VOCABULARY = 512
 TEXT = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
 TOWER = {"depth": 2, "hidden_size": 64, "intermediate_size": 128, "num_heads": 4, "fullatt_block_indexes": [1]}
-SHAPES = {
-    "text": {"problems": 16, "words": 32, "cap": 64},
-    "vl": {"problems": 8, "words": 1, "cap": 48},  # the picture, its marks and the chat around it are 47 more
-}
-SIDE = 56  # pixels: 4 tokens
+PROBLEMS = {"text": 16, "vl": 8}
 GROUP = 8
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--peer", type=Path, required=True, help="folder of the peer's scripts")
-    parser.add_argument("--kind", choices=tuple(SHAPES), default="text")
+    parser.add_argument("--peer", type=Path, help="folder of the scripts that run TRL")
+    parser.add_argument("--kind", choices=tuple(PROBLEMS), default="text")
     parser.add_argument("--regime", choices=("fixed", "ragged"), default="fixed")
     parser.add_argument("--rounds", type=int, default=2, help="turns of each side")
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--counted", type=int, default=8)
     parser.add_argument("--dtype", default="auto", help="of our engine: float32 by itself; the peer's is bfloat16")
     parser.add_argument("--side", choices=("both", "ours", "peer"), default="both")
-    parser.add_argument("--folder", type=Path, default=Path("/tmp/cpu-bench"))
-    parser.add_argument("--out", type=Path)
+    common_arguments(parser, "/tmp/cpu-bench")
     arguments = parser.parse_args()
+    if arguments.tiny:
+        arguments.rounds, arguments.warmup, arguments.counted = 1, 0, 1
+    if arguments.side != "ours" and arguments.peer is None:
+        parser.error("--side both and peer need --peer, the folder of the scripts that run TRL")
     arguments.folder.mkdir(parents=True, exist_ok=True)
     if arguments.side == "both":
         by_turns(arguments)
@@ -58,8 +61,6 @@ def main() -> None:
 
 
 def by_turns(arguments: argparse.Namespace) -> None:
-    from tests.bench.peer import write
-
     rows: dict[str, list[dict[str, float]]] = {"peer": [], "ours": []}
     runner = ["-m", "torch.distributed.run", "--nproc-per-node", str(PROCESSES)]
     for turn in range(arguments.rounds):
@@ -94,11 +95,10 @@ def by_turns(arguments: argparse.Namespace) -> None:
 
 
 def small_models(arguments: argparse.Namespace) -> tuple[Any, Any]:
-    """The peer's scripts, for models of this benchmark's size."""
-    from tests.bench import peer as scripts
-
-    base, vl = scripts.load_script(arguments.peer, "trl_h200"), scripts.load_script(arguments.peer, "trl_vl_h200")
-    base.VOCAB = VOCABULARY
+    """TRL's scripts, for models of this benchmark's size."""
+    sys.path.insert(0, str(arguments.peer))
+    base, vl = importlib.import_module("trl_h200"), importlib.import_module("trl_vl_h200")
+    base.VOCAB = vocabulary_of(tiny=True)
     text_config, vl_config = base.text_config, vl.vl_config
 
     def resized(config: Any, **others: Any) -> Any:
@@ -117,22 +117,21 @@ def small_models(arguments: argparse.Namespace) -> tuple[Any, Any]:
 
 
 def ours(arguments: argparse.Namespace) -> None:
-    from tests.bench.peer import text_case, vl_case, write
     from tests.bench.placement import placed
 
-    small_models(arguments)
-    shape = SHAPES[arguments.kind]
-    count = shape["problems"] * (arguments.warmup + arguments.counted + 1)
-    words = {"problems": count, "prompt_tokens": shape["words"], "tiny": True}
-    case = (
-        text_case(arguments.peer, arguments.folder, **words)
-        if arguments.kind == "text"
-        else vl_case(arguments.peer, arguments.folder, side=SIDE, **words)
+    shape, problems = shape_of(arguments.kind, tiny=True), PROBLEMS[arguments.kind]
+    case = random_case(
+        arguments.kind,
+        arguments.folder,
+        problems=problems * (arguments.warmup + arguments.counted + 1),
+        prompt_tokens=shape.prompt,
+        side=shape.side,
+        tiny=True,
     )
     options = argparse.Namespace(
-        problems=shape["problems"],
+        problems=problems,
         group=GROUP,
-        cap=shape["cap"],
+        cap=shape.cap,
         tokens_per_microbatch=8192,
         regime=arguments.regime,
         warmup=arguments.warmup,
@@ -142,6 +141,7 @@ def ours(arguments: argparse.Namespace) -> None:
             "rollout.kv_cache_mib=64",
             "model.gradient_checkpointing=none",
             "resources.threads_per_worker=1",
+            *arguments.set,
         ],
     )
     result = placed(options, case, [f"resources.workers={PROCESSES}"])
@@ -149,23 +149,24 @@ def ours(arguments: argparse.Namespace) -> None:
 
 
 def peer(arguments: argparse.Namespace) -> None:
-    """One of the peer's processes."""
+    """One of TRL's processes."""
     base, _ = small_models(arguments)
-    rank, shape = int(os.environ["RANK"]), SHAPES[arguments.kind]
+    rank, shape, problems = int(os.environ["RANK"]), shape_of(arguments.kind, tiny=True), PROBLEMS[arguments.kind]
+    text = shape.prompt if arguments.kind == "text" else shape.prompt - TRL_CHAT - (shape.side // 28) ** 2
     helped(base)
     out = arguments.folder / f"peer-rank-{rank}.json"
     sizes = {
-        "prompts": shape["problems"] // PROCESSES,
+        "prompts": problems // PROCESSES,
         "group": GROUP,
-        "cap": shape["cap"],
-        "prompt-tokens": shape["words"],
-        "micro": shape["problems"] * GROUP // PROCESSES,
+        "cap": shape.cap,
+        "prompt-tokens": text,
+        "micro": problems * GROUP // PROCESSES,
         "warmup": arguments.warmup,
         "counted": arguments.counted,
     }
     words = [part for name, value in sizes.items() for part in (f"--{name}", str(value))]
     words += ["--regimes", arguments.regime, "--model-dir", str(arguments.folder / f"peer-model-{rank}")]
-    words += ["--out", str(out), *(["--side", str(SIDE)] if arguments.kind == "vl" else [])]
+    words += ["--out", str(out), *(["--side", str(shape.side)] if arguments.kind == "vl" else [])]
     script = "trl_vl_h200" if arguments.kind == "vl" else "trl_h200"
     sys.argv = [script, *words]
     sys.modules[script].main()

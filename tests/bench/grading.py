@@ -1,14 +1,15 @@
-"""How long grading takes: ``python -m tests.bench.grading`` prints one JSON object.
+"""How long grading takes: ``python -m tests.bench.grading [--tiny]`` prints one JSON object.
 
-10,000 completions go through the reward ``math`` in two processes, in groups of 8 for each problem, as a training step
-has them. The problems are the kinds of answers that MATH and Geometry3K have, with numbers drawn anew for each, so no
-two problems share an answer by design; within a group some completions give the same answer, and those are cache hits
-if they reach the same process. One completion hangs sympy (``HANGS``); it may cost its deadline and no more, which is
-measured as the difference of two runs, with it and without it.
+10,000 completions (with ``--tiny`` 80) go through the reward ``math`` in two processes, in groups of 8 for each
+problem, as a training step has them. The problems are the kinds of answers that MATH and Geometry3K have, with numbers
+drawn anew for each, so no two problems share an answer by design; within a group some completions give the same answer,
+and those are cache hits if they reach the same process. One completion hangs sympy (``HANGS``); it may cost its
+deadline and no more, which is measured as the difference of two runs, with it and without it.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import random
@@ -47,12 +48,12 @@ KINDS = (
 )
 
 
-def workload(seed: int = 0) -> tuple[list[Problem], list[Completion]]:
-    """``GRADINGS`` completions and the problem of each, half of them right."""
+def workload(count: int, seed: int = 0) -> tuple[list[Problem], list[Completion]]:
+    """That many completions and the problem of each, half of them right."""
     rng = random.Random(seed)
     problems: list[Problem] = []
     completions: list[Completion] = []
-    while len(completions) < GRADINGS:
+    while len(completions) < count:
         truth, right, wrong = rng.choice(KINDS)
         numbers = {letter: str(rng.randint(2, 97)) for letter in "ABCD"}
         problem = Problem(f"bench-{len(problems)}", "?", (), _fill(truth, numbers), "bench")
@@ -61,7 +62,7 @@ def workload(seed: int = 0) -> tuple[list[Problem], list[Completion]]:
             thought = " ".join(rng.choices(("so", "the", "angle", "is", "2", r"\sqrt{3}", "{x}"), k=200))
             completions.append(_completion(rf"<think>{thought}</think> It is \boxed{{{answer}}}."))
             problems.append(problem)
-    return problems[:GRADINGS], completions[:GRADINGS]
+    return problems[:count], completions[:count]
 
 
 def _fill(pattern: str, numbers: dict[str, str]) -> str:
@@ -80,10 +81,10 @@ def repeated_share(problems: list[Problem], completions: list[Completion]) -> fl
     return 1 - len(seen) / len(problems)
 
 
-def measure(problems: list[Problem], completions: list[Completion]) -> dict[str, float]:
+def measure(problems: list[Problem], completions: list[Completion], deadline: float) -> dict[str, float]:
     """Wall-clock seconds of one run in fresh processes (their start apart), and what came out."""
     start = time.perf_counter()
-    with GradingPool(make_reward(MathReward(), max_completion_tokens=256), PROCESSES, DEADLINE_SECONDS) as pool:
+    with GradingPool(make_reward(MathReward(), max_completion_tokens=256), PROCESSES, deadline) as pool:
         ready = time.perf_counter()
         scores = pool.submit(problems, completions).result()
         seconds = time.perf_counter() - ready
@@ -97,16 +98,20 @@ def measure(problems: list[Problem], completions: list[Completion]) -> dict[str,
 
 
 def main() -> None:
-    problems, completions = workload()
-    without = measure(problems, completions)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tiny", action="store_true", help="few gradings and a short deadline")
+    tiny = parser.parse_args().tiny
+    count, deadline = (80, 1.0) if tiny else (GRADINGS, DEADLINE_SECONDS)
+    problems, completions = workload(count)
+    without = measure(problems, completions, deadline)
     hanging = Problem("hang", "?", (), r"21 \sqrt { 3 }", "bench")
-    middle = GRADINGS // 2
+    middle = count // 2
     problems[middle], completions[middle] = hanging, _completion(rf"<think>x</think> \boxed{{{HANGS}}}")
-    with_hang = measure(problems, completions)
+    with_hang = measure(problems, completions, deadline)
     report = {
-        "gradings": GRADINGS,
+        "gradings": count,
         "processes": PROCESSES,
-        "deadline_seconds": DEADLINE_SECONDS,
+        "deadline_seconds": deadline,
         "repeated_share": round(repeated_share(problems, completions), 3),
         "without_hang": without,
         "with_hang": with_hang,

@@ -1,7 +1,7 @@
 """Where trainers and samplers are placed on N devices: seconds of a step, and the share of it that each rank is idle.
 
-``python -m tests.bench.placement (--peer FOLDER | --tiny) [--workers 4] [--rollout-workers 1] [--regime ragged]
---out FILE`` runs, one after the other, through real Ray on this machine's devices:
+``python -m tests.bench.placement [--workers 4] [--rollout-workers 1] [--regime ragged] [--tiny] --out FILE`` runs, one
+after the other, through real Ray on this machine's devices:
 
 - ``colocated``: every worker trains and samples by turns;
 - ``apart``: ``--rollout-workers`` of the N sample, the others train, each waiting for the other;
@@ -10,9 +10,8 @@
 ``--workers 1 --only colocated`` is one device alone, to see what several are worth: give it its share of
 ``--problems``.
 
-All with the same model, problems, grader and importance weights. Model and prompts are the peer's, made by its scripts
-in FOLDER, or the tiny text policy with random weights. A rank is busy while it is in a call, so that waiting for other
-ranks in a collective counts as busy: the idle share is a lower bound. Medians over the counted steps.
+All with the same model, problems, grader and importance weights. A rank is busy while it is in a call, so that waiting
+for other ranks in a collective counts as busy: the idle share is a lower bound. Medians over the counted steps.
 """
 
 from __future__ import annotations
@@ -22,19 +21,16 @@ import functools
 import statistics
 import sys
 import time
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from tests.bench.step import hazard_bias
+from tests.bench.cases import Case, CrcGrader, common_arguments, end_bias, experiment, random_case, write
 
 PLACEMENTS = ("colocated", "apart", "apart, one step off")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--peer", type=Path, help="folder of the peer's scripts")
     parser.add_argument("--workers", type=int, default=2, help="devices, N")
     parser.add_argument("--rollout-workers", type=int, default=1, help="of the N, where they are apart")
     parser.add_argument("--only", nargs="+", choices=PLACEMENTS, help="these of the placements, by name")
@@ -46,55 +42,25 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=256)
     parser.add_argument("--cap", type=int, default=1024)
     parser.add_argument("--tokens-per-microbatch", type=int, default=32768)
-    parser.add_argument("--folder", type=Path, default=Path("/tmp/placement-bench"))
-    parser.add_argument("--tiny", action="store_true", help="the tiny text policy, small numbers: runs on a CPU")
-    parser.add_argument("--set", nargs="*", default=[], help="overrides of the experiment")
-    parser.add_argument("--out", type=Path)
+    common_arguments(parser, "/tmp/placement-bench")
     arguments = parser.parse_args()
-    if arguments.tiny == (arguments.peer is not None):
-        parser.error("give --peer or --tiny")
     arguments.folder.mkdir(parents=True, exist_ok=True)
-
-    from tests.bench.peer import text_case, write
-
     if arguments.tiny:
-        arguments.cap, arguments.problems = 32, 8
-    count = arguments.problems * (arguments.warmup + arguments.counted + 1)
-    case = (
-        tiny_case(arguments.folder, count)
-        if arguments.tiny
-        else text_case(
-            arguments.peer, arguments.folder, problems=count, prompt_tokens=arguments.prompt_tokens, tiny=False
-        )
+        arguments.cap, arguments.problems, arguments.group, arguments.prompt_tokens = 32, 4, 4, 32
+        arguments.warmup, arguments.counted = 0, 2
+    case = random_case(
+        "text",
+        arguments.folder,
+        problems=arguments.problems * (arguments.warmup + arguments.counted + 1),
+        prompt_tokens=arguments.prompt_tokens,
+        side=0,
+        tiny=arguments.tiny,
     )
     found = {name: placed(arguments, case, overrides) for name, overrides in placements(arguments).items()}
     seconds = {name: result["seconds"]["step"] for name, result in found.items()}
     first = next(iter(seconds))
     times = {f"{name} / {first}": value / seconds[first] for name, value in seconds.items()}
     write(arguments.out, {"regime": arguments.regime, "step time": times, "placements": found})
-
-
-def tiny_case(folder: Path, problems: int) -> Any:
-    """The tiny text policy with random weights, sums as problems, and a reward that varies within a group."""
-    from rlcore.config import TinyModelConfig
-    from rlcore.models.tiny_text import create_text_policy
-    from rlcore.types import Problem
-    from tests.bench.peer import Case
-
-    model, template = folder / "tiny", folder / "plain.jinja"
-    if not model.exists():
-        create_text_policy(model, TinyModelConfig(task="sums", warm_start_steps=0))
-    template.write_text("{{ content }}")
-    made = [Problem(f"p{n}", f"What is {n} + {n}?", (), "0", "bench") for n in range(problems)]
-    return Case("text", model, folder, template, made, 64, 512 * 512, flops=_not_counted, reward=_crc)
-
-
-def _not_counted(model: Any) -> Callable[[dict[str, int]], float]:
-    return lambda tokens: 0.0
-
-
-def _crc(completions: Sequence[Sequence[int]]) -> list[float]:
-    return [zlib.crc32(bytes(str(list(tokens)), "ascii")) % 1000 / 1000 for tokens in completions]
 
 
 def placements(arguments: argparse.Namespace) -> dict[str, list[str]]:
@@ -170,7 +136,7 @@ class Recorder:
         sys.stdout.flush()
 
 
-def placed(arguments: argparse.Namespace, case: Any, overrides: Sequence[str]) -> dict[str, Any]:
+def placed(arguments: argparse.Namespace, case: Case, overrides: Sequence[str]) -> dict[str, Any]:
     """Medians of one placement's steps."""
     from rlcore.assemble import pick_device
     from rlcore.distributed.actors import RayRanks
@@ -178,7 +144,6 @@ def placed(arguments: argparse.Namespace, case: Any, overrides: Sequence[str]) -
     from rlcore.distributed.group import WorkerGroup
     from rlcore.training.loop import TrainingRun, train
     from rlcore.training.state import TrainState
-    from tests.bench.peer import CrcGrader, experiment
 
     config = experiment(
         case,
@@ -191,14 +156,14 @@ def placed(arguments: argparse.Namespace, case: Any, overrides: Sequence[str]) -
             *arguments.set,
         ],
     )
-    make = functools.partial(TimedWorker, arguments.regime, hazard_bias(arguments.cap / 2, arguments.cap, case))
+    make = functools.partial(TimedWorker, arguments.regime, end_bias(arguments.cap / 2, arguments.cap, case))
     start_ray(None, config.resources.devices)
     try:
         ranks = RayRanks(make, model=case.model, dataset=case.dataset, config=config, device=pick_device(config))
         workers = WorkerGroup(ranks, config)
         workers.sync_weights(0)
         recorder = Recorder(lambda: ranks.call("busy_seconds", [()] * ranks.size))
-        grader = CrcGrader(case.reward)
+        grader = CrcGrader()
         run = TrainingRun(
             config, case.problems, workers, grader, recorder, on_batch=lambda step, generated, trained: None
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 from typing import Any
 
@@ -149,9 +150,12 @@ def grown(axes: Any, rows: list[dict[str, Any]], by: str, label: str) -> None:
     axes.legend(fontsize=8, frameon=False)
 
 
+PLOTS = {"step": steps, "update": update, "generation": generation, "several": several}
+
 if __name__ == "__main__":
-    IMAGES.mkdir(parents=True, exist_ok=True)
-    steps(IMAGES / "performance_step.png")
-    update(IMAGES / "performance_update.png")
-    generation(IMAGES / "performance_generation.png")
-    several(IMAGES / "performance_several.png")
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--folder", type=Path, default=IMAGES)
+    folder = parser.parse_args().folder
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, draw in PLOTS.items():
+        draw(folder / f"performance_{name}.png")

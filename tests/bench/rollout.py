@@ -1,9 +1,9 @@
 """How fast the sampler draws, takes weights, sleeps and wakes.
 
-``python -m tests.bench.rollout --peer FOLDER [--kind vl] [--tiny] [--out FILE]`` with the peer's scripts in FOLDER.
-Draws ``--problems`` x ``--group`` completions of ``--cap`` tokens each (EOS ignored), once by vLLM's own loop and with
-each of ``--bursts``; then times weight syncs from a model beside it, and sleep and wake. Prints JSON: tokens/s and
-seconds, and where the time between tokens goes.
+``python -m tests.bench.rollout [--kind vl] [--tiny] [--out FILE]`` samples ``--problems`` x ``--group`` completions of
+``--cap`` tokens each (none ends before), once by vLLM's own loop and with each of ``--bursts``; then it times weight
+syncs from a second copy of the model, and sleep and wake. Prints JSON: tokens/s and seconds, and where the time between
+tokens goes.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from tests.bench.cases import common_arguments, experiment, random_case, shape_of, write
 
 
 @contextmanager
@@ -64,22 +66,18 @@ def kernels(work: Callable[[], object], most: int = 30) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--peer", type=Path, required=True)
-    parser.add_argument("--folder", type=Path, default=Path("/tmp/rollout-bench"))
     parser.add_argument("--kind", choices=("text", "vl"), default="text")
     parser.add_argument("--problems", type=int, default=128)
     parser.add_argument("--group", type=int, default=8)
-    parser.add_argument("--prompt-tokens", type=int, default=256)
+    parser.add_argument("--prompt-tokens", type=int, help="default: 256, or 431 with a picture")
     parser.add_argument("--cap", type=int, default=512)
     parser.add_argument("--bursts", default="1,16,32,64")
     parser.add_argument("--own-loop-only", action="store_true", help="leave vLLM's own loop out")
     parser.add_argument("--profile", action="store_true", help="tell which kernels take the time")
-    parser.add_argument("--tiny", action="store_true", help="a two-layer model, small numbers: runs on a CPU")
-    parser.add_argument("--set", nargs="*", default=[], help="overrides of the experiment")
-    parser.add_argument("--out", type=Path)
+    common_arguments(parser, "/tmp/rollout-bench")
     arguments = parser.parse_args()
     if arguments.tiny:
-        arguments.problems, arguments.prompt_tokens, arguments.cap = 4, 16, 12
+        arguments.problems, arguments.group, arguments.cap = 4, 2, 12
     measure(arguments)
 
 
@@ -87,7 +85,6 @@ def measure(arguments: argparse.Namespace) -> None:
     import torch
 
     from rlcore.rollout.engine import engine_core, engine_prompt, sampling_params, set_engine_environment
-    from tests.bench.peer import experiment, text_case, vl_case, write
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     set_engine_environment(device)
@@ -98,11 +95,15 @@ def measure(arguments: argparse.Namespace) -> None:
     from rlcore.rollout.vllm_sampler import VllmSampler
 
     arguments.folder.mkdir(parents=True, exist_ok=True)
-    shape: dict[str, Any] = {"problems": arguments.problems, "prompt_tokens": arguments.prompt_tokens}
-    case = (
-        text_case(arguments.peer, arguments.folder, tiny=arguments.tiny, **shape)
-        if arguments.kind == "text"
-        else vl_case(arguments.peer, arguments.folder, side=56 if arguments.tiny else 512, tiny=arguments.tiny, **shape)
+    shape = shape_of(arguments.kind, arguments.tiny)
+    arguments.prompt_tokens = arguments.prompt_tokens or shape.prompt
+    case = random_case(
+        arguments.kind,
+        arguments.folder,
+        problems=arguments.problems,
+        prompt_tokens=arguments.prompt_tokens,
+        side=shape.side,
+        tiny=arguments.tiny,
     )
     caps = [f"rollout.group_size={arguments.group}", f"rollout.max_completion_tokens={arguments.cap}"]
     config = experiment(case, [*caps, "rollout.sleep=always", *arguments.set])

@@ -1,17 +1,17 @@
-"""Whole GRPO steps of ours and of the peer, side by side.
+"""Whole GRPO steps of ours and, by turns, of TRL.
 
-``python -m tests.bench.step --peer FOLDER --kind text [--rounds 1] [--counted 8] [--tiny] --out FILE`` runs the peer's
-script in FOLDER and our trainer by turns, each in a process of its own on the same device, and prints the medians of
-their steps as JSON. ``--side ours`` runs our side alone, in this process: the Worker and the loop that a run uses, on
-one rank without Ray. Both regimes of the peer follow each other in one process: ``fixed`` (EOS ignored, all at the
-cap) and ``ragged`` (a bias on the EOS logit, given or found from the first step's lengths).
+``python -m tests.bench.step --kind text [--counted 8] [--tiny] --out FILE`` runs our side in this process: the worker
+and the loop that a run uses, on one device without Ray, with a model of random weights that is made here. With
+``--peer FOLDER`` it runs TRL's script in FOLDER and our side by turns, each in a process of its own on the same device,
+and prints the medians of both. The regimes follow each other in one process: ``fixed`` (no completion ends before the
+cap) and ``ragged`` (a bias on the end of the turn, given or found from the first step's lengths).
 
-Seconds by phase end when the device is done with it. Real tokens are prompt + completion tokens of all rollouts, pads
-not counted. MFU is the peer's formula over them: 6 N T + 6 L D sum(s^2), recomputation not counted, by update seconds
-and 989 TFLOP/s; a prompt that a group shares is counted once for each of its completions. ``update_mfu_shared_once`` is
-what a run logs as perf/update_mfu: shared prompts counted once.
+Seconds by phase end when the device is done with it. Real tokens are prompt and completion tokens of all rollouts, pads
+not counted. ``update_mfu`` is TRL's formula over them (``cases.trl_flops``), by update seconds and 989 TFLOP/s; a
+prompt that a group shares is counted once for each of its completions. ``update_mfu_shared_once`` is what a run logs as
+perf/update_mfu: shared prompts counted once.
 
-Without the peer: ``--dataset FOLDER`` trains on a prepared dataset, ``--device-gib`` as if the device were smaller.
+``--dataset FOLDER`` trains on a prepared dataset, ``--device-gib`` as if the device were smaller; both without TRL.
 """
 
 from __future__ import annotations
@@ -23,51 +23,58 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from tests.bench.cases import (
+    Case,
+    CrcGrader,
+    common_arguments,
+    end_bias,
+    experiment,
+    prepared_case,
+    random_case,
+    shape_of,
+    stop_chance,
+    trl_flops,
+    write,
+)
+
 PEAK = 989e12  # dense bf16 FLOP/s of an H100 or H200 SXM, by the data sheet
-EOS = 2  # of the peer's tokenizer
+TRL_CHAT = 43  # prompt tokens that TRL's script puts around picture and text
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--peer", type=Path, required=True, help="folder of the peer's scripts")
-    parser.add_argument("--side", choices=("both", "ours"), default="both")
-    parser.add_argument("--kind", choices=("text", "vl"), default="text")
-    parser.add_argument("--size", choices=("3b", "7b"), default="3b", help="of the model that sees")
-    parser.add_argument(
-        "--dataset", type=Path, help="of ours: a prepared dataset with pictures, in place of drawn ones"
-    )
+    parser.add_argument("--peer", type=Path, help="folder of the scripts that run TRL; without it ours runs alone")
+    parser.add_argument("--kind", choices=("text", "vl", "vl-7b"), default="text")
+    parser.add_argument("--dataset", type=Path, help="a prepared dataset with pictures")
     parser.add_argument("--regimes", default="fixed,ragged")
     parser.add_argument("--rounds", type=int, default=1, help="turns of each side")
     parser.add_argument("--warmup", type=int, default=2, help="uncounted steps of the first regime, one of the next")
     parser.add_argument("--counted", type=int, default=8)
     parser.add_argument("--problems", type=int, default=32)
     parser.add_argument("--group", type=int, default=8)
-    parser.add_argument("--prompt-tokens", type=int, default=None, help="default: 256, or 64 beside an image")
-    parser.add_argument("--cap", type=int, default=None, help="default: 1024, or 512 with images")
-    parser.add_argument("--side-pixels", type=int, default=512, help="width and height of the images")
+    parser.add_argument("--prompt-tokens", type=int, help="default: 256, or 431 with a picture")
+    parser.add_argument("--cap", type=int, help="default: 1024, or 512 with pictures")
+    parser.add_argument("--side-pixels", type=int, default=512, help="width and height of the pictures")
     parser.add_argument("--tokens-per-microbatch", type=int, default=32768)
-    parser.add_argument("--eos-bias", type=float, default=None, help="of the ragged regime; default: found")
-    parser.add_argument("--mean", type=int, default=None, help="of the ragged regime's lengths; default: half the cap")
-    parser.add_argument("--device-gib", type=int, default=None, help="of ours: hold the rest of the device's memory")
-    parser.add_argument("--folder", type=Path, default=Path("/tmp/step-bench"))
-    parser.add_argument("--tiny", action="store_true", help="two-layer models, small numbers: runs on a CPU")
-    parser.add_argument("--set", nargs="*", default=[], help="overrides of our experiment")
-    parser.add_argument("--peer-args", default="", help="more arguments of the peer's script")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--eos-bias", type=float, help="of the ragged regime; default: found")
+    parser.add_argument("--mean", type=int, help="of the ragged regime's lengths; default: half the cap")
+    parser.add_argument("--device-gib", type=int, help="hold the rest of the device's memory")
+    parser.add_argument("--peer-args", default="", help="more arguments of TRL's script")
+    common_arguments(parser, "/tmp/step-bench")
     arguments = parser.parse_args()
-    vl = arguments.kind == "vl"
+    shape = shape_of(arguments.kind, arguments.tiny)
     if arguments.tiny:
-        arguments.cap, arguments.prompt_tokens, arguments.side_pixels = 32, 16, 56
-    arguments.prompt_tokens = arguments.prompt_tokens or (64 if vl else 256)
-    arguments.cap = arguments.cap or (512 if vl else 1024)
+        arguments.problems, arguments.group, arguments.side_pixels = 2, 4, shape.side
+    arguments.prompt_tokens = arguments.prompt_tokens or shape.prompt
+    arguments.cap = arguments.cap or shape.cap
     arguments.mean = arguments.mean or arguments.cap // 2
     arguments.folder.mkdir(parents=True, exist_ok=True)
-    if arguments.side == "both":
+    if arguments.peer is not None:
         by_turns(arguments)
         return
     with smaller_device(arguments.device_gib):
@@ -100,29 +107,28 @@ def smaller_device(gib: int | None) -> Iterator[None]:
 def by_turns(arguments: argparse.Namespace) -> None:
     sides: dict[str, list[dict[str, Any]]] = {"peer": [], "ours": []}
     for turn in range(arguments.rounds):
-        for side, command in (("peer", _peer_command(arguments)), ("ours", _our_command(arguments))):
+        for side, command in (("peer", peer_command(arguments)), ("ours", our_command(arguments))):
             out = arguments.folder / f"{side}-{arguments.kind}-{turn}.json"
             with (arguments.folder / f"{side}-{arguments.kind}-{turn}.log").open("w") as log:
                 subprocess.run([*command, "--out", str(out)], check=True, stdout=log, stderr=log)
             sides[side].append(json.loads(out.read_text()))
-            _report(arguments, sides)
+            write(arguments.out, {"kind": arguments.kind, "regimes": regimes_of(sides), "runs": sides})
 
 
-def _report(arguments: argparse.Namespace, sides: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
-    from tests.bench.peer import write
-
+def regimes_of(sides: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:
+    """By regime the summary of each side's counted steps and, where both have some, the ratios."""
     table: dict[str, Any] = {}
-    for regime in arguments.regimes.split(","):
+    for regime in dict.fromkeys(row["regime"] for runs in sides.values() for run in runs for row in run["steps"]):
         steps = {
             side: [row for run in runs for row in run["steps"] if row["counted"] and row["regime"] == regime]
             for side, runs in sides.items()
         }
         table[regime] = {side: summary(rows) for side, rows in steps.items() if rows}
-        if all(steps.values()):
+        if table[regime].keys() == {"peer", "ours"}:
             peer, own = (table[regime][side] for side in ("peer", "ours"))
             table[regime]["step time, peer / ours"] = peer["seconds"]["median"] / own["seconds"]["median"]
             table[regime]["real tokens/s, ours / peer"] = own["tokens_per_s"]["median"] / peer["tokens_per_s"]["median"]
-    write(arguments.out, {"kind": arguments.kind, "regimes": table, "runs": dict(sides)})
+    return table
 
 
 def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -133,19 +139,21 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {"steps": len(rows), **spread}
 
 
-def _peer_command(arguments: argparse.Namespace) -> list[str]:
-    script = "trl_vl_h200.py" if arguments.kind == "vl" else "trl_h200.py"
+def peer_command(arguments: argparse.Namespace) -> list[str]:
+    script, text = "trl_h200.py", arguments.prompt_tokens
+    if arguments.kind != "text":
+        script, text = "trl_vl_h200.py", text - TRL_CHAT - (arguments.side_pixels // 28) ** 2
     shape = ["--prompts", str(arguments.problems), "--group", str(arguments.group), "--cap", str(arguments.cap)]
-    shape += ["--prompt-tokens", str(arguments.prompt_tokens), "--regimes", arguments.regimes]
+    shape += ["--prompt-tokens", str(text), "--regimes", arguments.regimes]
     shape += ["--warmup", str(arguments.warmup), "--counted", str(arguments.counted)]
     shape += ["--model-dir", str(arguments.folder / "peer-model"), *(["--tiny"] if arguments.tiny else [])]
     return [sys.executable, str(arguments.peer / script), *shape, *arguments.peer_args.split()]
 
 
-def _our_command(arguments: argparse.Namespace) -> list[str]:
-    same = ("peer", "kind", "regimes", "warmup", "counted", "problems", "group", "prompt_tokens", "cap")
-    command = [sys.executable, "-m", "tests.bench.step", "--side", "ours"]
-    for name in (*same, "side_pixels", "tokens_per_microbatch", "eos_bias", "folder"):
+def our_command(arguments: argparse.Namespace) -> list[str]:
+    same = ("kind", "regimes", "warmup", "counted", "problems", "group", "prompt_tokens", "cap", "side_pixels")
+    command = [sys.executable, "-m", "tests.bench.step"]
+    for name in (*same, "tokens_per_microbatch", "eos_bias", "mean", "folder"):
         if getattr(arguments, name) is not None:
             command += [f"--{name.replace('_', '-')}", str(getattr(arguments, name))]
     return [*command, *(["--tiny"] if arguments.tiny else []), *(["--set", *arguments.set] if arguments.set else [])]
@@ -155,99 +163,119 @@ def _our_command(arguments: argparse.Namespace) -> list[str]:
 
 
 def ours(arguments: argparse.Namespace) -> None:
-    import torch
-
-    from rlcore.distributed.group import LocalRanks, WorkerGroup
-    from rlcore.training.loop import TrainingRun, train
-    from rlcore.training.state import TrainState
-    from tests.bench.peer import CrcGrader, experiment, write
-
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    regimes = arguments.regimes.split(",")
-    plan = [
-        (regime, step >= warmup)
-        for index, regime in enumerate(regimes)
-        for warmup in [arguments.warmup if index == 0 else min(1, arguments.warmup)]
-        for step in range(warmup + arguments.counted)
-    ]
-    case = case_of(arguments, arguments.problems * len(plan))
-    config = experiment(
-        case,
-        [
-            f"training.problems_per_step={arguments.problems}",
-            f"rollout.group_size={arguments.group}",
-            f"rollout.max_completion_tokens={arguments.cap}",
-            f"training.tokens_per_microbatch={arguments.tokens_per_microbatch}",
-            "rollout.gpu_memory_utilization=0.35",
-            *arguments.set,
-        ],
-    )
+    case = case_of(arguments)
     started = time.perf_counter()
-    worker = lone_worker(case, config, device)
-    workers = WorkerGroup(LocalRanks(worker), config)
-    recorder = Recorder(case.flops(worker.policy.model.hf), plan, cap=arguments.cap, mean=arguments.mean)
-    run = TrainingRun(
-        config=config,
-        problems=case.problems,
-        workers=workers,
-        grader=CrcGrader(case.reward),
-        sink=recorder,
-        on_batch=recorder.count,
-    )
-    state = TrainState()
-    workers.sync_weights(0)
+    steps = Steps(case, config_of(case, arguments), trl_side(arguments))
     start = time.perf_counter() - started
-    bias = arguments.eos_bias
-    for regime, counted in plan:
-        sampler = worker.sampler
-        sampler._params["ignore_eos"] = regime == "fixed"  # no experiment has settings for these two
-        if regime == "ragged":
-            bias = hazard_bias(arguments.mean, arguments.cap, case) if bias is None else bias
-            sampler._params["logit_bias"] = {**(sampler._params["logit_bias"] or {}), EOS: bias}
-        state = train(run, state, until_step=state.step + 1, should_stop=lambda: False)
-        if regime == "ragged" and not counted and arguments.eos_bias is None:
-            bias += recorder.correction()
+    bias = end_bias(arguments.mean, arguments.cap, case) if arguments.eos_bias is None else arguments.eos_bias
+    for index, regime in enumerate(arguments.regimes.split(",")):
+        warmup = arguments.warmup if index == 0 else min(1, arguments.warmup)
+        for step in range(warmup + arguments.counted):
+            steps.sample_with(regime, bias)
+            row = steps.run(regime, counted=step >= warmup)
+            if regime == "ragged" and step < warmup and arguments.eos_bias is None:
+                bias += correction(row["completion"] / row["rollouts"], arguments.mean, arguments.cap)
     result = {
         "side": "ours",
         "start": start,
-        "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
+        "device": steps.device,
         "eos_bias": bias,
-        "config": config.flat(),
-        "regimes": {
-            regime: summary([r for r in recorder.rows if r["counted"] and r["regime"] == regime]) for regime in regimes
-        },
-        "steps": recorder.rows,
+        "config": steps.config.flat(),
+        "regimes": {regime: sides["ours"] for regime, sides in regimes_of({"ours": [{"steps": steps.rows}]}).items()},
+        "steps": steps.rows,
     }
     write(arguments.out, result)
 
 
-def case_of(arguments: argparse.Namespace, problems: int) -> Any:
-    from tests.bench.peer import prepared_case, text_case, vl_case
-
-    shared = {"tiny": arguments.tiny}
+def case_of(arguments: argparse.Namespace) -> Case:
     if arguments.dataset:
-        return prepared_case(arguments.peer, arguments.folder, arguments.dataset, size=arguments.size, **shared)
-    shared |= {"problems": problems, "prompt_tokens": arguments.prompt_tokens}
-    if arguments.kind == "vl":
-        return vl_case(arguments.peer, arguments.folder, side=arguments.side_pixels, size=arguments.size, **shared)
-    return text_case(arguments.peer, arguments.folder, **shared)
+        return prepared_case(arguments.kind, arguments.folder, arguments.dataset, tiny=arguments.tiny)
+    count = arguments.problems * len(arguments.regimes.split(",")) * (arguments.warmup + arguments.counted)
+    return random_case(
+        arguments.kind,
+        arguments.folder,
+        problems=count,
+        prompt_tokens=arguments.prompt_tokens,
+        side=arguments.side_pixels,
+        tiny=arguments.tiny,
+    )
 
 
-def lone_worker(case: Any, config: Any, device: str) -> Any:
-    from rlcore.distributed.worker import Worker, WorkerSpec
+def trl_side(arguments: argparse.Namespace) -> int | None:
+    """Of the pictures whose work TRL's formula counts; prepared ones differ from each other."""
+    return None if arguments.dataset else int(arguments.side_pixels)
 
-    return Worker(WorkerSpec.alone(case.model, case.dataset, config, device, _free_port()))
+
+def config_of(case: Case, arguments: argparse.Namespace) -> Any:
+    sizes = {
+        "training.problems_per_step": arguments.problems,
+        "rollout.group_size": arguments.group,
+        "rollout.max_completion_tokens": arguments.cap,
+        "training.tokens_per_microbatch": arguments.tokens_per_microbatch,
+        "rollout.gpu_memory_utilization": 0.35,
+    }
+    return experiment(case, [*(f"{key}={value}" for key, value in sizes.items()), *arguments.set])
 
 
-class Recorder:
-    """A metric sink that keeps one row a step, with the work that was in it."""
+class Steps:
+    """One worker on one device and the loop of a run, step by step; keeps a row of figures for each. A metric sink.
 
-    def __init__(self, flops: Any, plan: Sequence[tuple[str, bool]], *, cap: int, mean: int) -> None:
+    Args:
+        side: of each rollout's picture in pixels; None: work is not counted by TRL's formula.
+    """
+
+    def __init__(self, case: Case, config: Any, side: int | None) -> None:
+        import torch
+
+        from infra.servers import free_port
+        from rlcore.distributed.worker import Worker, WorkerSpec
+        from rlcore.training.state import TrainState
+
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.device = torch.cuda.get_device_name() if device == "cuda" else "cpu"
         self.rows: list[dict[str, Any]] = []
-        self._flops, self._plan, self._cap, self._mean = flops, plan, cap, mean
+        self._case = case
+        self._worker: Any = Worker(WorkerSpec.alone(case.model, case.dataset, config, device, free_port()))
+        self._flops: Callable[[Mapping[str, int]], float] = lambda tokens: math.nan
+        if side is not None:
+            self._flops = trl_flops(self._worker.policy.model.hf, side)
+        self._state = TrainState()
         self._tokens: dict[str, int] = {}
+        self._label, self._counted = "", False
+        self.use(config)
+        self._run.workers.sync_weights(0)
 
-    def count(self, step: int, groups: Sequence[Any], trained: Sequence[Any]) -> None:
+    def use(self, config: Any) -> None:
+        """From the next step on. The engine keeps the sizes that it was made with, but for the cap."""
+        from rlcore.distributed.group import LocalRanks, WorkerGroup
+        from rlcore.training.loop import TrainingRun
+
+        self.config = config
+        self._worker.sampler._params["max_tokens"] = config.rollout.max_completion_tokens
+        self._run = TrainingRun(
+            config=config,
+            problems=self._case.problems,
+            workers=WorkerGroup(LocalRanks(self._worker), config),
+            grader=CrcGrader(),
+            sink=self,
+            on_batch=self._count,
+        )
+
+    def sample_with(self, regime: str, bias: float) -> None:
+        """No experiment has settings for these two."""
+        params = self._worker.sampler._params
+        params["ignore_eos"] = regime == "fixed"
+        if regime == "ragged":
+            params["logit_bias"] = {**(params["logit_bias"] or {}), self._case.end_of_turn: bias}
+
+    def run(self, label: str, *, counted: bool) -> dict[str, Any]:
+        from rlcore.training.loop import train
+
+        self._label, self._counted = label, counted
+        self._state = train(self._run, self._state, until_step=self._state.step + 1, should_stop=lambda: False)
+        return self.rows[-1]
+
+    def _count(self, step: int, groups: Sequence[Any], trained: Sequence[Any]) -> None:
         prompts = [len(g.prompt_token_ids) for g in groups for _ in g.rollouts]
         answers = [len(r.completion.token_ids) for g in groups for r in g.rollouts]
         self._tokens = {
@@ -258,10 +286,9 @@ class Recorder:
         }
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        regime, counted = self._plan[len(self.rows)]
         seconds, tokens = metrics["time/step"], self._tokens
         real = tokens["prompt"] + tokens["completion"]
-        row = {"step": step, "regime": regime, "counted": counted, "seconds": seconds}
+        row = {"step": step, "regime": self._label, "counted": self._counted, "seconds": seconds}
         phases = {key.removeprefix("time/"): value for key, value in metrics.items() if key.startswith("time/")}
         row |= {phase: value for phase, value in phases.items() if phase != "step"}
         row |= {key: value for key, value in tokens.items() if key != "sum_sq"}
@@ -279,34 +306,10 @@ class Recorder:
         sys.stdout.write(json.dumps(self.rows[-1]) + "\n")
         sys.stdout.flush()
 
-    def correction(self) -> float:
-        """What to add to the EOS bias for the mean length that is wanted, from the one that the last step had."""
-        found = min(self._tokens["completion"] / self._tokens["rollouts"], 0.99 * self._cap)
-        return math.log(stop_chance(self._mean, self._cap) / stop_chance(found, self._cap))
 
-
-def stop_chance(mean: float, cap: int) -> float:
-    """The chance p to stop at each token with which lengths, cut at the cap, have this mean: (1 - (1 - p)^cap) / p."""
-    low, high = 1e-9, 0.5
-    for _ in range(100):
-        p = math.sqrt(low * high)
-        low, high = (p, high) if (1 - (1 - p) ** cap) / p > mean else (low, p)
-    return p
-
-
-def hazard_bias(mean: float, cap: int, case: Any) -> float:
-    """A first EOS bias, as if all tokens were equally likely."""
-    size = json.loads((case.model / "config.json").read_text())
-    vocabulary = size.get("vocab_size") or size["text_config"]["vocab_size"]
-    return math.log(stop_chance(mean, cap) * vocabulary)
-
-
-def _free_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def correction(mean: float, wanted: float, cap: int) -> float:
+    """What to add to the bias on the end of the turn, from the mean length that a step had."""
+    return math.log(stop_chance(wanted, cap) / stop_chance(min(mean, 0.99 * cap), cap))
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ Every figure is read from ``accepted/*.json``. The pages hold the tables between
 
 from __future__ import annotations
 
+import argparse
 import math
 import re
 import statistics
@@ -355,5 +356,9 @@ def with_tables(page: str) -> str:
 
 
 if __name__ == "__main__":
-    for path in PAGES:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--docs", type=Path, default=DOCS, help="folder of the pages")
+    folder = parser.parse_args().docs
+    for page in PAGES:
+        path = folder / page.name
         path.write_text(with_tables(path.read_text()))

@@ -33,7 +33,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from rlcore.algorithms.aggregation import StepTotals
@@ -44,11 +43,10 @@ from rlcore.distributed.group import microbatch_work
 from rlcore.distributed.plan import SequenceSize, plan_microbatches
 from rlcore.models.torch_policy import TorchPolicy, weights_dtype
 from rlcore.types import ImageRef, TrainingSample
+from tests.bench.cases import SHAPES, Shape, build_model, shape_of, stop_chance, vision_tokens
 
 GROUP = 8
 WORLD = int(os.environ.get("WORLD_SIZE", "1"))
-VOCABULARY = 151_936
-VISION_START, VISION_END, IMAGE, VIDEO = 151_652, 151_653, 151_655, 151_656
 MEAN_OF_CAP = 0.535  # ragged: mean completion length over the cap
 
 
@@ -77,91 +75,29 @@ VARIANTS: Mapping[str, Variant] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Shape:
-    prompt: int  # tokens, image tokens included
-    cap: int
-    side: int  # of the image in pixels; 0: none
-
-
-SHAPES = {"text": Shape(256, 1024, 0), "vl": Shape(431, 512, 504)}  # 512 pixels are rounded to 36 patches of 14
-SHAPES |= {"text-7b": SHAPES["text"], "vl-7b": SHAPES["vl"]}
-TINY_SHAPES = {"text": Shape(12, 16, 0), "vl": Shape(24, 16, 56)}
-TINY_SHAPES |= {"text-7b": TINY_SHAPES["text"], "vl-7b": TINY_SHAPES["vl"]}
-
-
-def build_model(kind: str, tiny: bool, device: torch.device, dtype: torch.dtype) -> nn.Module:
-    """Random weights, made where they will be used."""
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Qwen2_5_VLConfig, Qwen2Config
-
-    text = {
-        "text": _text(1536, 8960, 28, 12, 2),
-        "vl": _text(2048, 11_008, 36, 16, 2),
-        "text-7b": _text(3584, 18_944, 28, 28, 4, tied=False),
-        "vl-7b": _text(3584, 18_944, 28, 28, 4, tied=False),
-    }[kind]
-    vision = {"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16}
-    vision |= {"fullatt_block_indexes": [7, 15, 23, 31], "out_hidden_size": text["hidden_size"]}
-    section = [16, 24, 24]
-    if tiny:
-        text = _text(128, 256, 2, 4, 2)
-        vision = {"depth": 2, "hidden_size": 64, "intermediate_size": 128, "num_heads": 4}
-        vision |= {"fullatt_block_indexes": [1], "out_hidden_size": 128}
-        section = [4, 6, 6]
-    torch.manual_seed(0)
-    with torch.device(device):
-        if kind.startswith("text"):
-            rope = {"rope_type": "default", "rope_theta": 1e6}
-            return AutoModelForCausalLM.from_config(Qwen2Config(rope_parameters=rope, **text), dtype=dtype)
-        rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": section}
-        return AutoModelForImageTextToText.from_config(
-            Qwen2_5_VLConfig(
-                text_config={"rope_parameters": rope, **text},
-                vision_config={"window_size": 112, "patch_size": 14, "spatial_merge_size": 2, **vision},
-                image_token_id=IMAGE,
-                video_token_id=VIDEO,
-                vision_start_token_id=VISION_START,
-                vision_end_token_id=VISION_END,
-                tie_word_embeddings=text["tie_word_embeddings"],
-            ),
-            dtype=dtype,
-        )
-
-
-def _text(
-    hidden: int, intermediate: int, layers: int, heads: int, key_heads: int, *, tied: bool = True
-) -> dict[str, Any]:
-    return {
-        "hidden_size": hidden,
-        "intermediate_size": intermediate,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": key_heads,
-        "vocab_size": VOCABULARY,
-        "max_position_embeddings": 32_768,
-        "tie_word_embeddings": tied,
-    }
-
-
-def make_samples(shape: Shape, problems: int, lengths: str, shared: bool, seed: int = 0) -> list[TrainingSample]:
+def make_samples(
+    shape: Shape, problems: int, lengths: str, shared: bool, seed: int = 0, tiny: bool = False
+) -> list[TrainingSample]:
     """Groups of eight; without ``shared`` each sequence begins with words of its own, behind the group's image."""
     random = np.random.default_rng(seed)
-    stop = _stop_probability(shape.cap, MEAN_OF_CAP * shape.cap)
+    stop = stop_chance(MEAN_OF_CAP * shape.cap, shape.cap)
+    start, end, image_token, _ = vision_tokens(tiny)
+    words_known = 450 if tiny else 150_000
     found = []
     for problem in range(problems):
         image = ImageRef(f"{problem}", shape.side, shape.side) if shape.side else None
         tokens = (shape.side // 28) ** 2
-        vision = [VISION_START, *[IMAGE] * tokens, VISION_END] if image else []
-        words = random.integers(0, 150_000, shape.prompt - len(vision))
+        vision = [start, *[image_token] * tokens, end] if image else []
+        words = random.integers(0, words_known, shape.prompt - len(vision))
         for member in range(GROUP):
             own = words.copy()
-            own[0] = words[0] if shared else (words[0] + member) % 150_000
+            own[0] = words[0] if shared else (words[0] + member) % words_known
             prompt = np.array([own[0], *vision, *own[1:]], np.int32)
             count = shape.cap if lengths == "fixed" else min(shape.cap, int(random.geometric(stop)))
             mask = np.arange(shape.prompt + count) >= shape.prompt
             found.append(
                 TrainingSample(
-                    token_ids=np.concatenate([prompt, random.integers(0, 150_000, count).astype(np.int32)]),
+                    token_ids=np.concatenate([prompt, random.integers(0, words_known, count).astype(np.int32)]),
                     loss_mask=mask,
                     sampler_logprobs=np.where(mask, -12.0, 0.0).astype(np.float32),
                     images=(image,) if image else (),
@@ -170,15 +106,6 @@ def make_samples(shape: Shape, problems: int, lengths: str, shared: bool, seed: 
                 )
             )
     return found
-
-
-def _stop_probability(cap: int, mean: float) -> float:
-    """p with E[min(Geometric(p), cap)] = (1 - (1 - p)^cap) / p = mean, by bisection."""
-    low, high = 1e-9, 0.999
-    for _ in range(100):
-        middle = (low * high) ** 0.5
-        low, high = (middle, high) if (1 - (1 - middle) ** cap) / middle > mean else (low, middle)
-    return low
 
 
 def settings(shape: Shape, variant: Variant, budget: int) -> ExperimentConfig:
@@ -214,19 +141,19 @@ def measure(
     profile: Path | None,
 ) -> dict[str, Any]:
     device = torch.device("cuda" if torch.cuda.is_available() and not tiny else "cpu")
-    shape = (TINY_SHAPES if tiny else SHAPES)[kind]
+    shape = shape_of(kind, tiny)
     start = time.perf_counter()
     config = settings(shape, variant, budget)
     policy = TorchPolicy(
         build_model(kind, tiny, device, weights_dtype(config, device.type)),
         config,
         mesh=init_device_mesh(device.type, (WORLD,)),
-        banned_token_ids=[VISION_START, VISION_END, IMAGE, VIDEO],
+        banned_token_ids=vision_tokens(tiny),
         features=_features(shape),
     )
     found: dict[str, Any] = {"built_seconds": time.perf_counter() - start}
     for lengths in regimes:
-        samples = make_samples(shape, problems, lengths, variant.shared)
+        samples = make_samples(shape, problems, lengths, variant.shared, tiny=tiny)
         found[lengths] = _measure(policy, samples, budget, repeats, profile if lengths == regimes[0] else None)
     return found
 
