@@ -21,6 +21,7 @@ if signal.getsignal(signal.SIGQUIT) is signal.SIG_IGN:
 import pytest
 
 from rlcore.startup import making_what_stays
+from tests.data_sets import DataSets, kinds, open_data_sets, real_folder
 from tests.durations import recorded
 from tests.ports import refusing
 
@@ -34,6 +35,10 @@ pytest_plugins = ["tests.skips"]
 def pytest_addoption(parser: pytest.Parser) -> None:
     text = "what tests marked stacks keep their databases and files in"
     parser.addoption("--stack", choices=["sqlite-local", "postgres-s3"], default="sqlite-local", help=text)
+
+
+def pytest_report_header() -> str:
+    return f"data sets: made here, and those of {real_folder()}" if real_folder() else "data sets: made here"
 
 
 @pytest.hookimpl(wrapper=True)
@@ -58,6 +63,12 @@ def parts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         return
     with postgres_and_s3(tmp_path_factory.mktemp("stores")) as found:
         yield found
+
+
+@pytest.fixture(scope="session", params=kinds())
+def data_sets(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> DataSets:
+    """Geometry3K, GSM8K and MATH: small files made here, and the real ones where they are."""
+    return open_data_sets(request.param, tmp_path_factory.mktemp("data_sets"))
 
 
 @pytest.fixture(scope="session")

@@ -111,11 +111,6 @@ def _namespaces() -> str:
     return why_not() or ""
 
 
-def _data() -> str:
-    folder = Path(os.environ.get("RLFLOW_DATA", Path(__file__).parents[2] / "shared" / "data"))
-    return "" if folder.is_dir() else f"there is no folder {folder}"
-
-
 def _postgresql() -> str:
     from tests.stores import postgres_programs
 
@@ -155,7 +150,6 @@ FACTS: dict[str, Callable[[], str]] = {
     "flash_attention_2": lambda: _flash_attention("FA2"),
     "flash_attention_3": lambda: _flash_attention("FA3"),
     "flash_attention_4": lambda: _flash_attention("FA4"),
-    "data": _data,
     "browser": _browser,
     "postgresql": _postgresql,
     "swift": _swift,

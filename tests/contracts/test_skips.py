@@ -117,7 +117,7 @@ def test_each_need_is_measured_and_says_what_to_do() -> None:
         assert need.debian or need.remedy, need.name
         assert need.tests, need.name
     allowed = {need.name for need in skips.needs() if need.ci_may_lack_it}
-    assert allowed == {"data", "gpu", "two_gpus", "flash_attention_2", "flash_attention_3", "flash_attention_4"}
+    assert allowed == {"gpu", "two_gpus", "flash_attention_2", "flash_attention_3", "flash_attention_4"}
 
 
 def test_each_pattern_of_the_list_still_matches_a_test() -> None:

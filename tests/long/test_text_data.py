@@ -1,8 +1,7 @@
-"""Real text problems (GSM8K, MATH), prepared whole under the template of their recipe: no row is lost silently."""
+"""Text problems (GSM8K, MATH), prepared whole under the template of their recipe: no row is lost silently."""
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from decimal import Decimal
 from pathlib import Path
@@ -18,25 +17,23 @@ from rlcore.data.table import load_rows
 from rlcore.job import PrepareSpec
 from tasks.experiments import load_experiment
 
-CHECKOUT = Path(__file__).parents[2]
-FOLDER = Path(os.environ.get("RLFLOW_DATA", CHECKOUT.parent / "shared" / "data"))
 TEXT, SEEING = (ModelConfig(tiny=TinyModelConfig(task=task)) for task in ("sums", "geometry"))
 
 
 @pytest.mark.parametrize("model", [TEXT, SEEING], ids=["text", "seeing"])
 @pytest.mark.parametrize(
-    ("file", "recipe", "rows", "too_long"),
+    ("name", "recipe"),
     [
-        ("gsm8k/train.parquet", "grpo-gsm8k", 7473, 0),
-        ("gsm8k/test.parquet", "grpo-gsm8k", 1119, 0),
-        ("math12k/train.parquet", "grpo-math12k", 11998, 22),
-        ("math500/test.parquet", "grpo-math12k", 500, 0),
-        ("math500/test.parquet", "dapo-math17k", 500, 0),
+        ("gsm8k/train", "grpo-gsm8k"),
+        ("gsm8k/test", "grpo-gsm8k"),
+        ("math12k/train", "grpo-math12k"),
+        ("math500/test", "grpo-math12k"),
+        ("math500/test", "dapo-math17k"),
     ],
 )
-def test_every_row_is_kept_or_set_aside_with_a_reason(tmp_path, file, recipe, rows, too_long, model):
+def test_every_row_is_kept_or_set_aside_with_a_reason(tmp_path, data_sets, name, recipe, model):
     """At a token per byte a few problems are longer than the 2048 tokens that their recipe has for words."""
-    path = FOLDER / file
+    path, rows, too_long = data_sets.file(name), data_sets.counts[name].rows, data_sets.counts[name].too_long
     template = load_experiment(recipe).data.template
     data = DataConfig(template=template, max_prompt_tokens=2048)
     spec = PrepareSpec(

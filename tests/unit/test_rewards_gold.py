@@ -1,10 +1,8 @@
-"""The truth of every real row, stated in the right format, earns full marks; a fixed wrong answer earns nothing."""
+"""The truth of every row, stated in the right format, earns full marks; a fixed wrong answer earns nothing."""
 
 from __future__ import annotations
 
-import os
 import re
-from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
@@ -12,28 +10,19 @@ import pytest
 from rlcore.config.reward import DapoReward, GeoqaReward, Gsm8kReward, MathReward, MathVerifyReward, R1vReward
 from rlcore.rewards import make_reward
 from rlcore.types import Problem
+from tests.data_sets import NAMES, DataSets
 
-CHECKOUT = Path(__file__).parents[2]
-FOLDER = Path(os.environ.get("RLFLOW_DATA", CHECKOUT.parent / "shared" / "data"))
 WRONG = "123456789.25"  # no row has it
 
-FILES = {
-    "geometry3k/train": 2101,
-    "geometry3k/validation": 300,
-    "gsm8k/train": 7473,
-    "gsm8k/test": 1119,
-    "math12k/train": 11998,
-    "math500/test": 500,
-}
 BOX = r"<think>a</think> It is \boxed{@}."
 TAGS = "<think>a</think>\n<answer>@</answer>"
 
 
-def marks(config, template: str, name: str, every: int = 1) -> tuple[list[str], list[str]]:
+def marks(data_sets: DataSets, config, template: str, name: str, every: int = 1) -> tuple[list[str], list[str]]:
     """Truths that fall short of full marks, and for which the wrong answer is right, in each ``every``-th row."""
     reward = make_reward(config, max_completion_tokens=100)
-    rows = pq.read_table(FOLDER / f"{name}.parquet", columns=["problem", "answer"]).to_pylist()
-    assert len(rows) == FILES[name]
+    rows = pq.read_table(data_sets.file(name), columns=["problem", "answer"]).to_pylist()
+    assert len(rows) == data_sets.counts[name].rows
     wrong = template.replace("@", WRONG)
     short, gifts = [], []
     for row in rows[::every]:
@@ -45,11 +34,12 @@ def marks(config, template: str, name: str, every: int = 1) -> tuple[list[str], 
     return short, gifts
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(("config", "every"), [(MathReward(), 1), (MathVerifyReward(), 5)], ids=["math", "math_verify"])
-def test_the_truth_of_every_row_earns_full_marks(config, every, name):
-    """Of every fifth with math_verify, which is slow and not ours."""
-    assert marks(config, BOX, name, every) == ([], [])
+def test_the_truth_of_every_row_earns_full_marks(data_sets, config, every, name):
+    """Of every fifth real one with math_verify, which is slow and not ours."""
+    every = every if data_sets.kind == "real" else 1
+    assert marks(data_sets, config, BOX, name, every) == ([], [])
 
 
 # they share the equality of math, so the largest set is left out
@@ -63,24 +53,24 @@ def test_the_truth_of_every_row_earns_full_marks(config, every, name):
     ],
     ids=["r1v", "geoqa", "dapo"],
 )
-def test_the_truth_earns_full_marks_in_other_formats(config, template, name):
-    assert marks(config, template, name) == ([], [])
+def test_the_truth_earns_full_marks_in_other_formats(data_sets, config, template, name):
+    assert marks(data_sets, config, template, name) == ([], [])
 
 
 @pytest.mark.parametrize("name", ["gsm8k/train", "gsm8k/test"])
 @pytest.mark.parametrize(("method", "template"), [("strict", "a\n#### @"), ("flexible", "So it is $@.")])
-def test_gsm8k_truths(name, method, template):
-    assert marks(Gsm8kReward(method=method), template, name) == ([], [])
+def test_gsm8k_truths(data_sets, name, method, template):
+    assert marks(data_sets, Gsm8kReward(method=method), template, name) == ([], [])
 
 
 @pytest.mark.parametrize("name", ["geometry3k/validation", "math500/test"])
 @pytest.mark.parametrize("config", [MathReward(), MathVerifyReward()], ids=["math", "math_verify"])
-def test_the_truth_written_another_way_earns_full_marks(config, name):
+def test_the_truth_written_another_way_earns_full_marks(data_sets, config, name):
     """Not the same text, so the graders have to recognise it: \\dfrac for \\frac, and no blanks around symbols."""
     reward = make_reward(config, max_completion_tokens=100)
-    answers = pq.read_table(FOLDER / f"{name}.parquet", columns=["answer"])["answer"].to_pylist()
+    answers = pq.read_table(data_sets.file(name), columns=["answer"])["answer"].to_pylist()
     rewritten = [(answer, rewrite(answer)) for answer in answers if rewrite(answer) != answer]
-    assert len(rewritten) > 30
+    assert len(rewritten) >= data_sets.counts[name].rewritable
     short = [
         answer
         for answer, other in rewritten
