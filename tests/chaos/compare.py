@@ -29,11 +29,13 @@ class Comparison:
 
 
 def weights_of(run_dir: Path) -> str:
-    """A hash of the last checkpoint's weights, by name, bit for bit."""
+    """A hash of the last checkpoint's weights, adapters merged, by name, bit for bit."""
     from rlcore.models.checkpoint import load_full_weights
 
+    spec = run_dir / "spec.json"  # absent where a run was restored from a store
+    base = Path(json.loads(spec.read_text())["model"]["path"]) if spec.exists() else None
     digest = hashlib.sha256()
-    for name, value in sorted(load_full_weights(Path(read_segments(run_dir)[-1].checkpoint.path)).items()):
+    for name, value in sorted(load_full_weights(Path(read_segments(run_dir)[-1].checkpoint.path), base).items()):
         digest.update(name.encode())
         digest.update(value.contiguous().numpy().tobytes())
     return digest.hexdigest()
