@@ -25,7 +25,6 @@ from tests.chaos.victims import ComesBack, Kind, Scene
 from tests.left import Traces, command_of, half_written, left_of
 from tests.shell import new_shell
 
-__all__ = ["EXPERIMENT", "SMALL", "weights_of"]
 EXPERIMENT = "grpo-gsm8k-tiny"
 WHOLE, TRAINING = "flows.train_grpo", "tests.long.train_only"
 SMALL = (

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rlcore.segment.journal import read_journal
-from tests.chaos.harness import weights_of
+from tests.chaos.compare import weights_of
 from tests.long.hosts import SHARED, Host
 
 DISTURBED, UNDISTURBED = "several-nodes", "one-node"

@@ -1,4 +1,4 @@
-"""The short form of ``make chaos``: two ranks, every victim that is cheap to kill, one that is not, twice."""
+"""The short form of ``make chaos``: two ranks, six kills of random victims at random moments."""
 
 from __future__ import annotations
 
@@ -22,12 +22,10 @@ def test_killed_runs_end_as_if_nobody_had_killed_them(tmp_path: Path) -> None:
         "flow run: start",
         "flow run: metric upload",
         "grading process: any",
-        "MLflow server: any",
-        "Prefect server: any",
         "trainer: resume",
     }
     assert {victim: times for victim, times in report["by_victim"].items() if victim in once} == dict.fromkeys(once, 1)
-    assert report["kills"] == report["recovered"] == 7
+    assert report["kills"] == report["recovered"] == 6
     assert report["weights_equal"]
     assert report["metrics_equal"]
     assert report["retyped"] == 2

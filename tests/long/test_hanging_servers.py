@@ -25,7 +25,8 @@ from infra.settings import Settings
 from rlcore.config import ExperimentConfig
 from rlcore.segment.journal import read_journal
 from tasks.runs import Run
-from tests.chaos.harness import EXPERIMENT, SMALL, weights_of
+from tests.chaos.compare import weights_of
+from tests.chaos.harness import EXPERIMENT, SMALL
 from tests.flows.interpreter import fake_interpreter
 from tests.ports import reserved_port
 from tests.shell import new_shell
