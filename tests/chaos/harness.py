@@ -40,7 +40,7 @@ SMALL = (
 _PATIENCE_SECONDS = 300.0  # for a commit, a recovery, a victim
 _END_SECONDS = 900.0
 _QUIET_SECONDS = 0.25
-_POLL_SECONDS = 0.003
+_POLL_SECONDS = 0.006  # at most, between two looks
 _DISK, _CHECKPOINT = "disk of the checkpoints", "newest checkpoint"
 _GONE_SECONDS = 20.0  # for processes that end by themselves once the command has ended
 

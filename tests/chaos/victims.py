@@ -17,7 +17,7 @@ from rlcore.segment.lease import holder_alive
 from rlcore.stacks import SIGNAL, innermost
 from tests.left import command_of
 
-_DUMP_SECONDS = 0.5
+_DUMP_SECONDS, _DUMP_QUIET_SECONDS = 0.5, 0.005
 _HANDLER_SECONDS = 0.2  # from the dump's file to the signal's handler: before it the signal would end the trainer
 
 
@@ -83,14 +83,16 @@ class Scene:
         dump = self.run_dir / "stacks" / "live" / f"trainer-{trainer.pid}.txt"
         if not dump.exists() or time.time() - dump.stat().st_ctime < _HANDLER_SECONDS:
             return []
-        before = dump.stat().st_size
+        before = size = dump.stat().st_size
         with contextlib.suppress(psutil.NoSuchProcess):
             trainer.send_signal(SIGNAL)
-        deadline, text = time.monotonic() + _DUMP_SECONDS, ""
-        while not text.endswith("\n") and time.monotonic() < deadline:
-            time.sleep(0.005)
-            text = dump.read_text(errors="replace")[before:]
-        return innermost(text, 100)
+        deadline = time.monotonic() + _DUMP_SECONDS
+        while time.monotonic() < deadline:
+            time.sleep(_DUMP_QUIET_SECONDS)
+            last, size = size, dump.stat().st_size
+            if size == last != before:
+                break
+        return innermost(dump.read_bytes()[before:].decode(errors="replace"), 100)
 
 
 def below(process: psutil.Process | None, *words: str) -> list[psutil.Process]:
@@ -181,9 +183,8 @@ def _restarts(scene: Scene) -> bool:
 
 
 def _registers(scene: Scene) -> bool:
-    """The merged model is there, and the log does not say that it is registered."""
-    models = scene.run_dir.parents[1] / "models"
-    merged = any(models.glob(f"merged-{scene.run_dir.name}-*/config.json"))
+    """The merge job has ended with a verified model, and the log does not say that it is registered."""
+    merged = any(scene.run_dir.parents[1].glob("jobs/merge-*/result.json")) and not MERGE.find(scene)
     return merged and "model: registered" not in scene.command_log.read_text()
 
 
@@ -191,7 +192,7 @@ _WORKER = "worker actor (policy and vLLM engine)"
 COMMAND_STARTS = Kind("flow run", "start", _command, _starts, 8.0, False)
 COMMAND_PUBLISHES = Kind("flow run", "metric upload", _command, _metrics_are_due, 0.0, False, "published")
 COMMAND_SENDS = Kind("flow run", "checkpoint upload", _command, _sends_checkpoint, 0.0, False, "published")
-COMMAND_REGISTERS = Kind("flow run", "register", _command, _registers, 0.3, False, "end")
+COMMAND_REGISTERS = Kind("flow run", "register", _command, _registers, 0.0, False, "end")
 TRAINER_STARTS = Kind("trainer", "start", lambda scene: _one(scene.starting_trainer()), _starts, 8.0)
 TRAINER_RESUMES = Kind("trainer", "resume", lambda scene: _one(scene.starting_trainer()), _restarts, 8.0)
 FIRST_SYNC = Kind(_WORKER, "first sync", _workers, _syncs_first, 0.0)
