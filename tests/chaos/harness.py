@@ -16,13 +16,14 @@ from types import TracebackType
 import psutil
 
 from infra.login import login_of
-from infra.servers import free_port, mlflow_server, prefect_server
+from infra.servers import mlflow_server, prefect_server
 from infra.settings import Settings
 from tests.chaos.compare import weights_of
 from tests.chaos.faults import DAMAGES, SmallDisk
 from tests.chaos.report import DroppedFault, Row
 from tests.chaos.victims import ComesBack, Kind, Scene
 from tests.left import Traces, command_of, half_written, left_of
+from tests.ports import reserved_port
 from tests.shell import new_shell
 
 EXPERIMENT = "grpo-gsm8k-tiny"
@@ -37,8 +38,8 @@ SMALL = (
     "evaluation.problems=16",
     "evaluation.samples=1",
 )
-_PATIENCE_SECONDS = 300.0  # for a commit, a recovery, a victim
-_END_SECONDS = 900.0
+_PATIENCE_SECONDS = 300.0  # for a commit, a recovery
+_END_SECONDS = 900.0  # for a moment that may lie behind all of the training, and for the end
 _QUIET_SECONDS = 0.25
 _POLL_SECONDS = 0.006  # at most, between two looks
 _DISK, _CHECKPOINT = "disk of the checkpoints", "newest checkpoint"
@@ -56,7 +57,7 @@ class Server:
 
     def __init__(self, name: str, serve: Callable[..., AbstractContextManager[str]], settings: Settings) -> None:
         self.name, self._serve, self._settings = name, serve, settings
-        self._port = free_port()
+        self._port = reserved_port()
         self._running = ExitStack()
         self.start()
 
@@ -262,13 +263,13 @@ class Chaos:
 
     def _strike(self, kind: Kind) -> Strike | None:
         """None: the run, or the time, ended before the moment was there."""
-        deadline, has_waited = time.monotonic() + _PATIENCE_SECONDS, False
+        deadline, has_waited = time.monotonic() + _END_SECONDS, False
         while time.monotonic() < deadline and not self._done():
             victims = kind.find(self.scene)
-            if victims and not has_waited:
+            if victims and not has_waited and (not kind.at_most or kind.holds(self.scene)):
                 time.sleep(self._chance.uniform(0, kind.at_most))
                 has_waited = True
-            elif victims and (strike := self._kill_if_it_holds(self._chance.choice(victims), kind)):
+            elif victims and has_waited and (strike := self._kill_if_it_holds(self._chance.choice(victims), kind)):
                 return strike
             time.sleep(self._chance.uniform(0, _POLL_SECONDS))
         return None

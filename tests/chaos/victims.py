@@ -112,7 +112,7 @@ class Kind:
     moment: str
     find: Callable[[Scene], list[psutil.Process]]
     holds: Callable[[Scene], bool]
-    at_most: float  # seconds of a random delay before the kill, once there is somebody
+    at_most: float  # seconds of a random delay before the kill, once victim and moment are there
     restarts_trainer: bool = True
     comes_back: ComesBack = "step"
 
@@ -192,7 +192,7 @@ _WORKER = "worker actor (policy and vLLM engine)"
 COMMAND_STARTS = Kind("flow run", "start", _command, _starts, 8.0, False)
 COMMAND_PUBLISHES = Kind("flow run", "metric upload", _command, _metrics_are_due, 0.0, False, "published")
 COMMAND_SENDS = Kind("flow run", "checkpoint upload", _command, _sends_checkpoint, 0.0, False, "published")
-COMMAND_REGISTERS = Kind("flow run", "register", _command, _registers, 0.0, False, "end")
+COMMAND_REGISTERS = Kind("flow run", "register", _command, _registers, 0.5, False, "end")
 TRAINER_STARTS = Kind("trainer", "start", lambda scene: _one(scene.starting_trainer()), _starts, 8.0)
 TRAINER_RESUMES = Kind("trainer", "resume", lambda scene: _one(scene.starting_trainer()), _restarts, 8.0)
 FIRST_SYNC = Kind(_WORKER, "first sync", _workers, _syncs_first, 0.0)
@@ -203,10 +203,10 @@ EVALUATION = Kind("evaluation", "evaluation", _job("rlcore.evaluation"), _always
 MERGE = Kind("merge", "merge", _job("rlcore.models.merge"), _always, 4.0, False, "process")
 RESTARTING = (
     Kind(_WORKER, "any", _workers, _always, 1.5),
-    Kind(_WORKER, "checkpoint write", _workers, _writes_checkpoint, 0.0),
+    Kind(_WORKER, "checkpoint write", _workers, _writes_checkpoint, 0.03),
     Kind(_WORKER, "weight sync", _workers, _syncs_in_loop, 0.0),
     Kind("trainer", "any", _trainer, _always, 1.5),
-    Kind("trainer", "checkpoint write", _trainer, _writes_checkpoint, 0.0),
+    Kind("trainer", "checkpoint write", _trainer, _writes_checkpoint, 0.03),
     Kind("Ray head (gcs)", "any", lambda scene: below(scene.trainer(), "gcs_server"), _always, 1.5),
     Kind("Ray node (raylet)", "any", lambda scene: below(scene.trainer(), "raylet/raylet"), _always, 1.5),
 )
