@@ -9,11 +9,13 @@ from typing import Any
 
 from prefect.context import FlowRunContext
 
+from infra import processes
 from infra.settings import Settings
 from rlcore.artifacts import CheckpointRef
 from rlcore.config import ExperimentConfig
 from tasks import parameters as form
 from tasks import runs
+from tasks.jobs import jobs_mark
 from tasks.outages import is_outage, note_outage, unopened_run
 from tasks.retries import step
 from tasks.runs import Run
@@ -51,7 +53,12 @@ def choose_experiment(run_id: str | None, **values: Any) -> ExperimentConfig:
 @step("open-run")
 def open_run(experiment: ExperimentConfig, run_id: str | None, *, allow_changes: bool = False) -> Run:
     """A new run, or the one called ``run_id`` continued, fetched from the store where this machine does not know it."""
-    return runs.open_run(experiment, run_id, Settings(), allow_changes=allow_changes)
+    run = runs.open_run(experiment, run_id, Settings(), allow_changes=allow_changes)
+    for driver in runs.drivers(run):
+        if driver.flow_run_id is not None and driver.is_running() is False:
+            # A flow that was killed could not remove the temporary folders of its jobs.
+            processes.kill_all(jobs_mark(driver.flow_run_id))
+    return run
 
 
 @step("find-run")

@@ -76,6 +76,7 @@ class Traces:
         self._marks: set[str] = set()
         self._pids: set[int] = set()
         self._shared: set[Path] = set()
+        self._sessions_before = set(_ray_sessions())
 
     def look(self) -> None:
         for process in self.processes():
@@ -112,7 +113,12 @@ class Traces:
         temporary = [processes.temporary_folder(mark) for mark in self._marks]
         sessions = [
             path
-            for path in (Path(tempfile.gettempdir()) / "ray").glob("session_*_*")
-            if path.name.rpartition("_")[2] in map(str, self._pids)
+            for path in _ray_sessions()
+            if path not in self._sessions_before and path.name.rpartition("_")[2] in map(str, self._pids)
         ]
         return sorted(path for path in (*temporary, *sessions, *self._shared) if path.exists())
+
+
+def _ray_sessions() -> list[Path]:
+    """Their names end in the pid of the process that started Ray, which a later process may have again."""
+    return list((Path(tempfile.gettempdir()) / "ray").glob("session_*_*"))

@@ -17,7 +17,7 @@ from rlcore.segment.resume import read_segments
 Points = Mapping[tuple[str, int], list[float]]
 """Metric and step -> every value that was recorded; one each where all is well."""
 
-_CLOCK = ("time/", "system/")  # system/: memory and rates of this machine
+_CLOCK = ("time/", "cost/", "system/")  # cost/: times by devices; system/: memory and rates of this machine
 _RATE = "_per_second"
 
 

@@ -118,9 +118,11 @@ def test_temporary_folders_sessions_and_shared_memory_are_told_from_those_of_oth
     try:
         folder = processes.temporary_folder(mark)
         session = tmp_path / "ray" / f"session_2026-01-01_00-00-00_000000_{process.pid}"
+        older = tmp_path / "ray" / f"session_2025-01-01_00-00-00_000000_{process.pid}"
+        older.mkdir(parents=True)
+        traces = Traces(mark)
         for path in (folder, session, tmp_path / "ray" / "session_2026-01-01_00-00-00_000000_1", tmp_path / "rlflow-x"):
             path.mkdir(parents=True)
-        traces = Traces(mark)
 
         def seen() -> bool:
             traces.look()

@@ -8,12 +8,14 @@ from uuid import uuid4
 
 import pytest
 
+from infra import processes
 from infra.errors import ServerError
 from infra.settings import Settings
 from rlcore.errors import ConfigError
 from rlcore.segment.failures import Failure
 from tasks import opening, runs
 from tasks.experiments import load_experiment
+from tasks.jobs import jobs_mark
 from tasks.opening import recoverable
 from tasks.outages import read_outage, unopened_runs
 from tasks.runs import drivers, existing_run
@@ -63,3 +65,25 @@ def test_a_mistake_and_a_flow_of_a_terminal_are_left_to_the_person(flow_run: Sim
         flow_run.deployment_id = None
     fail(ConfigError("a typo") if deployed else ServerError("no MLflow server answers"))
     assert not unopened_runs(Settings())
+
+
+def test_the_temporary_folders_of_a_killed_flows_jobs_go_when_the_run_is_continued(
+    flow_run: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    experiment = load_experiment("grpo-geo3k-tiny")
+    run = opening.open_run.fn(experiment, "run")
+    (driver,) = drivers(run)
+    killed, elsewhere = str(uuid4()), str(uuid4())
+    for gone in (
+        driver.model_copy(update={"flow_run_id": killed, "started": driver.started - 1000}),
+        driver.model_copy(update={"flow_run_id": elsewhere, "host": "another/12345678"}),
+    ):
+        runs.append_line(run.run_dir / "drivers.jsonl", gone.model_dump_json())
+    folders = {
+        name: processes.temporary_folder(f"{jobs_mark(name)}1") for name in (killed, elsewhere, str(flow_run.id))
+    }
+    for folder in folders.values():
+        folder.mkdir()
+    opening.open_run.fn(experiment, "run")
+    assert {name for name, folder in folders.items() if folder.exists()} == {elsewhere, str(flow_run.id)}
