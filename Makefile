@@ -16,7 +16,7 @@ export UV_PYTHON_DOWNLOADS := never
 # Compiled at install, or every start of a worker imports for 15 s instead of 6.
 export UV_COMPILE_BYTECODE := 1
 
-.PHONY: help install up down status tour demo demo-gsm8k demo-countdown demo-geo3k demo-algorithms bench chaos ui docs test test-all test-stacks check lock clean
+.PHONY: help install up down status tour demo demo-gsm8k demo-countdown demo-geo3k demo-algorithms bench chaos ui docs test test-all test-stacks mutants check lock clean
 help:
 	@echo 'make demo                      from raw data to a registered model, on the CPU'
 	@echo 'make demo-gsm8k, -countdown    the same with a tiny text policy: sums, the countdown game'
@@ -30,6 +30,7 @@ help:
 	@echo 'make test, make check          the tests of every promise, ten minutes; lint, format and types'
 	@echo 'make test-all                  the long tests as well: many engines, servers, browsers; 40 minutes'
 	@echo 'make test-stacks               the flow-level tests on PostgreSQL and S3'
+	@echo 'make mutants                   do the tests see small faults? SIZE=600 of them, SEED=0; MINUTES=60'
 	@echo 'make docs                      write docs/reference.md, and the tables of measured figures in docs/'
 	@echo 'make install, lock, clean      environment; pinned requirements; remove what make made'
 
@@ -99,6 +100,13 @@ test-all: test
 
 test-stacks: $(STAMP)
 	$(PYTEST) -m stacks --stack=postgres-s3 tests/long
+
+# One process; every test runs without and with faults in it, so the share is told and nothing fails.
+SIZE ?= 600
+SEED ?= 0
+MINUTES ?= 60
+mutants: $(STAMP)
+	@OMP_NUM_THREADS=1 nice -n 15 $(RUN) -W ignore -m tests.mutants --seed $(SEED) --size $(SIZE) --minutes $(MINUTES)
 
 check: $(STAMP)
 	$(RUN) -m ruff check .
