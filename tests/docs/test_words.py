@@ -162,7 +162,13 @@ def test_a_setting_that_is_refused_is_found() -> None:
 @every_page
 def test_variables_of_the_environment_are_settings(page: Path) -> None:
     names = set(re.findall(r"RLFLOW_[A-Z_]+[A-Z]", page.read_text()))
-    assert {name.removeprefix("RLFLOW_").lower() for name in names} <= Settings.model_fields.keys()
+    settings = {f"RLFLOW_{name.upper()}" for name in Settings.model_fields}
+    read_by_tests = {
+        name
+        for path in (ROOT / "tests").glob("*.py")
+        for name in re.findall(r'environ\.get\("(RLFLOW_\w+)"', path.read_text())
+    }
+    assert names <= settings | read_by_tests
 
 
 @every_page
