@@ -23,8 +23,7 @@ from tests.integration.toy_worker import ToyWorker
 from tests.long.cluster_run import ADDRESS, join, ray_start
 from tests.long.hosts import LOCAL, SHARED, Host
 
-_NOBODY = 7  # a rank that there is not
-_READY = SHARED / "ready"
+_AT_WORK = [SHARED / f"stuck-{rank}" for rank in range(2)]
 
 
 def main() -> None:
@@ -36,9 +35,8 @@ def main() -> None:
     _, cut_off = join("one", 2), join("two", 3)
     command = head.command(sys.executable, "-m", "tests.long.cluster_failures", "head")
     asked = subprocess.Popen(command, env=head.environment())
-    while asked.poll() is None and not _READY.exists():
+    while asked.poll() is None and not all(flag.exists() for flag in _AT_WORK):
         time.sleep(0.05)
-    time.sleep(1.0)  # both ranks are at work
     cut_off.unplug()
     sys.exit(asked.wait(120))
 
@@ -83,9 +81,7 @@ def be_killed() -> None:
 
 
 def _while_a_node_is_cut_off() -> None:
-    both = ranks(SHARED, 2)
-    _READY.touch()
-    both.call("die", [(_NOBODY,)] * 2)
+    ranks(SHARED, 2).call("stuck", [(SHARED,)] * 2)
 
 
 def _with_another_token() -> None:

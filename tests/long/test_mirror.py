@@ -1,10 +1,11 @@
-"""Runs beside a bucket of a real S3 server, with the fake trainer: what is in it, and what a machine makes of it that
-has nothing else."""
+"""Runs with a mirror in a bucket, of moto over http and of OpenStack Swift over TLS, and the fake trainer: what is in
+it, and what a machine makes of it that has nothing else."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import threading
 import time
@@ -30,22 +31,30 @@ from tasks.mirroring import RunMirror, mirrored, safe_step, wait_until_mirrored
 from tasks.runs import Run, existing_run, newest_checkpoint
 from tasks.stored import TakenOverError, fetched, kept, mirrored_step, restore_checkpoint, restore_run
 from tests.stores import BUCKET, S3, Plug, s3_server, warnings_of_tries
+from tests.swift import swift_server
 
 SMALL = ["training.steps=5", "segment.steps=2", "segment.keep_checkpoints=2", "data.template=math"]
 
 
-@pytest.fixture(scope="module")
-def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3]:
-    with s3_server(tmp_path_factory.mktemp("s3") / "log") as server:
+@pytest.fixture(scope="module", params=["moto", "swift over TLS"])
+def s3(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3]:
+    folder = tmp_path_factory.mktemp("s3")
+    with s3_server(folder / "log") if request.param == "moto" else swift_server(folder) as server:
         yield server
+
+
+def place_of(request: pytest.FixtureRequest) -> str:
+    """A prefix of the test's own in the bucket."""
+    name = re.sub(r"\W+", "-", request.node.name).strip("-")
+    return f"s3://{BUCKET}/{name}"
 
 
 @pytest.fixture
 def store(s3: S3, data_dir: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Store:
-    """A place of the test's own in the bucket, and an MLflow database that outlives the data folder."""
+    """An MLflow database that outlives the data folder."""
     for name, value in s3.variables.items():
         monkeypatch.setenv(name, value)
-    uri = f"s3://{BUCKET}/{request.node.name}"
+    uri = place_of(request)
     monkeypatch.setenv("RLFLOW_STORE", uri)
     database = data_dir.parent / "mlflow.db"
     shutil.copy(data_dir / "mlflow" / "mlflow.db", database)
@@ -148,7 +157,7 @@ def test_an_absent_endpoint_holds_up_no_step_and_no_step_is_published_that_could
 def bucket(s3: S3, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Store:
     for name, value in s3.variables.items():
         monkeypatch.setenv(name, value)
-    return Store(f"s3://{BUCKET}/{request.node.name}")
+    return Store(place_of(request))
 
 
 def machine(folder: Path, bucket: Store) -> tuple[Run, Settings]:

@@ -18,6 +18,7 @@ import os, subprocess, sys, threading, time
 from pathlib import Path
 from rlcore.stacks import dump_on_signal
 def stuck_here():
+    (live / f"stuck-{name}").touch()
     time.sleep(600)
 live = Path(sys.argv[1])
 name = sys.argv[2]
@@ -69,9 +70,9 @@ def test_the_stacks_of_every_process_are_kept_and_all_are_ended(tmp_path: Path) 
     args = [sys.executable, "-c", STUCK, str(live), "trainer", str(code)]
     child = processes.start(args, env={"PYTHONPATH": ":".join(sys.path)}, mark=mark, ends_with_parent=True)
     deadline = time.monotonic() + 60
-    while len(list(live.glob("*.txt"))) < 2 and time.monotonic() < deadline:
+    while len(list(live.glob("stuck-*"))) < 2:
+        assert time.monotonic() < deadline
         time.sleep(0.05)
-    time.sleep(0.5)  # from the file to the sleep
     error = end_stuck_trainer(tmp_path, mark, 30)
     child.wait()
     assert not processes.marked(mark)
