@@ -103,9 +103,6 @@ def test_a_rollback_goes_on_changed_and_pauses_after_too_many(data_dir: Path) ->
     told = adjustments(run_dir)
     assert [len(item.interventions) for item in told] == [0, 1, 1]
     assert [item.learning_rate_factor(3) for item in told] == [1.0, 0.5, 0.25]
-    steps = [json.loads(line) for line in (run_dir / "journal.jsonl").read_text().splitlines()]
-    rates = [step["metrics"]["optim/learning_rate"] for step in steps]
-    assert rates == pytest.approx([3e-4, 3e-4, 3e-4 / 4])
     assert "Paused at step 3" in read_health_artifact("grpo-geo3k-tiny-health")
 
 

@@ -12,13 +12,15 @@ from pathlib import Path
 import pytest
 
 from rlcore.config import ExperimentConfig, HealthRule
-from rlcore.errors import DivergedError
+from rlcore.errors import DivergedError, RollbackError
 from rlcore.segment.adjustments import Adjustments
+from rlcore.segment.checkpointing import CheckpointSeconds
 from rlcore.segment.health import HealthWatch
-from rlcore.segment.journal import read_journal
+from rlcore.segment.journal import MetricJournal, read_journal
+from rlcore.segment.run import TrainerSink
 from rlcore.training.clock import Clock
 from rlcore.training.collection import collect
-from rlcore.training.loop import train
+from rlcore.training.loop import TrainingRun, train
 from rlcore.training.state import TrainState
 from rlcore.types import Completion, Problem, RolloutGroup, Score
 from tests.unit import toy_run as toy
@@ -210,3 +212,35 @@ def test_warm_up_is_linear_from_the_first_step_and_then_constant(tmp_path: Path)
     train(run, state, until_step=6, should_stop=never)
     assert run.workers.rates == pytest.approx([0.0025, 0.005, 0.0075, 0.01, 0.01, 0.01])
     assert [m["optim/learning_rate"] for m in metrics_of(tmp_path / "journal.jsonl")] == run.workers.rates
+
+
+def test_a_run_that_is_rolled_back_goes_on_with_a_lower_rate_and_other_completions(tmp_path: Path):
+    """The trainer's loop, sink and health rules, and what its driver changes before the next start."""
+    rule = HealthRule(metric="loss/kl_ref", above=0.5, action="rollback", learning_rate_factor=0.25)
+    settings = toy.config(training={"problems_per_step": 4, "steps": 5, "learning_rate": 0.01})
+
+    def run_with(adjustments: Adjustments, kls: list[float]) -> tuple[TrainingRun, HealthWatch]:
+        journal = MetricJournal(tmp_path / "journal.jsonl")
+        health = HealthWatch([rule], read_journal(tmp_path / "journal.jsonl"), adjustments)
+        run = with_updates(settings, kls, tmp_path / "journal.jsonl")
+        sink = TrainerSink(journal, CheckpointSeconds(), health)
+        return dataclasses.replace(run, adjustments=adjustments, sink=sink), health
+
+    run, health = run_with(Adjustments(), [0.1, 0.1, 0.9])
+    committed = train(run, TrainState(), until_step=2, should_stop=health.broken)
+    assert train(run, committed, until_step=5, should_stop=health.broken).step == 3
+    with pytest.raises(RollbackError, match=r"step 3: loss/kl_ref above 0\.5"):
+        health.pause_or_raise()
+    assert run.workers.rates == pytest.approx([0.01] * 3)
+
+    MetricJournal(tmp_path / "journal.jsonl").cut(2)
+    changed = Adjustments().rolled_back(2, settings, factor=rule.learning_rate_factor, rule=str(rule))
+    again, health = run_with(changed, [0.1] * 3)
+    assert train(again, committed, until_step=5, should_stop=health.broken).step == 5
+    assert health.pause_or_raise() is None
+    assert again.workers.rates == pytest.approx([0.0025] * 3)
+    rates = [metrics["optim/learning_rate"] for metrics in metrics_of(tmp_path / "journal.jsonl")]
+    assert rates == pytest.approx([0.01, 0.01, 0.0025, 0.0025, 0.0025])
+    before, after = run.workers.requests[8:12], again.workers.requests[:4]
+    assert [r.problem for r in before] == [r.problem for r in after]
+    assert not {r.seed for r in before} & {r.seed for r in after}
