@@ -26,7 +26,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -143,7 +143,8 @@ def measure(
     device = torch.device("cuda" if torch.cuda.is_available() and not tiny else "cpu")
     shape = shape_of(kind, tiny)
     start = time.perf_counter()
-    config = settings(shape, variant, budget)
+    # compiling takes minutes on a CPU, and a tiny run measures nothing
+    config = settings(shape, replace(variant, compiled=False) if tiny else variant, budget)
     policy = TorchPolicy(
         build_model(kind, tiny, device, weights_dtype(config, device.type)),
         config,
