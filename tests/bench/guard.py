@@ -222,15 +222,15 @@ def accepted_ratios(run_here: Mapping[str, float]) -> dict[str, Ratio]:
     return {row: Ratio(ours[row] / other(row), DEVICE, MAIN_ROWS[row], row not in run_here) for row in MAIN_ROWS}
 
 
-def measured_ratios(outputs: Mapping[str, Any], device: str) -> dict[str, Ratio]:
-    """Against what was run here, else against the record."""
+def measured_ratios(outputs: Mapping[str, Any], device: str, *, tiny: bool = False) -> dict[str, Ratio]:
+    """Against what was run here, else against the record. Nothing of a tiny run is compared."""
     ours, run_here = our_speeds(outputs), other_speeds(outputs)
     recorded = our_speeds(accepted_outputs()) | trl_record()
     found = {}
     for row, other in MAIN_ROWS.items():
         here = row in run_here
         label = f"{other}, run here" if here else f"{other}, accepted on {DEVICE}"
-        found[row] = Ratio(ours[row] / (run_here[row] if here else recorded[row]), device, label, not here)
+        found[row] = Ratio(ours[row] / (run_here[row] if here else recorded[row]), device, label, tiny or not here)
     return found
 
 
@@ -255,7 +255,8 @@ def main() -> int:
         return 2
     arguments.folder.mkdir(parents=True, exist_ok=True)
     outputs = {name: run(name, arguments) for name in BENCHMARKS}
-    verdicts = judge(accepted_ratios(other_speeds(outputs)), measured_ratios(outputs, device))
+    measured = measured_ratios(outputs, device, tiny=arguments.tiny)
+    verdicts = judge(accepted_ratios(other_speeds(outputs)), measured)
     sys.stdout.write(f"{table(verdicts)}\n\noutputs and logs: {arguments.folder}\n")
     return exit_status(verdicts, tiny=arguments.tiny)
 

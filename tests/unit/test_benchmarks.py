@@ -115,6 +115,9 @@ def test_the_records_hold_against_themselves() -> None:
         assert [v.row for v in verdicts if v.failed or not v.compared] == []
         slower = judge(accepted, measured_ratios(_slower(outputs_now), DEVICE))
         assert [v.row for v in slower if not v.failed] == []
+        tiny_run = judge(accepted, measured_ratios(_slower(outputs_now), "tiny models", tiny=True))
+        assert [v.row for v in tiny_run if v.failed or v.compared] == []
+        assert exit_status(tiny_run, tiny=True) == 0
 
 
 def _ours_alone(outputs: dict[str, object]) -> dict[str, object]:
