@@ -78,7 +78,7 @@ def main() -> int:
     arguments = parser.parse_args()
     try:
         find_browser()
-    except RuntimeError as error:  # before a quarter of an hour of runs
+    except FileNotFoundError as error:  # before a quarter of an hour of runs
         sys.exit(f"tour: {error}")
     arguments.pictures.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="rlflow-tour-") as folder:

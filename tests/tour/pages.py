@@ -66,7 +66,7 @@ def take_pictures(prefect: str, mlflow: str, login: Login, runs: Sequence[RunDat
         runs: of one experiment, the newest first, those of an ablation among them.
 
     Raises:
-        RuntimeError: there is no browser.
+        FileNotFoundError: there is no browser.
         playwright.sync_api.Error: a page does not show what it should.
     """
     browser = find_browser()
