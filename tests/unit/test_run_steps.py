@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -17,20 +18,23 @@ from mlflow import MlflowClient
 from infra import processes, provenance
 from infra.settings import Settings
 from rlcore.artifacts import CheckpointRef, DatasetRef, ModelRef
-from rlcore.errors import DataError, DivergedError, WorkerLostError
+from rlcore.config import ExperimentConfig
+from rlcore.errors import CheckpointError, ConfigError, DataError, DivergedError, WorkerLostError
+from rlcore.segment.journal import StepRecord
 from rlcore.segment.spec import SegmentManifest, SegmentSpec
-from tasks import evaluation, latest, merging, reporting, training
+from tasks import data, evaluation, latest, merging, reporting, training
 from tasks.benchmarks import load_benchmarks
 from tasks.data import _usable, prepare, resize
 from tasks.evaluation import evaluate, log_evaluation
 from tasks.experiments import load_experiment
 from tasks.latest import Evaluation, Todo, evaluate_todo, evaluations, newest_unevaluated, promote, show_leaderboard
-from tasks.lineage import Lineage, artifact_name
+from tasks.lineage import Lineage, artifact_name, find_lineage
+from tasks.lineage import main as lineage_main
 from tasks.merging import merge, register
 from tasks.models import bootstrap
 from tasks.origins import read_origins
 from tasks.reporting import report
-from tasks.runs import Run, open_run, tracker_of
+from tasks.runs import Run, drivers, existing_run, new_run_id, newest_checkpoint, open_run, tracker_of
 from tasks.tracking import describe_run, finish_run, open_tracking
 from tests.flows.interpreter import fake_interpreter
 
@@ -110,7 +114,10 @@ def test_what_an_evaluation_depends_on_and_what_not() -> None:
 
 
 def test_a_run_from_its_opening_to_its_registered_model(
-    data_dir: Path, told: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+    data_dir: Path,
+    told: list[tuple[int, int]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     settings = Settings()
     run = open_run(EXPERIMENT, "whole", settings)
@@ -196,6 +203,26 @@ def test_a_run_from_its_opening_to_its_registered_model(
     assert [(item.first_step, item.last_step, item.on_disk) for item in lineage.segments] == [
         (0, 2, True), (2, 4, True), (4, 5, True),
     ]  # fmt: skip
+    capsys.readouterr()
+    lineage_main(["grpo-geo3k-tiny@verified", "--json"])
+    tree = json.loads(capsys.readouterr().out)
+    assert tree.pop("trained") is None
+    assert Lineage.model_validate_json(json.dumps(tree)) == lineage
+    lineage_main(["grpo-geo3k-tiny/1"])
+    lines = capsys.readouterr().out.splitlines()
+    width = len("code 2026-11-23T08:19:44+00:00")
+    assert lines == [f"{row:<{width}}  {text}" for row, text in lineage.rows()]
+    assert lines[1] == f"{'run':<{width}}  whole, {run.run_dir}; MLflow run {mlflow_run_id}"
+    assert find_lineage("grpo-geo3k-tiny", settings) == (lineage, run)
+    told_rows = dict(lineage.rows())
+    assert told_rows["data, train"] == ("files: 8 rows, 1 rejected, 3 images; digest train-digest, /train")
+    assert told_rows["started from"] == "tiny, /start (start-digest)"
+    assert told_rows["machine"] == facts.hardware
+    assert re.fullmatch(r"1: \d{4}-\d\d-\d\dT[\d:]+\+00:00 on \S+", told_rows["starts"])
+    with pytest.raises(SystemExit, match="^RegistryError: .*grpo-geo3k-tiny"):
+        lineage_main(["grpo-geo3k-tiny/7"])
+    with pytest.raises(SystemExit, match="^StorageError: "):
+        lineage_main(["grpo-geo3k-tiny/1", "--step", "3"])
     (origin,) = read_origins(run.run_dir)
     assert (origin.train, origin.validation, origin.base) == (DATASET, validation, START)
     assert origin.reward is None
@@ -268,6 +295,52 @@ def test_a_damaged_end_of_a_run_is_trained_again(data_dir: Path, told: list[tupl
     assert (Path(again[-1].checkpoint.path) / "weights").read_text() == "5"
     assert calls(data_dir) == ["train from segment 0", "train from segment 2"]
     assert told[-1] == (2, 5)
+
+
+def test_a_continued_run_is_the_same_science_or_says_what_changed(data_dir: Path) -> None:
+    settings = Settings()
+    run = open_run(EXPERIMENT, "same", settings)
+    assert open_run(EXPERIMENT, "same", settings) == run
+    words = ["training.steps=7", "segment.steps=1", "data.template=math"]
+    longer = load_experiment("grpo-geo3k-tiny", [*words, "seed=5"])
+    with pytest.raises(ConfigError, match=r"(?s)^run same was started with another experiment:\n- seed: .*leave --run"):
+        open_run(longer, "same", settings)
+    changes = run.run_dir / "changes.jsonl"
+    assert not changes.exists()
+    assert existing_run("same", settings).experiment == EXPERIMENT
+    (run.run_dir / "journal.jsonl").write_text(StepRecord(3, 3, {}).line())
+    assert open_run(longer, "same", settings, allow_changes=True).experiment == longer
+    (line,) = map(json.loads, changes.read_text().splitlines())
+    assert line["step"] == 3
+    assert {change["key"]: change["science"] for change in line["changes"]} == {
+        "seed": True, "training.steps": False, "segment.steps": False,
+    }  # fmt: skip
+    shorter = load_experiment(
+        "grpo-geo3k-tiny", ["training.steps=7", "segment.steps=3", "data.template=math", "seed=5"]
+    )
+    assert open_run(shorter, "same", settings).experiment == shorter, "segments are not science"
+    assert len(changes.read_text().splitlines()) == 2
+    assert [driver.pid for driver in drivers(run)] == [os.getpid()] * 4
+    with pytest.raises(CheckpointError, match="run same has no whole checkpoint yet"):
+        newest_checkpoint(run)
+    assert re.fullmatch(r"toy-\d{8}-\d{6}-[0-9a-f]{4}", new_run_id("toy"))
+
+
+def test_a_cached_dataset_depends_on_what_goes_in(data_dir: Path, tmp_path: Path) -> None:
+    def keys(experiment: ExperimentConfig, split: str, dataset: DatasetRef) -> tuple[str, str]:
+        given = {"experiment": experiment, "split": split, "dataset": dataset}
+        return data._prepare_key(None, given), data._resize_key(None, given)  # type: ignore[arg-type]
+
+    def changed(part: str, **values: object) -> ExperimentConfig:
+        return EXPERIMENT.model_copy(update={part: getattr(EXPERIMENT, part).model_copy(update=values)})
+
+    prepared, resized = keys(EXPERIMENT, "train", DATASET)
+    assert prepared.startswith("prepare-")
+    assert resized.startswith("resize-")
+    assert keys(changed("training", steps=99), "train", DATASET) == (prepared, resized)
+    assert keys(EXPERIMENT, "validation", DATASET)[0] != prepared
+    assert keys(EXPERIMENT, "train", DATASET.model_copy(update={"digest": "other"}))[1] != resized
+    assert keys(changed("data", max_prompt_tokens=77), "train", DATASET)[0] != prepared
 
 
 @pytest.fixture
