@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import ast
 import ctypes
+import gc
 import importlib
 import json
 import os
@@ -158,7 +159,7 @@ def _imported(tree: ast.Module) -> set[str]:
 
 
 class Tests:
-    """Which tests run which line, and what they need of other people's packages."""
+    """Which tests run which line."""
 
     def __init__(self, path: Path) -> None:
         known = json.loads(path.read_text())
@@ -171,7 +172,6 @@ class Tests:
         self._of_file: dict[str, list[str]] = {}
         for test in self.seconds:
             self._of_file.setdefault(test.partition("::")[0], []).append(test)
-        self._installed: list[str] = known["installed"]
 
     def of(self, mutant: Mutant) -> list[str]:
         """Those that run the statement; of one outside of functions, those that run any of the file. Quickest first."""
@@ -192,12 +192,6 @@ class Tests:
                 break
             chosen.append(test)
         return chosen
-
-    def import_installed(self) -> None:
-        """Once, and not in each child."""
-        for name in self._installed:
-            with suppress(Exception):  # a part of a package that only its own __init__ can import
-                importlib.import_module(name)
 
 
 def sample(tree: Path, seed: int, size: int) -> list[Mutant]:
@@ -220,8 +214,8 @@ def sample(tree: Path, seed: int, size: int) -> list[Mutant]:
 
 def judge_sample(tree: Path, chosen: list[Mutant], tests: Tests, results: Path, until: float) -> None:
     known = {(verdict.path, verdict.number) for verdict in read(results)}
-    tests.import_installed()
     modules = Modules(tree)
+    gc.freeze()  # or each collection of a child walks, and so copies, all that the parent has imported
     with results.open("a") as file:
         for place, mutant in enumerate(chosen):
             if (mutant.path, mutant.number) in known:

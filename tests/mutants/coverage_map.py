@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Generator
 from pathlib import Path
 
@@ -62,10 +61,5 @@ def pytest_sessionfinish() -> None:
     lines: dict[str, dict[int, list[str]]] = {}
     for file in data.measured_files():
         lines[str(Path(file).relative_to(_root))] = data.contexts_by_lineno(file)
-    installed = [
-        name
-        for name, module in list(sys.modules.items())
-        if "site-packages" in (getattr(module, "__file__", None) or "") and name.isascii()
-    ]
-    result = {"seconds": _seconds, "unfit": sorted(_unfit), "lines": lines, "installed": installed}
+    result = {"seconds": _seconds, "unfit": sorted(_unfit), "lines": lines}
     Path(os.environ["MUTANTS_MAP"]).write_text(json.dumps(result))
