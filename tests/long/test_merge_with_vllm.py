@@ -68,5 +68,6 @@ def test_vllm_accepts_the_merged_model_and_refuses_one_with_another_layer(tmp_pa
     weights[CHANGED] = weights[CHANGED] * 1.5
     save_file(weights, tmp_path / "other" / "model.safetensors", metadata={"format": "pt"})
     result = measured(verified, tmp_path)
-    assert 0 <= result["merged"] < 1e-4
-    assert "through vLLM a log-prob differs by" in str(result["other"]), result
+    assert isinstance(result["merged"], float), result
+    assert result["merged"] < 1e-4
+    assert "through vLLM a log-prob differs by" in str(result["other"])
