@@ -67,7 +67,7 @@ demo-algorithms: $(STAMP)
 	@OMP_NUM_THREADS=1 $(RUN) -W ignore -m tests.bench.algorithms
 
 bench: $(STAMP)
-	@OMP_NUM_THREADS=1 $(RUN) -W ignore -m tests.bench.guard $(if $(PEER),--peer '$(PEER)')
+	@$(RUN) -m tests.bench.guard $(if $(PEER),--peer '$(PEER)')
 
 chaos: $(STAMP)
 	@OMP_NUM_THREADS=1 $(RUN) -m tests.chaos $(if $(SEED),--seed $(SEED))
