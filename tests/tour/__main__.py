@@ -79,7 +79,7 @@ def main() -> int:
     try:
         find_browser()
     except FileNotFoundError as error:  # before a quarter of an hour of runs
-        sys.exit(f"tour: {error}")
+        sys.exit(f"tour: {error}. Install one of them.")
     arguments.pictures.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="rlflow-tour-") as folder:
         result = run(open_tour(Path(folder)), arguments.pictures, arguments.steps)
