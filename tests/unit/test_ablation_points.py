@@ -3,19 +3,27 @@ Protocol; the result files are real."""
 
 from __future__ import annotations
 
+import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from uuid import UUID, uuid4
 
 import pytest
+from prefect.client.schemas.filters import FlowRunFilter
+from prefect.client.schemas.objects import FlowRun, State
+from prefect.states import Completed, Failed, Pending
 
+from infra.settings import Settings
 from rlcore.ablation.plan import Job, make_plan
 from rlcore.ablation.table import PointNumbers, make_rows
 from rlcore.artifacts import EvalReport
 from rlcore.config import AblationConfig
 from rlcore.errors import ConfigError, DivergedError, TrainerFailedError
+from tasks import ablation_points
 from tasks.ablating import _markdown
 from tasks.ablation import Ablation, existing_ablation, open_ablation
-from tasks.ablation_points import run_jobs
+from tasks.ablation_points import DEPLOYMENT, DeployedPoints, LocalPoints, cancel_points, point_runner, run_jobs
 from tasks.experiments import load_experiment
 from tasks.runs import Run
 
@@ -147,3 +155,109 @@ def test_another_ablation_of_the_same_name_is_refused_and_an_impossible_one_star
         ConfigError, match=r'(?s)asked for as\n  grpo-geo3k-tiny training\.steps=40 .*"seeds":\[1\].*and now as'
     ):
         open_ablation(TINY, ["training.steps=40"], "study", points=[["training.learning_rate=1"]], seeds=[2])
+
+
+class PrefectClient:
+    """Flow runs as the server keeps them: the same key finds the same one."""
+
+    def __init__(self) -> None:
+        self.runs: dict[str, FlowRun] = {}  # by key
+        self.asked: list[dict[str, object]] = []
+        self.forced: list[tuple[UUID, str, bool]] = []
+
+    def __enter__(self) -> PrefectClient:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return
+
+    def read_deployment_by_name(self, name: str) -> SimpleNamespace:
+        return SimpleNamespace(id=f"id of {name}")
+
+    def create_flow_run_from_deployment(self, deployment: str, *, idempotency_key: str, **asked: object) -> FlowRun:
+        self.asked.append({"deployment": deployment, **asked})
+        run = FlowRun(id=uuid4(), flow_id=uuid4(), name=str(asked["name"]), tags=asked["tags"], state=Pending())
+        return self.runs.setdefault(idempotency_key, run)
+
+    def read_flow_run(self, wanted: UUID) -> FlowRun:
+        (found,) = [run for run in self.runs.values() if run.id == wanted]
+        return found
+
+    def read_flow_runs(self, *, flow_run_filter: FlowRunFilter, limit: int, offset: int, **_: object) -> list[FlowRun]:
+        assert flow_run_filter.tags is not None
+        (tag,) = flow_run_filter.tags.all_ or ()
+        return [run for run in self.runs.values() if tag in run.tags][offset : offset + limit]
+
+    def set_flow_run_state(self, wanted: UUID, state: State[object], force: bool = False) -> None:
+        self.forced.append((wanted, state.name or "", force))
+        run = self.read_flow_run(wanted)
+        run.state = state
+
+
+def test_a_deployed_point_is_one_flow_run_however_often_it_is_asked_for(
+    ablation: Ablation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = PrefectClient()
+    points = DeployedPoints(ablation, client)  # type: ignore[arg-type]
+    first, second, third, *_ = ablation.plan.jobs(["base", "p01"], 0)
+    assert points.free(10_000)
+    points.start(first)
+    assert client.asked == [
+        {
+            "deployment": f"id of {DEPLOYMENT}", "name": "study-base-s0", "tags": ["ablation:study"],
+            "parameters": {"ablation": "study", "point": "base", "seed": 0, "steps": first.steps},
+        }
+    ]  # fmt: skip
+    assert list(client.runs) == [f"study-base-s0-{first.steps}"]
+    assert not points.ended(first)
+    assert not client.forced
+    points.start(second)
+    points.start(third)
+    client.read_flow_run(points.flow_runs["study-base-s0"]).state = Failed()
+    assert (points.ended(first), points.ended(second)) == (True, False)
+    again = DeployedPoints(ablation, client)  # type: ignore[arg-type]
+    again.start(first)
+    assert again.flow_runs["study-base-s0"] == points.flow_runs["study-base-s0"]
+    assert client.forced == [(points.flow_runs["study-base-s0"], "AwaitingRetry", True)]
+    assert not points.ended(first)
+    points.stop()
+
+    client.forced.clear()
+    client.read_flow_run(points.flow_runs["study-base-s1"]).state = Completed()
+    client.runs["other"] = FlowRun(id=uuid4(), flow_id=uuid4(), name="other", tags=["ablation:other"], state=Pending())
+    monkeypatch.setattr(ablation_points, "get_client", lambda **_: client)
+    monkeypatch.setattr(ablation_points, "_PAGE", 2)
+    parent = FlowRun(id=uuid4(), flow_id=uuid4(), name="study")
+    cancel_points(None, parent, Pending())  # type: ignore[arg-type]
+    cancelled = {points.flow_runs["study-base-s0"], points.flow_runs["study-p01-s0"]}
+    assert {(wanted, name) for wanted, name, _ in client.forced} == {(wanted, "Cancelling") for wanted in cancelled}
+    client.forced.clear()
+    cancel_points(None, parent, Pending())  # type: ignore[arg-type]
+    assert not client.forced, "they are told once"
+
+
+def test_local_points_are_processes_as_many_as_there_are_slots(
+    ablation: Ablation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "python"
+    program.write_text('#!/bin/sh\necho "$@"\n[ "$5" = 1 ] && exec sleep 600\nexit 0\n')
+    program.chmod(0o755)
+    monkeypatch.setattr(ablation_points.sys, "executable", str(program))
+    points = LocalPoints(ablation, Settings(data_dir=tmp_path, gpu_slots=2, stop_grace_seconds=30))
+    assert (points.free(1), points.free(2)) == (True, False)
+    short, long, *_ = ablation.plan.jobs(["base"], 0)
+    points.start(short)
+    points.start(long)
+    deadline = time.monotonic() + 60
+    while not points.ended(short):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert not points.ended(long)
+    points.stop()
+    assert points.ended(long)
+    said = [(tmp_path / "logs" / f"study-base-s{seed}.log").read_text() for seed in (0, 1)]
+    assert said == [f"-m flows.ablation_point study base {seed} {short.steps}\n" for seed in (0, 1)]
+
+
+def test_a_worker_runs_the_points_of_its_ablation_and_a_terminal_its_own(ablation: Ablation) -> None:
+    assert isinstance(point_runner(ablation, Settings()), LocalPoints)
