@@ -36,11 +36,10 @@ help:
 
 install: $(STAMP)
 
-# pwinput, which SwanLab asks passwords with, is published as source only.
 $(STAMP): pyproject.toml infra/requirements/$(EXTRA).txt infra/requirements/$(PINS).txt | $(UV)
 	@test -n '$(PYTHON)' || { echo 'make: found no Python 3.11 or 3.12 on the PATH; install one of them.'; exit 1; }
 	test -x .venv/bin/python || $(UV) venv --quiet --python '$(PYTHON)' .venv
-	$(UV) pip sync --quiet --only-binary :all: --no-binary pwinput --python .venv/bin/python infra/requirements/$(PINS).txt
+	$(UV) pip sync --quiet --no-build --python .venv/bin/python infra/requirements/$(PINS).txt
 	$(UV) pip install --quiet --python .venv/bin/python --no-deps --editable .
 	$(if $(filter gpu-flash,$(EXTRA)),$(UV) pip install --quiet --python .venv/bin/python --no-build-isolation --no-deps --requirement infra/requirements/gpu-flash.txt)
 	@rm -f .venv/.installed-* && touch $@
