@@ -145,6 +145,9 @@ class Modules:
             waiting |= self._users.get(name, set()) - forgotten
         for name in forgotten:
             sys.modules.pop(name, None)
+            package, _, last = name.rpartition(".")
+            if package in sys.modules:  # "from package import module" takes it from there
+                vars(sys.modules[package]).pop(last, None)
 
 
 def _imported(tree: ast.Module) -> set[str]:
