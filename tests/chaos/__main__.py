@@ -44,7 +44,7 @@ from tests.stores import BUCKET, s3_server
 
 _TWO_RANKS = "resources.workers=2"
 # Each disturbance follows a commit. A run goes on for seconds without its head of Ray, its command or its servers.
-_STEPS_PER_DISTURBANCE, _STEPS_MORE = 8, 64
+_STEPS_PER_DISTURBANCE, _STEPS_MORE = 8, 96
 _LORA = ("model.lora.rank=8",)
 _PARTIAL = (
     "rollout.partial.tokens_per_round=12",
@@ -155,7 +155,7 @@ def short(bench: Bench) -> None:
         (victims.GRADER,),
         bench.chance.choice([bench.servers.mlflow, bench.servers.prefect]),
     ]
-    like = bench.undisturbed("short", TRAINING, (), _STEPS_MORE + _STEPS_PER_DISTURBANCE)
+    like = bench.undisturbed("short", TRAINING, (), _STEPS_MORE)
     with bench.leg("short", like, types_again=True) as chaos:
         chaos.disturb(victims.COMMAND_STARTS, after_commit=False)
         in_random_order(bench.chance, chaos, middle)
