@@ -75,14 +75,18 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=60, help="no new one is begun after this time")
     parser.add_argument("--folder", type=Path, default=Path("build/mutants"), help="takes up where it was left")
     args = parser.parse_args()
-    results = (args.folder / f"seed-{args.seed}.jsonl").resolve()
-    tree = cloned(args.folder)
-    os.chdir(tree)
-    sys.path.insert(0, str(tree))
-    os.environ.update(PYTHONPATH=str(tree), PYTHONDONTWRITEBYTECODE="1")
-    sys.dont_write_bytecode = True
+    folder = args.folder.resolve()
+    tree = folder / "tree"
+    if Path.cwd() != tree:
+        clone(folder)
+        os.chdir(tree)
+        os.environ.update(PYTHONPATH=str(tree), PYTHONDONTWRITEBYTECODE="1")
+        words = [f"--seed={args.seed}", f"--size={args.size}", f"--minutes={args.minutes}", f"--folder={folder}"]
+        # Once more from the clone: its modules are to be imported, not those of this checkout.
+        os.execv(sys.executable, [sys.executable, "-W", "ignore", "-m", "tests.mutants", *words])
+    results = folder / f"seed-{args.seed}.jsonl"
     adopt_orphans()
-    tests = Tests(tree.parent / "map.json")
+    tests = Tests(folder / "map.json")
     say(f"seed {args.seed}, {args.size} faults of commit {commit(tree)[:10]}; {len(tests.seconds)} tests judge")
     chosen = sample(tree, args.seed, args.size)
     judge_sample(tree, chosen, tests, results, time.monotonic() + 60 * args.minutes)
@@ -99,14 +103,14 @@ def commit(tree: Path) -> str:
     return subprocess.run(["git", "rev-parse", "HEAD"], cwd=tree, check=True, capture_output=True, text=True).stdout
 
 
-def cloned(folder: Path) -> Path:
+def clone(folder: Path) -> None:
     """A clone of the last commit, with the map of its tests. Compiled files hold for a content, not for a time."""
-    folder.mkdir(parents=True, exist_ok=True)
-    tree = folder.resolve() / "tree"
-    if tree.exists() and commit(tree) == commit(Path.cwd()):
+    tree = folder / "tree"
+    if (folder / "map.json").exists() and commit(tree) == commit(Path.cwd()):
         subprocess.run(["git", "checkout", "--quiet", "."], cwd=tree, check=True)
-        return tree
-    shutil.rmtree(tree, ignore_errors=True)
+        return
+    shutil.rmtree(folder, ignore_errors=True)  # verdicts over another commit too
+    folder.mkdir(parents=True)
     subprocess.run(["git", "clone", "--quiet", ".", str(tree)], check=True)
     (tree / ".venv").symlink_to(Path(sys.prefix).resolve())
     compiled = ["-m", "compileall", "-q", "--invalidation-mode", "checked-hash", *PROJECT]
@@ -114,9 +118,8 @@ def cloned(folder: Path) -> Path:
     files = [path for pattern in JUDGES for path in sorted(tree.glob(pattern))]
     chosen = [str(path.relative_to(tree)) for path in files if NAMES_A_PACKAGE.search(path.read_text())]
     options = ["-p", "tests.mutants.coverage_map", "-p", "no:cacheprovider", "-q", "--timeout=300"]
-    environment = os.environ | {"PYTHONPATH": str(tree), "MUTANTS_MAP": str(folder.resolve() / "map.json")}
+    environment = os.environ | {"PYTHONPATH": str(tree), "MUTANTS_MAP": str(folder / "map.json")}
     subprocess.run([sys.executable, "-m", "pytest", *options, *chosen], cwd=tree, env=environment, check=False)
-    return tree
 
 
 class Modules:
