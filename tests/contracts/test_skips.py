@@ -116,8 +116,9 @@ def test_each_need_is_measured_and_says_what_to_do() -> None:
     for need in skips.needs():
         assert need.debian or need.remedy, need.name
         assert need.tests, need.name
-    allowed = {need.name for need in skips.needs() if need.ci_may_lack_it}
-    assert allowed == {"gpu", "two_gpus", "flash_attention_2", "flash_attention_3", "flash_attention_4"}
+    ci_must_have = [need for need in skips.needs() if not need.ci_may_lack_it]
+    assert {need.name for need in ci_must_have} == {"browser", "postgresql", "swift", "openssl"}
+    assert all(need.debian for need in ci_must_have)
 
 
 def test_each_pattern_of_the_list_still_matches_a_test() -> None:
