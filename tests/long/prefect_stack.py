@@ -16,7 +16,9 @@ from uuid import UUID
 import psutil
 from mlflow import MlflowClient
 from prefect.client.orchestration import SyncPrefectClient
+from prefect.client.schemas.actions import WorkPoolCreate
 from prefect.client.schemas.objects import FlowRun, StateType
+from prefect.workers.process import ProcessWorker
 
 from infra import environment, processes
 from infra.login import login_of
@@ -71,7 +73,10 @@ class Stack:
         return self.client.create_flow_run_from_deployment(deployment.id, parameters=parameters).id
 
     def recover(self) -> None:
-        self.prefect("deployment", "run", "recover/recover", "--watch")
+        deployment = self.client.read_deployment_by_name("recover/recover")
+        flow_run_id = self.client.create_flow_run_from_deployment(deployment.id).id
+        ended = (StateType.COMPLETED, StateType.FAILED, StateType.CRASHED)
+        assert self.wait_for_state(flow_run_id, *ended).state.type is StateType.COMPLETED
 
     def flow_run(self, flow_run_id: UUID) -> FlowRun:
         return self.client.read_flow_run(flow_run_id)
@@ -146,7 +151,8 @@ def prefect_stack(
         stack = Stack(settings, env, client, folder / "worker.log", mark)
         try:
             for pool in ("gpu", "cpu"):
-                stack.prefect("work-pool", "create", pool, "--type", "process")
+                template = ProcessWorker.get_default_base_job_template()
+                client.create_work_pool(WorkPoolCreate(name=pool, type=ProcessWorker.type, base_job_template=template))
             stack.prefect("deploy", *(word for name in deployments for word in ("--name", name)))
             stack.start_worker()
             stack.start_worker("cpu")  # of recover
