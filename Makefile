@@ -101,11 +101,8 @@ test-stacks: $(STAMP)
 	$(PYTEST) -m stacks --stack=postgres-s3 tests/long
 
 # One process; every test runs without and with faults in it, so the share is told and nothing fails.
-SIZE ?= 600
-SEED ?= 0
-MINUTES ?= 60
 mutants: $(STAMP)
-	@OMP_NUM_THREADS=1 nice -n 15 $(RUN) -W ignore -m tests.mutants --seed $(SEED) --size $(SIZE) --minutes $(MINUTES)
+	@OMP_NUM_THREADS=1 nice -n 15 $(RUN) -W ignore -m tests.mutants --seed $(or $(SEED),0) --size $(or $(SIZE),600) --minutes $(or $(MINUTES),60)
 
 check: $(STAMP)
 	$(RUN) -m ruff check .
