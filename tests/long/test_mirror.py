@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import s3fs
 from mlflow import MlflowClient
+from mlflow.store.artifact.s3_artifact_repo import _cached_get_s3_client
 
 from flows.train_grpo import grpo_geo3k
 from infra.errors import StorageAwayError, StorageRefusedError
@@ -64,10 +65,12 @@ def store(s3: S3, data_dir: Path, request: pytest.FixtureRequest, monkeypatch: p
 
 @pytest.fixture(autouse=True)
 def _no_client_of_another_test() -> Iterator[None]:
-    """s3fs keeps a client by its arguments, which do not say what the environment was."""
+    """s3fs and MLflow keep a client by its arguments, which do not say what endpoint the environment named."""
     s3fs.S3FileSystem.clear_instance_cache()
+    _cached_get_s3_client.cache_clear()
     yield
     s3fs.S3FileSystem.clear_instance_cache()
+    _cached_get_s3_client.cache_clear()
 
 
 def trainings(data_dir: Path) -> list[str]:

@@ -65,11 +65,16 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
             yield Place(stack, mlflow, folder)
 
 
-def test_an_ablation_is_started_compared_and_looked_at(place: Place) -> None:
-    shown = place.execute(
+@pytest.fixture(scope="module")
+def shown(place: Place) -> str:
+    """What the notebook that starts an ablation shows once the ablation has ended."""
+    return place.execute(
         "ablation.ipynb",
         f"grid, seeds, rungs, overrides = ['training.learning_rate=[1e-3]'], [0], 1, {SMALL!r}",
     )
+
+
+def test_an_ablation_is_started_compared_and_looked_at(place: Place, shown: str) -> None:
     assert "Completed: 100%" in shown
     assert shown.count("image/png") == 2
     assert "learning_rate=0.001" in shown
@@ -96,6 +101,7 @@ def test_an_ablation_is_started_compared_and_looked_at(place: Place) -> None:
     assert "tokens, " in inspected
 
 
+@pytest.mark.usefixtures("shown")
 def test_the_pages_show_the_ablation(place: Place) -> None:
     """MLflow's compare page: names, what differs, rewards in its first plot. Prefect's: the report with its plots."""
     browser = find_browser()
