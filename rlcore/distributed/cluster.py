@@ -7,7 +7,8 @@ the driver, and with it the variables that change what it computes.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -64,7 +65,6 @@ def start_ray(address: str | None, num_cpus: int) -> None:
 
 def start_local_ray(num_cpus: int, **options: Any) -> None:
     """Again, if a machine that is busy with other work needs longer than the 30 s that Ray gives its own processes."""
-    others = psutil.Process().children(recursive=True)
     for last in (False, False, True):
         try:
             ray.init(
@@ -83,20 +83,26 @@ def start_local_ray(num_cpus: int, **options: Any) -> None:
         except Exception as error:  # Ray has no class for it
             if last or "timed out during startup" not in str(error):
                 raise
-            stop_ray(but=others)
+            stop_ray()
 
 
-def stop_ray(but: Sequence[psutil.Process] = ()) -> None:
-    """Leave the cluster; of a local one no process stays. Ray's agents would outlive it by some seconds.
-
-    Args:
-        but: processes under this one that are not Ray's.
-    """
-    children = [child for child in psutil.Process().children(recursive=True) if child not in but]
+def stop_ray() -> None:
+    """Leave the cluster; of a local one no process stays. Ray's agents would outlive it by some seconds."""
+    local = _local_ray()
     ray.shutdown()
-    _, alive = psutil.wait_procs(children, timeout=1.0)
+    _, alive = psutil.wait_procs(local, timeout=1.0)
     for process in alive:
         process.kill()
+
+
+def _local_ray() -> list[psutil.Process]:
+    """The daemons that this process has started for Ray, known by their programs, and everything below them."""
+    package, found = str(Path(ray.__file__).parent), []
+    for child in psutil.Process().children():
+        with suppress(psutil.NoSuchProcess):  # it has ended
+            if any(word.startswith(package) for word in child.cmdline()):
+                found += [child, *child.children(recursive=True)]
+    return found
 
 
 def has_gpus() -> bool:

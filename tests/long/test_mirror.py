@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import boto3
 import pytest
 import s3fs
 from mlflow import MlflowClient
@@ -64,8 +65,9 @@ def store(s3: S3, data_dir: Path, request: pytest.FixtureRequest, monkeypatch: p
 
 
 @pytest.fixture(autouse=True)
-def _no_client_of_another_test() -> Iterator[None]:
-    """s3fs and MLflow keep a client by its arguments, which do not say what endpoint the environment named."""
+def _no_client_of_another_test(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """s3fs, MLflow and boto3 keep clients and keys, whatever endpoint and keys the environment names later."""
+    monkeypatch.setattr(boto3, "DEFAULT_SESSION", None)
     s3fs.S3FileSystem.clear_instance_cache()
     _cached_get_s3_client.cache_clear()
     yield
@@ -132,12 +134,13 @@ def test_an_absent_endpoint_holds_up_no_step_and_no_step_is_published_that_could
     monkeypatch.setenv("FAKE_STEP_SECONDS", "0.5")
     run_dir = data_dir / "runs" / "outage"
     seen: list[int] = []
+    ended = threading.Event()
 
     def watch(told: list[str]) -> None:
-        while not (run_dir / "journal.jsonl").exists():
+        while not (run_dir / "journal.jsonl").exists() and not ended.is_set():
             time.sleep(0.02)
         plug.pull_out()
-        while not (told and (run_dir / "segments" / "0002.json").exists()):
+        while not (told and (run_dir / "segments" / "0002.json").exists()) and not ended.is_set():
             found = run_dir / "mlflow.json"
             if found.exists():
                 seen.append(json.loads(found.read_text())["published_step"])
@@ -146,8 +149,13 @@ def test_an_absent_endpoint_holds_up_no_step_and_no_step_is_published_that_could
         plug.put_in()
 
     with warnings_of_tries() as told:
-        threading.Thread(target=watch, args=(told,), daemon=True).start()
-        summary = grpo_geo3k("grpo-geo3k-tiny", overrides=SMALL, run_id="outage")
+        watcher = threading.Thread(target=watch, args=(told,), daemon=True)
+        watcher.start()
+        try:
+            summary = grpo_geo3k("grpo-geo3k-tiny", overrides=SMALL, run_id="outage")
+        finally:
+            ended.set()
+            watcher.join()
     assert "training goes on" in told[0]
     assert seen
     assert set(seen) == {0}, "segments were committed here, and a loss of this machine would have taken them back"

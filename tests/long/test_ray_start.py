@@ -104,6 +104,14 @@ def test_one_that_takes_too_long_is_started_again(
     assert neighbour.poll() is None
 
 
+def test_what_runs_beside_ray_outlives_it(neighbour: subprocess.Popen[bytes]) -> None:
+    start_local_ray(1, **QUIET)
+    assert len(ray_processes()) == 2
+    stop_ray()
+    assert not ray_processes()
+    assert neighbour.poll() is None
+
+
 def test_one_that_never_starts_says_so(monkeypatch: pytest.MonkeyPatch, tries: list[dict[str, Any]]) -> None:
     slow_to_start(3, monkeypatch)
     with pytest.raises(Exception, match="timed out during startup"):
