@@ -190,7 +190,7 @@ class Lease:
         if holder is None or holder.token != self._mine.token:
             raise LeaseLostError(
                 f"{self._path} is now held by {holder or 'nobody'}, expected token {self._mine.token}. This "
-                " trainer must stop; the other one goes on from the last committed checkpoint."
+                "trainer must stop; the other one goes on from the last committed checkpoint."
             )
         return self._mine
 

@@ -121,7 +121,10 @@ def config(**parts: object) -> ExperimentConfig:
         "training": {"problems_per_step": 4, "steps": 8},
         "algorithm": {"kl": {"coefficient": 0.0}},
     }
-    return build_experiment({**base, **{key: {**base.get(key, {}), **value} for key, value in parts.items()}})
+    merged = {
+        key: {**base.get(key, {}), **value} if isinstance(value, Mapping) else value for key, value in parts.items()
+    }
+    return build_experiment({**base, **merged})
 
 
 def wired(settings: ExperimentConfig, rewards: dict[str, list[float]] | None = None) -> TrainingRun:

@@ -1,0 +1,321 @@
+"""The trainer's process from its spec to its exit code. Everything is real but Ray, the rank behind it and the grading
+processes: lease, control file, journal, checkpoints, health rules, loop and worker group."""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+import pytest
+
+import rlcore.assemble
+from rlcore.artifacts import DatasetRef, ModelRef
+from rlcore.config import ExperimentConfig
+from rlcore.data.table import PreparedRow, write_rows
+from rlcore.errors import DivergedError
+from rlcore.job import JobError
+from rlcore.segment.adjustments import Adjustments, Intervention
+from rlcore.segment.journal import MetricJournal, read_journal
+from rlcore.segment.lease import Control, Lease, LeaseInfo
+from rlcore.segment.run import StopRequest, live_stacks, main
+from rlcore.segment.spec import (
+    EXIT_DIVERGED,
+    EXIT_DONE,
+    EXIT_PAUSED,
+    EXIT_PREEMPTED,
+    EXIT_ROLLBACK,
+    EXIT_UNKNOWN,
+    SegmentManifest,
+    SegmentSpec,
+    segment_path,
+)
+from rlcore.stacks import SIGNAL
+from tests.unit import toy_run as toy
+from tests.unit.toy_rank import ToyRank, started, weights_in
+
+
+@pytest.fixture(autouse=True)
+def _signals_as_before() -> Iterator[None]:
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    faulthandler.unregister(SIGNAL)
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@dataclass
+class Run:
+    """A run's folder, and a driver that wants every segment."""
+
+    root: Path
+    monkeypatch: pytest.MonkeyPatch
+    rank: ToyRank = field(default_factory=ToyRank)  # of the last trainer
+    on_start: Callable[[ExperimentConfig], object] = lambda config: None
+
+    def __post_init__(self) -> None:
+        self.dir = self.root / "run"
+        self.dir.mkdir(parents=True)
+        self.control = Control(self.dir / "control.json")
+        self.control.beat(99)
+        write_rows(self.root, [PreparedRow(problem, i, 2, 0) for i, problem in enumerate(toy.PROBLEMS)])
+
+    def train(
+        self,
+        before_update: Callable[[int], object] = lambda number: None,
+        adjustments: Adjustments | None = None,
+        **parts: object,
+    ) -> int:
+        """The exit code of one trainer of five steps in segments of two."""
+        spec = SegmentSpec(
+            run_id="run",
+            run_dir=self.dir,
+            experiment=toy.config(
+                training={"problems_per_step": 4, "steps": 5, "learning_rate": 0.01, **parts.pop("training", {})},
+                segment={"steps": 2, "keep_checkpoints": 9},
+                **parts,
+            ),
+            dataset=DatasetRef(
+                path=str(self.root), digest="d", source="test", num_problems=24, num_rejected=0, num_images=0,
+                max_prompt_tokens=2,
+            ),
+            model=ModelRef(path=str(self.root), digest="m", source="tiny", num_parameters=1),
+            adjustments=adjustments or Adjustments(),
+        )  # fmt: skip
+        path = self.root / "spec.json"
+        path.write_text(spec.model_dump_json())
+        self.rank = ToyRank(before_update)
+        self.monkeypatch.setattr(rlcore.assemble, "graded_ranks", started(self.rank, self.on_start))
+        return main(path)
+
+    def manifest(self, segment: int) -> SegmentManifest:
+        return SegmentManifest.model_validate_json(segment_path(self.dir, segment).read_text())
+
+    def wait_for_segment(self, segment: int) -> None:
+        while not segment_path(self.dir, segment).exists():
+            time.sleep(0.01)
+
+    def segments(self) -> list[tuple[int, int, bool]]:
+        """First and last step of each, and whether it is complete."""
+        found = [self.manifest(number) for number in range(len(list((self.dir / "segments").iterdir())))]
+        return [(manifest.first_step, manifest.last_step, manifest.complete) for manifest in found]
+
+    def checkpoints(self) -> list[str]:
+        return sorted(path.name for path in (self.dir / "checkpoints").iterdir())
+
+    def weights(self) -> dict[str, float]:
+        return {name: weights_in(self.dir / "checkpoints" / name) for name in self.checkpoints()}
+
+    def metrics(self) -> list[tuple[int, dict[str, float]]]:
+        """Of each step, without what measures time."""
+        timed = ("time/", "perf/update_tokens_per_second", "perf/update_tflops", "system/")
+        return [
+            (record.step, {name: value for name, value in record.metrics.items() if not name.startswith(timed)})
+            for record in read_journal(self.dir / "journal.jsonl")
+        ]
+
+    def error(self) -> JobError:
+        return JobError.model_validate_json((self.dir / "trainer_error.json").read_text())
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    return Run(tmp_path, monkeypatch)
+
+
+def test_a_run_ends_with_a_manifest_for_each_segment_and_nothing_held(
+    run: Run, caplog: pytest.LogCaptureFixture
+) -> None:
+    stale = live_stacks(run.dir) / "trainer-1.txt"
+    stale.parent.mkdir(parents=True)
+    stale.write_text("stacks of the trainer before")
+    with caplog.at_level(logging.WARNING):
+        assert run.train() == EXIT_DONE
+    assert not caplog.records
+    assert run.segments() == [(0, 2, True), (2, 4, True), (4, 5, True)]
+    assert run.checkpoints() == ["step-000002", "step-000004", "step-000005"]
+    assert [step for step, _ in run.metrics()] == [1, 2, 3, 4, 5]
+    assert [path.name for path in sorted((run.dir / "trained").iterdir())] == [
+        f"step-00000{n}.json" for n in range(1, 6)
+    ]
+    assert run.rank.calls == [
+        "sync_weights 0",
+        *(call for step in range(1, 6) for call in ("generate", "update", f"sync_weights {step}")),
+        "closed",
+    ]
+    assert not (run.dir / "lease.json").exists()
+    assert not (run.dir / "trainer_error.json").exists()
+    assert run.rank.folder == live_stacks(run.dir) == run.dir / "stacks" / "live"
+    assert [path.name for path in run.rank.folder.iterdir()] == [f"trainer-{os.getpid()}.txt"]
+    manifest = run.manifest(2)
+    assert (manifest.run_id, manifest.segment, manifest.dataset_digest) == ("run", 2, "d")
+    canary = json.loads((Path(manifest.checkpoint.path) / "canary.json").read_text())
+    assert [sequence["token_ids"] for sequence in canary["sequences"]] == [[1, 0], [1, 1], [1, 2], [1, 3]]
+    assert canary["sequences"][0]["logprobs"] == pytest.approx([-run.weights()["step-000005"]])
+
+
+@pytest.mark.parametrize("how", ["signal", "driver"])
+def test_a_stopped_run_goes_on_as_if_it_had_not_been_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    undisturbed, stopped = (Run(tmp_path / name, monkeypatch) for name in ("undisturbed", "stopped"))
+    assert undisturbed.train() == EXIT_DONE
+
+    def take_signals(config: ExperimentConfig) -> None:
+        """As Ray does when it starts."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)
+
+    def stop_in_the_third(number: int) -> None:
+        if number == 3:
+            signal.raise_signal(signal.SIGTERM) if how == "signal" else stopped.control.beat(99, stop=True)
+
+    stopped.on_start = take_signals
+    assert stopped.train(stop_in_the_third) == EXIT_PREEMPTED
+    assert stopped.segments() == [(0, 2, True), (2, 3, False)]
+    assert not (stopped.dir / "lease.json").exists()
+    # a step that no checkpoint has is not the run's
+    MetricJournal(stopped.dir / "journal.jsonl").step(4, {"loss/total": 9.0})
+
+    stopped.control.beat(99)
+    assert stopped.train() == EXIT_DONE
+    assert stopped.rank.calls[:3] == ["load step-000003", "sync_weights 3", "generate"]
+    assert stopped.segments() == undisturbed.segments() == [(0, 2, True), (2, 4, True), (4, 5, True)]
+    assert stopped.metrics() == undisturbed.metrics()
+    weights = stopped.weights()
+    assert weights.pop("step-000003") > 1
+    assert weights == undisturbed.weights()
+
+    assert stopped.train() == EXIT_DONE  # there is nothing left to train
+    assert stopped.rank.calls == ["load step-000005", "sync_weights 5", "closed"]
+
+
+def test_a_driver_that_wants_no_further_segment_gets_none(run: Run) -> None:
+    run.control.beat(0)
+
+    def stop_after_the_first() -> None:
+        run.wait_for_segment(0)
+        run.control.beat(0, stop=True)
+
+    with ThreadPoolExecutor(1) as driver:
+        driver.submit(stop_after_the_first)
+        assert run.train() == EXIT_PREEMPTED
+    assert run.segments() == [(0, 2, True)]
+    assert run.rank.calls.count("update") == 2
+
+
+def test_what_the_run_is_continued_with_is_told_of(run: Run, caplog: pytest.LogCaptureFixture) -> None:
+    assert run.train() == EXIT_DONE
+    with caplog.at_level(logging.WARNING):
+        assert run.train(training={"steps": 6, "learning_rate": 0.02}) == EXIT_DONE
+    assert "THE RUN GOES ON WITH ANOTHER SCIENCE OF THE EXPERIMENT" in caplog.text
+    assert run.segments()[-1] == (5, 6, True)
+    assert run.metrics()[-1][1]["optim/learning_rate"] == 0.02
+
+
+def test_a_run_that_another_trainer_holds_is_left_alone(run: Run) -> None:
+    lease = Lease(run.dir / "lease.json")
+    mine = lease.acquire("t")
+    parent = psutil.Process(os.getppid())
+    other = mine.model_copy(
+        update={"token": "other", "pid": parent.pid, "started": parent.create_time() - psutil.boot_time()}
+    )
+    (run.dir / "lease.json").write_text(other.model_dump_json())
+    live_stacks(run.dir).mkdir(parents=True)
+    assert run.train() == EXIT_UNKNOWN
+    assert run.rank.calls == []
+    assert run.error().kind == "LeaseLostError"
+    assert "token other" in run.error().message
+    assert LeaseInfo.model_validate_json((run.dir / "lease.json").read_text()) == other
+    assert list(run.dir.glob("journal.jsonl")) == []
+    assert live_stacks(run.dir).exists(), "the other trainer's"
+
+
+def test_a_trainer_that_finds_another_token_writes_nothing_more(run: Run) -> None:
+    def lose(number: int) -> None:
+        if number == 3:
+            run.wait_for_segment(0)
+            lease = run.dir / "lease.json"
+            info = LeaseInfo.model_validate_json(lease.read_text())
+            lease.write_text(info.model_copy(update={"token": "other"}).model_dump_json())
+
+    assert run.train(lose) == EXIT_UNKNOWN
+    assert run.error().kind == "LeaseLostError"
+    assert run.segments() == [(0, 2, True)]
+    assert run.checkpoints() == ["step-000002"]
+    assert LeaseInfo.model_validate_json((run.dir / "lease.json").read_text()).token == "other"
+
+
+def test_an_error_of_a_rank_is_the_report_and_the_exit_code(run: Run) -> None:
+    def fail(number: int) -> None:
+        if number == 4:
+            raise DivergedError("the weights of step 4 are broken")
+
+    assert run.train(fail) == EXIT_DIVERGED
+    error = run.error()
+    assert (error.kind, error.message) == ("DivergedError", "the weights of step 4 are broken")
+    assert "raise DivergedError" in error.traceback
+    assert run.segments() == [(0, 2, True)]
+    assert not (run.dir / "lease.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("action", "code", "segments", "kind"),
+    [
+        ("pause", EXIT_PAUSED, [(0, 2, True), (2, 3, False)], "HealthError"),
+        ("rollback", EXIT_ROLLBACK, [(0, 2, True)], "RollbackError"),
+    ],
+)
+def test_a_health_rule_ends_the_trainer_after_the_batch_that_broke_it(
+    run: Run, action: str, code: int, segments: list[tuple[int, int, bool]], kind: str
+) -> None:
+    run.train()
+    limit = run.metrics()[1][1]["loss/policy"]  # of step 2: the weights grow, and step 3 is above it
+    again = Run(run.root / "again", run.monkeypatch)
+    rules = [{"metric": "loss/policy", "above": limit, "action": action}]
+    assert again.train(health=rules) == code
+    assert again.segments() == segments
+    assert again.error().kind == kind
+    assert "step 3: loss/policy above" in again.error().message
+
+
+def test_earlier_failures_change_rate_seed_and_token_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, changed = (Run(tmp_path / name, monkeypatch) for name in ("plain", "changed"))
+    intervention = Intervention(step=2, learning_rate_factor=0.5, seed=9, rule="r")
+    assert plain.train(training={"tokens_per_microbatch": 4096}) == EXIT_DONE
+    adjustments = Adjustments(tokens_per_microbatch=4, interventions=(intervention,))
+    assert changed.train(adjustments=adjustments, training={"tokens_per_microbatch": 4096}) == EXIT_DONE
+    assert [metrics["optim/learning_rate"] for _, metrics in changed.metrics()] == pytest.approx(
+        [0.01, 0.01, 0.005, 0.005, 0.005]
+    )
+    assert plain.rank.seeds[:8] == changed.rank.seeds[:8]
+    assert not set(plain.rank.seeds[8:]) & set(changed.rank.seeds[8:])
+    assert max(plain.rank.microbatches) < min(changed.rank.microbatches)
+
+
+def test_progress_is_written_once_a_second_at_most(tmp_path: Path) -> None:
+    now = [10.0]
+    lease, control = Lease(tmp_path / "lease.json"), Control(tmp_path / "control.json")
+    lease.acquire("t")
+    control.beat(0)
+    stop = StopRequest(lease, control, 60.0, now=lambda: now[0])
+
+    def progress_after(seconds: float) -> int:
+        now[0] += seconds
+        stop.progress()
+        info = lease.read()
+        assert info is not None
+        return info.progress
+
+    assert [progress_after(seconds) for seconds in (0.0, 1.0, 0.125, 0.0, 1.0, 0.125)] == [0, 0, 1, 1, 1, 2]
+    assert not stop.preempted()  # this is progress as well
+    assert progress_after(1.0) == 3
+    assert progress_after(0.125) == 4
