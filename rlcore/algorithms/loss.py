@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rlcore.algorithms.kl import MAX_LOG_RATIO, clamped_log_ratio, k1, k3
+from rlcore.algorithms.kl import MAX_LOG_RATIO, clamped_log_ratio, k3
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,8 +38,7 @@ class LossSums:
     clipped_high: Tensor
     ratio: Tensor
     ratio_max: Tensor  # a maximum, not a sum; 0 over no tokens
-    kl_k1: Tensor  # of KL(old || new), nats, from token log-probs whatever the loss
-    kl_k3: Tensor
+    kl_k3: Tensor  # of KL(old || new), nats, from token log-probs whatever the loss
 
     def merge(self, other: LossSums) -> LossSums:
         """The sums of both parts together."""
@@ -48,7 +47,6 @@ class LossSums:
             clipped_high=self.clipped_high + other.clipped_high,
             ratio=self.ratio + other.ratio,
             ratio_max=torch.maximum(self.ratio_max, other.ratio_max),
-            kl_k1=self.kl_k1 + other.kl_k1,
             kl_k3=self.kl_k3 + other.kl_k3,
         )
 
@@ -63,7 +61,6 @@ def loss_sums(losses: TokenLosses, logprobs: Tensor, old_logprobs: Tensor, count
         clipped_high=(losses.clipped_high & counted).sum(dtype=logprobs.dtype),
         ratio=ratios.sum(),
         ratio_max=torch.cat([ratios, ratios.new_zeros(1)]).max(),
-        kl_k1=torch.where(counted, k1(old_logprobs, logprobs), 0).sum(),
         kl_k3=torch.where(counted, k3(old_logprobs, logprobs), 0).sum(),
     )
 

@@ -16,7 +16,6 @@ from torch import Tensor
 from rlcore.algorithms.kl import MAX_LOG_RATIO, clamped_log_ratio, k3
 
 Dtype = Literal["float32", "float16", "bfloat16"]
-_COARSEST_FIRST: tuple[Dtype, ...] = ("bfloat16", "float16", "float32")
 
 
 def normal_limit(device: str, trainer: Dtype, sampler: Dtype) -> float:
@@ -32,10 +31,10 @@ def normal_limit(device: str, trainer: Dtype, sampler: Dtype) -> float:
 
     A sampler with other weights, another template or another attention is at 0.1 and above.
     """
-    coarser = min(trainer, sampler, key=_COARSEST_FIRST.index)
-    if coarser == "bfloat16":
+    dtypes = {trainer, sampler}
+    if "bfloat16" in dtypes:
         return 0.05
-    return 0.001 if coarser == "float32" and device == "cpu" else 0.01
+    return 0.001 if dtypes == {"float32"} and device == "cpu" else 0.01
 
 
 @dataclass(frozen=True, slots=True, eq=False)

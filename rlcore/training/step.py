@@ -81,8 +81,8 @@ class StepSums:
             entropy=none(),
             importance=none(),
             importance_zero=none(),
-            loss=LossSums(*(none() for _ in range(6))),
-            mismatch=MismatchSums(*(none() for _ in range(5))),
+            loss=LossSums(*(none() for _ in LossSums.__slots__)),
+            mismatch=MismatchSums(*(none() for _ in MismatchSums.__slots__)),
         )
 
     def merge(self, other: StepSums) -> StepSums:
@@ -131,7 +131,8 @@ _OWN = ("tokens", "computed", "policy_loss", "kl_loss", "kl_ref", "entropy", "im
 def _from_row(values: Tensor) -> StepSums:
     scalars = list(values.unbind())
     own, rest = scalars[: len(_OWN)], scalars[len(_OWN) :]
-    return StepSums(*own, loss=LossSums(*rest[:6]), mismatch=MismatchSums(*rest[6:]))
+    split = len(LossSums.__slots__)
+    return StepSums(*own, loss=LossSums(*rest[:split]), mismatch=MismatchSums(*rest[split:]))
 
 
 def microbatch_loss(

@@ -263,3 +263,31 @@ def test_outcomes_are_counted_over_a_step():
     counts = count_outcomes(pairs)
     assert counts == OutcomeCounts(groups=4, all_right=1, all_wrong=1, ungraded=1, zero_signal=2)
     assert count_outcomes(pairs[:1]) + count_outcomes(pairs[1:]) == counts
+
+
+@each_estimator
+@pytest.mark.parametrize("spread", [0.0, 1e-7, advantage.MIN_SPREAD])
+def test_rewards_within_the_smallest_spread_are_equal(estimate, spread):
+    rewards = doubles([[0.0, spread, 0.0, spread]])
+    assert not estimate(rewards, everyone(rewards)).values.any()
+
+
+@pytest.mark.parametrize(
+    "name", ["grpo_sample", "dr_grpo", "batch_std", "rloo", "bnpo", "reinforce_plus_plus_baseline"]
+)
+def test_rewards_beyond_the_smallest_spread_are_not(name):
+    rewards = doubles([[0.0, 3 * advantage.MIN_SPREAD]])
+    assert BY_GROUP[name](rewards, everyone(rewards)).values.sign().tolist() == [[-1, 1]]
+
+
+def test_estimators_that_compare_with_something_else_know_the_smallest_spread_as_well():
+    least, all_of = advantage.MIN_SPREAD, tensor([[True, True]])
+    assert not advantage.remax(doubles([[least, 0]]), all_of, doubles([0.0]), tensor([True])).values.any()
+    assert advantage.remax(doubles([[3 * least, 0]]), all_of, doubles([0.0]), tensor([True])).signal.all()
+    one_token = tensor([[[True], [True]]])
+    assert not advantage.reinforce_plus_plus(doubles([[[0], [least]]]), one_token, all_of).values.any()
+    assert advantage.reinforce_plus_plus(doubles([[[0], [3 * least]]]), one_token, all_of).signal.all()
+    # with two completions of a deviation of exactly the least
+    assert not advantage.pass_at_k(doubles([[0, 2 * least]]), all_of, k=1).values.any()
+    lengths = tensor([[3, 3]])
+    assert not advantage.reinforce_plus_plus_baseline(doubles([[0, 2 * least]]), all_of, lengths).values.any()

@@ -99,7 +99,6 @@ def test_ppo_clip_equals_the_values_worked_out_by_hand():
     assert sums.clipped_low == sums.clipped_high == 1
     assert_close(sums.ratio, tensor(1.6487213 + 1 + 0.3678794))
     assert_close(sums.ratio_max, tensor(1.6487213))
-    assert_close(sums.kl_k1, tensor(0.5))  # old - new: -0.5 + 0 + 1
     # ratio - 1 - log ratio: 1.6487 - 1 - 0.5 = 0.1487; 0; 0.3679 - 1 + 1 = 0.3679
     assert_close(sums.kl_k3, tensor(0.1487213 + 0.3678794))
 
@@ -172,7 +171,7 @@ def test_on_policy_the_ratio_is_exactly_1_and_the_gradient_the_plain_one(loss):
     assert not (out.clipped_low | out.clipped_high).any()
     sums = loss_sums(out, logprobs, logprobs.detach())
     assert sums.ratio == 12
-    assert sums.kl_k1 == sums.kl_k3 == 0
+    assert sums.kl_k3 == 0
     assert_close(gradient_of(out.values, logprobs), -advantages.float())
 
 
@@ -284,3 +283,13 @@ def test_sums_of_parts_merge_to_the_sums_of_the_whole():
     merged, whole = sums(slice(0, 2)).merge(sums(slice(2, 3))), sums(slice(None))
     for name in LossSums.__slots__:
         assert_close(getattr(merged, name), getattr(whole, name))
+
+
+def test_sums_are_of_one_dtype_and_over_the_counted_tokens():
+    out = ppo_clip(NEW, OLD, ADVANTAGES, clip_low=0.2, clip_high=0.2)  # ratios e^0.5, 1, e^-1: cut above, -, cut below
+    sums = loss_sums(out, NEW, OLD, tensor([False, True, True]))
+    assert {getattr(sums, name).dtype for name in LossSums.__slots__} == {NEW.dtype}
+    assert (float(sums.clipped_high), float(sums.clipped_low)) == (0.0, 1.0)
+    assert_close(sums.ratio, tensor(1 + math.exp(-1)))
+    assert_close(sums.ratio_max, tensor(1.0))
+    assert_close(sums.kl_k3, tensor(math.exp(-1)))  # r - 1 - ln r of r = 1 and of r = 1 / e

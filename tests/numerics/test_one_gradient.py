@@ -15,7 +15,7 @@ from rlcore.algorithms.aggregation import StepTotals
 from rlcore.algorithms.logprobs import linear_logprobs, trained_positions, trained_sequences
 from rlcore.batch import Microbatch, Segments
 from rlcore.config import AlgorithmConfig
-from rlcore.training.step import PolicyTokens, microbatch_loss
+from rlcore.training.step import PolicyTokens, StepSums, microbatch_loss
 from tests.numerics import reference
 
 MODES = ["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant"]
@@ -273,3 +273,86 @@ def test_a_group_without_signal_adds_exactly_nothing(name, mode, monkeypatch):
     rest = [step[:6], group, step[9:]], [step[:6], other, step[9:]]
     first, second = (step_gradient(parts, mode, torch.float64, config) for parts in rest)
     assert torch.equal(first[1], second[1])
+
+
+THREE_TOKENS = replace(
+    NOTHING,
+    sequence_index=torch.tensor([0, 0, 1]),
+    sequence_lengths=torch.tensor([2, 1]),
+    old_logprobs=torch.tensor([0.5, 0.5, 0.5]).log(),
+    sampler_logprobs=torch.tensor([0.5, 0.25, 0.1]).log(),
+    log_kept=torch.zeros(3),
+    ref_logprobs=torch.tensor([0.5, 0.5, 0.5]).log(),
+    advantages=torch.tensor([2.0, 2.0, 0.0]),
+)
+
+
+def by_hand(correction: dict[str, object] | None) -> tuple[float, StepSums]:
+    """Ratios 1, 1.5 and 0.5 over six tokens of the step, three of them here and the third one without an advantage."""
+    configured = {"loss": LOSSES["ppo_clip"][0], "correction": correction, "kl": {"estimator": "k3"}}
+    loss, sums = microbatch_loss(
+        THREE_TOKENS,
+        PolicyTokens(torch.tensor([0.5, 0.75, 0.25]).log(), torch.tensor([1.0, 2.0, 4.0]), torch.full((3,), 9.0)),
+        AlgorithmConfig.model_validate({**configured, "aggregation": "token_mean"}),
+        StepTotals(tokens=6, sequences=3),
+        kl_coefficient=0.5,
+        max_completion_tokens=MAX_COMPLETION,
+    )
+    return float(loss), sums
+
+
+def test_the_loss_and_the_sums_of_a_microbatch_by_hand():
+    loss, sums = by_hand(None)
+    k3 = [0, 2 / 3 - 1 - math.log(2 / 3), 2 - 1 - math.log(2)]  # r - 1 - ln r, r = reference / policy
+    policy = -(2 * 1 + 2 * 1.28) / 6
+    assert loss == pytest.approx(policy + 0.5 * sum(k3) / 6)
+    own = ("tokens", "computed", "policy_loss", "kl_loss", "kl_ref", "entropy", "importance", "importance_zero")
+    found = {name: float(getattr(sums, name)) for name in own}
+    assert found == pytest.approx(
+        {
+            "tokens": 2, "computed": 3, "policy_loss": policy, "kl_loss": sum(k3) / 6, "kl_ref": sum(k3),
+            "entropy": 3, "importance": 2, "importance_zero": 0,
+        }
+    )  # fmt: skip
+    assert {name: float(getattr(sums.loss, name)) for name in sums.loss.__slots__} == pytest.approx(
+        {"clipped_low": 0, "clipped_high": 1, "ratio": 2.5, "ratio_max": 1.5, "kl_k3": 0.5 - math.log(1.5)}
+    )
+    # trainer over sampler: 1 and 2
+    assert {name: float(getattr(sums.mismatch, name)) for name in sums.mismatch.__slots__} == pytest.approx(
+        {
+            "abs_delta": math.log(2), "abs_delta_max": math.log(2), "weight": 3, "weight_squared": 5,
+            "k3": 1 - math.log(2),
+        }
+    )  # fmt: skip
+
+
+def test_a_masked_token_is_counted_and_not_trained_on():
+    _, sums = by_hand({"name": "mask", "level": "token", "min_weight": 0.5, "max_weight": 1.5})
+    assert float(sums.policy_loss) == pytest.approx(-2 / 6)  # of the first token; the second is at twice the sampler's
+    assert (float(sums.importance), float(sums.importance_zero)) == (1, 1)
+
+
+def test_without_reference_log_probs_there_is_no_kl_term():
+    batch = replace(THREE_TOKENS, ref_logprobs=None, old_logprobs=None)
+    logprobs = torch.tensor([0.5, 0.75, 0.25]).log()
+    loss, sums = microbatch_loss(
+        batch,
+        PolicyTokens(logprobs, torch.zeros(3), torch.zeros(3)),
+        algorithm("ppo_clip"),
+        StepTotals(tokens=6, sequences=3),
+        kl_coefficient=0.5,
+        max_completion_tokens=MAX_COMPLETION,
+    )
+    assert float(loss) == float(sums.policy_loss) != 0
+    assert float(sums.kl_loss) == float(sums.kl_ref) == 0
+    assert (float(sums.loss.ratio), float(sums.loss.ratio_max)) == (2, 1)  # the policy itself is the old one
+
+
+def test_sums_start_at_nothing_and_merge_part_by_part():
+    _, sums = by_hand(None)
+    nothing = StepSums.zero(torch.device("cpu"))
+    for whole, times in ((nothing.merge(sums), 1), (sums.merge(sums), 2), (sums.all_reduce(), 1)):
+        for part, ours in ((whole, sums), (whole.loss, sums.loss), (whole.mismatch, sums.mismatch)):
+            for name in set(part.__slots__) - {"loss", "mismatch"}:
+                factor = 1 if name in ("ratio_max", "abs_delta_max") else times
+                assert float(getattr(part, name)) == pytest.approx(factor * float(getattr(ours, name))), name

@@ -4,7 +4,16 @@ from dataclasses import replace
 
 import pytest
 
-from rlcore.algorithms.flops import GroupSize, ModelShape, TowerShape, Work, pass_work, peak_flops, utilisation
+from rlcore.algorithms.flops import (
+    NOTHING,
+    GroupSize,
+    ModelShape,
+    TowerShape,
+    Work,
+    pass_work,
+    peak_flops,
+    utilisation,
+)
 
 TEXT = ModelShape(parameters=1000, head_parameters=500, layers=2, width=8, weights_train=True, tower=None)
 TOWER = TowerShape(
@@ -64,3 +73,9 @@ def test_utilisation_by_hand_and_by_the_devices_name():
     assert utilisation(989e12, 2.0, 1, "NVIDIA H200") == 0.5
     assert utilisation(989e12, 2.0, 2, "NVIDIA H200") == pytest.approx(0.25)
     assert utilisation(1.0, 1.0, 1, "cpu") is None
+
+
+def test_work_adds_up_from_nothing():
+    first, second = Work(1.0, 2.0, 3, 4, 5), Work(10.0, 20.0, 30, 40, 50)
+    assert NOTHING + first == first
+    assert first + second == Work(11.0, 22.0, 33, 44, 55)

@@ -2,19 +2,36 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 from rlcore.algorithms.flops import Work
-from rlcore.config import build_experiment
+from rlcore.algorithms.loss import LossSums
+from rlcore.algorithms.mismatch import MismatchSums
+from rlcore.config import AlgorithmConfig, build_experiment
 from rlcore.segment.adjustments import Adjustments
 from rlcore.segment.checkpointing import CheckpointSeconds
 from rlcore.segment.health import HealthWatch
 from rlcore.segment.journal import MetricJournal, read_journal
 from rlcore.segment.run import TrainerSink
-from rlcore.training.metrics import mismatch_alarm, performance_metrics, update_metrics
+from rlcore.training.advantages import ScoredGroup, StepAdvantages
+from rlcore.training.collection import Collected
+from rlcore.training.drawing import Drawn
+from rlcore.training.metrics import (
+    collection_metrics,
+    mismatch_alarm,
+    performance_metrics,
+    rollout_metrics,
+    update_metrics,
+)
+from rlcore.training.state import TrainState
+from rlcore.training.step import StepSums, UpdateResult
+from rlcore.types import Completion, Problem, Rollout, RolloutGroup, Score, TrainingSample
 from tests.unit.toy_run import result
 
 
@@ -27,12 +44,107 @@ def test_token_means_divide_by_the_steps_tokens() -> None:
     assert metrics["rollout/abs_delta_logprob_mean"] == pytest.approx(0.005)
 
 
+def exact(**sums: float) -> dict[str, torch.Tensor]:
+    return {name: torch.tensor(value, dtype=torch.float64) for name, value in sums.items()}
+
+
+def test_every_metric_of_an_update_by_name_and_number() -> None:
+    loss = exact(clipped_low=1, clipped_high=2, ratio=11, ratio_max=1.5, kl_k3=0.25)
+    mismatch = exact(abs_delta=0.05, abs_delta_max=0.02, weight=10, weight_squared=12.5, k3=0.5)  # 100 / 12.5 = 8
+    own = exact(
+        tokens=10, computed=20, policy_loss=0.5, kl_loss=2, kl_ref=5, entropy=30, importance=9, importance_zero=1
+    )
+    sums = StepSums(**own, loss=LossSums(**loss), mismatch=MismatchSums(**mismatch))
+    of_the_step = {
+        "loss/total": 0.5 + 0.1 * 2, "loss/policy": 0.5, "loss/kl_coefficient": 0.1, "loss/kl_ref": 5 / 20,
+        "optim/grad_norm": 1.5, "optim/skipped": 1.0,
+    }  # fmt: skip
+    over_tokens = {
+        "loss/kl_old": 0.025, "loss/entropy": 3.0, "loss/clip_fraction": 0.3, "loss/clip_fraction_low": 0.1,
+        "loss/clip_fraction_high": 0.2, "loss/ratio_mean": 1.1, "loss/ratio_max": 1.5,
+        "rollout/abs_delta_logprob_mean": 0.005, "rollout/abs_delta_logprob_max": 0.02,
+        "rollout/effective_sample_size": 0.8, "rollout/kl_sampler_trainer": 0.05,
+        "rollout/importance_weight_mean": 0.9, "rollout/importance_masked": 0.1,
+    }  # fmt: skip
+    result = UpdateResult(sums, grad_norm=1.5, skipped=True)
+    raised = update_metrics(result, 0.1, alarm_above=0.004)
+    assert raised == pytest.approx({**of_the_step, **over_tokens, "rollout/mismatch_alarm": 1.0})
+    assert update_metrics(result, 0.1, alarm_above=0.006)["rollout/mismatch_alarm"] == 0
+    assert update_metrics(result, 0.1, alarm_above=0.004, stale=True)["rollout/mismatch_alarm"] == 0
+    none = dataclasses.replace(
+        sums, **exact(tokens=0, computed=0), mismatch=MismatchSums(*(torch.tensor(0.0) for _ in mismatch))
+    )
+    bare = update_metrics(UpdateResult(none, grad_norm=1.5, skipped=True), 0.1, alarm_above=0.004)
+    assert bare == pytest.approx({**of_the_step, "loss/kl_ref": 5.0, "rollout/mismatch_alarm": 0.0})
+
+
+def group(prompt: int, *rollouts: tuple[int, float, bool, str]) -> ScoredGroup:
+    """Tokens of the prompt; tokens, reward, whether it was graded, and why it ended, of each completion."""
+    made, samples = [], []
+    for tokens, reward, graded, ended in rollouts:
+        completion = Completion(np.ones(tokens, np.int32), np.zeros(tokens, np.float32), "", ended, 0)
+        made.append(Rollout(completion, Score(reward, {"accuracy": reward / 2, "format": 1.0}, graded=graded)))
+        mask = np.arange(prompt + tokens) >= prompt
+        samples.append(TrainingSample(mask.astype(np.int32), mask, np.zeros(len(mask), np.float32), (), 0))
+    prompt_ids = np.ones(prompt, np.int32)
+    return ScoredGroup(RolloutGroup(Problem("p", "?", (), "1", "t"), prompt_ids, tuple(made)), tuple(samples), None)
+
+
+RIGHT = group(4, (2, 2.0, True, "stop"), (6, 2.0, True, "length"))
+WRONG = group(2, (1, 0.0, True, "stop"), (1, 0.0, True, "stop"))
+MIXED = group(1, (3, 2.0, True, "stop"), (5, 0.0, True, "stop"))
+SILENT = group(1, (4, 9.0, False, "length"), (2, 2.0, True, "stop"))
+
+
+def test_every_metric_of_a_rollout_batch_by_name_and_number() -> None:
+    seconds = {"step": 4.0, "generate": 2.0, "generate_beside": 3.0}
+    found = rollout_metrics([RIGHT, WRONG, MIXED, SILENT], AlgorithmConfig(), 30, seconds, 3 * 2**29)
+    # rewards of the seven graded ones: 2 2 0 0 2 0 2, of mean 8 / 7 and mean square 16 / 7
+    assert found == pytest.approx(
+        {
+            "time/step": 4.0, "time/generate": 2.0, "time/generate_beside": 3.0,
+            "system/peak_memory_gib": 1.5,
+            "system/tokens_per_second": (2 * (4 + 2 + 1 + 1) + 24) / 4,
+            "system/generated_tokens_per_second": 30 / 5,
+            "reward/ungraded": 1 / 8, "reward/mean": 8 / 7, "reward/std": (16 / 7 - (8 / 7) ** 2) ** 0.5,
+            "reward/accuracy": 4 / 7, "reward/format": 1.0,
+            "rollout/all_right": 1 / 4, "rollout/all_wrong": 1 / 4, "rollout/zero_signal": 3 / 4,
+            "rollout/truncated": 2 / 8, "rollout/completion_tokens_mean": 24 / 8, "rollout/completion_tokens_max": 6,
+            "rollout/prompt_tokens_mean": 2.0,
+        }
+    )  # fmt: skip
+    nothing = rollout_metrics([], AlgorithmConfig(), 0, {"step": 4.0}, 2**30)
+    assert nothing == {"time/step": 4.0, "system/peak_memory_gib": 1.0}
+    apart = rollout_metrics([MIXED], AlgorithmConfig(), 30, {"step": 4.0, "generate_beside": 3.0}, 0)
+    assert apart["system/generated_tokens_per_second"] == 10
+
+
+def test_every_metric_of_what_was_kept_by_name_and_number() -> None:
+    drawn = Drawn(rounds=2, tokens=99, continued=3, dropped_stale=4)
+    collected = Collected([RIGHT, SILENT], [RIGHT, WRONG, SILENT], drawn, age_max=5, filled=1, from_buffer=8)
+    advantages = StepAdvantages([], signal=[True, False, False, False], kl_penalty=None)
+    state = TrainState(problems_seen=7, buffer=(RIGHT,) * 6, in_flight=(None,) * 9)  # type: ignore[arg-type]
+    expected = {
+        "reward/trained_mean": 2.0, "rollout/trained_zero_signal": 0.75, "rollout/groups_generated": 3,
+        "rollout/groups_trained": 2, "rollout/groups_filled": 1, "rollout/groups_from_buffer": 8,
+        "rollout/groups_buffered": 6, "rollout/groups_in_flight": 9, "rollout/groups_dropped_stale": 4,
+        "rollout/rounds": 2, "rollout/completions_continued": 3, "rollout/policy_age_max": 5,
+        "rollout/problems_seen": 7,
+    }  # fmt: skip
+    assert collection_metrics(collected, advantages, state) == expected
+    with_kl = dataclasses.replace(advantages, kl_penalty=0.25)
+    assert collection_metrics(collected, with_kl, state) == {**expected, "reward/kl_penalty": 0.25}
+
+
 def test_performance_counts_computed_tokens_and_knows_only_chips_of_the_table() -> None:
     work = Work(forward_flops=1e15, backward_flops=2e15, tokens=600, prompt_tokens=100, shared_tokens=700)
     metrics = performance_metrics(work, 2.0, 4, "NVIDIA H200")
     assert metrics["perf/update_tokens_per_second"] == 300
     assert metrics["perf/update_prompt_tokens_shared"] == 700
     assert metrics["perf/update_mfu"] == pytest.approx(3e15 / (2.0 * 4 * 989e12))
+    assert metrics["perf/update_tokens"] == 600
+    assert metrics["perf/update_prompt_tokens"] == 100
+    assert metrics["perf/update_tflops_per_second"] == 1500
     assert "perf/update_mfu" not in performance_metrics(work, 2.0, 4, "cpu")
 
 
