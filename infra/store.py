@@ -32,7 +32,7 @@ from infra.storage import inside, require_space
 SEAL = ".sealed.json"
 _PART_BYTES = 64 * 2**20  # of what is sent in parts, so up to 640 GB per file
 _FILES_AT_ONCE = 8
-_RETRIES = 5  # by botocore, with growing pauses of at most 20 s; who asks may ask again
+_RETRIES = 5  # by botocore, with growing pauses of at most 20 s, unless AWS_MAX_ATTEMPTS is set
 _SHA256 = "sha256"  # of an object, in its metadata
 _REPORT_SECONDS = 30.0  # between two lines about a long transfer
 
@@ -216,10 +216,12 @@ class Store:
     @property
     def _files(self) -> Any:  # s3fs has no types
         # One for all stores of this process: s3fs keeps instances by their arguments.
+        tries = os.environ.get("AWS_MAX_ATTEMPTS")
+        limit = {"max_attempts": self.retries} if tries is None else {"total_max_attempts": int(tries)}
         return S3FileSystem(
             use_listings_cache=False,
             config_kwargs={
-                "retries": {"mode": "standard", "max_attempts": self.retries},
+                "retries": {"mode": "standard", **limit},
                 "connect_timeout": 10,
                 "read_timeout": 60,
                 **{name.removeprefix("AWS_").lower(): os.environ.get(name, value) for name, value in CHECKSUMS.items()},

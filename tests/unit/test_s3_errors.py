@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import errno
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import ClassVar
 
 import pytest
 from aiohttp import ClientPayloadError
 from botocore.exceptions import ClientError, EndpointConnectionError, NoCredentialsError, SSLError
+from s3fs import S3FileSystem
 from s3fs.errors import translate_boto_error
 
 from infra.errors import StorageDamagedError, StorageError, StorageRefusedError
 from infra.s3_errors import storage_error
+from infra.store import Store
 from tasks.failures import Failure, failure_of
 
 
@@ -86,3 +91,40 @@ def test_a_full_disk_here_is_no_matter_of_the_store() -> None:
     error = storage_error("fetching x", OSError(errno.ENOSPC, "No space left on device"))
     assert not error.permanent
     assert "Free space on this machine's disk" in str(error)
+
+
+class _Busy(BaseHTTPRequestHandler):
+    """An endpoint that answers every request with 503."""
+
+    asked: ClassVar[list[str]] = []
+
+    def do_HEAD(self) -> None:
+        self.asked.append(self.path)
+        self.send_error(503)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize(("variable", "tries"), [(None, 2), ("1", 1), ("3", 3)])
+def test_botocore_s_own_variable_says_how_often_a_request_is_tried(
+    variable: str | None, tries: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Busy)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.server_port}")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "any")
+    monkeypatch.delenv("AWS_MAX_ATTEMPTS", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("AWS_MAX_ATTEMPTS", variable)
+    monkeypatch.setattr(_Busy, "asked", [])
+    S3FileSystem.clear_instance_cache()
+    try:
+        with pytest.raises(StorageError):
+            Store("s3://bucket/prefix", retries=1).get("key")
+    finally:
+        S3FileSystem.clear_instance_cache()
+        server.shutdown()
+        server.server_close()
+    assert _Busy.asked == ["/bucket/prefix/key"] * tries
