@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import logging
+from types import SimpleNamespace
+from uuid import uuid4
+
 import pytest
+from prefect.cache_policies import NO_CACHE
+from prefect.context import TaskRunContext
 
 from infra.errors import ServerError, ServerRefusedError, StorageAwayError, StorageError, StorageRefusedError
 from rlcore.errors import ConfigError, TrainerFailedError
 from rlcore.segment.failures import Failure, policy_of
-from tasks.retries import Tries
+from tasks import retries
+from tasks.retries import Tries, step
 
 
 @pytest.mark.parametrize(
@@ -36,3 +43,63 @@ def test_delays_are_those_of_the_table_and_each_class_counts_for_itself(
     for error in (ServerError("a"), StorageError("b"), ServerError("c")):
         assert counted.failed("report", error, others=())
     assert [line.partition(" in ")[2] for line in caplog.messages] == ["15 s: a", "5 s: b", "30 s: c"]
+
+
+def test_the_next_try_waits_for_what_is_left_of_the_delay(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    now, slept = [1000.0], list[float]()
+    monkeypatch.setattr(retries.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(retries.time, "sleep", slept.append)
+    counted = Tries()
+    counted.wait("report")
+    assert counted.failed("report", StorageError("away"), others=())
+    first = policy_of(Failure.STORAGE).delays[0]
+    now[0] += first - 2.5
+    caplog.clear()
+    counted.wait("report")
+    assert slept == [2.5]
+    assert caplog.messages == ["report: the next try starts in 2 s"]
+    now[0] += 2.5
+    counted.wait("report")
+    assert slept == [2.5], "the time is over"
+
+
+def test_a_step_counts_its_failed_tries_by_its_run() -> None:
+    done: list[int] = []
+
+    @step("add", others=(5,), timeout_seconds=10, tags={"a"})
+    def add(number: int) -> int:
+        """Adds."""
+        done.append(number)
+        return number + 1
+
+    assert add.fn(2) == 3
+    assert done == [2]
+    assert (add.name, add.tags, add.description) == ("add", {"a"}, "Adds.")
+    longest = max(*policy_of(Failure.TRACKING).delays, *policy_of(Failure.STORAGE).delays)
+    assert add.timeout_seconds == 10 + longest
+    assert add.retries >= len(policy_of(Failure.TRACKING).delays)
+    assert (add.persist_result, add.cache_policy) == (False, NO_CACHE)
+    asked = add.retry_condition_fn
+    assert asked is not None
+    first, second = SimpleNamespace(id=uuid4()), SimpleNamespace(id=uuid4())
+    failed = SimpleNamespace(data=TrainerFailedError("the job died"))
+    answers = [asked(add, run, failed) for run in (first, first, second)]  # type: ignore[arg-type]
+    assert answers == [True, False, True]
+    assert not asked(add, second, SimpleNamespace(data=None))  # type: ignore[arg-type]
+
+
+def test_a_try_of_a_step_waits_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[str] = []
+    monkeypatch.setattr(Tries, "wait", lambda _, name: waited.append(name))
+    told = step("tell")(lambda: "told")
+    again, new = uuid4(), uuid4()
+    monkeypatch.setitem(retries._TRIES, again, Tries())
+    with TaskRunContext.model_construct(task_run=SimpleNamespace(id=new)):
+        assert told.fn() == "told"
+    assert waited == []
+    with TaskRunContext.model_construct(task_run=SimpleNamespace(id=again)):
+        assert told.fn() == "told"
+    assert waited == ["tell"]
