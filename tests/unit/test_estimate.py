@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from rlcore.config import LoraConfig, ModelConfig
 from rlcore.errors import ModelError
 from rlcore.job import ArchitectureSpec
 from rlcore.models.architecture import architecture, describe
+from tasks import estimate
 from tasks.estimate import estimated
 from tasks.experiments import load_experiment
 from tests.bench import estimates
@@ -168,3 +171,26 @@ def test_a_model_that_is_too_large_does_not_fit(models: dict[str, Architecture])
     found = estimated(experiment, models["vl"], "A100")
     assert not found.fits
     assert "DOES NOT FIT" in found.text()
+
+
+def test_a_dry_run_tells_the_estimate_of_the_models_architecture(
+    models: dict[str, Architecture], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RLFLOW_DATA_DIR", str(tmp_path))
+    experiment = load_experiment("grpo-geo3k")
+    model = next(iter(models.values()))
+    asked: list[tuple[Any, ...]] = []
+
+    def job(*words: Any, quiet: bool) -> SimpleNamespace:
+        asked.append((*words, quiet))
+        return SimpleNamespace(architecture=model)
+
+    monkeypatch.setattr(estimate, "run_job", job)
+    found = estimate.dry_run(experiment, "H100")
+    assert found == estimate.estimated(experiment, model, "H100")
+    assert capsys.readouterr().err == f"{found.text()}\n"
+    ((module, spec, kind, settings, quiet),) = asked
+    assert (module, kind, quiet) == ("rlcore.models.architecture", estimate.ArchitectureRef, True)
+    assert spec.model == experiment.model
+    assert settings.data_dir == tmp_path
+    assert spec.result.parent.name.startswith("architecture-")

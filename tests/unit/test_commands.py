@@ -1,0 +1,163 @@
+"""Commands up to their last line: what they print, and with which words they end."""
+
+from __future__ import annotations
+
+import contextlib
+import shlex
+import sys
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+from uuid import UUID
+
+import pytest
+from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
+from pydantic import BaseModel
+
+from infra.errors import ServerError
+from rlcore.errors import ConfigError, TrainerFailedError
+from tasks import foreground, notebook, notifications
+
+
+@pytest.mark.parametrize(
+    ("words", "run_id", "data_dir", "said"),
+    [
+        (["toy", "--set", "a=b c"], "r", None, "-m flows.toy toy --set 'a=b c' --run-id r"),
+        (["toy", "--run-id", "old", "--data", "x"], "old", None, "-m flows.toy toy --data x --run-id old"),
+        (["toy", "--run-id=old"], "old", "/my data", "-m flows.toy toy --run-id old"),
+        (["toy"], None, None, "-m flows.toy toy"),
+    ],
+)
+def test_an_interrupted_command_says_how_to_continue(
+    words: list[str], run_id: str | None, data_dir: str | None, said: str,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.setattr(sys, "argv", ["toy.py", *words])
+    monkeypatch.delenv("RLFLOW_DATA_DIR", raising=False)
+    if data_dir is not None:
+        monkeypatch.setenv("RLFLOW_DATA_DIR", data_dir)
+    foreground._say_how_to_continue("flows.toy", run_id)
+    prefix = "" if data_dir is None else "RLFLOW_DATA_DIR='/my data' "
+    assert capsys.readouterr().err == f"Continue with: {prefix}{shlex.quote(sys.executable)} {said}\n"
+
+
+class Answer(BaseModel):
+    steps: int
+
+
+@pytest.fixture
+def _a_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(foreground, "prefect_api", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(foreground.signal, "signal", lambda *_: None)  # this process keeps its own handlers
+
+
+@pytest.mark.usefixtures("_a_server")
+def test_a_command_prints_its_result_as_its_last_line(capsys: pytest.CaptureFixture[str]) -> None:
+    foreground.run_once(lambda: Answer(steps=3))
+    assert capsys.readouterr().out == '{"steps":3}\n'
+
+
+@pytest.mark.usefixtures("_a_server")
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (ConfigError("seed: a typo"), 1, "\nConfigError: seed: a typo\nagain\n"),
+        (ServerError("away"), 1, "\nServerError: away\nagain\n"),
+        (KeyboardInterrupt(), 130, "\nInterrupted; what is committed stays.\nagain\n"),
+    ],
+)
+def test_a_command_that_ends_early_says_why_and_how_to_continue(
+    error: BaseException, code: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail() -> Answer:
+        raise error
+
+    with pytest.raises(SystemExit) as ended:
+        foreground.run_once(fail, lambda: sys.stderr.write("again\n") and None)
+    assert ended.value.code == code
+    assert capsys.readouterr().err.endswith(said)
+
+
+class Client:
+    """Prefect's, of a server with one deployment whose flow run goes through ``states``."""
+
+    def __init__(self, states: list[SimpleNamespace], shown: list[float]) -> None:
+        self.states, self.shown = states, shown
+        self.asked: list[tuple[Any, ...]] = []
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def read_deployment_by_name(self, name: str) -> SimpleNamespace:
+        return SimpleNamespace(id=f"id of {name}")
+
+    def create_flow_run_from_deployment(self, deployment: str, *, parameters: dict[str, Any]) -> tuple[Any, ...]:
+        return (deployment, parameters)
+
+    def read_flow_run(self, wanted: UUID) -> SimpleNamespace:
+        state = self.states.pop(0)
+        return SimpleNamespace(id=wanted, name="lr-3", state=state, state_name=state.name)
+
+    def read_latest_artifacts(self, *, artifact_filter: Any, limit: int) -> list[SimpleNamespace]:
+        self.asked.append((artifact_filter.key.any_, limit))
+        return [SimpleNamespace(data=self.shown.pop(0))] if self.shown else []
+
+
+def state(name: str, *, final: bool, completed: bool = False) -> SimpleNamespace:
+    return SimpleNamespace(name=name, is_final=lambda: final, is_completed=lambda: completed, message="out of memory")
+
+
+def test_a_notebook_waits_for_its_flow_run_beside_a_bar(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(notebook.time, "sleep", slept.append)
+    states = [state("Running", final=False), state("Completed", final=True, completed=True)]
+    client = Client(states, [12.34, 100.0])
+    monkeypatch.setattr(notebook, "get_client", lambda *, sync_client: client if sync_client else None)
+    assert notebook.start("grpo/toy", experiment="toy") == ("id of grpo/toy", {"experiment": "toy"})  # type: ignore[comparison-overlap]
+    assert notebook.wait(SimpleNamespace(id=UUID(int=1))) == "lr-3"  # type: ignore[arg-type]
+    assert slept == [1.0]
+    assert client.asked == [(["lr-3-progress"], 1)] * 2
+    bar = capsys.readouterr().err
+    assert "lr-3: Completed" in bar
+    assert "100%" in bar
+    client.states = [state("Crashed", final=True)]
+    with pytest.raises(TrainerFailedError, match="^lr-3 ended as Crashed: out of memory$"):
+        notebook.wait(SimpleNamespace(id=UUID(int=1)))  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def _at_a_server() -> Iterator[None]:
+    with temporary_settings({PREFECT_API_URL: "http://prefect/api", PREFECT_API_AUTH_STRING: "me:secret"}):
+        yield
+
+
+@pytest.mark.usefixtures("_at_a_server")
+def test_the_automations_of_a_command_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    client, checked, asked = contextlib.nullcontext("the client"), list[Any](), list[Any]()
+    monkeypatch.setattr(notifications, "get_client", lambda *, sync_client: client if sync_client else None)
+    monkeypatch.setattr(notifications, "check_prefect", lambda *words: checked.append(words))
+    monkeypatch.setattr(notifications, "apply", lambda *words: asked.append(words) or ["one", "two"])
+    monkeypatch.setattr(notifications, "remove", lambda *words: asked.append(words) or ["gone"])
+    notifications.main(["webhook/team"])
+    assert capsys.readouterr().out == "one\ntwo\n"
+    notifications.main(["webhook/team", "--on", "failed", "--flow", "a", "--flow", "b"])
+    notifications.main(["--remove", "--on", "finished"])
+    assert asked == [
+        ("the client", "webhook/team", ["failed", "finished"], ("grpo-geo3k",)),
+        ("the client", "webhook/team", ["failed"], ["a", "b"]),
+        ("the client", ["finished"]),
+    ]
+    ((url, seconds, login), *_) = checked
+    assert (url, login) == ("http://prefect/api", "me:secret")
+    assert seconds == notifications.Settings().server_timeout_seconds
+    assert capsys.readouterr().out.endswith("gone\n")
+
+
+def test_automations_need_a_server() -> None:
+    said = r"^ServerError: no Prefect server is set: make up starts one here, PREFECT_API_URL names another\.$"
+    with temporary_settings(restore_defaults={PREFECT_API_URL}), pytest.raises(SystemExit, match=said):
+        notifications.main(["webhook/team"])
