@@ -1,7 +1,8 @@
-"""How many small faults do the cheap tests see? ``make mutants`` (docs/contributing.md).
+"""How many small faults do the tests see? ``make mutants`` (docs/contributing.md).
 
-A clone of the last commit is made, one fault at a time is written into it, and the tests that run the faulty line
-are run in a forked child, until one fails. The sample is at random; what is cut short is still a random sample.
+A clone of the last commit is made, and one fault at a time is written into it. The tests that run the faulty line are
+run in a forked child, until one fails: the cheap ones, then those that start servers and engines. The sample is at
+random; what is cut short is still a random sample.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import psutil
@@ -31,19 +32,46 @@ import pytest
 
 from tests.mutants.mutants import PACKAGES, Mutant, mutants_of
 
-JUDGES = (
-    "tests/contracts/test_*.py",
-    "tests/unit/test_*.py",
-    "tests/numerics/test_*.py",
-    "tests/docs/test_words.py",
-    "tests/long/test_mirror.py",  # those of its cases that start no flow
-)
 PROJECT = ("rlcore", "tasks", "infra", "flows")
 NAMES_A_PACKAGE = re.compile(r"\b(tasks|flows|rlcore\.(algorithms|training|segment))\b")
-SLOWEST_TEST_SECONDS = 30
-TESTS_SECONDS = 60  # of all tests of one mutant, by their times without a fault; the quickest are run
+TESTS_SECONDS = 60  # of all tests of one fault in a stage, by their times without it; the quickest are run
+AT_IMPORT = ""  # what coverage.py calls the time before the first test
 PR_SET_CHILD_SUBREAPER = 36
 CONTROL_EVERY = 25  # one of so many: the same tests without the fault have to pass
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Tests that judge the faults which no stage before has seen."""
+
+    name: str
+    files: tuple[str, ...]
+    processes: bool  # judges that start Prefect's server, and what the processes of a test run counts
+
+
+STAGES = (
+    Stage(
+        name="cheap",
+        files=(
+            "tests/contracts/test_*.py",
+            "tests/unit/test_*.py",
+            "tests/numerics/test_*.py",
+            "tests/docs/test_words.py",
+            "tests/long/test_mirror.py",  # those of its cases that start no flow
+        ),
+        processes=False,
+    ),
+    Stage(
+        name="flows",
+        files=(
+            "tests/flows/test_*.py",
+            "tests/integration/test_segment.py",
+            "tests/integration/test_train_tiny.py",
+            "tests/integration/test_weight_sync.py",
+        ),
+        processes=True,
+    ),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +83,7 @@ class Verdict:
     after: str
     message: bool
     outcome: str  # killed, timeout, survived, untested; control, broken-control
+    stage: str  # the last one that judged
     test: str  # that failed
     said: str
     seconds: float
@@ -86,10 +115,11 @@ def main() -> None:
         os.execv(sys.executable, [sys.executable, "-W", "ignore", "-m", "tests.mutants", *words])
     results = folder / f"seed-{args.seed}.jsonl"
     adopt_orphans()
-    tests = Tests(folder / "map.json")
-    say(f"seed {args.seed}, {args.size} faults of commit {commit(tree)[:10]}; {len(tests.seconds)} tests judge")
+    stages = [Tests(stage, map_of(folder, stage)) for stage in STAGES]
+    judges = ", ".join(f"{tests.stage.name} {len(tests.seconds)}" for tests in stages)
+    say(f"seed {args.seed}, {args.size} faults of commit {commit(tree)[:10]}; tests that judge: {judges}")
     chosen = sample(tree, args.seed, args.size)
-    judge_sample(tree, chosen, tests, results, time.monotonic() + 60 * args.minutes)
+    judge_sample(tree, chosen, stages, results, time.monotonic() + 60 * args.minutes)
     report(results)
 
 
@@ -104,9 +134,9 @@ def commit(tree: Path) -> str:
 
 
 def clone(folder: Path) -> None:
-    """A clone of the last commit, with the map of its tests. Compiled files hold for a content, not for a time."""
+    """A clone of the last commit, with the maps of its tests. Compiled files hold for a content, not for a time."""
     tree = folder / "tree"
-    if (folder / "map.json").exists() and commit(tree) == commit(Path.cwd()):
+    if all(map_of(folder, stage).exists() for stage in STAGES) and commit(tree) == commit(Path.cwd()):
         subprocess.run(["git", "checkout", "--quiet", "."], cwd=tree, check=True)
         return
     shutil.rmtree(folder, ignore_errors=True)  # verdicts over another commit too
@@ -115,10 +145,24 @@ def clone(folder: Path) -> None:
     (tree / ".venv").symlink_to(Path(sys.prefix).resolve())
     compiled = ["-m", "compileall", "-q", "--invalidation-mode", "checked-hash", *PROJECT]
     subprocess.run([sys.executable, *compiled], cwd=tree, check=True)
-    files = [path for pattern in JUDGES for path in sorted(tree.glob(pattern))]
-    chosen = [str(path.relative_to(tree)) for path in files if NAMES_A_PACKAGE.search(path.read_text())]
+    for stage in STAGES:
+        make_map(folder, stage)
+
+
+def map_of(folder: Path, stage: Stage) -> Path:
+    return folder / f"map-{stage.name}.json"
+
+
+def make_map(folder: Path, stage: Stage) -> None:
+    tree = folder / "tree"
+    files = [path for pattern in stage.files for path in sorted(tree.glob(pattern))]
+    # A test may reach a package through a program that it starts.
+    useful = [path for path in files if stage.processes or NAMES_A_PACKAGE.search(path.read_text())]
+    chosen = [str(path.relative_to(tree)) for path in useful]
     options = ["-p", "tests.mutants.coverage_map", "-p", "no:cacheprovider", "-q", "--timeout=300"]
-    environment = os.environ | {"PYTHONPATH": str(tree), "MUTANTS_MAP": str(folder / "map.json")}
+    environment = os.environ | {"PYTHONPATH": str(tree), "MUTANTS_MAP": str(map_of(folder, stage))}
+    if stage.processes:
+        environment["MUTANTS_PROCESSES"] = "1"
     subprocess.run([sys.executable, "-m", "pytest", *options, *chosen], cwd=tree, env=environment, check=False)
 
 
@@ -165,14 +209,15 @@ def _imported(tree: ast.Module) -> set[str]:
 
 
 class Tests:
-    """Which tests run which line."""
+    """Which tests of a stage run which line."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, stage: Stage, path: Path) -> None:
+        self.stage = stage
         known = json.loads(path.read_text())
         self.seconds: dict[str, float] = {
             test: seconds
             for test, seconds in known["seconds"].items()
-            if test not in known["unfit"] and seconds <= SLOWEST_TEST_SECONDS
+            if test not in known["unfit"] and seconds <= TESTS_SECONDS
         }
         self._lines: dict[str, dict[str, list[str]]] = known["lines"]
         self._of_file: dict[str, list[str]] = {}
@@ -180,21 +225,18 @@ class Tests:
             self._of_file.setdefault(test.partition("::")[0], []).append(test)
 
     def of(self, mutant: Mutant) -> list[str]:
-        """Those that run the statement; of one outside of functions, those that run any of the file. Quickest first."""
+        """Those that run the statement; of one that runs at import, those that run any of the file. Quickest first."""
         lines = self._lines.get(mutant.path, {})
         first, last = mutant.lines
-        contexts = {
-            context
-            for line, those in lines.items()
-            if not mutant.in_function or first <= int(line) <= last
-            for context in those
-        }
+        contexts = {context for line, those in lines.items() if first <= int(line) <= last for context in those}
+        if not mutant.in_function or AT_IMPORT in contexts:
+            contexts = {context for those in lines.values() for context in those}
         tests = {test for context in contexts for test in self._of_file.get(context, [context])}
         chosen: list[str] = []
         seconds = 0.0
         for test in sorted(tests & self.seconds.keys(), key=lambda test: self.seconds[test]):
             seconds += self.seconds[test]
-            if seconds > TESTS_SECONDS and chosen:
+            if seconds > TESTS_SECONDS:
                 break
             chosen.append(test)
         return chosen
@@ -218,7 +260,7 @@ def sample(tree: Path, seed: int, size: int) -> list[Mutant]:
     return chosen
 
 
-def judge_sample(tree: Path, chosen: list[Mutant], tests: Tests, results: Path, until: float) -> None:
+def judge_sample(tree: Path, chosen: list[Mutant], stages: Sequence[Tests], results: Path, until: float) -> None:
     known = {(verdict.path, verdict.number) for verdict in read(results)}
     modules = Modules(tree)
     gc.freeze()  # or each collection of a child walks, and so copies, all that the parent has imported
@@ -229,13 +271,29 @@ def judge_sample(tree: Path, chosen: list[Mutant], tests: Tests, results: Path, 
             if time.monotonic() > until:
                 say(f"{len(chosen) - place} are left: out of time")
                 break
-            verdicts = [judged(tree, mutant, tests, modules)]
+            verdicts = [judged_in_turn(tree, mutant, stages, modules)]
             if place % CONTROL_EVERY == 0 and verdicts[0].outcome == "killed":
-                verdicts.append(judged(tree, mutant, tests, modules, control=True))
+                judges = next(tests for tests in stages if tests.stage.name == verdicts[0].stage)
+                verdicts.append(judged(tree, mutant, judges, modules, control=True))
             for verdict in verdicts:
                 file.write(json.dumps(asdict(verdict)) + "\n")
                 file.flush()
-                say(f"{verdict.outcome} {verdict.path}:{verdict.line} {verdict.seconds:.1f} s")
+                say(f"{verdict.stage}: {verdict.outcome} {verdict.path}:{verdict.line} {verdict.seconds:.1f} s")
+
+
+def judged_in_turn(tree: Path, mutant: Mutant, stages: Sequence[Tests], modules: Modules) -> Verdict:
+    """The verdict of the first stage that sees the fault; else of the last one that had a test to run."""
+    answer: Verdict | None = None
+    for tests in stages:
+        verdict = judged(tree, mutant, tests, modules)
+        if answer is not None and verdict.outcome == "untested":
+            continue
+        seconds = verdict.seconds + (answer.seconds if answer is not None else 0.0)
+        answer = replace(verdict, seconds=seconds)
+        if answer.seen:
+            break
+    assert answer is not None
+    return answer
 
 
 def judged(tree: Path, mutant: Mutant, tests: Tests, modules: Modules, *, control: bool = False) -> Verdict:
@@ -265,6 +323,7 @@ def judged(tree: Path, mutant: Mutant, tests: Tests, modules: Modules, *, contro
         after=mutant.after,
         message=mutant.message,
         outcome=outcome,
+        stage=tests.stage.name,
         test=test,
         said=said,
         seconds=time.monotonic() - started,
@@ -323,7 +382,7 @@ def _in_child(folder: Path, chosen: list[str], temporary: Path, answer: Path) ->
         with (folder / "child.log").open("w") as log:
             os.dup2(log.fileno(), 1)
             os.dup2(log.fileno(), 2)
-        options = ["-x", "-q", "-p", "no:cacheprovider", f"--basetemp={temporary / str(os.getpid())}", "--timeout=120"]
+        options = ["-x", "-q", "-p", "no:cacheprovider", f"--basetemp={temporary / str(os.getpid())}", "--timeout=180"]
         code = int(pytest.main([*options, *chosen], plugins=[failure]))
         answer.write_text(json.dumps({"code": code, "test": failure.test, "said": failure.said}))
     except BaseException:  # noqa: BLE001 - a fault may raise anything; without an answer it counts as seen
@@ -350,7 +409,7 @@ def report(results: Path) -> None:
         say(f"| {package} | {_cells(ours)} | {_cells(plain)} |")
     for verdict in sorted(rows, key=lambda verdict: (verdict.path, verdict.line)):
         if not verdict.seen:
-            kind = verdict.outcome + (", text" if verdict.message else "")
+            kind = f"{verdict.outcome}, {verdict.stage}" + (", text" if verdict.message else "")
             say(f"\n{verdict.path}:{verdict.line} ({kind})\n  {_line(verdict.before)}\n  {_line(verdict.after)}")
 
 

@@ -58,7 +58,9 @@ class _Collector(cst.CSTVisitor):
     def on_visit(self, node: cst.CSTNode) -> bool:
         if isinstance(node, cst.Annotation | cst.Decorator | cst.Import | cst.ImportFrom):
             return False
-        if isinstance(node, cst.Call) and isinstance(node.func, cst.Name) and node.func.value in SKIPPED_CALLS:
+        if isinstance(node, cst.Call) and _name_of(node.func) in SKIPPED_CALLS:
+            return False
+        if _is_type(node):
             return False
         for kind, operator in mutation_operators:
             if isinstance(node, kind):
@@ -102,6 +104,20 @@ class _Collector(cst.CSTVisitor):
         if isinstance(body, cst.IndentedBlock):
             return start, max(start, self.get_metadata(PositionProvider, body.body[0]).start.line - 1)
         return start, self.get_metadata(PositionProvider, statement).end.line
+
+
+def _is_type(node: cst.CSTNode) -> bool:
+    """``Literal[...]`` or the definition of a type: a fault in it would change no behaviour."""
+    if isinstance(node, cst.AnnAssign):
+        return _name_of(node.annotation.annotation) == "TypeAlias"
+    inner = node.value if isinstance(node, cst.Assign) else node
+    return isinstance(inner, cst.Subscript) and _name_of(inner.value) == "Literal"
+
+
+def _name_of(node: cst.BaseExpression) -> str | None:
+    """``cast`` of ``cast`` and of ``typing.cast``."""
+    last = node.attr if isinstance(node, cst.Attribute) else node
+    return last.value if isinstance(last, cst.Name) else None
 
 
 def _is_message(node: cst.CSTNode, changed: cst.CSTNode, parents: list[cst.CSTNode]) -> bool:
