@@ -7,7 +7,9 @@ import faulthandler
 import json
 import logging
 import os
+import runpy
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -299,6 +301,23 @@ def test_earlier_failures_change_rate_seed_and_token_budget(tmp_path: Path, monk
     assert plain.rank.seeds[:8] == changed.rank.seeds[:8]
     assert not set(plain.rank.seeds[8:]) & set(changed.rank.seeds[8:])
     assert max(plain.rank.microbatches) < min(changed.rank.microbatches)
+
+
+def test_the_command_line_takes_one_spec_and_exits_with_the_trainers_code(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def exit_of(*arguments: str) -> object:
+        monkeypatch.setattr(sys, "argv", ["python -m rlcore.segment", *arguments])
+        with pytest.raises(SystemExit) as exited:
+            runpy.run_module("rlcore.segment", run_name="__main__")
+        return exited.value.code
+
+    run.control.beat(99, stop=True)
+    assert run.train() == EXIT_PREEMPTED
+    spec = str(run.root / "spec.json")
+    assert exit_of("run", spec) == EXIT_PREEMPTED
+    for words in ((), ("run",), ("walk", spec), ("run", spec, "more")):
+        assert exit_of(*words) == "usage: python -m rlcore.segment run SPEC.json"
 
 
 def test_progress_is_written_once_a_second_at_most(tmp_path: Path) -> None:
