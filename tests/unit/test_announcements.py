@@ -14,17 +14,20 @@ from prefect.client.schemas.objects import StateType
 from prefect.context import TaskRunContext
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
-from infra.errors import ServerError, ServerRefusedError
+from infra.errors import ServerError, ServerRefusedError, StorageError
+from infra.settings import Settings
 from rlcore.artifacts import CheckpointRef
 from rlcore.config import RecoveryConfig, build_experiment
+from rlcore.errors import ConfigError
 from rlcore.segment.health import Breach
 from rlcore.segment.spec import SegmentManifest
-from tasks import events, health, preflight, progress, recovering
+from tasks import events, health, preflight, progress, recovering, stored
 from tasks.events import announce_checkpoint
 from tasks.experiments import load_experiment
 from tasks.health import announce_on_prefect
+from tasks.outages import note_outage
 from tasks.outbox import prefect_outage_named
-from tasks.progress import show_on_page
+from tasks.progress import TrainingProgress, show_on_page
 from tasks.recovery import Action, Decision, Facts, FlowRunFacts, LastFailure
 from tasks.runs import Run
 
@@ -143,6 +146,7 @@ def test_what_preflight_has_found_is_a_page_and_lines(
     monkeypatch.setenv("RLFLOW_DATA_DIR", str(tmp_path))
     made = Recorder()
     monkeypatch.setattr(preflight, "create_markdown_artifact", made)
+    monkeypatch.setattr(preflight, "_reward", lambda *_: "math")
     report = preflight.preflight.fn(build_experiment({"name": "toy"}, []))
     ((page,), about) = made.calls[0]
     assert about == {"key": "toy-preflight"}
@@ -223,3 +227,85 @@ def test_a_server_that_says_no_is_told_from_one_that_is_away(
         raise error
     assert type(raised.value) is kind
     assert raised.value.__cause__ is error
+
+
+@pytest.mark.usefixtures("_no_prefect_server")
+def test_preflight_looks_at_the_trackers_that_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = Recorder(answer="tensorboard 2")
+    monkeypatch.setattr(preflight, "check_installed", asked)
+    monkeypatch.setattr(preflight, "_reward", lambda *_: "math")
+    experiment = build_experiment({"name": "toy"}, [])
+    settings = Settings(data_dir=tmp_path, trackers=("tensorboard", "wandb"))
+    assert preflight.check(experiment, settings).facts["trackers"] == "tensorboard 2, tensorboard 2"
+    assert asked.calls == [(("tensorboard", settings.tracker_python), {}), (("wandb", settings.tracker_python), {})]
+    assert "trackers" not in preflight.check(experiment, Settings(data_dir=tmp_path)).facts
+
+
+def test_servers_that_are_away_are_told_of_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = Settings(data_dir=tmp_path)
+    assert preflight.services_away(settings) == []
+    asked = Recorder(error=ServerError("MLflow is away."))
+    monkeypatch.setattr(preflight, "_store", Recorder(error=StorageError("The store is away.")))
+    monkeypatch.setattr(preflight, "_mlflow", asked)
+    assert preflight.services_away(settings) == ["The store is away.", "MLflow is away."]
+    assert asked.calls == [((settings,), {})]
+    run = Run(run_id="run", run_dir=tmp_path, experiment=build_experiment({"name": "toy"}, []))
+    monkeypatch.setattr(recovering, "services_away", Recorder(answer=["a.", "b."]))
+    assert recovering._outage(run, 0.0) is None
+    note_outage(run, ServerError("MLflow is away."))
+    assert recovering._outage(run, 0.0) == "a. b."
+
+
+def test_outages_together_are_an_outage() -> None:
+    found = preflight._together([ServerError("a"), StorageError("b")])
+    assert type(found) is ServerError
+    assert str(found).endswith("- a\n- b")
+    assert type(preflight._together([ServerError("a"), ConfigError("b")])) is ConfigError
+    assert type(preflight._together([ConfigError("a"), ConfigError("b")])) is ConfigError
+
+
+class Files:
+    """A bucket of a store."""
+
+    uri = "s3://bucket/lab"
+
+    def __init__(self) -> None:
+        self.log: list[tuple[str, str, bytes]] = []
+
+    def put(self, key: str, content: bytes) -> None:
+        self.log.append(("put", key, content))
+
+    def discard(self, key: str) -> None:
+        self.log.append(("discard", key, b""))
+
+
+def test_a_store_is_written_to_and_left_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = Files()
+    monkeypatch.setattr(preflight, "store_of", Recorder(answer=files))
+    assert preflight._store(Settings(data_dir=tmp_path)) == "s3://bucket/lab"
+    (put, discarded) = files.log
+    assert put[1].startswith(".preflight-")
+    assert (put[0], put[2]) == ("put", b"")
+    assert discarded == ("discard", put[1], b"")
+
+
+def test_files_of_a_run_go_to_the_store_by_their_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = Files()
+    monkeypatch.setattr(stored, "patient_store_of", Recorder(answer=files))
+    noted = tmp_path / "runs" / "lr-3" / "evaluations.jsonl"
+    noted.parent.mkdir(parents=True)
+    noted.write_text("{}")
+    stored.send_file(noted, Settings(data_dir=tmp_path))
+    assert files.log == [("put", "runs/lr-3/evaluations.jsonl", b"{}")]
+
+
+def test_the_page_of_a_training_is_its_experiments(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = Recorder(answer="the artifact")
+    monkeypatch.setattr(progress, "show_on_page", shown)
+    page: Any = None
+    bar = TrainingProgress(run.experiment, page)
+    bar._show_on_page(50.0, "reward 0.5")
+    bar._show_on_page(75.0, "reward 0.6")
+    assert [args for args, _ in shown.calls] == [
+        (None, "toy-progress", 50.0, "reward 0.5"), ("the artifact", "toy-progress", 75.0, "reward 0.6"),
+    ]  # fmt: skip

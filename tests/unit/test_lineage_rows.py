@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from infra.errors import RegistryError
+from infra.settings import Settings
 from rlcore.artifacts import DatasetRef
 from rlcore.data.table import PreparedRow, write_rows
 from rlcore.errors import StorageError
 from rlcore.segment.trained import write_trained
 from rlcore.types import ImageRef, Problem
+from tasks import lineage as lineage_module
 from tasks.experiments import load_experiment
-from tasks.lineage import Lineage, trained_rows
+from tasks.lineage import Lineage, TrainedRow, trained_rows
 from tasks.origins import Origin
 from tasks.runs import Run
 
@@ -50,3 +54,42 @@ def test_each_step_leads_to_its_rows_and_pictures_whichever_data_they_are_of(tmp
     assert [row.row for row in trained_rows(lineage(first, other), run, 2)] == [11, 10]
     with pytest.raises(StorageError, match=r"has the problems \['x', 'a'\]"):
         trained_rows(lineage(first, other), run, 3)
+
+
+def test_a_command_prints_the_rows_of_a_step_below_the_lineage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Run(run_id="run", run_dir=tmp_path, experiment=load_experiment("grpo-geo3k-tiny"))
+    row = TrainedRow(
+        problem_id="p1", source="files", row=3, question="2+2?", answer="4", images=("/a.png", "/b.png"),
+        image_sha256=("a", "b"),
+    )  # fmt: skip
+    found = SimpleNamespace(rows=lambda: [("model", "toy version 1")], run_dir="/gone")
+    monkeypatch.setattr(lineage_module, "find_lineage", lambda *_: (found, run))
+    monkeypatch.setattr(lineage_module, "trained_rows", lambda *words: [row] if words == (found, run, 2) else [])
+    lineage_module.main(["toy", "--step", "2"])
+    assert capsys.readouterr().out.splitlines() == [
+        "model  toy version 1", "p1     row 3 of files: '2+2?' -> '4'", "       /a.png", "       /b.png",
+    ]  # fmt: skip
+    monkeypatch.setattr(lineage_module, "find_lineage", lambda *_: (found, None))
+    with pytest.raises(SystemExit, match=r"^StorageError: the run's folder /gone is not here, and it alone knows"):
+        lineage_module.main(["toy", "--step", "2"])
+
+
+@pytest.mark.parametrize(
+    ("tags", "said"),
+    [
+        ({"rlflow.run_id": "r"}, r"was registered before lineages were\. Run .* -m flows\.merge --run-id r\.$"),
+        ({}, "rlflow did not register it"),
+    ],
+)
+def test_a_model_without_a_lineage_says_what_to_do(
+    tags: dict[str, str], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    version = SimpleNamespace(name="toy", version="1", mlflow_run_id="m", tags=tags)
+    asked: list[tuple[str, ...]] = []
+    monkeypatch.setattr(lineage_module, "find_model", lambda uri, words: version)
+    monkeypatch.setattr(lineage_module, "read_text", lambda *words: asked.append(words))
+    with pytest.raises(RegistryError, match=said):
+        lineage_module.find_lineage("toy", Settings())
+    assert [words[1:] for words in asked] == [("m", "lineage/toy-1.json")]

@@ -8,6 +8,7 @@ import pytest
 
 from infra.errors import ServerError
 from infra.tracking import StepMetrics
+from rlcore.segment.journal import StepRecord
 from tasks.publishing import Publisher
 
 
@@ -78,3 +79,23 @@ def test_a_server_that_is_away_at_the_start_is_an_outage_too() -> None:
     Publisher(away, list).publish(3)
     with pytest.raises(ServerError, match="no server"):
         Publisher(away, list).publish_last(3, wait_seconds=0)
+
+
+def test_a_tracker_that_is_slower_than_the_journal_is_asked_again_until_its_bound() -> None:
+    clock = Clock()
+
+    class Slow:
+        """Takes one step at a time."""
+
+        published_step = 0
+
+        def publish(self, records: Iterable[StepMetrics], through_step: int) -> int:
+            self.published_step += 1
+            return self.published_step
+
+    records = [StepRecord(step, 0, {}) for step in range(1, 9)]
+    publisher = Publisher(Slow, lambda: records, name="tensorboard", now=clock, sleep=clock.sleep)
+    publisher.publish_last(5, 10)
+    assert clock.slept == [0.2] * 4
+    with pytest.raises(ServerError, match=r"^tensorboard has not taken the steps up to 8 yet\. Asked for 0 s"):
+        publisher.publish_last(8, 0)

@@ -286,6 +286,20 @@ def test_an_interrupt_asks_the_trainer_to_commit_its_last_steps(
     assert told == []
 
 
+def test_a_rule_that_only_warns_is_announced_and_training_goes_on(
+    data_dir: Path, told: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    announced: list[tuple[str, int, str]] = []
+    monkeypatch.setattr(
+        training, "announce_on_prefect", lambda run, breach, said: announced.append((run.run_id, breach.step, said))
+    )
+    rule = '[{"metric": "reward/mean", "above": 0.25, "action": "warn"}]'
+    settings = ["training.steps=5", "segment.steps=5", "data.template=math", f"health={rule}"]
+    run = open_run(load_experiment("grpo-geo3k-tiny", settings), "warned", Settings())
+    assert [item.last_step for item in training.train_all_segments(run, DATASET, START)] == [5]
+    assert announced == [("warned", 3, "Training goes on.")]
+
+
 def test_a_damaged_end_of_a_run_is_trained_again(data_dir: Path, told: list[tuple[int, int]]) -> None:
     run = open_run(EXPERIMENT, "damaged", Settings())
     segments = training.train_all_segments(run, DATASET, START)
