@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -18,9 +19,11 @@ from rlcore.segment.checkpointing import CheckpointSeconds
 from rlcore.segment.health import HealthWatch
 from rlcore.segment.journal import MetricJournal, read_journal
 from rlcore.segment.run import TrainerSink
+from rlcore.training.background import in_background
 from rlcore.training.clock import Clock
 from rlcore.training.collection import collect
 from rlcore.training.loop import TrainingRun, train
+from rlcore.training.schedule import learning_rate
 from rlcore.training.state import TrainState
 from rlcore.types import Completion, Problem, RolloutGroup, Score
 from tests.unit import toy_run as toy
@@ -212,6 +215,43 @@ def test_warm_up_is_linear_from_the_first_step_and_then_constant(tmp_path: Path)
     train(run, state, until_step=6, should_stop=never)
     assert run.workers.rates == pytest.approx([0.0025, 0.005, 0.0075, 0.01, 0.01, 0.01])
     assert [m["optim/learning_rate"] for m in metrics_of(tmp_path / "journal.jsonl")] == run.workers.rates
+
+
+@pytest.mark.parametrize(("warmup", "rates"), [(0, [0.5, 0.5, 0.5]), (1, [0.5, 0.5, 0.5]), (2, [0.25, 0.5, 0.5])])
+def test_the_rate_counts_steps_from_one(warmup: int, rates: list[float]) -> None:
+    training = toy.config(training={"learning_rate": 0.5, "warmup_steps": warmup}).training
+    assert [learning_rate(step, training) for step in (1, 2, 3)] == rates
+    with pytest.raises(ValueError, match="count from 1, got 0"):
+        learning_rate(0, training)
+
+
+def test_seconds_of_a_phase_add_up_and_may_be_counted_as_another_s() -> None:
+    clock = Clock()
+    clock.note("update", 2.0)
+    clock.note("update", 0.5)
+    clock.move(0.25, "update", "wake")
+    clock.move(0.25, "update", "wake")
+    with clock("reward"):
+        pass
+    seconds = clock.seconds
+    assert (seconds["update"], seconds["wake"]) == (2.0, 0.5)
+    assert set(seconds) == {"update", "wake", "reward", "step"}
+    assert 0 <= seconds["reward"] <= seconds["step"] < 1000
+
+
+def test_what_fails_in_the_background_is_raised_where_it_is_waited_for() -> None:
+    threads: list[threading.Thread] = []
+
+    def work(error: BaseException | None) -> str:
+        threads.append(threading.current_thread())
+        if error is not None:
+            raise error
+        return "done"
+
+    assert in_background(lambda: work(None)).result(timeout=60) == "done"
+    for error in (DivergedError("d"), KeyboardInterrupt()):
+        assert in_background(lambda error=error: work(error)).exception(timeout=60) is error
+    assert all(thread.daemon and thread is not threading.main_thread() for thread in threads)
 
 
 def test_a_run_that_is_rolled_back_goes_on_with_a_lower_rate_and_other_completions(tmp_path: Path):
