@@ -126,10 +126,15 @@ def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str]:
 
 
 def code_digest(*parts: str) -> str:
-    """Hash of the source under ``parts`` (files or folders of the project): a cache key's share of code."""
+    """Hash of the source under ``parts`` (files or folders of the project): a cache key's share of code.
+
+    Raises:
+        FileNotFoundError: a part is not there. Without its code, a key would stay the same after a change.
+    """
     digest = hashlib.sha256()
     for part in parts:
         path = ROOT / part
+        path.stat()
         for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
             if file.is_file() and file.suffix in {".py", ".jinja", ".json"}:
                 digest.update(file.relative_to(ROOT).as_posix().encode() + b"\0" + file.read_bytes() + b"\0")

@@ -103,3 +103,9 @@ def test_a_git_that_does_not_answer_costs_its_facts_and_not_the_run(
     assert tags["rlflow.git_error"] == "git did not answer within 0.2 s"
     assert facts.code == provenance.code_digest(*provenance.CODE)
     assert "git did not answer within 0.2 s" in caplog.text
+
+
+def test_code_that_is_not_there_is_in_no_digest() -> None:
+    assert provenance.code_digest("rlcore/config") != provenance.code_digest("rlcore/rewards")
+    with pytest.raises(FileNotFoundError, match="rlcore/gone"):
+        provenance.code_digest("rlcore/config", "rlcore/gone")
