@@ -1,8 +1,10 @@
 # make demo and make test set everything up themselves. RLFLOW_DATA_DIR moves the data folder (./data).
 # EXTRA=gpu installs for CUDA. EXTRA=gpu-flash adds flash-attn, compiled against the torch of EXTRA=gpu (docs/performance.md).
 # JOBS: tests at a time; each file starts servers or Ray and wants about a core and 3 GiB.
+# LONG_JOBS: the same for tests/long, which waits for servers for much of its time.
 EXTRA ?= cpu
 JOBS ?= 2
+LONG_JOBS ?= $(shell expr $(JOBS) + 1)
 PINS := $(EXTRA:gpu-flash=gpu)
 STAMP := .venv/.installed-$(EXTRA)
 RUN := .venv/bin/python
@@ -95,7 +97,7 @@ test: $(STAMP)
 	$(PYTEST) $(filter-out tests/long/ tests/gpu/,$(sort $(dir $(wildcard tests/*/test_*.py))))
 
 test-all: test
-	$(PYTEST) tests/long tests/gpu
+	$(PYTEST) --numprocesses $(LONG_JOBS) tests/long tests/gpu
 
 test-stacks: $(STAMP)
 	$(PYTEST) -m stacks --stack=postgres-s3 tests/long
