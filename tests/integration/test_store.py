@@ -172,6 +172,7 @@ def test_a_damaged_object_is_never_taken_for_the_file(store: Store, s3: S3, fold
     assert not list(tmp_path.glob(".*"))
 
 
+@pytest.mark.parametrize("s3", [MOTO], indirect=True)
 @pytest.mark.parametrize("name", ["../evil", "/etc/evil", "a/../../evil", "a\\..\\evil", ""])
 def test_a_name_in_a_bucket_cannot_lead_out_of_the_folder(store: Store, name: str, tmp_path: Path) -> None:
     seal = Seal(files={name: FileEntry(size=1, sha256="0", modified=0.0)})
@@ -182,6 +183,7 @@ def test_a_name_in_a_bucket_cannot_lead_out_of_the_folder(store: Store, name: st
     assert [path.name for path in tmp_path.rglob("*")] == ["inner"]
 
 
+@pytest.mark.parametrize("s3", [MOTO], indirect=True)
 def test_a_link_is_not_followed_into_the_bucket(store: Store, folder: Path, tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("do not send")
     (folder / "link").symlink_to(tmp_path / "secret")

@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from prefect.settings import PREFECT_API_URL
+
 from flows.train_grpo import grpo_geo3k
 from tests.docs.pages import ROOT
 from tests.flows.interpreter import fake_interpreter
@@ -18,10 +20,10 @@ def test_evaluate_merge_and_prepare_data_work_as_the_readme_types_them(data_dir:
     grpo_geo3k("grpo-geo3k-tiny", steps=2, overrides=["segment.steps=2"], run_id="run")
     variables = {"RLFLOW_DATA_DIR": str(data_dir), "RLFLOW_TRAINER_PYTHON": str(fake_interpreter(data_dir.parent))}
 
-    def typed(*words: str) -> tuple[dict[str, Any], str]:
+    def typed(*words: str, **more: str) -> tuple[dict[str, Any], str]:
         answer = subprocess.run(
             [sys.executable, "-m", *words],
-            env=new_shell(**variables),
+            env=new_shell(variables, **more),
             cwd=ROOT,
             capture_output=True,
             text=True,
@@ -31,6 +33,8 @@ def test_evaluate_merge_and_prepare_data_work_as_the_readme_types_them(data_dir:
         return json.loads(answer.stdout.splitlines()[-1]), answer.stderr
 
     assert typed("flows.evaluate", "grpo-gsm8k-tiny", "--run-id", "run")[0]["step"] == 2
-    assert typed("flows.evaluate", "--run-id", "run", "--set", "evaluation.samples=1")[0]["step"] == 2
-    assert typed("flows.merge", "--run-id", "run")[0]["registered_name"] == "grpo-geo3k-tiny"
-    assert typed("flows.prepare_data", "grpo-geo3k-tiny", "--data", str(data_dir))[0].keys() == {"train", "validation"}
+    server = {"PREFECT_API_URL": str(PREFECT_API_URL.value())}  # each would start one of its own, as the first has
+    assert typed("flows.evaluate", "--run-id", "run", "--set", "evaluation.samples=1", **server)[0]["step"] == 2
+    assert typed("flows.merge", "--run-id", "run", **server)[0]["registered_name"] == "grpo-geo3k-tiny"
+    prepared = typed("flows.prepare_data", "grpo-geo3k-tiny", "--data", str(data_dir), **server)[0]
+    assert prepared.keys() == {"train", "validation"}

@@ -18,6 +18,7 @@ from infra import processes
 from infra.settings import Settings
 from rlcore.config import ExperimentConfig
 from rlcore.errors import HealthError
+from rlcore.segment.journal import read_journal
 from rlcore.segment.spec import SegmentManifest
 from tasks.experiments import load_experiment
 from tasks.runs import begun_with, existing_run, flow_run_name, open_run
@@ -119,40 +120,44 @@ def test_a_damaged_end_of_the_run_is_trained_again(data_dir: Path) -> None:
     assert [point.step for point in points] == [1, 2, 3, 4, 5]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_command_commits_cleans_up_and_continues(tmp_path: Path, number: int) -> None:
+def test_an_interrupted_command_commits_cleans_up_and_continues(tmp_path: Path) -> None:
+    """Ctrl-C, then SIGTERM to the command that goes on, then to the end."""
     environment = {
         **new_shell(),
         "RLFLOW_DATA_DIR": str(tmp_path / "data"),
         "RLFLOW_TRAINER_PYTHON": str(fake_interpreter(tmp_path)),
         "FAKE_STEP_SECONDS": "0.5",
     }
-    words = [word for value in SMALL for word in ("--set", value)]
+    values = [*SMALL, "training.steps=9", "segment.steps=4"]
+    words = [word for value in values for word in ("--set", value)]
     command = [sys.executable, "-m", "flows.train_grpo", "grpo-geo3k-tiny", *words, "--run-id", "stopped"]
-    process = processes.start(
-        command,
-        env=environment,
-        mark="outer-test",
-        ends_with_parent=True,
-        output=(tmp_path / "output.txt").open("wb"),
-        cwd=ROOT,
-    )
-    run_dir = tmp_path / "data" / "runs" / "stopped"
-    deadline = time.monotonic() + 120
-    while not (run_dir / "journal.jsonl").exists() and time.monotonic() < deadline:
-        time.sleep(0.1)
-    process.send_signal(number)
-    assert process.wait(timeout=60) == 130, (tmp_path / "output.txt").read_text()
-    assert "--run-id stopped" in (tmp_path / "output.txt").read_text()
-    assert not still_running(str(tmp_path / "data"))
-    processes.kill("outer-test")  # its own temporary folder
-    assert not temporary_folders(run_dir)
-    manifest = SegmentManifest.model_validate_json((run_dir / "segments" / "0000.json").read_text())
+    run_dir, output = tmp_path / "data" / "runs" / "stopped", tmp_path / "output.txt"
+
+    def steps() -> list[int]:
+        return [record.step for record in read_journal(run_dir / "journal.jsonl")]
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        before = len(steps())
+        with output.open("wb") as log:
+            process = processes.start(
+                command, env=environment, mark="outer-test", ends_with_parent=True, output=log, cwd=ROOT
+            )
+        deadline = time.monotonic() + 120
+        while len(steps()) <= before and time.monotonic() < deadline:
+            time.sleep(0.1)
+        process.send_signal(number)
+        assert process.wait(timeout=60) == 130, output.read_text()
+        assert "--run-id stopped" in output.read_text()
+        assert not still_running(str(tmp_path / "data"))
+        processes.kill("outer-test")  # its own temporary folder
+        assert not temporary_folders(run_dir)
+        newest = max((run_dir / "segments").glob("*.json"))
+        manifest = SegmentManifest.model_validate_json(newest.read_text())
+        assert before < manifest.last_step < 9
+        assert steps() == list(range(1, manifest.last_step + 1))
 
     answer = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, cwd=ROOT)
-    assert json.loads(answer.stdout.splitlines()[-1])["steps"] == 5
-    steps = [json.loads(line)["step"] for line in (run_dir / "journal.jsonl").read_text().splitlines()]
-    assert steps == [1, 2, 3, 4, 5]
-    assert manifest.last_step < 5
+    assert json.loads(answer.stdout.splitlines()[-1])["steps"] == 9
+    assert steps() == list(range(1, 10))
     assert not still_running(str(tmp_path / "data"))
     assert not temporary_folders(run_dir)
