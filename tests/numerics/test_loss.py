@@ -293,3 +293,22 @@ def test_sums_are_of_one_dtype_and_over_the_counted_tokens():
     assert_close(sums.ratio, tensor(1 + math.exp(-1)))
     assert_close(sums.ratio_max, tensor(1.0))
     assert_close(sums.kl_k3, tensor(math.exp(-1)))  # r - 1 - ln r of r = 1 and of r = 1 / e
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_a_ratio_on_its_bound_is_not_clipped(sign):
+    advantages = sign * torch.ones(3)
+    for out in (
+        ppo_clip(NEW, NEW, advantages, clip_low=0.0, clip_high=0.0, dual_clip=1.0),
+        gspo(NEW, NEW, advantages, tensor([0, 0, 1]), tensor([2, 1]), clip_low=0.0, clip_high=0.0),
+        cispo(NEW, NEW, advantages, max_ratio=1.0),
+    ):
+        assert out.ratios.eq(1).all()
+        assert not out.clipped_low.any()
+        assert not out.clipped_high.any()
+
+
+@each_loss
+def test_a_loss_is_computed_in_the_dtype_of_the_log_probs(loss):
+    index, lengths = tensor([0, 0, 1]), tensor([2, 1])
+    assert loss(NEW, OLD, ADVANTAGES.double(), index, lengths).values.dtype == NEW.dtype

@@ -10,7 +10,7 @@ import pytest
 from rlcore.config import ExperimentConfig, HealthRule
 from rlcore.errors import ConfigError, RollbackError
 from rlcore.segment.adjustments import Adjustments
-from rlcore.segment.health import Breach, HealthWatch, breaches
+from rlcore.segment.health import Breach, HealthWatch, breaches, require_known_metrics
 from rlcore.segment.journal import StepRecord
 from tasks.health import HealthWarnings, page
 from tasks.runs import Run
@@ -122,3 +122,22 @@ def test_the_page_says_why(tmp_path: Path) -> None:
     text = page(run, breach, "Training goes on.")
     assert "**m above 1 for 1 step**" in text
     assert "| 1 | 0.25 |\n| 2 | 2 |" in text
+
+
+def test_only_means_over_nothing_may_be_missing() -> None:
+    def refused(metric: str, *logged: str) -> bool:
+        rule = HealthRule.model_validate({"metric": metric, "above": 1.0})
+        try:
+            require_known_metrics([rule], [StepRecord(1, 0, dict.fromkeys(logged, 0.0))])
+        except ConfigError:
+            return True
+        return False
+
+    whole = ("reward/ungraded", "reward/mean", "loss/total", "loss/entropy")
+    assert not refused("reward/mean", *whole)
+    names = ("reward/x", "loss/x", "rollout/x", "optim/x")
+    assert [refused(name, *whole) for name in names] == [True, True, True, True]
+    ungraded = tuple(name for name in whole if name != "reward/mean")
+    assert [refused(name, *ungraded) for name in names] == [False, True, True, True]
+    without_advantage = tuple(name for name in whole if name != "loss/entropy")
+    assert [refused(name, *without_advantage) for name in names] == [True, False, False, True]

@@ -145,6 +145,9 @@ def test_a_run_ends_with_a_manifest_for_each_segment_and_nothing_held(
     assert run.segments() == [(0, 2, True), (2, 4, True), (4, 5, True)]
     assert run.checkpoints() == ["step-000002", "step-000004", "step-000005"]
     assert [step for step, _ in run.metrics()] == [1, 2, 3, 4, 5]
+    nothing = ("filled", "from_buffer", "buffered", "in_flight", "dropped_stale")
+    assert [[metrics[f"rollout/groups_{name}"] for name in nothing] for _, metrics in run.metrics()] == [[0] * 5] * 5
+    assert [metrics["rollout/problems_seen"] for _, metrics in run.metrics()] == [4, 8, 12, 16, 20]
     assert [path.name for path in sorted((run.dir / "trained").iterdir())] == [
         f"step-00000{n}.json" for n in range(1, 6)
     ]
