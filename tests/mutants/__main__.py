@@ -225,21 +225,28 @@ class Tests:
             self._of_file.setdefault(test.partition("::")[0], []).append(test)
 
     def of(self, mutant: Mutant) -> list[str]:
-        """Those that run the statement; of one that runs at import, those that run any of the file. Quickest first."""
+        """Those that run the statement; of one that runs at import, then those that run any of the file. Of each, the
+        quickest first."""
         lines = self._lines.get(mutant.path, {})
         first, last = mutant.lines
         contexts = {context for line, those in lines.items() if first <= int(line) <= last for context in those}
+        tests = self._named(contexts)
+        order = sorted(tests, key=lambda test: self.seconds[test])
         if not mutant.in_function or AT_IMPORT in contexts:
-            contexts = {context for those in lines.values() for context in those}
-        tests = {test for context in contexts for test in self._of_file.get(context, [context])}
+            others = self._named({context for those in lines.values() for context in those}) - tests
+            order += sorted(others, key=lambda test: self.seconds[test])
         chosen: list[str] = []
         seconds = 0.0
-        for test in sorted(tests & self.seconds.keys(), key=lambda test: self.seconds[test]):
+        for test in order:
             seconds += self.seconds[test]
             if seconds > TESTS_SECONDS:
                 break
             chosen.append(test)
         return chosen
+
+    def _named(self, contexts: set[str]) -> set[str]:
+        tests = {test for context in contexts for test in self._of_file.get(context, [context])}
+        return tests & self.seconds.keys()
 
 
 def sample(tree: Path, seed: int, size: int) -> list[Mutant]:
