@@ -249,13 +249,14 @@ def test_local_points_are_processes_as_many_as_there_are_slots(
     points.start(short)
     points.start(long)
     deadline = time.monotonic() + 60
-    while not points.ended(short):
+    logs = [tmp_path / "logs" / f"study-base-s{seed}.log" for seed in (0, 1)]
+    while not (points.ended(short) and logs[1].exists() and logs[1].read_text().endswith("\n")):
         assert time.monotonic() < deadline
         time.sleep(0.02)
     assert not points.ended(long)
     points.stop()
     assert points.ended(long)
-    said = [(tmp_path / "logs" / f"study-base-s{seed}.log").read_text() for seed in (0, 1)]
+    said = [log.read_text() for log in logs]
     assert said == [f"-m flows.ablation_point study base {seed} {short.steps}\n" for seed in (0, 1)]
 
 
