@@ -183,8 +183,9 @@ def _restarts(scene: Scene) -> bool:
 
 
 def _registers(scene: Scene) -> bool:
-    """The merge job has ended with a verified model, and the log does not say that it is registered."""
-    merged = any(scene.run_dir.parents[1].glob("jobs/merge-*/result.json")) and not MERGE.find(scene)
+    """The merge job has written its verified model, and the log does not say that it is registered. Only files are
+    read: all this lasts about a second."""
+    merged = any(scene.run_dir.parents[1].glob("jobs/merge-*/result.json"))
     return merged and "model: registered" not in scene.command_log.read_text()
 
 
@@ -192,7 +193,7 @@ _WORKER = "worker actor (policy and vLLM engine)"
 COMMAND_STARTS = Kind("flow run", "start", _command, _starts, 8.0, False)
 COMMAND_PUBLISHES = Kind("flow run", "metric upload", _command, _metrics_are_due, 0.0, False, "published")
 COMMAND_SENDS = Kind("flow run", "checkpoint upload", _command, _sends_checkpoint, 0.0, False, "published")
-COMMAND_REGISTERS = Kind("flow run", "register", _command, _registers, 0.5, False, "end")
+COMMAND_REGISTERS = Kind("flow run", "register", _command, _registers, 0.2, False, "end")
 TRAINER_STARTS = Kind("trainer", "start", lambda scene: _one(scene.starting_trainer()), _starts, 8.0)
 TRAINER_RESUMES = Kind("trainer", "resume", lambda scene: _one(scene.starting_trainer()), _restarts, 8.0)
 FIRST_SYNC = Kind(_WORKER, "first sync", _workers, _syncs_first, 0.0)
