@@ -49,8 +49,18 @@ def pytest_collection() -> Generator[None, object, object]:
 
 @pytest.hookimpl(tryfirst=True)  # --random-order shuffles them afterwards
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Slow files first, then the order of the source.
+
+    The cases of one test are sorted by id. Cases that come from a set have another order in each process, and xdist
+    refuses processes that differ.
+    """
     seconds = recorded()
-    items.sort(key=lambda item: -seconds.get(item.nodeid.partition("::")[0], 0.0))
+
+    def place(item: pytest.Item) -> tuple[float, str, int, str]:
+        file, line, _ = item.location
+        return -seconds.get(file, 0.0), file, line or 0, item.nodeid
+
+    items.sort(key=place)
 
 
 @pytest.fixture(scope="session")

@@ -71,9 +71,7 @@ def _summaries() -> Iterator[tuple[str, dict[str, Any], list[dict[str, Any]]]]:
         found = record(name)
         steps = found["steps"]
         for regime, sides in found["regimes"].items():
-            for side in ("ours", "peer"):
-                if side not in sides:
-                    continue
+            for side in sides.keys() & {"ours", "peer"}:
                 rows = steps.get(f"{side}, {regime}") or steps[side]
                 yield f"{name} {regime} {side}", sides[side], _counted(rows, regime)
     alike = record("step-text-h200")["ours with the peer's engine settings"]
