@@ -82,6 +82,13 @@ def remove_whole(folder: Path) -> None:
         shutil.rmtree(trash)
 
 
+def files_below(folder: Path) -> Iterator[Path]:
+    """The files in a folder and in its subfolders. Another process may rename or remove subfolders meanwhile: what it
+    has not reached yet is then missing, while ``Path.rglob`` raises."""
+    for inside, _, names in os.walk(folder):
+        yield from (Path(inside, name) for name in names)
+
+
 def fsync_tree(folder: Path) -> None:
     """Put a folder and all that is in it on disk, so that a rename after it cannot come first."""
     with ThreadPoolExecutor(_FILES_AT_ONCE) as pool:  # the file system then writes its log once for many of them

@@ -23,6 +23,7 @@ from infra.logs import get_logger
 from infra.settings import Settings
 from infra.store import Store
 from rlcore.errors import CheckpointError
+from rlcore.files import files_below
 from rlcore.segment.journal import read_journal
 from rlcore.segment.retention import pinned
 from rlcore.segment.spec import SegmentManifest
@@ -161,13 +162,16 @@ class RunMirror:
         return Path(newest.checkpoint.path).name in self._sealed
 
     def _send_files(self, *, last: bool) -> None:
-        for path in sorted(self._run.run_dir.rglob("*")):
+        for path in sorted(files_below(self._run.run_dir)):
             parts = path.relative_to(self._run.run_dir).parts
             if parts[0] in _NOT_SENT or parts[0] in _OF_THIS_MACHINE or any(part[0] == "." for part in parts):
                 continue
             if path.is_symlink() or not path.is_file() or (parts[0] in _AT_THE_END and not last):
                 continue
-            content = path.read_bytes()
+            try:
+                content = path.read_bytes()
+            except FileNotFoundError:  # the trainer has removed it meanwhile
+                continue
             name, digest = "/".join(parts), hashlib.sha256(content).hexdigest()
             if self._sent.get(name) != digest:
                 self._store.put(f"{self._key}/{name}", content)

@@ -25,7 +25,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from rlcore.artifacts import CheckpointRef
 from rlcore.errors import CheckpointError
-from rlcore.files import fsync, fsync_tree
+from rlcore.files import files_below, fsync, fsync_tree
 from rlcore.segment.facts import code_digest, installed_versions
 from rlcore.segment.spec import SegmentEnd
 
@@ -95,9 +95,10 @@ class LocalCheckpointStore:
         """Changes for as long as a checkpoint is being staged or committed: bytes in the staged folders, whoever writes
         them, and bytes that this object has hashed."""
         staged = 0
-        for path in self._folder.glob(".staging-*/**/*"):
-            with contextlib.suppress(FileNotFoundError):  # renamed meanwhile
-                staged += path.stat().st_size
+        for folder in self._folder.glob(".staging-*"):
+            for path in files_below(folder):
+                with contextlib.suppress(FileNotFoundError):  # renamed meanwhile
+                    staged += path.stat().st_size
         return staged, self._hashed
 
     def commit(

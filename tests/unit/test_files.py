@@ -105,3 +105,25 @@ def test_what_a_killed_process_has_left_goes_after_a_day(tmp_path: Path, buildin
         made.mkdir(exist_ok=True)
     assert not old.exists()
     assert fresh.exists()
+
+
+def test_files_are_listed_while_somebody_renames_their_folder(tmp_path: Path) -> None:
+    (tmp_path / "staged" / "ranks").mkdir(parents=True)
+    (tmp_path / "staged" / "ranks" / "weights").touch()
+    (tmp_path / "journal").touch()
+    over = threading.Event()
+
+    def rename() -> None:
+        while not over.is_set():
+            (tmp_path / "staged").rename(tmp_path / "final")
+            (tmp_path / "final").rename(tmp_path / "staged")
+
+    with ThreadPoolExecutor(1) as pool:
+        renaming = pool.submit(rename)
+        try:
+            seen = {frozenset(path.name for path in rlcore_files.files_below(tmp_path)) for _ in range(3000)}
+        finally:
+            over.set()
+        renaming.result()
+    assert seen <= {frozenset({"journal"}), frozenset({"journal", "weights"})}
+    assert {path.name for path in rlcore_files.files_below(tmp_path)} == {"journal", "weights"}
