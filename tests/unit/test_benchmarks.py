@@ -106,7 +106,7 @@ def test_the_records_hold_against_themselves() -> None:
     both = {"whole step, text, fixed": 2.43, "whole step, text, ragged, real tokens/s": 3.31}
     for outputs_now, here, shown in (
         (outputs, other_speeds(outputs), both),
-        (_ours_alone(outputs), {"sampling, text": 1.0}, {"whole step, text, fixed": 2.13, "sampling, text": 2.02}),
+        (_ours_alone(outputs), {"sampling, text": 1.0}, {"whole step, text, fixed": 2.13, "sampling, text": 1.71}),
     ):
         accepted = accepted_ratios(here)
         assert accepted.keys() == MAIN_ROWS.keys()
