@@ -20,6 +20,7 @@ import s3fs
 from mlflow import MlflowClient
 from moto.server import ThreadedMotoServer
 from prefect.artifacts import Artifact
+from prefect.events.worker import EventsWorker
 from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 
 import flows.train_grpo as flow_module
@@ -119,7 +120,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
         client = {PREFECT_API_URL: f"{prefect.address}/api", PREFECT_API_AUTH_STRING: login_of(servers_over).text}
         stack.enter_context(temporary_settings(client))
         threads = stack.enter_context(ThreadPoolExecutor(3))
+        EventsWorker.drain_all()  # a process has one, which sends to the server that it began with
         yield Place(folder / "data", mlflow, (prefect, mlflow, store), threads)
+        EventsWorker.drain_all(timeout=60)
         s3fs.S3FileSystem.clear_instance_cache()
 
 
