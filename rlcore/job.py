@@ -97,6 +97,8 @@ class MergeSpec(JobSpec):
 class JobError(BaseModel):
     """What a failed job leaves behind, so that the asker can raise the same error."""
 
+    model_config = ConfigDict(frozen=True)
+
     kind: str  # class name in rlcore.errors, or another exception's name
     message: str
     traceback: str

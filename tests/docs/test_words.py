@@ -20,6 +20,7 @@ from rlcore.errors import ConfigError, WorkerLostError
 from rlcore.rewards.dry_run import dry_run
 from rlcore.segment.failures import Failure, classify
 from tasks.experiments import experiment_values, load_experiment
+from tasks.page import PANELS
 from tasks.reference import page as reference
 from tasks.reference import settings_of
 from tests.docs import code
@@ -130,6 +131,10 @@ def test_each_class_of_failure_that_needs_a_person_is_a_trouble() -> None:
 def test_metrics_are_produced(page: Path) -> None:
     text = " ".join(word for word in code_words(page) if "/" in word and not word.endswith(FILE_SUFFIXES))
     assert code.metrics_in(text) <= code.metrics(), page.name
+
+
+def test_the_curves_of_the_report_are_metrics() -> None:
+    assert {name for panel in PANELS for name in panel.metrics} <= code.metrics()
 
 
 def test_a_metric_that_nobody_gives_is_found() -> None:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from torch import tensor
 from torch.testing import assert_close
 
-from rlcore.algorithms.kl import k1, k2, k3, next_coefficient, straight_through
+from rlcore.algorithms.kl import MAX_LOG_RATIO, k1, k2, k3, next_coefficient, straight_through
 from rlcore.algorithms.mismatch import masked_importance, mismatch, truncated_importance
 from rlcore.config.algorithm import KlEstimator
 from rlcore.training.step import kl_estimate
@@ -162,6 +162,8 @@ def test_importance_weights_carry_no_gradient_and_survive_extremes_and_nothing()
         ):
             assert not weights.requires_grad
             assert torch.isfinite(weights).all()
+    smallest = truncated_importance(trainer, sampler, None, max_weight=2.0)[1]
+    assert smallest.item() == pytest.approx(math.exp(-MAX_LOG_RATIO), rel=1e-6)
     nothing = torch.empty(0)
     assert truncated_importance(nothing, nothing, torch.empty(0, dtype=torch.int64), max_weight=2.0).shape == (0,)
 

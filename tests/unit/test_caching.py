@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 
 from tasks.caching import PACKAGES, content_key
 
 INSTALLED = metadata.version
+REQUIREMENTS = Path(__file__).parents[2] / "infra" / "requirements"
 
 
 def changed_by(package: str, monkeypatch: pytest.MonkeyPatch) -> set[str]:
@@ -36,3 +38,9 @@ def test_what_only_runs_or_shows_the_work_makes_nothing_again(package: str, monk
 )
 def test_what_computes_a_result_is_in_its_key(package: str, steps: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert changed_by(package, monkeypatch) == steps
+
+
+def test_every_package_of_a_key_is_one_that_is_installed_for_some_device() -> None:
+    files = [(REQUIREMENTS / f"{device}.txt").read_text() for device in ("cpu", "gpu")]
+    required = {line.partition("==")[0] for text in files for line in text.splitlines() if "==" in line}
+    assert {package for packages in PACKAGES.values() for package in packages} <= required
