@@ -44,8 +44,9 @@ UNGRADED = Score(reward=0.0, parts={}, graded=False)
 class GradingPool:
     """``Grader`` over processes of its own. Use it from any thread; close it, or use ``with``.
 
-    A grading that takes longer than the deadline, raises, or whose process dies, gives an ungraded Score and
-    is counted under that reason. The other completions are graded as if nothing had happened.
+    A grading that takes longer than the deadline, raises, or whose process dies twice, gives an ungraded Score and
+    is counted under that reason. The other completions are graded as if nothing had happened. After the first death a
+    new process grades the completion again, because something else may have killed the process.
 
     A ``BatchRewardFn`` is called with all that a process is sent at once, n completions, and may take n deadlines.
     If that fails in any way (n deadlines are over, it raises, its process dies), the n are given to it one by one,
@@ -326,7 +327,7 @@ class _Worker:
         if not self._batch or len(jobs) == 1:
             yield from self._ask(jobs, deadline_seconds, deadline_seconds)
             return
-        verdicts = list(self._ask(jobs, len(jobs) * deadline_seconds, deadline_seconds))
+        verdicts = list(self._ask(jobs, len(jobs) * deadline_seconds, deadline_seconds, again=False))
         if len(verdicts) == len(jobs) and all(isinstance(verdict, Score) for verdict in verdicts):
             yield from verdicts
             return
@@ -338,8 +339,14 @@ class _Worker:
         for job in jobs:
             yield from self._ask([job], deadline_seconds, deadline_seconds)
 
-    def _ask(self, jobs: Sequence[Job], first_seconds: float, deadline_seconds: float) -> Iterator[Score | _Failure]:
-        """Send the jobs together. The first answer may take ``first_seconds``, each further one the deadline."""
+    def _ask(
+        self, jobs: Sequence[Job], first_seconds: float, deadline_seconds: float, *, again: bool = True
+    ) -> Iterator[Score | _Failure]:
+        """Send the jobs together. The first answer may take ``first_seconds``, each further one the deadline.
+
+        Args:
+            again: ask once more for the job whose process died.
+        """
         try:
             payload = jobs_to_json(jobs)
         except Exception:  # noqa: BLE001 - a problem can hold anything; only its own gradings are lost
@@ -354,6 +361,7 @@ class _Worker:
         except (RewardError, OSError) as error:
             yield from (_Failure("death", repr(error)) for _ in jobs)
             return
+        answered = 0
         try:
             connection.send_bytes(payload)
             seconds = first_seconds
@@ -365,8 +373,13 @@ class _Worker:
                 seconds = deadline_seconds
                 answer = answer_from_json(connection.recv_bytes(MAX_ANSWER_BYTES))
                 yield answer if isinstance(answer, Score) else _Failure("error", answer)
+                answered += 1
         except (EOFError, OSError):
-            yield _Failure("death", f"The process ended with {self.stop()}.")
+            code = self.stop()
+            if again:
+                yield from self._ask(jobs[answered : answered + 1], deadline_seconds, deadline_seconds, again=False)
+            else:
+                yield _Failure("death", f"The process ended with {code}.")
         except ValueError as error:
             self.stop()
             yield _Failure("death", f"{error}, and was killed.")

@@ -41,8 +41,11 @@ def puppet(text: str, problem: Problem, num_tokens: int, finish_reason: str) -> 
         case "pid":
             return Score(float(os.getpid()), {}, True)
         case "say_pid_and_sleep":
-            Path(os.environ["TMPDIR"], "pid").write_text(str(os.getpid()))
-            time.sleep(WAIT)
+            scratch = Path(os.environ["TMPDIR"])
+            (scratch / "pid").write_text(str(os.getpid()))
+            until = time.monotonic() + WAIT
+            while not (scratch / "wake").exists() and time.monotonic() < until:
+                time.sleep(0.01)
         case "hog":
             bytearray(1 << 40)
     return Score(float(num_tokens), {"long": float(finish_reason == "length")}, True)
