@@ -264,7 +264,7 @@ class Chaos:
     def _strike(self, kind: Kind) -> Strike | None:
         """None: the run, or the time, ended before the moment was there."""
         deadline, has_waited = time.monotonic() + _END_SECONDS, False
-        while time.monotonic() < deadline and not self._done():
+        while time.monotonic() < deadline and not self._done() and not kind.is_past(self.scene):
             victims = kind.find(self.scene)
             if victims and not has_waited and (not kind.at_most or kind.holds(self.scene)):
                 time.sleep(self._chance.uniform(0, kind.at_most))

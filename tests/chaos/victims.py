@@ -81,9 +81,11 @@ class Scene:
         if trainer is None:
             return []
         dump = self.run_dir / "stacks" / "live" / f"trainer-{trainer.pid}.txt"
-        if not dump.exists() or time.time() - dump.stat().st_ctime < _HANDLER_SECONDS:
+        if not dump.exists():
             return []
         before = size = dump.stat().st_size
+        if not before and time.time() - dump.stat().st_ctime < _HANDLER_SECONDS:
+            return []
         with contextlib.suppress(psutil.NoSuchProcess):
             trainer.send_signal(SIGNAL)
         deadline = time.monotonic() + _DUMP_SECONDS
@@ -115,6 +117,7 @@ class Kind:
     at_most: float  # seconds of a random delay before the kill, once victim and moment are there
     restarts_trainer: bool = True
     comes_back: ComesBack = "step"
+    is_past: Callable[[Scene], bool] = lambda _: False  # the moment will not come again
 
     def __str__(self) -> str:
         return f"{self.victim}: {self.moment}"
@@ -178,6 +181,10 @@ def _starts(scene: Scene) -> bool:
     return scene.steps == 0
 
 
+def _stepped(scene: Scene) -> bool:
+    return scene.steps > 0
+
+
 def _restarts(scene: Scene) -> bool:
     return scene.starting_trainer() is not None and scene.committed > 0
 
@@ -196,7 +203,7 @@ COMMAND_SENDS = Kind("flow run", "checkpoint upload", _command, _sends_checkpoin
 COMMAND_REGISTERS = Kind("flow run", "register", _command, _registers, 0.2, False, "end")
 TRAINER_STARTS = Kind("trainer", "start", lambda scene: _one(scene.starting_trainer()), _starts, 8.0)
 TRAINER_RESUMES = Kind("trainer", "resume", lambda scene: _one(scene.starting_trainer()), _restarts, 8.0)
-FIRST_SYNC = Kind(_WORKER, "first sync", _workers, _syncs_first, 0.0)
+FIRST_SYNC = Kind(_WORKER, "first sync", _workers, _syncs_first, 0.0, is_past=_stepped)
 GRADER = Kind(
     "grading process", "any", lambda scene: below(scene.trainer(), "rlcore.rewards.worker"), _always, 1.5, False
 )
