@@ -21,7 +21,7 @@ from infra.settings import Settings
 from tests.chaos.compare import weights_of
 from tests.chaos.faults import DAMAGES, SmallDisk
 from tests.chaos.report import DroppedFault, Row
-from tests.chaos.victims import ComesBack, Kind, Scene
+from tests.chaos.victims import ComesBack, Kind, Scene, started
 from tests.left import Traces, command_of, half_written, left_of
 from tests.ports import reserved_port
 from tests.shell import new_shell
@@ -368,9 +368,9 @@ class Chaos:
 
 
 def _since(wall: float) -> Callable[[psutil.Process], bool]:
-    def started_since(process: psutil.Process) -> bool:
+    def is_newer(process: psutil.Process) -> bool:
         with contextlib.suppress(psutil.NoSuchProcess):
-            return bool(process.create_time() > wall)
+            return started(process) > wall
         return False
 
-    return started_since
+    return is_newer

@@ -68,7 +68,7 @@ class Scene:
             if spec in command_of(process):
                 with contextlib.suppress(psutil.NoSuchProcess):
                     records = self.journal
-                    stepped = records and records[-1].timestamp_ms / 1000 >= process.create_time()
+                    stepped = records and records[-1].timestamp_ms / 1000 >= started(process)
                     return None if stepped else process
         return None
 
@@ -95,6 +95,13 @@ class Scene:
             if size == last != before:
                 break
         return innermost(dump.read_bytes()[before:].decode(errors="replace"), 100)
+
+
+def started(process: psutil.Process) -> float:
+    """When it started, in seconds since the epoch. psutil's own time is up to a second early: the kernel tells the time
+    of its boot in whole seconds."""
+    now = psutil.boot_time() + time.clock_gettime(time.CLOCK_BOOTTIME)
+    return process.create_time() + time.time() - now
 
 
 def below(process: psutil.Process | None, *words: str) -> list[psutil.Process]:
@@ -156,7 +163,7 @@ def _writes_checkpoint(scene: Scene) -> bool:
     """This trainer does: a dead one leaves its part until the next commit."""
     trainer = scene.trainer()
     parts = (scene.run_dir / "checkpoints").glob(".staging-*")
-    return trainer is not None and any(part.stat().st_ctime > trainer.create_time() for part in parts)
+    return trainer is not None and any(part.stat().st_ctime > started(trainer) for part in parts)
 
 
 def _sends_checkpoint(scene: Scene) -> bool:
