@@ -24,7 +24,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from rlcore.algorithms.logprobs import trained_positions, trained_sequences
 from rlcore.types import Floats, ImageRef, TrainingSample
 
 
@@ -299,3 +298,44 @@ def moved(values: Tensor, device: torch.device) -> Tensor:
 
 def _merged(grid_thw: tuple[int, int, int], layout: VisionLayout) -> int:
     return grid_thw[0] * grid_thw[1] * grid_thw[2] // layout.merge_size**2
+
+
+def trained_positions(loss_mask: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
+    """Where the trained tokens of sequences end to end are, and what predicts them.
+
+    Args:
+        loss_mask: [T] bool, True on trained tokens.
+        cu_seqlens: [B+1] int, starts of the sequences, then T, their tokens together.
+
+    Returns:
+        predict_from [N] int64, the position whose hidden state predicts the token, and token_index [N] int64,
+        the position of the token. Both in packing order.
+
+    Raises:
+        ValueError: the first token of a sequence is to be trained; nothing in its sequence predicts it.
+    """
+    starts = cu_seqlens[:-1][cu_seqlens[:-1] < cu_seqlens[1:]].long()  # an empty sequence starts at its neighbour's
+    bad = starts[loss_mask[starts]]
+    if bad.numel():
+        raise ValueError(
+            f"loss_mask is True at position {bad[0]}, the first token of a sequence: nothing predicts "
+            "it. A sequence starts with at least one prompt token."
+        )
+    token_index = loss_mask.nonzero()[:, 0]
+    return token_index - 1, token_index
+
+
+def trained_sequences(loss_mask: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
+    """Which sequence each trained token is of, and how many each sequence has.
+
+    Args:
+        loss_mask: [T] bool.
+        cu_seqlens: [B+1] int.
+
+    Returns:
+        sequence_index [N] int64 in 0..B-1, and lengths [B] int64, in trained tokens.
+    """
+    bounds = cu_seqlens.long()
+    before = torch.cat([bounds.new_zeros(1), loss_mask.long().cumsum(0)])  # trained tokens left of each position
+    lengths = before[bounds[1:]] - before[bounds[:-1]]
+    return torch.searchsorted(bounds[1:], loss_mask.nonzero()[:, 0], right=True), lengths

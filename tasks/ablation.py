@@ -22,8 +22,8 @@ from rlcore.ablation.results import PointFailure, PointResult
 from rlcore.artifacts import DatasetRef, EvalReport, ModelRef
 from rlcore.config import AblationConfig
 from rlcore.errors import ConfigError
-from rlcore.job import write_json_atomically
-from rlcore.segment.failures import policy_of
+from rlcore.failures import policy_of
+from rlcore.files import write_json_atomically
 from tasks.data import prepare_and_resize
 from tasks.experiments import load_experiment
 from tasks.failures import failure_of

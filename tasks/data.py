@@ -13,17 +13,17 @@ from infra.settings import Settings
 from infra.storage import forget_unused, localize
 from rlcore.artifacts import DatasetRef
 from rlcore.config import ExperimentConfig
-from rlcore.data.digest import dataset_key, prepared_folder, resized_folder, resized_key
-from rlcore.data.sources import parse_source
+from rlcore.data.prepare.digest import dataset_key, prepared_folder, resized_folder, resized_key
+from rlcore.data.prepare.sources import parse_source
 from rlcore.errors import DataError
-from rlcore.job import PrepareSpec, ResizeSpec
+from rlcore.specs import PrepareSpec, ResizeSpec
 from tasks.caching import cache_key, present
 from tasks.jobs import new_result_path, run_job
 from tasks.retries import step
 from tasks.stored import kept
 
 Split = Literal["train", "validation"]
-_CODE = ("rlcore/data", "rlcore/config", "rlcore/job.py")
+_CODE = ("rlcore/data", "rlcore/config", "rlcore/specs.py")
 _TIMEOUT_SECONDS = 6 * 3600
 
 
@@ -70,7 +70,7 @@ def prepare(experiment: ExperimentConfig, split: Split) -> DatasetRef:
     forget_unused(settings.downloads_dir, int(settings.downloads_gib * 2**30))
 
     def make() -> DatasetRef:
-        return run_job("rlcore.data.problems", spec, DatasetRef, settings)
+        return run_job("rlcore.jobs.prepare", spec, DatasetRef, settings)
 
     return _usable(kept(prepared_folder(spec), settings, make))
 
@@ -90,7 +90,7 @@ def resize(experiment: ExperimentConfig, split: Split, dataset: DatasetRef) -> D
     spec = _resize_spec(experiment, dataset, settings)
 
     def make() -> DatasetRef:
-        return run_job("rlcore.data.images", spec, DatasetRef, settings)
+        return run_job("rlcore.jobs.resize", spec, DatasetRef, settings)
 
     return _usable(kept(resized_folder(spec), settings, make))
 

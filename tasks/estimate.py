@@ -7,20 +7,21 @@ import sys
 from pydantic import BaseModel, ConfigDict
 
 from infra.settings import Settings
-from rlcore.algorithms.estimate import (
+from rlcore.config import ExperimentConfig
+from rlcore.estimate import (
     BANDWIDTH,
     GIB,
     MEMORY,
     Architecture,
+    ArchitectureRef,
+    ArchitectureSpec,
     MemoryEstimate,
     Plan,
     TimeEstimate,
     estimate_memory,
     estimate_seconds,
 )
-from rlcore.algorithms.flops import PEAK_BF16
-from rlcore.config import ExperimentConfig
-from rlcore.job import ArchitectureRef, ArchitectureSpec
+from rlcore.flops import PEAK_BF16
 from tasks.jobs import new_result_path, run_job
 
 MEAN_SHARE = 0.5
@@ -89,7 +90,7 @@ def dry_run(experiment: ExperimentConfig, device: str) -> DryRun:
     """
     settings = Settings()
     spec = ArchitectureSpec(result=new_result_path(settings, "architecture"), model=experiment.model)
-    model = run_job("rlcore.models.architecture", spec, ArchitectureRef, settings, quiet=True).architecture
+    model = run_job("rlcore.jobs.architecture", spec, ArchitectureRef, settings, quiet=True).architecture
     found = estimated(experiment, model, device)
     sys.stderr.write(f"{found.text()}\n")
     return found

@@ -15,7 +15,8 @@ from infra.settings import Settings
 from rlcore.artifacts import CheckpointRef, DatasetRef, EvalReport, ModelRef
 from rlcore.config import ExperimentConfig, build_experiment
 from rlcore.config.reward import UserReward
-from rlcore.job import EvaluateSpec, write_json_atomically
+from rlcore.files import write_json_atomically
+from rlcore.specs import EvaluateSpec
 from tasks.caching import cache_key, content_key, present
 from tasks.experiments import load_experiment
 from tasks.jobs import new_result_path, run_job
@@ -24,7 +25,15 @@ from tasks.runs import Run, tracker_of
 from tasks.stored import fetched, send
 
 _REPORT = "report.json"
-_CODE = ("rlcore/evaluation", "rlcore/rollout", "rlcore/rewards", "rlcore/models", "rlcore/data")
+_CODE = (
+    "rlcore/evaluation",
+    "rlcore/jobs",
+    "rlcore/sampler",
+    "rlcore/rollout",
+    "rlcore/rewards",
+    "rlcore/models",
+    "rlcore/data",
+)
 _LOGGED = (
     "accuracy", "accuracy_low", "accuracy_high", "reward", "reward_low", "reward_high", "truncated", "ungraded",
 )  # fmt: skip
@@ -89,7 +98,7 @@ def evaluate(
         out_dir=out_dir,
     )
     get_logger().info("eval: %s", policy.path)
-    report = run_job("rlcore.evaluation", spec, EvalReport, settings, quiet=True)
+    report = run_job("rlcore.jobs.evaluate", spec, EvalReport, settings, quiet=True)
     write_json_atomically(out_dir / _REPORT, report.model_dump_json(indent=1))
     send(out_dir, settings)
     return report

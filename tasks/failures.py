@@ -18,6 +18,7 @@ from infra.errors import RegistryError, ServerRefusedError, StorageAwayError
 from infra.errors import StorageError as InfraStorageError
 from infra.logs import get_logger
 from infra.settings import Settings
+from rlcore.adjustments import Adjustments
 from rlcore.errors import (
     HealthError,
     MemoryExhaustedError,
@@ -27,10 +28,9 @@ from rlcore.errors import (
     StorageError,
     WorkerLostError,
 )
-from rlcore.job import write_json_atomically
-from rlcore.oom import oom_kills
-from rlcore.segment.adjustments import Adjustments
-from rlcore.segment.failures import Failure, classify, policy_of, with_free_space
+from rlcore.failures import Failure, classify, policy_of, with_free_space
+from rlcore.files import write_json_atomically
+from rlcore.process import oom_kills
 from tasks.health import Announce, announce_on_prefect, breach_of
 from tasks.runs import Run
 

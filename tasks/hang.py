@@ -10,8 +10,8 @@ import psutil
 
 from infra import processes
 from rlcore.errors import HangError
+from rlcore.process import SIGNAL, innermost, pid_of
 from rlcore.segment.lease import Lease, Unchanged
-from rlcore.stacks import SIGNAL, innermost, pid_of
 
 _DUMP_SECONDS = 5.0
 

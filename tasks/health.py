@@ -9,8 +9,8 @@ from prefect.artifacts import create_markdown_artifact
 from prefect.events import emit_event
 
 from infra.logs import get_logger
-from rlcore.job import write_json_atomically
-from rlcore.segment.adjustments import Adjustments
+from rlcore.adjustments import Adjustments
+from rlcore.files import write_json_atomically
 from rlcore.segment.health import Breach, breaches
 from rlcore.segment.journal import StepRecord
 from tasks.outbox import PREFECT_ERRORS, prefect_asked_once

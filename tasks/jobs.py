@@ -20,8 +20,9 @@ from infra.logs import get_logger
 from infra.settings import Settings
 from rlcore import errors
 from rlcore.errors import RlflowError, TrainerFailedError
-from rlcore.job import JobError, JobSpec, read_error, write_json_atomically
-from rlcore.segment.failures import policy_of
+from rlcore.failures import policy_of
+from rlcore.files import write_json_atomically
+from rlcore.specs import JobError, JobSpec, read_error
 from tasks.failures import failure_of
 
 if TYPE_CHECKING:

@@ -21,8 +21,8 @@ from rlcore.artifacts import CheckpointRef, DatasetRef, ModelRef
 from rlcore.config import ExperimentConfig
 from rlcore.data.table import PreparedRow, load_rows
 from rlcore.errors import RlflowError, StorageError
+from rlcore.segment.batch_log import trained_problems
 from rlcore.segment.store import read_manifest
-from rlcore.segment.trained import trained_problems
 from tasks.failures import FailureLog, FailureRecord
 from tasks.origins import Origin, origins_dir, read_origins
 from tasks.runs import Driver, Run, drivers

@@ -12,7 +12,7 @@ from infra.logs import get_logger
 from infra.settings import Settings
 from rlcore.artifacts import CheckpointRef, DatasetRef, EvalReport, ModelRef
 from rlcore.config import ExperimentConfig
-from rlcore.job import MergeSpec
+from rlcore.specs import MergeSpec
 from tasks.caching import cache_key, present
 from tasks.jobs import new_result_path, run_job
 from tasks.lineage import artifact_name, lineage_of
@@ -56,7 +56,7 @@ def merge(experiment: ExperimentConfig, checkpoint: CheckpointRef, base: ModelRe
         models_dir=settings.models_dir,
     )
     get_logger().info("merge: %s, then compare with transformers and vLLM", checkpoint.path)
-    return kept(spec.out, settings, lambda: run_job("rlcore.models.merge", spec, ModelRef, settings, quiet=True))
+    return kept(spec.out, settings, lambda: run_job("rlcore.jobs.merge", spec, ModelRef, settings, quiet=True))
 
 
 def merged(experiment: ExperimentConfig, checkpoint: CheckpointRef, base: ModelRef, dataset: DatasetRef) -> ModelRef:

@@ -12,8 +12,7 @@ from infra.logs import get_logger
 from infra.settings import Settings
 from rlcore.artifacts import ModelRef
 from rlcore.config import ModelConfig
-from rlcore.job import BootstrapSpec
-from rlcore.tiny import tiny_folder
+from rlcore.specs import BootstrapSpec, tiny_folder
 from tasks.caching import cache_key, present
 from tasks.jobs import new_result_path, run_job
 from tasks.retries import step
@@ -24,7 +23,7 @@ def _key(_: TaskRunContext, parameters: dict[str, Any]) -> str:
     model: ModelConfig = parameters["model"]
     files = sorted(Path(model.path).glob("*")) if Path(model.path).is_dir() else []
     stamps = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    code = ("rlcore/models", "rlcore/data/synthetic.py", "rlcore/data/templates")
+    code = ("rlcore/models", "rlcore/data")
     return cache_key("model", json.dumps([model.model_dump(mode="json"), stamps]), *code)
 
 
@@ -45,10 +44,10 @@ def bootstrap(model: ModelConfig) -> ModelRef:
     settings = Settings()
     spec = BootstrapSpec(result=new_result_path(settings, "bootstrap"), model=model, models_dir=settings.models_dir)
     if model.path != "tiny":  # somebody else's folder, or the hub's
-        return run_job("rlcore.models.bootstrap", spec, ModelRef, settings)
+        return run_job("rlcore.jobs.bootstrap", spec, ModelRef, settings)
     # Made once: warmed up on another number of cores it would be another policy in its last bits.
     folder = tiny_folder(settings.models_dir, model.tiny)
-    return kept(folder, settings, lambda: run_job("rlcore.models.bootstrap", spec, ModelRef, settings))
+    return kept(folder, settings, lambda: run_job("rlcore.jobs.bootstrap", spec, ModelRef, settings))
 
 
 def bootstrapped(model: ModelConfig) -> ModelRef:

@@ -16,8 +16,8 @@ from infra import provenance
 from infra.logs import redact
 from rlcore.artifacts import DatasetRef, ModelRef
 from rlcore.config.reward import UserReward
-from rlcore.data.digest import template_text
-from rlcore.job import write_json_atomically
+from rlcore.data.prompts import template_text
+from rlcore.files import write_json_atomically
 from tasks.runs import Run, append_line
 
 

@@ -11,8 +11,8 @@ from pydantic import BaseModel, ConfigDict
 from infra.settings import Settings
 from rlcore.config import ExperimentConfig
 from rlcore.errors import RetriesUsedUpError
-from rlcore.job import write_json_atomically
-from rlcore.segment.failures import OUTAGES, Failure
+from rlcore.failures import OUTAGES, Failure
+from rlcore.files import write_json_atomically
 from tasks.failures import failure_of
 from tasks.runs import Run
 

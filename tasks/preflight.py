@@ -22,11 +22,11 @@ from infra.settings import Settings
 from infra.trackers import check_installed
 from infra.tracking import check_reachable
 from rlcore.config import ExperimentConfig, ModelConfig
-from rlcore.data.digest import template_text
-from rlcore.data.drawn import DRAWN, check_drawn
-from rlcore.data.sources import open_source, parse_source
+from rlcore.data.prepare.sources import open_source, parse_source
+from rlcore.data.prompts import template_text
+from rlcore.data.synthetic.sources import DRAWN, check_drawn
 from rlcore.errors import ConfigError, DataError, ModelError, RlflowError
-from rlcore.segment.failures import OUTAGES
+from rlcore.failures import OUTAGES
 from rlcore.types import Problem
 from tasks.benchmarks import deciding_benchmark
 from tasks.data import Split, prepare_spec

@@ -27,9 +27,9 @@ from infra import processes
 from infra.logs import get_logger
 from infra.settings import Settings
 from rlcore.errors import RlflowError
-from rlcore.job import JobError
-from rlcore.segment.failures import POLICIES
+from rlcore.failures import POLICIES
 from rlcore.segment.lease import Control, Unchanged, holder_alive
+from rlcore.specs import JobError
 from tasks.ablation import existing_ablation
 from tasks.jobs import jobs_mark
 from tasks.outages import read_outage, unopened_runs

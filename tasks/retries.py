@@ -16,7 +16,7 @@ from prefect.context import TaskRunContext
 from infra.errors import StorageAwayError
 from infra.logs import get_logger
 from infra.settings import Settings
-from rlcore.segment.failures import OUTAGES, Failure, policy_of
+from rlcore.failures import OUTAGES, Failure, policy_of
 from tasks.failures import failure_of
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ _TRIES: dict[UUID, Tries] = {}
 def step(
     name: str, *, others: Sequence[float] = (), timeout_seconds: float = 600, **options: Any
 ) -> Callable[[Callable[P, R]], Task[P, R]]:
-    """A Prefect task that waits for outages of MLflow, Prefect and the store as ``rlcore/segment/failures.py`` says.
+    """A Prefect task that waits for outages of MLflow, Prefect and the store as ``rlcore/failures.py`` says.
 
     Args:
         others: delays before the tries after any other failure that the table retries, in seconds.

@@ -25,7 +25,7 @@ from infra.tracking import Tracker
 from rlcore.artifacts import CheckpointRef
 from rlcore.config import Change, ExperimentConfig, changes
 from rlcore.errors import CheckpointError, ConfigError
-from rlcore.job import write_json_atomically
+from rlcore.files import write_json_atomically
 from rlcore.segment.journal import JournalTail, StepRecord
 from rlcore.segment.spec import SegmentManifest, segment_path
 from rlcore.segment.store import LocalCheckpointStore

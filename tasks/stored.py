@@ -26,8 +26,8 @@ from infra.settings import Settings
 from infra.storage import inside
 from infra.store import SEAL, Progress, Store
 from rlcore.errors import ConfigError
-from rlcore.job import write_json_atomically
-from rlcore.segment.failures import Failure, policy_of
+from rlcore.failures import Failure, policy_of
+from rlcore.files import write_json_atomically
 from rlcore.segment.spec import SegmentManifest
 
 CHECKPOINTS = "checkpoints"

@@ -9,7 +9,7 @@ from infra import provenance
 from infra.logs import get_logger
 from infra.settings import Settings
 from rlcore.artifacts import DatasetRef, ModelRef
-from rlcore.job import write_json_atomically
+from rlcore.files import write_json_atomically
 from tasks.mirroring import mirrored
 from tasks.origins import origins_dir, record_origin
 from tasks.outages import noted_outages

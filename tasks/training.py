@@ -25,12 +25,13 @@ from infra.logs import get_logger
 from infra.settings import Settings
 from rlcore.artifacts import DatasetRef, ModelRef
 from rlcore.errors import CheckpointError, RlflowError
-from rlcore.job import JobError, write_json_atomically
-from rlcore.segment.failures import error_of_exit
+from rlcore.failures import error_of_exit
+from rlcore.files import write_json_atomically
 from rlcore.segment.health import Breach
 from rlcore.segment.lease import holder_alive, lease_at
 from rlcore.segment.spec import SegmentManifest, SegmentSpec, segment_path
 from rlcore.segment.store import move_aside, verify_checkpoint
+from rlcore.specs import JobError
 from tasks.events import announce_checkpoint
 from tasks.failures import handled_failures, read_adjustments, wait_for_next_try
 from tasks.hang import HangWatch, end_stuck_trainer
@@ -62,7 +63,7 @@ _MAX_RETRIES = 100  # Prefect's bound; the table's are tighter and outlive this 
 def train_segment(run: Run, dataset: DatasetRef, model: ModelRef, index: int) -> SegmentManifest:
     """Return the manifest of segment ``index`` once it is committed, and publish its steps to MLflow.
 
-    Which failure is retried when, and with what change, is the table of ``rlcore/segment/failures.py``.
+    Which failure is retried when, and with what change, is the table of ``rlcore/failures.py``.
 
     Raises:
         RlflowError: the trainer ended without the segment; its error, or what its exit code means.
@@ -257,7 +258,7 @@ def _start(run: Run, settings: Settings, dataset: DatasetRef, model: ModelRef, i
         log.write(f"\n{_HEADING}{where}, {datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC ===\n".encode())
         log.flush()
         child = processes.start(
-            [str(settings.trainer_python), "-m", "rlcore.segment", "run", str(spec_path)],
+            [str(settings.trainer_python), "-m", "rlcore.jobs.segment", str(spec_path)],
             env=environment.for_jobs(settings),
             mark=_mark(run),
             output=log,

@@ -20,7 +20,7 @@ if signal.getsignal(signal.SIGQUIT) is signal.SIG_IGN:
 
 import pytest
 
-from rlcore.startup import making_what_stays
+from rlcore.process import making_what_stays
 from tests.data_sets import DataSets, kinds, open_data_sets, real_folder
 from tests.durations import recorded
 from tests.ports import refusing

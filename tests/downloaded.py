@@ -29,7 +29,7 @@ from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
-from rlcore.models.tiny_parts import SPECIAL_TOKENS
+from rlcore.data.tiny import SPECIAL_TOKENS
 
 DEFAULT_SYSTEM = "You are a helpful assistant."
 ADDED = (

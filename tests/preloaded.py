@@ -3,8 +3,8 @@
 import os
 from unittest.mock import patch
 
-from rlcore.rollout.engine import set_engine_environment
-from rlcore.startup import importing_vllm, making_what_stays
+from rlcore.process import importing_vllm, making_what_stays
+from rlcore.sampler.engine import set_engine_environment
 
 with patch.dict(os.environ), making_what_stays():
     set_engine_environment("cpu")

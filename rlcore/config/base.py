@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
 from typing import Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict
@@ -20,3 +22,13 @@ def named_by_default(name: str) -> BeforeValidator:
         return {"name": name, **value} if isinstance(value, dict) else value
 
     return BeforeValidator(with_name)
+
+
+def flatten(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted keys and their values."""
+    for key, value in tree.items():
+        name = f"{prefix}.{key}" if prefix else key
+        if isinstance(value, dict) and value:
+            yield from flatten(value, name)
+        else:
+            yield name, json.dumps(value) if isinstance(value, dict | list) else value

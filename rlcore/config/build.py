@@ -9,21 +9,12 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
+from rlcore.config.base import flatten
 from rlcore.config.secrets import refuse_secret
 from rlcore.errors import ConfigError
 
 if TYPE_CHECKING:
     from rlcore.config.experiment import ExperimentConfig
-
-
-def flatten(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted keys and their values."""
-    for key, value in tree.items():
-        name = f"{prefix}.{key}" if prefix else key
-        if isinstance(value, dict) and value:
-            yield from flatten(value, name)
-        else:
-            yield name, json.dumps(value) if isinstance(value, dict | list) else value
 
 
 def build_experiment(values: dict[str, Any], overrides: Sequence[str] = ()) -> ExperimentConfig:

@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
-from rlcore.config.algorithm import RemaxAdvantage
 from rlcore.config.base import Frozen
 
 if TYPE_CHECKING:
-    from rlcore.config.experiment import ExperimentConfig
+    pass
 
 
 class PartialRolloutConfig(Frozen):
@@ -73,57 +72,3 @@ class RolloutConfig(Frozen):
     """GPU only: no CUDA graphs, which saves some memory and the time of capturing them."""
     partial: PartialRolloutConfig | None = None
     """null: every completion is drawn to its end by the policy that began it."""
-
-
-def check_staleness(config: ExperimentConfig) -> None:
-    """
-    Raises:
-        ValueError: a bound on staleness that cannot be kept, or what does not go with stale samples.
-    """
-    stale, algorithm = config.training.max_staleness, config.algorithm
-    if config.rollout.partial is not None:
-        _check_partial(config, config.rollout.partial)
-    elif stale > 1:
-        raise ValueError(
-            f"training.max_staleness is {stale} and rollout.partial null: only one batch is sampled ahead. Set "
-            "max_staleness to 0 or 1, or rollout.partial.tokens_per_round."
-        )
-    if stale and algorithm.correction is None:
-        raise ValueError(
-            f"training.max_staleness is {stale} and algorithm.correction null: the policy that trains would take "
-            "another policy's completions for its own. Set algorithm.correction.name to truncate or mask, or "
-            "max_staleness to 0."
-        )
-    if stale and algorithm.dynamic_sampling is not None:
-        raise ValueError(
-            f"training.max_staleness is {stale} and algorithm.dynamic_sampling is set, which has a staleness of its "
-            "own: the two do not go together. Set one of them to 0 or null."
-        )
-
-
-def _check_partial(config: ExperimentConfig, partial: PartialRolloutConfig) -> None:
-    stale, budget = config.training.max_staleness, config.rollout.max_completion_tokens
-    least, why = (2, ", one of them for sampling one batch ahead") if partial.one_ahead else (1, "")
-    if stale < least:
-        raise ValueError(
-            f"rollout.partial is set and training.max_staleness {stale}: what is carried over is of an older policy. "
-            f"Set max_staleness to {least} or more{why}, or rollout.partial to null."
-        )
-    batches = stale + 1 - partial.one_ahead
-    if partial.in_flight > batches:
-        raise ValueError(
-            f"rollout.partial.in_flight is {partial.in_flight:g}: a group has {batches} rollout batches to be trained "
-            f"in, with training.max_staleness {stale} and rollout.partial.one_ahead {str(partial.one_ahead).lower()}, "
-            f"so more groups than fit into these would be too old. Set in_flight to {batches} or less, or raise "
-            "max_staleness."
-        )
-    if partial.tokens_per_round > budget:
-        raise ValueError(
-            f"rollout.partial.tokens_per_round ({partial.tokens_per_round}) is above rollout.max_completion_tokens "
-            f"({budget}), where a completion ends. Set it to at most {budget}."
-        )
-    if isinstance(config.algorithm.advantage, RemaxAdvantage):
-        raise ValueError(
-            "rollout.partial is set and algorithm.advantage.name is remax: its greedy baseline is of one policy, the "
-            "completions of several. Set rollout.partial to null or take another estimator."
-        )

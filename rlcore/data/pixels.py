@@ -184,3 +184,6 @@ def _deep_grey(image: Image.Image) -> Image.Image:
     if values.min() < 0 or values.max() > 65535:
         raise Unusable(Reason.IMAGE_FORMAT, f"grey values of mode {image.mode} reach beyond 16 bits")
     return Image.fromarray(((values.astype(np.uint32) + 128) // 257).astype(np.uint8))
+
+
+IMAGE_MARKER = "<image>"

@@ -22,11 +22,9 @@ import numpy as np
 import numpy.typing as npt
 
 from rlcore.config import DataConfig, ModelConfig, TinyModelConfig
-from rlcore.data.digest import template_text
-from rlcore.data.pixels import stable_target_size
-from rlcore.data.questions import IMAGE_MARKER
+from rlcore.data.pixels import IMAGE_MARKER, stable_target_size
 from rlcore.errors import ConfigError, DataError, ModelError
-from rlcore.startup import make_transformers_lean
+from rlcore.process import make_transformers_lean
 from rlcore.types import ImageRef, Ints, Message, Problem
 
 _VISION_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>")
@@ -88,10 +86,10 @@ def load_processor(model: ModelConfig) -> Any:
 
 def _tiny_processor(config: TinyModelConfig) -> Any:
     if config.task == "geometry":
-        from rlcore.models.tiny import build_processor
+        from rlcore.data.tiny import build_processor
 
         return build_processor()
-    from rlcore.models.tiny_text import build_text_tokenizer
+    from rlcore.data.tiny import build_text_tokenizer
 
     return TextProcessor(build_text_tokenizer())
 
@@ -308,3 +306,22 @@ def _listing(folder: Path) -> str:
     if not folder.is_dir():
         return ""
     return f"Found: {', '.join(sorted(file.name for file in folder.iterdir())[:12]) or 'an empty folder'}. "
+
+
+TEMPLATES = Path(__file__).parent / "templates"
+
+
+def template_text(name_or_path: str) -> str:
+    """Text of a prompt template: a name under ``templates`` or the path of a file.
+
+    Raises:
+        ConfigError: neither; lists the known names.
+    """
+    known = {path.stem: path for path in sorted(TEMPLATES.glob("*.jinja"))}
+    path = known.get(name_or_path, Path(name_or_path).expanduser())
+    if not path.is_file():
+        raise ConfigError(
+            f"data.template {name_or_path!r} is neither a known template nor a file. "
+            f"Allowed: {', '.join(known)}, or the path of a Jinja file that uses content."
+        )
+    return path.read_text(encoding="utf-8")

@@ -136,3 +136,15 @@ def prompt_stats(rows: Sequence[PreparedRow]) -> PromptStats:
         image_share=sum(row.image_tokens for row in rows) / total,
         histogram={f"{b * _BIN_TOKENS}-{(b + 1) * _BIN_TOKENS - 1}": bins[b] for b in sorted(bins)},
     )
+
+
+def load_problems(path: Path) -> list[Problem]:
+    """The problems of a prepared dataset (raw or resized), in source order.
+
+    Raises:
+        StorageError: the folder is no prepared dataset, or its table is damaged.
+    """
+    return [row.problem for row in load_rows(path)]
+
+
+IMAGES = "images"  # of a resized dataset: <hash of the original>.png

@@ -20,9 +20,7 @@ from rlcore.distributed.cluster import package_versions
 from rlcore.distributed.placement import Listing, Seat
 from rlcore.distributed.worker import WorkerSpec
 from rlcore.errors import MemoryExhaustedError, RlflowError, WorkerLostError
-from rlcore.oom import oom_kills
-from rlcore.stacks import dump_on_signal
-from rlcore.startup import making_what_stays
+from rlcore.process import dump_on_signal, making_what_stays, oom_kills
 
 _CLOSE_SECONDS = 1.0  # that ``close`` may have to wait
 _BLAME_SECONDS = 5.0  # in which a death shows that other ranks have already failed of

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rlcore.errors import MemoryExhaustedError, RlflowError, StorageError, TrainerFailedError, WorkerTraceback
-from rlcore.segment.failures import Failure, classify
+from rlcore.failures import Failure, classify
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch.profiler import profile
 
-    from rlcore.distributed.group import Ranks
+    from rlcore.distributed.ranks import Ranks
 
 logger = logging.getLogger(__name__)
 

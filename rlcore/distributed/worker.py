@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     import torch
 
     from rlcore.algorithms.aggregation import StepTotals
-    from rlcore.algorithms.flops import ModelShape
+    from rlcore.algorithms.objective import UpdateResult
     from rlcore.batch import ImageFeatures
     from rlcore.data.prompts import PromptBuilder
-    from rlcore.rollout.channel import WeightChannel, WeightSender
-    from rlcore.rollout.vllm_sampler import VllmSampler
-    from rlcore.training.step import UpdateResult
+    from rlcore.flops import ModelShape
+    from rlcore.sampler.channel import WeightChannel, WeightSender
+    from rlcore.sampler.vllm_sampler import VllmSampler
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,11 +144,11 @@ class Worker:
         import torch
         from torch.distributed.device_mesh import init_device_mesh
 
-        from rlcore.data.images import ImageStore
+        from rlcore.data.image_store import ImageStore
         from rlcore.models.loading import load_hf_config, load_hf_model
         from rlcore.models.support import require_supported
         from rlcore.models.torch_policy import TorchPolicy, weights_dtype
-        from rlcore.rollout.vllm_sampler import VllmSampler
+        from rlcore.sampler.vllm_sampler import VllmSampler
 
         config = spec.config
         self._spec = spec
@@ -258,13 +258,13 @@ class Worker:
 
     def _make_sender(self) -> WeightSender:
         """At the first sync, when all ranks are up: it waits for those that sample."""
-        from rlcore.rollout.channel import WeightSender
+        from rlcore.sampler.channel import WeightSender
 
         channel = _channel(self._spec, 0) if self._spec.rank == 0 else None
         return WeightSender(channel, _engine_dtype(self._spec))
 
     def _give(self, taker: VllmSampler | WeightSender, version: int) -> int:
-        from rlcore.rollout.weights import unsharded
+        from rlcore.sampler.weights import unsharded
 
         dtype = None if self._spec.device == "cpu" else self.policy.sync_dtype
         if self._spec.config.model.lora is None:
@@ -301,13 +301,13 @@ class RolloutWorker:
     and what ranks of one engine do."""
 
     def __init__(self, spec: WorkerSpec) -> None:
-        from rlcore.rollout.engine import set_engine_environment
+        from rlcore.sampler.engine import set_engine_environment
 
         set_engine_environment(spec.device)
         import torch
 
-        from rlcore.data.images import ImageStore
-        from rlcore.rollout.vllm_sampler import VllmSampler
+        from rlcore.data.image_store import ImageStore
+        from rlcore.sampler.vllm_sampler import VllmSampler
 
         torch.set_num_threads(spec.threads)
         self._spec = spec
@@ -353,13 +353,13 @@ class SamplingWorker:
             checkpoint: committed checkpoint whose weights are sampled from; None: those of ``spec.model``.
             version: policy version to stamp completions with.
         """
-        from rlcore.rollout.engine import set_engine_environment
-        from rlcore.rollout.vllm_sampler import VllmSampler
+        from rlcore.sampler.engine import set_engine_environment
+        from rlcore.sampler.vllm_sampler import VllmSampler
 
         set_engine_environment(spec.device)
         import torch
 
-        from rlcore.data.images import ImageStore
+        from rlcore.data.image_store import ImageStore
         from rlcore.models.checkpoint import load_hf_state_dict
 
         torch.set_num_threads(spec.threads)
@@ -386,7 +386,7 @@ class SamplingWorker:
 
 
 def _channel(spec: WorkerSpec, member: int) -> WeightChannel:
-    from rlcore.rollout.channel import WeightChannel
+    from rlcore.sampler.channel import WeightChannel
 
     return WeightChannel(
         member,
@@ -401,7 +401,7 @@ def _channel(spec: WorkerSpec, member: int) -> WeightChannel:
 def _engine_dtype(spec: WorkerSpec) -> torch.dtype:
     import torch
 
-    from rlcore.rollout.engine import engine_dtype
+    from rlcore.sampler.engine import engine_dtype
 
     return cast("torch.dtype", getattr(torch, engine_dtype(spec.device, spec.config.rollout.dtype)))
 
@@ -435,7 +435,7 @@ def _joined_engine_world(spec: WorkerSpec) -> bool:
 
 def _enter_world(spec: WorkerSpec, rank: int, world_size: int, address: str, port: int) -> None:
     """Join torch.distributed, the way vLLM's external launcher expects to find it."""
-    from rlcore.rollout.engine import set_engine_environment
+    from rlcore.sampler.engine import set_engine_environment
 
     set_engine_environment(spec.device)
     os.environ.update(

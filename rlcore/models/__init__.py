@@ -1,5 +1,5 @@
 """The policy: built, sharded, compiled, saved, merged."""
 
-from rlcore.startup import make_transformers_lean
+from rlcore.process import make_transformers_lean
 
 make_transformers_lean()  # before anything here imports it

@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Protocol, Self
 
 import numpy as np
+from pydantic import BaseModel, ConfigDict
 
 from rlcore.data.prompts import PromptBuilder
-from rlcore.types import Floats, Problem, TrainingSample
+from rlcore.errors import ModelError
+from rlcore.types import Floats, ImageRef, Problem, TrainingSample
 
 NUM_SEQUENCES = 4
 FILE = "canary.json"
@@ -66,3 +68,30 @@ def canary_samples(problems: Sequence[Problem], prompts: PromptBuilder) -> list[
             )
         )
     return samples
+
+
+CANARY = "canary.json"
+
+
+class CanarySequence(BaseModel):
+    """One fixed input and what the live trainer says of it: L tokens, the last C of them completion."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    token_ids: tuple[int, ...]  # [L], image tokens expanded
+    completion_start: int
+    images: tuple[ImageRef, ...]
+    logprobs: tuple[float, ...]  # [C] nats, temperature 1
+
+
+def read_canary(path: Path) -> list[CanarySequence]:
+    """
+    Raises:
+        ModelError: there is no canary, or nothing in it to compare.
+    """
+    if not path.is_file():
+        raise ModelError(f"{path} does not exist: the checkpoint cannot be verified. Take one that has a canary.")
+    sequences = [CanarySequence.model_validate(item) for item in json.loads(path.read_text())["sequences"]]
+    if not any(sequence.logprobs for sequence in sequences):
+        raise ModelError(f"{path} holds no log-probs, so that it verifies nothing. Take another checkpoint.")
+    return sequences

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rlcore.algorithms.flops import ModelShape, TowerShape
 from rlcore.algorithms.logprobs import linear_logprobs
 from rlcore.batch import Microbatch, VisionLayout, moved
 from rlcore.errors import ModelError
+from rlcore.flops import ModelShape, TowerShape
 from rlcore.models.attention import use_packed_attention
 from rlcore.models.lora import is_adapter, language_model, vision_tower
 from rlcore.models.sequence import SequenceGroup, gathered, of_all_trained

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from rlcore.config import ExperimentConfig
 from rlcore.errors import ModelError
 
 # Fields that change logits or attention scores, and the values with which they do not.
@@ -84,3 +85,12 @@ def tensor_parallel_degrees(model: Any) -> list[int]:
 
 def _divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def pick_device(config: ExperimentConfig) -> str:
+    """The device of ``resources.device``; auto takes CUDA where torch finds it."""
+    if config.resources.device != "auto":
+        return config.resources.device
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"

@@ -17,27 +17,12 @@ from transformers import (
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
     Qwen2_5_VLProcessor,
-    Qwen2VLImageProcessor,
-    Qwen2VLVideoProcessor,
 )
 
 from rlcore.config import TinyModelConfig
-from rlcore.data.synthetic import SyntheticProblem, draw_problem
-from rlcore.models.tiny_parts import (
-    CHAT_TEMPLATE,
-    END_OF_TURN,
-    IGNORED,
-    PAD,
-    build_tokenizer,
-    draw_weights,
-    learn_until,
-    sampling_defaults,
-)
-
-# Paper is 0 and ink is negative: an empty patch then adds nothing, and what is left is what has to be read.
-_IMAGE_MEAN = [1.0, 1.0, 1.0]
-_IMAGE_STD = [0.5, 0.5, 0.5]
-_PIXELS = {"min_pixels": 56 * 56, "max_pixels": 1024 * 1024}
+from rlcore.data.synthetic.geometry import SyntheticProblem, draw_problem
+from rlcore.data.tiny import END_OF_TURN, PAD, build_processor
+from rlcore.models.tiny_parts import IGNORED, draw_weights, learn_until, sampling_defaults
 
 _HIDDEN = 128
 _HEADS = 4  # head size 32, the smallest that vLLM's CPU attention takes
@@ -57,17 +42,6 @@ class _Example:
     labels: Tensor  # [L], IGNORED on the prompt
     pixel_values: Tensor  # [N, 1176]
     image_grid_thw: Tensor  # [1, 3]
-
-
-def build_processor() -> Qwen2_5_VLProcessor:
-    """Byte-level tokenizer, Qwen2-VL image and video processors and chat template; needs no files."""
-    look = {"image_mean": _IMAGE_MEAN, "image_std": _IMAGE_STD, **_PIXELS}
-    return Qwen2_5_VLProcessor(
-        image_processor=Qwen2VLImageProcessor(**look),
-        tokenizer=build_tokenizer(),
-        video_processor=Qwen2VLVideoProcessor(**look),
-        chat_template=CHAT_TEMPLATE,
-    )
 
 
 def create_tiny_policy(folder: Path, config: TinyModelConfig, *, tied: bool = True) -> int:

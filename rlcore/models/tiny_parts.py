@@ -9,77 +9,17 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.progress import track
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
-# Qwen2.5-VL's special tokens, then Qwen3's thinking marks, which are ordinary text and stay when decoded.
-SPECIAL_TOKENS = (
-    "<|endoftext|>",
-    "<|im_start|>",
-    "<|im_end|>",
-    "<|object_ref_start|>",
-    "<|object_ref_end|>",
-    "<|box_start|>",
-    "<|box_end|>",
-    "<|quad_start|>",
-    "<|quad_end|>",
-    "<|vision_start|>",
-    "<|vision_end|>",
-    "<|vision_pad|>",
-    "<|image_pad|>",
-    "<|video_pad|>",
-)
-TEXT_TOKENS = ("<think>", "</think>")
-END_OF_TURN = "<|im_end|>"
-PAD = "<|endoftext|>"
+from rlcore.data.tiny import END_OF_TURN, PAD
+
 IGNORED = -100  # label of a token that is not learned
 
-# ChatML as Qwen2-VL writes it, without a default system message: at a token per byte that is half the prompt.
-CHAT_TEMPLATE = """\
-{%- for message in messages -%}
-{{- '<|im_start|>' + message['role'] + '\\n' -}}
-{%- if message['content'] is string -%}
-{{- message['content'] -}}
-{%- else -%}
-{%- for part in message['content'] -%}
-{%- if part['type'] in ('image', 'image_url') -%}
-{{- '<|vision_start|><|image_pad|><|vision_end|>' -}}
-{%- elif part['type'] == 'text' -%}
-{{- part['text'] -}}
-{%- endif -%}
-{%- endfor -%}
-{%- endif -%}
-{{- '<|im_end|>\\n' -}}
-{%- endfor -%}
-{%- if add_generation_prompt -%}
-{{- '<|im_start|>assistant\\n' -}}
-{%- endif -%}
-"""
 
 _WARM_UP_STEPS = 20
 _MAX_GRAD_NORM = 1.0
 _LOSS_MEMORY = 0.97
-
-
-def build_tokenizer(text_tokens: tuple[str, ...] = TEXT_TOKENS) -> PreTrainedTokenizerFast:
-    """One token per byte, no merges, so that it reads any text and no vocabulary has to be shipped."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={symbol: rank for rank, symbol in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    specials = [AddedToken(text, special=True, normalized=False) for text in SPECIAL_TOKENS]
-    tokenizer.add_special_tokens(specials)
-    tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in text_tokens])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        eos_token=END_OF_TURN,
-        pad_token=PAD,
-        additional_special_tokens=[text for text in SPECIAL_TOKENS if text not in (END_OF_TURN, PAD)],
-        clean_up_tokenization_spaces=False,
-        model_max_length=4096,
-        chat_template=CHAT_TEMPLATE,
-    )
 
 
 def draw_weights(make: Callable[[], Any], seed: int, weight_std: float, embedding_std: float) -> Any:

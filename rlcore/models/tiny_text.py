@@ -14,19 +14,9 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from rlcore.config import CountdownConfig, TinyModelConfig
-from rlcore.data.arithmetic import ArithmeticProblem, draw_countdown, draw_sum
-from rlcore.models.tiny_parts import (
-    END_OF_TURN,
-    IGNORED,
-    PAD,
-    TEXT_TOKENS,
-    build_tokenizer,
-    draw_weights,
-    learn_until,
-    sampling_defaults,
-)
-
-ANSWER_TOKENS = ("<answer>", "</answer>")
+from rlcore.data.synthetic.arithmetic import ArithmeticProblem, draw_countdown, draw_sum
+from rlcore.data.tiny import END_OF_TURN, PAD, build_text_tokenizer
+from rlcore.models.tiny_parts import IGNORED, draw_weights, learn_until, sampling_defaults
 
 GAME = CountdownConfig(numbers=(3, 4), max_number=12, max_target=40, operations=("+", "-"))
 """The countdown that its policy is warm-started on; grpo-countdown-tiny draws the same kind."""
@@ -40,11 +30,6 @@ _EMBEDDING_STD = 1.0
 _BATCH = {"sums": 16, "countdown": 32}
 _LEARNING_RATE = 2e-3
 _ENOUGH_LOSS = {"sums": 0.10, "countdown": 0.44}  # nats per token, running mean
-
-
-def build_text_tokenizer() -> PreTrainedTokenizerFast:
-    """The policies' tokenizer of bytes, with tokens for the thinking and answer marks; needs no files."""
-    return build_tokenizer(TEXT_TOKENS + ANSWER_TOKENS)
 
 
 def create_text_policy(folder: Path, config: TinyModelConfig) -> int:

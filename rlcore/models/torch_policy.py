@@ -22,9 +22,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from rlcore.algorithms.aggregation import StepTotals
-from rlcore.algorithms.flops import ModelShape
+from rlcore.algorithms.objective import PolicyTokens, StepSums, UpdateResult, microbatch_loss
 from rlcore.batch import ImageFeatures, Microbatch, on_device, pack
 from rlcore.config import ExperimentConfig
+from rlcore.flops import ModelShape
 from rlcore.models.blocks import checkpoint_blocks, compile_blocks
 from rlcore.models.checkpoint import BackgroundSaver, load_train_state
 from rlcore.models.lora import B, adapters_off, choose_trainable, frozen_tower, is_adapter, lora_alpha
@@ -35,7 +36,6 @@ from rlcore.models.sequence import cut, sequence_group
 from rlcore.models.support import require_supported
 from rlcore.models.vision import FrozenTower
 from rlcore.ports import ScoredTokens
-from rlcore.training.step import PolicyTokens, StepSums, UpdateResult, microbatch_loss
 from rlcore.types import Floats, ImageRef, TrainingSample
 
 

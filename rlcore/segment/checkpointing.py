@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from rlcore.artifacts import CheckpointRef
 from rlcore.errors import LeaseLostError
-from rlcore.job import write_json_atomically
+from rlcore.files import write_json_atomically
 from rlcore.models.canary import Canary, CanaryPolicy
 from rlcore.segment.journal import read_journal
 from rlcore.segment.resume import ResumePoint, read_segments

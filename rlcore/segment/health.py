@@ -6,9 +6,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from rlcore.adjustments import Adjustments
 from rlcore.config import HealthRule
 from rlcore.errors import ConfigError, RollbackError
-from rlcore.segment.adjustments import Adjustments
 from rlcore.segment.journal import StepRecord, wall_clock_ms
 
 _SHOWN = 10

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlcore.errors import StorageError
-from rlcore.job import write_json_atomically
+from rlcore.files import write_json_atomically
 
 logger = logging.getLogger(__name__)
 

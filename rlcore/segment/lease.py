@@ -24,7 +24,7 @@ import psutil
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from rlcore.errors import LeaseLostError, StorageError
-from rlcore.job import write_json_atomically
+from rlcore.files import write_json_atomically
 
 logger = logging.getLogger(__name__)
 DEADLINE_SECONDS = 120.0

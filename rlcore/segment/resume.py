@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from rlcore.artifacts import CheckpointRef
 from rlcore.errors import CheckpointError, StorageError
-from rlcore.job import write_json_atomically
+from rlcore.files import write_json_atomically
 from rlcore.segment.facts import code_digest
 from rlcore.segment.spec import SegmentManifest, SegmentSpec, segment_path
 from rlcore.segment.store import (

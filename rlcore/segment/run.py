@@ -18,27 +18,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlcore.errors import HealthError, LeaseLostError, WorkerTraceback
-from rlcore.job import JobError, write_json_atomically
+from rlcore.failures import EXIT_DONE, EXIT_PREEMPTED, EXIT_STORAGE, exit_code, with_free_space
+from rlcore.files import write_json_atomically
+from rlcore.process import dump_on_signal, making_what_stays
 from rlcore.segment.facts import code_digest
-from rlcore.segment.failures import exit_code, with_free_space
 from rlcore.segment.health import HealthWatch
 from rlcore.segment.journal import MetricJournal, read_journal
 from rlcore.segment.lease import Control, Lease, Unchanged
 from rlcore.segment.resume import ResumePoint, find_resume_point, warn_of_changes
-from rlcore.segment.spec import (
-    EXIT_DONE,
-    EXIT_PREEMPTED,
-    EXIT_STORAGE,
-    SegmentEnd,
-    SegmentSpec,
-)
+from rlcore.segment.spec import SegmentEnd, SegmentSpec
 from rlcore.segment.store import LocalCheckpointStore
-from rlcore.stacks import dump_on_signal
-from rlcore.startup import making_what_stays
+from rlcore.specs import JobError
 
 if TYPE_CHECKING:
     from rlcore.segment.checkpointing import Checkpointer, CheckpointSeconds
-    from rlcore.training.loop import TrainingRun
+    from rlcore.training.run import TrainingRun
     from rlcore.training.state import TrainState
 
 logger = logging.getLogger(__name__)
@@ -142,10 +136,10 @@ def main(spec_path: Path) -> int:
 
 def _train_segments(spec: SegmentSpec, stop: StopRequest, lease: Lease) -> int:
     with making_what_stays():
-        from rlcore.assemble import training_run
         from rlcore.models.canary import Canary
+        from rlcore.segment.batch_log import BatchLog
         from rlcore.segment.checkpointing import Checkpointer, CheckpointSeconds
-        from rlcore.training.samples import BatchLog
+        from rlcore.training.assemble import training_run
 
     store = LocalCheckpointStore(spec.run_dir, spec.run_id)
     start = find_resume_point(spec.run_dir, store)

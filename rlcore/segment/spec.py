@@ -1,4 +1,4 @@
-"""What a trainer process is told: one JSON file, written by the segment task, read by ``rlcore.segment run``."""
+"""What a trainer process is told: one JSON file, written by the segment task, read by ``rlcore.jobs.segment``."""
 
 from __future__ import annotations
 
@@ -7,21 +7,9 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
+from rlcore.adjustments import Adjustments
 from rlcore.artifacts import CheckpointRef, DatasetRef, ModelRef
 from rlcore.config import ExperimentConfig
-from rlcore.segment.adjustments import Adjustments
-
-EXIT_DONE = 0
-EXIT_UNKNOWN = 1
-EXIT_PREEMPTED = 75  # told to stop; the last checkpoint is committed
-EXIT_OUT_OF_MEMORY = 76
-EXIT_DIVERGED = 77
-EXIT_BAD_CONFIG = 78  # never retried; too few groups with signal as well
-EXIT_WORKER_LOST = 79
-EXIT_UNGRADED = 80
-EXIT_STORAGE = 81
-EXIT_PAUSED = 82  # a health rule; the checkpoint is committed
-EXIT_ROLLBACK = 83  # a health rule; nothing is committed since the last segment
 
 
 class SegmentSpec(BaseModel):

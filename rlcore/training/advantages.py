@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from rlcore.algorithms import advantage as estimators
+from rlcore.algorithms.objective import kl_estimate
 from rlcore.config import AlgorithmConfig
 from rlcore.config.algorithm import (
     BatchStdAdvantage,
@@ -23,7 +24,6 @@ from rlcore.config.algorithm import (
     RemaxAdvantage,
     RlooAdvantage,
 )
-from rlcore.training.step import kl_estimate
 from rlcore.types import Floats, RolloutGroup, Score, TrainingSample
 
 

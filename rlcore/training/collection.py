@@ -20,37 +20,15 @@ from rlcore.rollout.collect import sample_requests, to_group, to_sample
 from rlcore.training.advantages import ScoredGroup
 from rlcore.training.background import in_background
 from rlcore.training.clock import Clock
-from rlcore.training.drawing import Drawn, draw_problems, with_pass_rates
+from rlcore.training.drawing import draw_problems, with_pass_rates
 from rlcore.training.partial import partial_batch
+from rlcore.training.run import Collected, Drawn, Following
 from rlcore.training.state import TrainState
 from rlcore.training.ungraded import require_graded
 from rlcore.types import Problem, Score, TrainingSample
 
 if TYPE_CHECKING:
-    from rlcore.training.loop import TrainingRun
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Collected:
-    """What a step trains on, and what became of everything that was sampled for it."""
-
-    groups: list[ScoredGroup]  # of the step
-    generated: Sequence[ScoredGroup]  # for this step, kept or not; empty where the buffer alone fills the step
-    drawn: Drawn
-    age_max: int  # optimizer steps between the policy of the oldest token and the one that trains on it
-    stale: bool = False  # the sampler's log-probs are those of older policies
-    filled: int = 0  # groups without signal that take the place of groups with it
-    from_buffer: int = 0
-    following: Future[_Following] | None = None
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Following:
-    """The rollout batch after the one that is trained on."""
-
-    state: TrainState  # with the batch in ``ahead``
-    drawn: Drawn
-    seconds: float  # of sampling beside the training; 0 where it was not beside
+    from rlcore.training.run import TrainingRun
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -152,7 +130,7 @@ def _one_ahead(run: TrainingRun, state: TrainState, clock: Clock) -> tuple[Colle
         following = in_background(lambda: _beside(run, state, step))
     else:
         following = Future()
-        following.set_result(_Following(*_with_batch(run, state, step, clock), 0.0))
+        following.set_result(Following(*_with_batch(run, state, step, clock), 0.0))
         _end_sampling(run, clock)
     return replace(_perhaps_stale(run, state, groups, drawn, clock), following=following), state
 
@@ -165,10 +143,10 @@ def _perhaps_stale(
     return Collected(trained, groups, drawn, age, stale=age > 0)
 
 
-def _beside(run: TrainingRun, state: TrainState, step: int) -> _Following:
+def _beside(run: TrainingRun, state: TrainState, step: int) -> Following:
     clock = Clock()
     state, drawn = _with_batch(run, state, step, clock)
-    return _Following(state, drawn, clock.seconds["generate"])
+    return Following(state, drawn, clock.seconds["generate"])
 
 
 def _with_batch(run: TrainingRun, state: TrainState, step: int, clock: Clock) -> tuple[TrainState, Drawn]:

@@ -5,31 +5,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from rlcore.config import DataConfig
 from rlcore.data.curriculum import next_problems
 from rlcore.data.stream import ProblemStream
 from rlcore.training.state import TrainState
 from rlcore.types import RolloutGroup
-
-
-@dataclass(frozen=True, slots=True)
-class Drawn:
-    """What was asked of the sampler in the time of one step, and what it had drawn in vain."""
-
-    rounds: int = 0
-    tokens: int = 0  # of completions
-    continued: int = 0  # completions that an older policy had begun
-    dropped_stale: int = 0  # groups that would have been trained too late
-
-    def __add__(self, other: Drawn) -> Drawn:
-        return Drawn(
-            self.rounds + other.rounds,
-            self.tokens + other.tokens,
-            self.continued + other.continued,
-            self.dropped_stale + other.dropped_stale,
-        )
 
 
 def draw_problems(

@@ -3,7 +3,7 @@
     problems -> sample G completions each -> score -> advantages -> one or more policy gradient steps -> the sampler
     takes the new weights
 
-Whatever runs behind a protocol (Ray, FSDP2, vLLM, grading processes) is wired in ``rlcore/assemble.py``; the
+Whatever runs behind a protocol (Ray, FSDP2, vLLM, grading processes) is wired in ``rlcore/training/assemble.py``; the
 arithmetic is in ``rlcore/algorithms``; stopping, checkpoints and segments are in ``rlcore/segment/run.py``.
 """
 
@@ -11,16 +11,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from rlcore.algorithms.flops import NOTHING
 from rlcore.algorithms.kl import next_coefficient
-from rlcore.config import ExperimentConfig
 from rlcore.config.algorithm import KlConfig
-from rlcore.distributed.group import WorkerGroup
 from rlcore.errors import DivergedError
-from rlcore.ports import Grader, MetricSink
-from rlcore.segment.adjustments import Adjustments
+from rlcore.flops import NOTHING
 from rlcore.training.advantages import attach_advantages
 from rlcore.training.clock import Clock
 from rlcore.training.collection import collect, split, with_following
@@ -31,26 +27,9 @@ from rlcore.training.metrics import (
     rollout_metrics,
     update_metrics,
 )
+from rlcore.training.run import TrainingRun
 from rlcore.training.schedule import learning_rate
 from rlcore.training.state import TrainState
-from rlcore.types import Problem, RolloutGroup
-
-OnBatch = Callable[[int, Sequence[RolloutGroup], Sequence[RolloutGroup]], None]
-"""Called once per rollout batch, when its training has ended: the batch's last step, what was generated for it, and the
-groups that it was trained on, in their order."""
-
-
-@dataclass(frozen=True, slots=True)
-class TrainingRun:
-    """A wired experiment."""
-
-    config: ExperimentConfig
-    problems: Sequence[Problem]
-    workers: WorkerGroup  # policy and sampler
-    grader: Grader
-    sink: MetricSink
-    on_batch: OnBatch
-    adjustments: Adjustments = Adjustments()  # what rollbacks have changed
 
 
 def train(run: TrainingRun, state: TrainState, *, until_step: int, should_stop: Callable[[], bool]) -> TrainState:

@@ -22,14 +22,14 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from rlcore.algorithms.filtering import GroupOutcome, count_outcomes, group_outcome
-from rlcore.algorithms.flops import Work, utilisation
 from rlcore.algorithms.mismatch import Dtype, normal_limit
+from rlcore.algorithms.objective import UpdateResult
+from rlcore.algorithms.outcomes import GroupOutcome, count_outcomes, group_outcome
 from rlcore.config import AlgorithmConfig, ExperimentConfig
+from rlcore.flops import Work, utilisation
 from rlcore.training.advantages import ScoredGroup, StepAdvantages
-from rlcore.training.collection import Collected
+from rlcore.training.run import Collected
 from rlcore.training.state import TrainState
-from rlcore.training.step import UpdateResult
 from rlcore.types import RolloutGroup, Score
 
 

@@ -119,13 +119,15 @@ def run(trial: Trial) -> Outcome:
     started = time.perf_counter()
     os.environ["OMP_NUM_THREADS"] = "1"
     from infra.servers import free_port
-    from rlcore.data.problems import load_problems
-    from rlcore.distributed.group import LocalRanks, WorkerGroup
+    from rlcore.data.table import load_problems
+    from rlcore.distributed.group import WorkerGroup
+    from rlcore.distributed.ranks import LocalRanks
     from rlcore.distributed.worker import Worker, WorkerSpec
     from rlcore.evaluation.evaluate import evaluate, summarise
     from rlcore.rewards import make_reward
     from rlcore.rewards.pool import GradingPool
-    from rlcore.training.loop import TrainingRun, train
+    from rlcore.training.loop import train
+    from rlcore.training.run import TrainingRun
     from rlcore.training.state import TrainState
 
     config = experiment(trial.algorithm or "grpo", trial.seed, tiny=trial.tiny)
@@ -183,10 +185,10 @@ def experiment(algorithm: str, seed: int, *, tiny: bool) -> Any:
 
 def prepare(seed: int, folder: Path, *, tiny: bool) -> Trial:
     """The seed's policy and problems; the trial that measures where its runs start from."""
-    from rlcore.data.images import resize
-    from rlcore.data.problems import prepare as prepare_source
-    from rlcore.job import BootstrapSpec, PrepareSpec, ResizeSpec
-    from rlcore.models.bootstrap import bootstrap
+    from rlcore.jobs.bootstrap import bootstrap
+    from rlcore.jobs.prepare import prepare as prepare_source
+    from rlcore.jobs.resize import resize
+    from rlcore.specs import BootstrapSpec, PrepareSpec, ResizeSpec
 
     config = experiment("grpo", seed, tiny=tiny)
     model = bootstrap(BootstrapSpec(result=folder / "model.json", model=config.model, models_dir=folder / "models"))

@@ -23,7 +23,8 @@ import numpy as np
 
 from rlcore.config import ExperimentConfig, build_experiment
 from rlcore.data.prompts import PromptBuilder, load_processor
-from rlcore.models.tiny_parts import CHAT_TEMPLATE, END_OF_TURN, PAD, SPECIAL_TOKENS, sampling_defaults
+from rlcore.data.tiny import CHAT_TEMPLATE, END_OF_TURN, PAD, SPECIAL_TOKENS
+from rlcore.models.tiny_parts import sampling_defaults
 from rlcore.types import Completion, ImageRef, Problem, Score
 
 VOCABULARY = 151_936
@@ -218,8 +219,8 @@ def random_case(
 
 def prepared_case(kind: str, folder: Path, dataset: Path, *, tiny: bool) -> Case:
     """The problems of a prepared dataset, with its pictures."""
-    from rlcore.data.folder import load_report
-    from rlcore.data.problems import load_problems
+    from rlcore.data.prepare.folder import load_report
+    from rlcore.data.table import load_problems
 
     pixels = load_report(dataset).max_pixels
     case = Case(_model(kind, folder, tiny), dataset, _template(folder), load_problems(dataset), 0, pixels, tiny)

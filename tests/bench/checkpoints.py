@@ -84,7 +84,7 @@ def trained(folder: Path, workers: int, steps: int, segment_steps: int) -> dict[
     (spec.run_dir / "spec.json").write_text(spec.model_dump_json())
     control = Control(spec.run_dir / "control.json")
     control.beat(SEGMENTS)
-    trainer = subprocess.Popen([sys.executable, "-m", "rlcore.segment", "run", str(spec.run_dir / "spec.json")])
+    trainer = subprocess.Popen([sys.executable, "-m", "rlcore.jobs.segment", str(spec.run_dir / "spec.json")])
     while trainer.poll() is None:
         control.beat(SEGMENTS)
         time.sleep(1)

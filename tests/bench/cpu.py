@@ -180,7 +180,7 @@ def peer(arguments: argparse.Namespace) -> None:
 def helped(base: Any) -> None:
     from trl.generation.vllm_generation import VLLMGeneration
 
-    from rlcore.rollout.engine import reset_caches
+    from rlcore.sampler.engine import reset_caches
 
     def sync_weights(self: Any) -> None:
         weights = {"weights_iterator": self._iter_named_params(), "is_checkpoint_format": True}

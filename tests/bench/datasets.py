@@ -21,9 +21,9 @@ from pyarrow import parquet
 
 from rlcore.artifacts import DatasetRef
 from rlcore.config import DataConfig, ModelConfig
-from rlcore.data.drawn import Split
-from rlcore.data.synthetic import draw_problem
-from rlcore.job import JobSpec, PrepareSpec, ResizeSpec
+from rlcore.data.synthetic.geometry import draw_problem
+from rlcore.data.synthetic.splits import Split
+from rlcore.specs import JobSpec, PrepareSpec, ResizeSpec
 
 SPLITS: tuple[Split, ...] = ("train", "validation")
 
@@ -34,9 +34,9 @@ def main(files: Path, folder: Path) -> dict[str, dict[str, float]]:
     for split in SPLITS:
         source = files / f"{split}.parquet"
         place = {"source": str(source), "source_path": source, "split": split}
-        raw, prepared = timed("rlcore.data.problems", PrepareSpec(result=folder / f"raw-{split}", **place, **shared))
+        raw, prepared = timed("rlcore.jobs.prepare", PrepareSpec(result=folder / f"raw-{split}", **place, **shared))
         resize = ResizeSpec(result=folder / split, dataset=raw, processes=2, **shared)
-        ref, resized = timed("rlcore.data.images", resize)
+        ref, resized = timed("rlcore.jobs.resize", resize)
         found[split] = {"problems": ref.num_problems, "images": ref.num_images, "prepare": prepared, "resize": resized}
     return found
 

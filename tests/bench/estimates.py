@@ -1,4 +1,4 @@
-"""The estimates of ``rlcore.algorithms.estimate`` next to what was measured on an H200, for docs/cost.md and its test.
+"""The estimates of ``rlcore.estimate`` next to what was measured on an H200, for docs/cost.md and its test.
 
 The constants were fitted to the rows that say so. The other rows were measured later, so they show how far off an
 estimate of another shape is.
@@ -13,10 +13,10 @@ from typing import Any, Literal
 
 import torch
 
-from rlcore.algorithms.estimate import BANDWIDTH, GIB, Architecture, Plan, estimate_memory, estimate_seconds
-from rlcore.algorithms.flops import PEAK_BF16
 from rlcore.config import ModelConfig
-from rlcore.models.architecture import architecture
+from rlcore.estimate import BANDWIDTH, GIB, Architecture, Plan, estimate_memory, estimate_seconds
+from rlcore.flops import PEAK_BF16
+from rlcore.jobs.architecture import architecture
 from tests.bench.accepted import record
 from tests.bench.tables import markdown
 from tests.bench.update import SHAPES, build_model

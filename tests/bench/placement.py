@@ -138,11 +138,12 @@ class Recorder:
 
 def placed(arguments: argparse.Namespace, case: Case, overrides: Sequence[str]) -> dict[str, Any]:
     """Medians of one placement's steps."""
-    from rlcore.assemble import pick_device
     from rlcore.distributed.actors import RayRanks
     from rlcore.distributed.cluster import start_ray, stop_ray
     from rlcore.distributed.group import WorkerGroup
-    from rlcore.training.loop import TrainingRun, train
+    from rlcore.models.support import pick_device
+    from rlcore.training.loop import train
+    from rlcore.training.run import TrainingRun
     from rlcore.training.state import TrainState
 
     config = experiment(

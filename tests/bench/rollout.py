@@ -84,15 +84,15 @@ def main() -> None:
 def measure(arguments: argparse.Namespace) -> None:
     import torch
 
-    from rlcore.rollout.engine import engine_core, engine_prompt, sampling_params, set_engine_environment
+    from rlcore.sampler.engine import engine_core, engine_prompt, sampling_params, set_engine_environment
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     set_engine_environment(device)
-    from rlcore.data.images import ImageStore
+    from rlcore.data.image_store import ImageStore
     from rlcore.data.prompts import PromptBuilder, load_processor
     from rlcore.models.loading import load_hf_model
     from rlcore.rollout.collect import in_order, sample_requests
-    from rlcore.rollout.vllm_sampler import VllmSampler
+    from rlcore.sampler.vllm_sampler import VllmSampler
 
     arguments.folder.mkdir(parents=True, exist_ok=True)
     shape = shape_of(arguments.kind, arguments.tiny)

@@ -247,8 +247,9 @@ class Steps:
 
     def use(self, config: Any) -> None:
         """From the next step on. The engine keeps the sizes that it was made with, but for the cap."""
-        from rlcore.distributed.group import LocalRanks, WorkerGroup
-        from rlcore.training.loop import TrainingRun
+        from rlcore.distributed.group import WorkerGroup
+        from rlcore.distributed.ranks import LocalRanks
+        from rlcore.training.run import TrainingRun
 
         self.config = config
         self._worker.sampler._params["max_tokens"] = config.rollout.max_completion_tokens

@@ -6,7 +6,7 @@ cap (ragged). Each variant adds one thing to the one before it; ``plain`` is the
 prompt of its own for every sequence. Seconds are those of the whole update, packing, clipping and optimizer included,
 between device synchronisations; medians over ``--repeats`` after one warm-up.
 
-MFU counts what a microbatch needs computed (``rlcore.algorithms.flops``): a shared prompt once, the head on trained
+MFU counts what a microbatch needs computed (``rlcore.flops``): a shared prompt once, the head on trained
 tokens, no recomputation. ``tokens_per_second`` counts every sequence whole, so that variants can be compared by it.
 
 Under ``torchrun`` all ranks compute each row together (``training.sequence_parallel``), ``--budget`` tokens on each.
@@ -36,11 +36,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from rlcore.algorithms.aggregation import StepTotals
-from rlcore.algorithms.flops import NOTHING, utilisation
 from rlcore.batch import ImageFeatures, prompt_key
 from rlcore.config import ExperimentConfig, build_experiment
 from rlcore.distributed.group import microbatch_work
 from rlcore.distributed.plan import SequenceSize, plan_microbatches
+from rlcore.flops import NOTHING, utilisation
 from rlcore.models.torch_policy import TorchPolicy, weights_dtype
 from rlcore.types import ImageRef, TrainingSample
 from tests.bench.cases import SHAPES, Shape, build_model, shape_of, stop_chance, vision_tokens

@@ -12,9 +12,9 @@ from typing import Literal
 
 import psutil
 
+from rlcore.process import SIGNAL, innermost
 from rlcore.segment.journal import StepRecord, read_journal
 from rlcore.segment.lease import holder_alive
-from rlcore.stacks import SIGNAL, innermost
 from tests.left import command_of
 
 _DUMP_SECONDS, _DUMP_QUIET_SECONDS = 0.5, 0.005
@@ -63,7 +63,7 @@ class Scene:
 
     def starting_trainer(self) -> psutil.Process | None:
         """The trainer that has not taken a step yet, with the lease or still without."""
-        spec = f"rlcore.segment run {self.run_dir / 'spec.json'}"
+        spec = f"rlcore.jobs.segment {self.run_dir / 'spec.json'}"
         for process in psutil.process_iter():
             if spec in command_of(process):
                 with contextlib.suppress(psutil.NoSuchProcess):
@@ -214,8 +214,8 @@ FIRST_SYNC = Kind(_WORKER, "first sync", _workers, _syncs_first, 0.0, is_past=_s
 GRADER = Kind(
     "grading process", "any", lambda scene: below(scene.trainer(), "rlcore.rewards.worker"), _always, 1.5, False
 )
-EVALUATION = Kind("evaluation", "evaluation", _job("rlcore.evaluation"), _always, 4.0, False, "process")
-MERGE = Kind("merge", "merge", _job("rlcore.models.merge"), _always, 4.0, False, "process")
+EVALUATION = Kind("evaluation", "evaluation", _job("rlcore.jobs.evaluate"), _always, 4.0, False, "process")
+MERGE = Kind("merge", "merge", _job("rlcore.jobs.merge"), _always, 4.0, False, "process")
 RESTARTING = (
     Kind(_WORKER, "any", _workers, _always, 1.5),
     Kind(_WORKER, "checkpoint write", _workers, _writes_checkpoint, 0.03),

@@ -31,7 +31,7 @@ HOMES = {
     "fsspec": ("infra/storage.py", "infra/store.py"),
     "s3fs": ("infra/store.py",),
     "botocore": ("infra/s3_errors.py",),
-    "vllm": ("rlcore/rollout/",),
+    "vllm": ("rlcore/sampler/",),
     "ray": ("rlcore/distributed/",),
     "mathruler": ("rlcore/rewards/grading.py",),
     "math_verify": ("rlcore/rewards/grading.py",),
@@ -39,8 +39,30 @@ HOMES = {
     "torch": ("rlcore/",),
     "transformers": ("rlcore/",),
 }
+# The packages and files of rlcore. Each may import from the rows above its own, and from its own package.
+LAYERS = (
+    ("types", "errors"),
+    ("artifacts", "files", "flops", "ports", "process"),
+    ("config",),
+    ("adjustments", "batch", "failures", "specs"),
+    ("algorithms", "estimate", "rewards"),
+    ("data",),
+    ("models",),
+    ("sampler",),
+    ("distributed",),
+    ("rollout",),
+    ("training",),
+    ("segment",),
+    ("evaluation",),
+    ("ablation",),
+    ("jobs", "migrate"),
+)
 NO_TORCH = tuple(
-    f"rlcore/{name}" for name in ("config/", "types.py", "artifacts.py", "errors.py", "ports.py", "rewards/")
+    f"rlcore/{name}"
+    for name in (
+        *("types.py", "errors.py", "artifacts.py", "files.py", "flops.py", "ports.py", "config/", "migrate/"),
+        *("adjustments.py", "failures.py", "specs.py", "estimate.py", "rewards/"),
+    )
 )
 HEAVY = ("torch", "vllm", "ray", "transformers", "datasets")
 
@@ -79,13 +101,13 @@ def late():
 from . import sampler
 from .pool import Pool
 from .. import types
-from ..data.problems import prepare
+from ..jobs.prepare import prepare
 """
     here = Path("rlcore/rewards/grading.py")
     assert modules_imported(source, here) == {
         *("json", "torch.nn", "vllm", "vllm.LLM"),
         *("rlcore.rewards", "rlcore.rewards.sampler", "rlcore.rewards.pool", "rlcore.rewards.pool.Pool"),
-        *("rlcore", "rlcore.types", "rlcore.data.problems", "rlcore.data.problems.prepare"),
+        *("rlcore", "rlcore.types", "rlcore.jobs.prepare", "rlcore.jobs.prepare.prepare"),
     }
     assert "rlcore.rewards.pool" in modules_imported("from .pool import Pool", here.with_name("__init__.py"))
 
@@ -100,6 +122,65 @@ def test_packages_keep_to_their_side(package: str) -> None:
     assert not found
 
 
+def imports_of_the_project() -> dict[str, set[str]]:
+    """Module -> the modules of the project that it imports: inside functions and for type checkers as well."""
+    files = {module_name(path): path for path in modules()}
+    return {
+        name: {found for found in modules_imported(path.read_text(), path.relative_to(ROOT)) if found in files} - {name}
+        for name, path in files.items()
+    }
+
+
+def module_name(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def layer_of(module: str) -> int:
+    (layer,) = [number for number, row in enumerate(LAYERS) if module.split(".")[1] in row]
+    return layer
+
+
+def test_a_layer_of_rlcore_imports_from_the_layers_above_it() -> None:
+    found = [
+        f"{module} imports {other}"
+        for module, others in imports_of_the_project().items()
+        for other in sorted(others)
+        if module.startswith("rlcore.") and other.startswith("rlcore.")
+        if module.split(".")[1] != other.split(".")[1] and layer_of(module) <= layer_of(other)
+    ]
+    assert not found
+
+
+def test_every_part_of_rlcore_has_a_layer() -> None:
+    parts = {path.relative_to(ROOT / "rlcore").parts[0].removesuffix(".py") for path in (ROOT / "rlcore").rglob("*.py")}
+    assert sorted(parts - {"__init__"}) == sorted(part for row in LAYERS for part in row)
+
+
+def test_no_files_import_each_other() -> None:
+    assert circles(imports_of_the_project()) == []
+
+
+def test_a_circle_is_found() -> None:
+    imports = {"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": set(), "e": {"d"}}
+    assert circles(imports) == [["a", "b", "c"]]
+
+
+def circles(imports: dict[str, set[str]]) -> list[list[str]]:
+    """Groups of modules that import each other, directly or through others."""
+    reached = {module: reachable(module, imports) for module in imports}
+    groups = {tuple(sorted(other for other in reached[module] if module in reached[other])) for module in imports}
+    return sorted(list(group) for group in groups if group)
+
+
+def reachable(start: str, imports: dict[str, set[str]]) -> set[str]:
+    waiting, found = set(imports[start]), set[str]()
+    while waiting:
+        module = waiting.pop()
+        found.add(module)
+        waiting |= imports[module] - found
+    return found
+
+
 def test_each_third_party_has_its_home() -> None:
     found = [
         f"{path.relative_to(ROOT)} imports {name}; allowed in {', '.join(HOMES[name])}"
@@ -112,7 +193,7 @@ def test_each_third_party_has_its_home() -> None:
 
 def test_vllm_is_imported_by_one_file() -> None:
     assert [str(path.relative_to(ROOT)) for path in modules() if "vllm" in imported(path)] == [
-        "rlcore/rollout/engine.py"
+        "rlcore/sampler/engine.py"
     ]
 
 

@@ -15,10 +15,10 @@ import yaml
 
 from infra.settings import Settings
 from rlcore.config import ExperimentConfig, build_experiment
-from rlcore.config.build import flatten
+from rlcore.config.base import flatten
 from rlcore.errors import ConfigError, WorkerLostError
+from rlcore.failures import Failure, classify
 from rlcore.rewards.dry_run import dry_run
-from rlcore.segment.failures import Failure, classify
 from tasks.experiments import experiment_values, load_experiment
 from tasks.page import PANELS
 from tasks.reference import page as reference

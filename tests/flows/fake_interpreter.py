@@ -18,33 +18,18 @@ from pydantic import BaseModel
 
 from rlcore.artifacts import CheckpointRef, DatasetRef, EvalReport, ModelRef
 from rlcore.errors import HealthError, RollbackError
-from rlcore.job import (
-    BootstrapSpec,
-    EvaluateSpec,
-    JobError,
-    MergeSpec,
-    PrepareSpec,
-    ResizeSpec,
-    job_main,
-    write_json_atomically,
-)
-from rlcore.segment.failures import exit_code
+from rlcore.failures import EXIT_DIVERGED, EXIT_OUT_OF_MEMORY, EXIT_PREEMPTED, EXIT_STORAGE, exit_code
+from rlcore.files import write_json_atomically
+from rlcore.jobs.entry import job_main
+from rlcore.process import dump_on_signal
 from rlcore.segment.health import HealthWatch
 from rlcore.segment.journal import MetricJournal, read_journal
 from rlcore.segment.lease import Control, Lease
 from rlcore.segment.resume import find_resume_point, segment_manifest
 from rlcore.segment.run import StopRequest
-from rlcore.segment.spec import (
-    EXIT_DIVERGED,
-    EXIT_OUT_OF_MEMORY,
-    EXIT_PREEMPTED,
-    EXIT_STORAGE,
-    SegmentEnd,
-    SegmentSpec,
-    segment_path,
-)
+from rlcore.segment.spec import SegmentEnd, SegmentSpec, segment_path
 from rlcore.segment.store import LocalCheckpointStore, read_manifest
-from rlcore.stacks import dump_on_signal
+from rlcore.specs import BootstrapSpec, EvaluateSpec, JobError, MergeSpec, PrepareSpec, ResizeSpec
 
 STEP_SECONDS = float(os.environ.get("FAKE_STEP_SECONDS", "0.02"))
 
@@ -248,14 +233,14 @@ def _commit(spec: SegmentSpec, store: LocalCheckpointStore, step: int, end: Segm
 
 def main() -> None:
     module, *rest = sys.argv[2:]
-    if module == "rlcore.segment":
-        sys.exit(train(Path(rest[1])))
+    if module == "rlcore.jobs.segment":
+        sys.exit(train(Path(rest[0])))
     run, spec_type = {
-        "rlcore.data.problems": (prepare, PrepareSpec),
-        "rlcore.data.images": (resize, ResizeSpec),
-        "rlcore.models.bootstrap": (bootstrap, BootstrapSpec),
-        "rlcore.evaluation": (evaluate, EvaluateSpec),
-        "rlcore.models.merge": (merge, MergeSpec),
+        "rlcore.jobs.prepare": (prepare, PrepareSpec),
+        "rlcore.jobs.resize": (resize, ResizeSpec),
+        "rlcore.jobs.bootstrap": (bootstrap, BootstrapSpec),
+        "rlcore.jobs.evaluate": (evaluate, EvaluateSpec),
+        "rlcore.jobs.merge": (merge, MergeSpec),
     }[module]
     sys.argv = [module, *rest]
     job_main(run, spec_type)

@@ -9,7 +9,7 @@ from prefect.artifacts import Artifact
 
 from infra import processes
 from infra.settings import Settings
-from rlcore.segment.adjustments import Adjustments
+from rlcore.adjustments import Adjustments
 from tasks.jobs import jobs_mark
 from tasks.runs import drivers, existing_run
 

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from rlcore.artifacts import DatasetRef, EvalReport, ModelRef
-from rlcore.job import EvaluateSpec
+from rlcore.specs import EvaluateSpec
 from tests.docs.pages import ROOT
 from tests.integration.tiny_run import CORRECTED, ON_A_GPU, PARTIAL, experiment, journal, run
 
@@ -37,7 +37,7 @@ def test_an_evaluation_needs_no_cluster_and_gives_the_same_rows_twice(
             out_dir=tmp_path / name,
         )
         (tmp_path / name / "spec.json").write_text(spec.model_dump_json())
-        command = [sys.executable, "-m", "rlcore.evaluation", str(tmp_path / name / "spec.json")]
+        command = [sys.executable, "-m", "rlcore.jobs.evaluate", str(tmp_path / name / "spec.json")]
         subprocess.run(command, check=True, cwd=ROOT, env=os.environ | {"RAY_TMPDIR": str(ray)})
         assert not ray.exists()  # a Ray of its own keeps its session there
         report = EvalReport.model_validate_json(spec.result.read_text())

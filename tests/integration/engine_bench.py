@@ -32,7 +32,7 @@ class Bench:
             dtype: of the engine.
             ranks: of the world that this process is in, which hold the engine and the policy together.
         """
-        from rlcore.rollout.engine import set_engine_environment
+        from rlcore.sampler.engine import set_engine_environment
 
         set_engine_environment("cpu")
         from torch.distributed.device_mesh import init_device_mesh
@@ -41,7 +41,7 @@ class Bench:
         from rlcore.data.prompts import PromptBuilder, load_processor
         from rlcore.models.loading import load_hf_model
         from rlcore.models.torch_policy import TorchPolicy, weights_dtype
-        from rlcore.rollout.vllm_sampler import VllmSampler
+        from rlcore.sampler.vllm_sampler import VllmSampler
         from tests.numerics import toy
 
         values = toy.config().model_dump()
@@ -79,7 +79,7 @@ class Bench:
         return max(float(np.abs(a.logprobs - s.sampler_logprobs).max()) for a, s in zip(found, samples, strict=True))
 
     def held(self) -> list[Any]:
-        from rlcore.rollout.engine import held_weights
+        from rlcore.sampler.engine import held_weights
 
         return list(held_weights(self.sampler._llm))
 
@@ -108,7 +108,7 @@ class Bench:
 
 
 def _problems(*, with_pictures: bool) -> list[Any]:
-    from rlcore.data.synthetic import draw_problem
+    from rlcore.data.synthetic.geometry import draw_problem
     from rlcore.types import ImageRef, Problem
     from tests.numerics import toy
 

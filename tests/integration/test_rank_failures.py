@@ -14,7 +14,7 @@ from rlcore.config import ExperimentConfig
 from rlcore.distributed.actors import RayRanks
 from rlcore.distributed.cluster import start_ray, stop_ray
 from rlcore.errors import SamplerError, WorkerLostError
-from rlcore.stacks import SIGNAL, innermost
+from rlcore.process import SIGNAL, innermost
 from rlcore.training.background import in_background
 from tests.integration.toy_worker import ToyWorker
 

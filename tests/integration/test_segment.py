@@ -6,10 +6,10 @@ from pathlib import Path
 
 import torch
 
+from rlcore.failures import EXIT_DONE
 from rlcore.models.checkpoint import load_full_weights
 from rlcore.segment.journal import read_journal
 from rlcore.segment.lease import Control
-from rlcore.segment.spec import EXIT_DONE
 from tests.integration.tiny_run import experiment
 from tests.integration.trainer_process import log_of, manifests, spec_of, start
 

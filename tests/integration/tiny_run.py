@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rlcore.config import ExperimentConfig, build_experiment
-from rlcore.data.synthetic import draw_problem
+from rlcore.data.synthetic.geometry import draw_problem
 from rlcore.segment.journal import StepRecord, read_journal
 from tests.integration import train_tiny
 from tests.ranks import FORKED
@@ -46,9 +46,9 @@ def experiment(**overrides: Any) -> ExperimentConfig:
 
 
 def prepared(folder: Path, config: ExperimentConfig, source: Path | None) -> Path:
-    from rlcore.data.images import resize
-    from rlcore.data.problems import prepare
-    from rlcore.job import PrepareSpec, ResizeSpec
+    from rlcore.jobs.prepare import prepare
+    from rlcore.jobs.resize import resize
+    from rlcore.specs import PrepareSpec, ResizeSpec
 
     raw = prepare(
         PrepareSpec(

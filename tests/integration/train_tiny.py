@@ -16,18 +16,19 @@ from concurrent.futures import Future
 from contextlib import ExitStack
 from pathlib import Path
 
-from rlcore.startup import making_what_stays
+from rlcore.process import making_what_stays
 
 with making_what_stays():
     from rlcore.config import ExperimentConfig
-    from rlcore.data.problems import load_problems
+    from rlcore.data.table import load_problems
     from rlcore.distributed.actors import RayRanks
     from rlcore.distributed.cluster import start_ray, stop_ray
     from rlcore.distributed.group import WorkerGroup
     from rlcore.distributed.worker import make_worker
     from rlcore.models.checkpoint import load_full_weights
     from rlcore.segment.journal import MetricJournal
-    from rlcore.training.loop import TrainingRun, train
+    from rlcore.training.loop import train
+    from rlcore.training.run import TrainingRun
     from rlcore.training.state import TrainState
     from rlcore.types import Completion, Problem, RolloutGroup, Score
     from tests.integration.forked_ranks import ForkedRanks

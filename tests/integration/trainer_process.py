@@ -18,7 +18,7 @@ def start(spec: SegmentSpec, mark: str = "") -> subprocess.Popen[bytes]:
     path = spec.run_dir / "spec.json"
     path.write_text(spec.model_dump_json())
     log = (spec.run_dir / "trainer.log").open("ab")
-    command = [sys.executable, "-m", "rlcore.segment", "run", str(path)]
+    command = [sys.executable, "-m", "rlcore.jobs.segment", str(path)]
     if mark:
         return processes.start(command, env=os.environ, mark=mark, output=log, ends_with_parent=True)
     return subprocess.Popen(command, stdout=log, stderr=log)

@@ -14,8 +14,8 @@ BURSTS = ((1, 0), (4, 0), (4, 3), (16, 2), (100, 12))
 
 def drawn(model: Path) -> dict[str, Any]:
     """What 24 requests of 3 samples draw on 20 places, for bursts of several lengths and by vLLM's own loop."""
-    from rlcore.rollout.decoding import decode
-    from rlcore.rollout.engine import (
+    from rlcore.sampler.decoding import decode
+    from rlcore.sampler.engine import (
         build_engine,
         engine_core,
         enqueue,

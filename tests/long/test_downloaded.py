@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rlcore.data.synthetic import draw_problem
+from rlcore.data.synthetic.geometry import draw_problem
 from tests.downloaded import make_downloaded
 from tests.whole_flow import run_flow
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from rlcore.artifacts import Artifact, DatasetRef
 from rlcore.config import DataConfig, ModelConfig
-from rlcore.data.digest import dataset_key
-from rlcore.data.images import ImageStore
-from rlcore.data.problems import load_problems
-from rlcore.job import JobSpec, PrepareSpec, ResizeSpec
+from rlcore.data.image_store import ImageStore
+from rlcore.data.prepare.digest import dataset_key
+from rlcore.data.table import load_problems
+from rlcore.specs import JobSpec, PrepareSpec, ResizeSpec
 from tests.data_sets import DataSets
 
 CHECKOUT = Path(__file__).parents[2]
@@ -38,8 +38,8 @@ def test_all_of_geometry3k_is_usable(tmp_path, data_sets):
     refs = {}
     for split in ("train", "validation"):
         prepare, rest = specs(data_sets, tmp_path, split)
-        raw = run_job("rlcore.data.problems", prepare)
-        refs[split] = run_job("rlcore.data.images", ResizeSpec(dataset=raw, **rest))
+        raw = run_job("rlcore.jobs.prepare", prepare)
+        refs[split] = run_job("rlcore.jobs.resize", ResizeSpec(dataset=raw, **rest))
 
     for split, ref in refs.items():
         counts = data_sets.counts[f"geometry3k/{split}"]

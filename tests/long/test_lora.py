@@ -32,8 +32,8 @@ def _evaluated(config: ExperimentConfig, dataset: Path, checkpoint: Path, model:
 
     import numpy as np
 
-    from rlcore.data.images import ImageStore
-    from rlcore.data.problems import load_problems
+    from rlcore.data.image_store import ImageStore
+    from rlcore.data.table import load_problems
     from rlcore.models.torch_policy import TorchPolicy
     from rlcore.rollout.collect import in_order, sample_requests, to_sample
     from tests.numerics import toy

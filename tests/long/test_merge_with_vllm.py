@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from rlcore.config import TinyModelConfig
 from rlcore.errors import ModelError
-from rlcore.models.merge import CanarySequence, read_canary, verify_merged
+from rlcore.jobs.merge import verify_merged
+from rlcore.models.canary import CanarySequence, read_canary
 from tests.integration.engine_bench import measured
 
 CHANGED = "model.layers.0.mlp.down_proj.weight"
@@ -35,7 +36,7 @@ def canary_of(model: Path) -> Path:
 
 def verified(folder: Path) -> dict[str, Any]:
     """One engine, which loads ``merged``; both folders are then held to its log-probs."""
-    from rlcore.rollout.engine import set_engine_environment, vllm_sequence_logprobs
+    from rlcore.sampler.engine import set_engine_environment, vllm_sequence_logprobs
     from tests.numerics import toy
 
     set_engine_environment("cpu")

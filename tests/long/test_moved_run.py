@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from infra.settings import Settings
+from rlcore.failures import EXIT_DONE
 from rlcore.models.checkpoint import load_full_weights
 from rlcore.segment.journal import read_journal
 from rlcore.segment.lease import Control
-from rlcore.segment.spec import EXIT_DONE
 from tasks.mirroring import RunMirror, safe_step
 from tasks.runs import existing_run, newest_checkpoint
 from tasks.stored import store_of

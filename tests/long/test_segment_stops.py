@@ -9,9 +9,9 @@ import time
 from pathlib import Path
 
 from infra import processes
+from rlcore.failures import EXIT_DONE, EXIT_PREEMPTED
 from rlcore.segment.journal import read_journal
 from rlcore.segment.lease import Control, Lease
-from rlcore.segment.spec import EXIT_DONE, EXIT_PREEMPTED
 from rlcore.segment.store import LocalCheckpointStore
 from tasks.hang import HangWatch, end_stuck_trainer
 from tests.integration.tiny_run import experiment

@@ -33,7 +33,7 @@ class Damaged:
 
 def one_of_two(rank: int, port: int, model: Path) -> dict[str, Any]:
     from rlcore.errors import SamplerError
-    from rlcore.rollout.engine import set_engine_environment
+    from rlcore.sampler.engine import set_engine_environment
 
     set_engine_environment("cpu")
     os.environ.update(RANK=str(rank), LOCAL_RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))

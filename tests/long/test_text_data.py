@@ -10,11 +10,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from rlcore.config import DataConfig, ModelConfig, TinyModelConfig
-from rlcore.data.folder import load_report
-from rlcore.data.problems import prepare
+from rlcore.data.prepare.folder import load_report
 from rlcore.data.rejects import read_rejects
 from rlcore.data.table import load_rows
-from rlcore.job import PrepareSpec
+from rlcore.jobs.prepare import prepare
+from rlcore.specs import PrepareSpec
 from tasks.experiments import load_experiment
 
 TEXT, SEEING = (ModelConfig(tiny=TinyModelConfig(task=task)) for task in ("sums", "geometry"))

@@ -12,12 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from rlcore.job import JobError
-from rlcore.segment.adjustments import Adjustments, Intervention
+from rlcore.adjustments import Adjustments, Intervention
+from rlcore.failures import EXIT_DONE, EXIT_PREEMPTED, EXIT_ROLLBACK
 from rlcore.segment.journal import StepRecord, read_journal
 from rlcore.segment.lease import Control
-from rlcore.segment.spec import EXIT_DONE, EXIT_PREEMPTED, EXIT_ROLLBACK, SegmentSpec
+from rlcore.segment.spec import SegmentSpec
 from rlcore.segment.store import LocalCheckpointStore
+from rlcore.specs import JobError
 from tests.integration.tiny_run import experiment
 from tests.integration.trainer_process import manifests, spec_of
 
@@ -67,7 +68,7 @@ def trained(command: list[str], spec: SegmentSpec) -> Left:
     path.write_text(spec.model_dump_json())
     with (spec.run_dir / "trainer.log").open("ab") as log:
         code = subprocess.run(
-            [*command, "-m", "rlcore.segment", "run", str(path)], stdout=log, stderr=log, env=os.environ, timeout=500
+            [*command, "-m", "rlcore.jobs.segment", str(path)], stdout=log, stderr=log, env=os.environ, timeout=500
         ).returncode
     return left(spec, code)
 

@@ -12,13 +12,14 @@ from typing import Any
 
 import pytest
 
+from rlcore.adjustments import Adjustments, Intervention
 from rlcore.artifacts import DatasetRef, ModelRef
-from rlcore.job import JobError
-from rlcore.segment.adjustments import Adjustments, Intervention
+from rlcore.failures import EXIT_PAUSED, EXIT_STORAGE, EXIT_WORKER_LOST
+from rlcore.process import pid_of
 from rlcore.segment.journal import read_journal
 from rlcore.segment.lease import Control
-from rlcore.segment.spec import EXIT_PAUSED, EXIT_STORAGE, EXIT_WORKER_LOST, SegmentSpec
-from rlcore.stacks import pid_of
+from rlcore.segment.spec import SegmentSpec
+from rlcore.specs import JobError
 from tests.integration.tiny_run import experiment
 from tests.integration.trainer_process import manifests, start
 

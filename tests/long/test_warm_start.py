@@ -13,10 +13,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Qwen2ForCausalLM
 
 from rlcore.config import TinyModelConfig
-from rlcore.data.arithmetic import ArithmeticProblem
 from rlcore.data.prompts import PromptBuilder, TextProcessor
-from rlcore.data.synthetic import draw_problem
-from rlcore.models.tiny import build_processor, completion_text
+from rlcore.data.synthetic.arithmetic import ArithmeticProblem
+from rlcore.data.synthetic.geometry import draw_problem
+from rlcore.data.tiny import build_processor
+from rlcore.models.tiny import completion_text
 from tests import warm_start
 from tests.unit.tiny_tasks import MAX_COMPLETION_TOKENS, TASKS, drawn, reward, tokenizer
 from tests.warm_start import warm_started

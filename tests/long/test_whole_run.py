@@ -25,7 +25,7 @@ from prefect.client.schemas.objects import StateType
 from prefect.exceptions import PrefectHTTPStatusError
 
 from infra import processes
-from rlcore.data.synthetic import draw_problem
+from rlcore.data.synthetic.geometry import draw_problem
 from rlcore.segment.store import LocalCheckpointStore
 from tasks.lineage import main as show_lineage
 from tasks.runs import existing_run

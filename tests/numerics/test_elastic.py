@@ -14,13 +14,13 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from rlcore.algorithms.aggregation import StepTotals
+from rlcore.algorithms.objective import UpdateResult
 from rlcore.data.stream import ProblemStream
 from rlcore.distributed.group import SamplerGroup
 from rlcore.models.torch_policy import TorchPolicy
 from rlcore.ports import SampledGroup, SampleRequest
 from rlcore.rollout.collect import in_order, sample_requests
 from rlcore.training.metrics import update_metrics
-from rlcore.training.step import UpdateResult
 from rlcore.types import Problem, TrainingSample
 from tests.numerics import toy
 from tests.ranks import on_ranks

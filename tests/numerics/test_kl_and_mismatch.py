@@ -10,8 +10,8 @@ from torch.testing import assert_close
 
 from rlcore.algorithms.kl import MAX_LOG_RATIO, k1, k2, k3, next_coefficient, straight_through
 from rlcore.algorithms.mismatch import masked_importance, mismatch, truncated_importance
+from rlcore.algorithms.objective import kl_estimate
 from rlcore.config.algorithm import KlEstimator
-from rlcore.training.step import kl_estimate
 
 LOGPROBS = st.floats(min_value=-1e4, max_value=0, width=32)
 

@@ -3,12 +3,8 @@ import torch
 from torch import tensor
 from torch.testing import assert_close
 
-from rlcore.algorithms.logprobs import (
-    linear_logprobs,
-    logprobs_and_entropy,
-    trained_positions,
-    trained_sequences,
-)
+from rlcore.algorithms.logprobs import linear_logprobs, logprobs_and_entropy
+from rlcore.batch import trained_positions, trained_sequences
 
 
 def test_positions_shift_by_one_inside_each_sequence():

@@ -20,9 +20,9 @@ from transformers import AutoModelForImageTextToText, Qwen2Config, Qwen2ForCausa
 from rlcore.algorithms.aggregation import StepTotals
 from rlcore.config import ExperimentConfig, LoraConfig, ModelConfig
 from rlcore.errors import CheckpointError
+from rlcore.jobs.merge import merge_checkpoint
 from rlcore.models.checkpoint import load_full_weights
 from rlcore.models.lora import A, AdaptedLinear, B, choose_trainable, is_adapter
-from rlcore.models.merge import merge_checkpoint
 from rlcore.models.torch_policy import TorchPolicy
 from rlcore.types import TrainingSample
 from tests.numerics import toy

@@ -12,10 +12,10 @@ from torch.testing import assert_close
 
 from rlcore.algorithms import advantage
 from rlcore.algorithms.aggregation import StepTotals
-from rlcore.algorithms.logprobs import linear_logprobs, trained_positions, trained_sequences
-from rlcore.batch import Microbatch, Segments
+from rlcore.algorithms.logprobs import linear_logprobs
+from rlcore.algorithms.objective import PolicyTokens, StepSums, microbatch_loss
+from rlcore.batch import Microbatch, Segments, trained_positions, trained_sequences
 from rlcore.config import AlgorithmConfig
-from rlcore.training.step import PolicyTokens, StepSums, microbatch_loss
 from tests.numerics import reference
 
 MODES = ["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant"]

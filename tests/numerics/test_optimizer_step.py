@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from rlcore.algorithms.aggregation import StepTotals
+from rlcore.algorithms.objective import UpdateResult
 from rlcore.config import ExperimentConfig, TrainingConfig
 from rlcore.models.optimizer import make_optimizer
 from rlcore.models.torch_policy import TorchPolicy
-from rlcore.training.step import UpdateResult
 from rlcore.types import TrainingSample
 from tests.numerics import toy
 

@@ -21,11 +21,11 @@ from trl import GRPOConfig, GRPOTrainer
 from rlcore.algorithms import advantage
 from rlcore.algorithms.aggregation import StepTotals
 from rlcore.algorithms.mismatch import masked_importance, truncated_importance
+from rlcore.algorithms.objective import PolicyTokens, microbatch_loss
 from rlcore.batch import pack
 from rlcore.config import AlgorithmConfig
+from rlcore.data.tiny import build_processor
 from rlcore.models.packed import PackedModel
-from rlcore.models.tiny import build_processor
-from rlcore.training.step import PolicyTokens, microbatch_loss
 from rlcore.types import Floats, TrainingSample
 
 PROMPTS, COMPLETIONS = (3, 5, 2, 4, 3, 6), (1, 5, 12, 3, 9, 2)  # tokens

@@ -200,7 +200,8 @@ def test_the_sampler_gets_every_tensor_of_the_state_dict(tiny_model: Path) -> No
 def test_no_metric_of_the_step_depends_on_the_kl_coefficient(tiny_model: Path) -> None:
     """Without a KL term three of eight samples are not computed, with one all are: the means stay those over the tokens
     with an advantage, whether the ratio is 1 or (``old_logprobs``) not."""
-    from rlcore.distributed.group import LocalRanks, WorkerGroup
+    from rlcore.distributed.group import WorkerGroup
+    from rlcore.distributed.ranks import LocalRanks
     from rlcore.training.metrics import update_metrics
 
     samples = [flat(s) if i in (1, 4, 5) else s for i, s in enumerate(toy.samples(8))]
@@ -235,7 +236,8 @@ def test_no_metric_of_the_step_depends_on_the_kl_coefficient(tiny_model: Path) -
 
 def test_leaving_out_samples_without_gradient_changes_nothing(tiny_model: Path) -> None:
     """The group drops them before the update and keeps them in the denominators; the step taken is the same."""
-    from rlcore.distributed.group import LocalRanks, WorkerGroup, has_gradient
+    from rlcore.distributed.group import WorkerGroup, has_gradient
+    from rlcore.distributed.ranks import LocalRanks
 
     settings = toy.config(kl={"coefficient": 0.0})
     samples = [flat(s) if i in (1, 4, 5) else s for i, s in enumerate(toy.samples(8))]

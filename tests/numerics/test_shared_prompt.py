@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from rlcore.algorithms.aggregation import StepTotals
-from rlcore.algorithms.flops import ModelShape
 from rlcore.batch import Microbatch, pack
 from rlcore.distributed.group import microbatch_work
 from rlcore.errors import ModelError
+from rlcore.flops import ModelShape
 from rlcore.models import attention
 from rlcore.models.attention import packed_attention, shared_prompt_attention
 from rlcore.models.torch_policy import TorchPolicy

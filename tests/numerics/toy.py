@@ -17,9 +17,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from rlcore.batch import ImageFeatures, prompt_key
 from rlcore.config import ExperimentConfig, build_experiment
 from rlcore.data.prompts import PromptBuilder
-from rlcore.data.synthetic import draw_problem
+from rlcore.data.synthetic.geometry import draw_problem
+from rlcore.data.tiny import build_processor
 from rlcore.distributed.plan import SequenceSize, plan_microbatches
-from rlcore.models.tiny import build_processor
 from rlcore.models.torch_policy import TorchPolicy
 from rlcore.types import ImageRef, TrainingSample
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
+from rlcore.segment.batch_log import BatchLog
 from rlcore.segment.facts import code_digest, installed_versions
-from rlcore.training.samples import BatchLog
 from rlcore.types import Completion, ImageRef, Problem, Rollout, RolloutGroup, Score
 
 

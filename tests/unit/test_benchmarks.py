@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from rlcore.models.tiny_parts import END_OF_TURN, SPECIAL_TOKENS
+from rlcore.data.tiny import END_OF_TURN, SPECIAL_TOKENS
 from rlcore.segment.journal import MetricJournal
 from tests.bench import tiny
 from tests.bench.cases import (

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from rlcore.distributed.blame import Failed, first_of, portable
-from rlcore.distributed.group import LocalRanks, WatchedRanks
+from rlcore.distributed.ranks import LocalRanks, WatchedRanks
 from rlcore.errors import (
     MemoryExhaustedError,
     SamplerError,

@@ -14,8 +14,8 @@ import pytest
 from rlcore.errors import CheckpointError, ConfigError, SamplerError, StarvedError
 from rlcore.ports import SampledGroup, SampleRequest
 from rlcore.training.clock import Clock
-from rlcore.training.collection import Collected, collect, needs_old_logprobs, with_following
-from rlcore.training.loop import TrainingRun
+from rlcore.training.collection import collect, needs_old_logprobs, with_following
+from rlcore.training.run import Collected, TrainingRun
 from rlcore.training.state import TrainState
 from rlcore.types import Completion, Problem, Score
 from tests.unit.toy_run import (

@@ -15,14 +15,15 @@ from PIL import Image
 
 from rlcore.artifacts import DatasetRef
 from rlcore.config import DataConfig, ModelConfig
-from rlcore.data.digest import PREPARE_VERSION, RESIZE_VERSION
-from rlcore.data.folder import load_report
-from rlcore.data.images import ImageStore, resize
-from rlcore.data.problems import load_problems, prepare
+from rlcore.data.image_store import ImageStore
+from rlcore.data.prepare.digest import PREPARE_VERSION, RESIZE_VERSION
+from rlcore.data.prepare.folder import load_report
 from rlcore.data.rejects import read_rejects
-from rlcore.data.table import load_rows
+from rlcore.data.table import load_problems, load_rows
 from rlcore.errors import ConfigError, DataError, StorageError
-from rlcore.job import PrepareSpec, ResizeSpec
+from rlcore.jobs.prepare import prepare
+from rlcore.jobs.resize import resize
+from rlcore.specs import PrepareSpec, ResizeSpec
 from rlcore.types import ImageRef
 
 

@@ -18,18 +18,18 @@ from PIL import Image
 
 from rlcore.artifacts import DatasetRef
 from rlcore.config import DataConfig, ModelConfig, build_experiment
-from rlcore.data.digest import dataset_key
-from rlcore.data.folder import load_report
-from rlcore.data.problems import load_problems, prepare
+from rlcore.data.prepare.digest import dataset_key
+from rlcore.data.prepare.folder import load_report
 from rlcore.data.prompts import load_processor
 from rlcore.data.rejects import read_rejects
-from rlcore.data.table import load_rows
+from rlcore.data.table import load_problems, load_rows
 from rlcore.distributed.worker import WorkerSpec
 from rlcore.distributed.worker import _prompts as worker_prompts
 from rlcore.errors import DataError, StorageError
 from rlcore.files import building
-from rlcore.job import PrepareSpec
+from rlcore.jobs.prepare import prepare
 from rlcore.models.canary import canary_samples
+from rlcore.specs import PrepareSpec
 from rlcore.types import ImageRef, Message, Problem
 
 
@@ -463,8 +463,8 @@ def test_a_key_is_computed_without_torch(tmp_path):
     spec = tmp_path / "spec.json"
     spec.write_text(spec_for(path).model_dump_json())
     code = (
-        "import sys; from pathlib import Path; from rlcore.data.digest import dataset_key;"
-        "from rlcore.job import PrepareSpec;"
+        "import sys; from pathlib import Path; from rlcore.data.prepare.digest import dataset_key;"
+        "from rlcore.specs import PrepareSpec;"
         f"print(dataset_key(PrepareSpec.model_validate_json(Path({str(spec)!r}).read_text())));"
         "assert not {'torch', 'transformers', 'datasets', 'vllm', 'ray'} & set(sys.modules)"
     )

@@ -10,10 +10,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from rlcore.config import DataConfig, ModelConfig
-from rlcore.data.files import image_files, source_files
-from rlcore.data.sources import SourceRow, open_source, parse_source
+from rlcore.data.prepare.files import image_files, source_files
+from rlcore.data.prepare.sources import SourceRow, open_source, parse_source
 from rlcore.errors import DataError
-from rlcore.job import PrepareSpec
+from rlcore.specs import PrepareSpec
 
 ROWS = [
     {"problem": "1+1?", "answer": "2", "id": "a", "level": 3},

@@ -11,11 +11,10 @@ import pytest
 import torch
 from transformers import Qwen2_5_VLConfig, Qwen2VLConfig, Qwen2VLForConditionalGeneration
 
-from rlcore.algorithms.estimate import Architecture, Plan, estimate_memory, estimate_seconds
 from rlcore.config import LoraConfig, ModelConfig
 from rlcore.errors import ModelError
-from rlcore.job import ArchitectureSpec
-from rlcore.models.architecture import architecture, describe
+from rlcore.estimate import Architecture, ArchitectureSpec, Plan, estimate_memory, estimate_seconds
+from rlcore.jobs.architecture import architecture, describe
 from tasks import estimate
 from tasks.estimate import estimated
 from tasks.experiments import load_experiment
@@ -190,7 +189,7 @@ def test_a_dry_run_tells_the_estimate_of_the_models_architecture(
     assert found == estimate.estimated(experiment, model, "H100")
     assert capsys.readouterr().err == f"{found.text()}\n"
     ((module, spec, kind, settings, quiet),) = asked
-    assert (module, kind, quiet) == ("rlcore.models.architecture", estimate.ArchitectureRef, True)
+    assert (module, kind, quiet) == ("rlcore.jobs.architecture", estimate.ArchitectureRef, True)
     assert spec.model == experiment.model
     assert settings.data_dir == tmp_path
     assert spec.result.parent.name.startswith("architecture-")

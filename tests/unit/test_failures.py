@@ -11,10 +11,10 @@ import pytest
 from infra.errors import ServerError, StorageAwayError, StorageRefusedError
 from infra.settings import Settings
 from rlcore import errors
+from rlcore.adjustments import Adjustments, Intervention
 from rlcore.config import ExperimentConfig, HealthRule
-from rlcore.oom import oom_kills
-from rlcore.segment.adjustments import Adjustments, Intervention
-from rlcore.segment.failures import POLICIES, Failure, classify, error_of_exit, exit_code, table, with_free_space
+from rlcore.failures import POLICIES, Failure, classify, error_of_exit, exit_code, table, with_free_space
+from rlcore.process import oom_kills
 from rlcore.segment.journal import MetricJournal
 from tasks.failures import FailureLog, FailureRecord, handled_failures, read_adjustments, wait_for_next_try
 from tasks.runs import Run

@@ -4,16 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from rlcore.algorithms.flops import (
-    NOTHING,
-    GroupSize,
-    ModelShape,
-    TowerShape,
-    Work,
-    pass_work,
-    peak_flops,
-    utilisation,
-)
+from rlcore.flops import NOTHING, GroupSize, ModelShape, TowerShape, Work, pass_work, peak_flops, utilisation
 
 TEXT = ModelShape(parameters=1000, head_parameters=500, layers=2, width=8, weights_train=True, tower=None)
 TOWER = TowerShape(

@@ -8,15 +8,15 @@ import time
 from pathlib import Path
 
 from infra import processes
+from rlcore.process import innermost, pid_of
 from rlcore.segment.lease import Lease
-from rlcore.stacks import innermost, pid_of
 from tasks.hang import HangWatch, end_stuck_trainer
 
 # A trainer with a worker below it in a session of its own; both are stuck in C, and a third answers no signal.
 STUCK = """
 import os, subprocess, sys, threading, time
 from pathlib import Path
-from rlcore.stacks import dump_on_signal
+from rlcore.process import dump_on_signal
 def stuck_here():
     (live / f"stuck-{name}").touch()
     time.sleep(600)

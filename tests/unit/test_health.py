@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from rlcore.adjustments import Adjustments
 from rlcore.config import ExperimentConfig, HealthRule
 from rlcore.errors import ConfigError, RollbackError
-from rlcore.segment.adjustments import Adjustments
 from rlcore.segment.health import Breach, HealthWatch, breaches, require_known_metrics
 from rlcore.segment.journal import StepRecord
 from tasks.health import HealthWarnings, page

@@ -22,7 +22,7 @@ from infra.settings import Settings
 from rlcore import errors
 from rlcore.artifacts import ModelRef
 from rlcore.config import ModelConfig
-from rlcore.job import BootstrapSpec, JobError
+from rlcore.specs import BootstrapSpec, JobError
 from tasks.jobs import describe_exit, error_from, new_result_path, run_job, worth_retrying
 
 GOOD = """

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlcore.errors import LeaseLostError, StorageError
-from rlcore.job import write_json_atomically
+from rlcore.files import write_json_atomically
 from rlcore.segment import lease as lease_module
 from rlcore.segment.lease import Control, ControlState, Lease, LeaseInfo, holder_alive
 from rlcore.segment.run import StopRequest

@@ -12,7 +12,7 @@ from infra.settings import Settings
 from rlcore.artifacts import DatasetRef
 from rlcore.data.table import PreparedRow, write_rows
 from rlcore.errors import StorageError
-from rlcore.segment.trained import write_trained
+from rlcore.segment.batch_log import write_trained
 from rlcore.types import ImageRef, Problem
 from tasks import lineage as lineage_module
 from tasks.experiments import load_experiment

@@ -10,18 +10,17 @@ import numpy as np
 import pytest
 import torch
 
-from rlcore.algorithms.flops import Work
+from rlcore.adjustments import Adjustments
 from rlcore.algorithms.loss import LossSums
 from rlcore.algorithms.mismatch import MismatchSums
+from rlcore.algorithms.objective import StepSums, UpdateResult
 from rlcore.config import AlgorithmConfig, build_experiment
-from rlcore.segment.adjustments import Adjustments
+from rlcore.flops import Work
 from rlcore.segment.checkpointing import CheckpointSeconds
 from rlcore.segment.health import HealthWatch
 from rlcore.segment.journal import MetricJournal, read_journal
 from rlcore.segment.run import TrainerSink
 from rlcore.training.advantages import ScoredGroup, StepAdvantages
-from rlcore.training.collection import Collected
-from rlcore.training.drawing import Drawn
 from rlcore.training.metrics import (
     collection_metrics,
     mismatch_alarm,
@@ -29,8 +28,8 @@ from rlcore.training.metrics import (
     rollout_metrics,
     update_metrics,
 )
+from rlcore.training.run import Collected, Drawn
 from rlcore.training.state import TrainState
-from rlcore.training.step import StepSums, UpdateResult
 from rlcore.types import Completion, Problem, Rollout, RolloutGroup, Score, TrainingSample
 from tests.unit.toy_run import result
 

@@ -12,7 +12,7 @@ from infra import processes
 from infra.errors import ServerError
 from infra.settings import Settings
 from rlcore.errors import ConfigError
-from rlcore.segment.failures import Failure
+from rlcore.failures import Failure
 from tasks import opening, runs
 from tasks.experiments import load_experiment
 from tasks.jobs import jobs_mark

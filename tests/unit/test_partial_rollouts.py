@@ -19,9 +19,9 @@ from rlcore.errors import CheckpointError, ConfigError, UngradedError
 from rlcore.ports import SampledGroup, SampleRequest, ScoredTokens
 from rlcore.rollout.in_flight import due
 from rlcore.training.clock import Clock
-from rlcore.training.collection import Collected, collect, with_following
-from rlcore.training.loop import TrainingRun
+from rlcore.training.collection import collect, with_following
 from rlcore.training.metrics import update_metrics
+from rlcore.training.run import Collected, TrainingRun
 from rlcore.training.state import TrainState
 from rlcore.types import Completion, Problem, RolloutGroup, Score, TrainingSample
 from tests.unit.toy_run import result

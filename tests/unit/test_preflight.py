@@ -18,7 +18,7 @@ from infra.errors import ServerError, StorageError
 from infra.settings import Settings
 from rlcore.config import ExperimentConfig, build_experiment
 from rlcore.errors import ConfigError, DataError, ModelError, RewardError
-from rlcore.job import BootstrapSpec
+from rlcore.specs import BootstrapSpec
 from tasks import preflight
 from tasks.preflight import check
 
@@ -96,7 +96,7 @@ def test_a_broken_weights_file_is_named(content: bytes, settings: Settings, tmp_
 def test_a_home_folder_means_the_same_to_preflight_and_to_bootstrap(
     settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from rlcore.models.bootstrap import bootstrap
+    from rlcore.jobs.bootstrap import bootstrap
 
     monkeypatch.setenv("HOME", str(tmp_path))
     folder, config = model_folder(tmp_path / "model"), experiment("model.path=~/model")

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from rlcore.data.tiny import build_processor
 from rlcore.distributed.worker import ReadAhead, feature_bytes
-from rlcore.models.tiny import build_processor
 from rlcore.types import ImageRef
 
 

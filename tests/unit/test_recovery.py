@@ -23,9 +23,10 @@ from infra import processes
 from infra.settings import Settings
 from rlcore.artifacts import CheckpointRef
 from rlcore.config import RecoveryConfig
-from rlcore.job import JobError, write_json_atomically
+from rlcore.files import write_json_atomically
 from rlcore.segment.lease import Control, ControlState, Unchanged
 from rlcore.segment.spec import SegmentManifest, segment_path
+from rlcore.specs import JobError
 from tasks.ablation import open_ablation
 from tasks.cancelling import end_what_is_left
 from tasks.experiments import load_experiment

@@ -12,7 +12,7 @@ from prefect.context import TaskRunContext
 
 from infra.errors import ServerError, ServerRefusedError, StorageAwayError, StorageError, StorageRefusedError
 from rlcore.errors import ConfigError, TrainerFailedError
-from rlcore.segment.failures import Failure, policy_of
+from rlcore.failures import Failure, policy_of
 from tasks import retries
 from tasks.retries import Tries, step
 

@@ -17,7 +17,7 @@ from infra.errors import ServerError, StorageError, StorageRefusedError
 from infra.settings import Settings
 from rlcore.config import ExperimentConfig
 from rlcore.errors import ConfigError, DivergedError, RetriesUsedUpError
-from rlcore.segment.failures import Failure
+from rlcore.failures import Failure
 from rlcore.segment.spec import segment_path
 from tasks import deploying, tracking
 from tasks import parameters as form

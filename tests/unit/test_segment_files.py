@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from rlcore.segment import adjustments, lease, spec, store
+from rlcore import adjustments
+from rlcore.segment import lease, spec, store
 
 KINDS = [
     kind

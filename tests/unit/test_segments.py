@@ -10,13 +10,14 @@ from pathlib import Path
 
 import pytest
 
+from rlcore.adjustments import Adjustments
 from rlcore.config import ExperimentConfig
-from rlcore.segment.adjustments import Adjustments
+from rlcore.failures import EXIT_DONE, EXIT_PREEMPTED
 from rlcore.segment.health import HealthWatch
 from rlcore.segment.lease import Control, Lease
 from rlcore.segment.resume import ResumePoint
 from rlcore.segment.run import StopRequest, _segments_from
-from rlcore.segment.spec import EXIT_DONE, EXIT_PREEMPTED, SegmentEnd
+from rlcore.segment.spec import SegmentEnd
 from rlcore.training.state import TrainState
 from rlcore.types import RolloutGroup
 from tests.unit import toy_run as toy

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from rlcore.startup import leaving_out
+from rlcore.process import leaving_out
 
 LEAN = """
 import sys
 from rlcore.config import ModelConfig
 from rlcore.data.prompts import load_processor
-from rlcore.startup import importing_vllm
+from rlcore.process import importing_vllm
 
 load_processor(ModelConfig(path={model!r}))
 import rlcore.models.loading
@@ -28,7 +28,7 @@ import scipy.stats, sklearn
 """
 ASKED_BEFORE = """
 from transformers import utils
-from rlcore.startup import importing_vllm
+from rlcore.process import importing_vllm
 
 assert utils.is_sklearn_available()
 with importing_vllm():

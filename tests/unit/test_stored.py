@@ -11,7 +11,7 @@ import pytest
 
 from infra.errors import StorageError, StorageRefusedError
 from infra.settings import Settings
-from rlcore.segment.failures import Failure, policy_of
+from rlcore.failures import Failure, policy_of
 from tasks import mirroring, stored
 from tasks.stored import fetched, key_of, patient_store_of, send, send_file, store_of
 

@@ -13,13 +13,12 @@ from transformers import AutoModelForImageTextToText, AutoProcessor, Qwen2_5_VLP
 
 from rlcore.artifacts import ModelRef
 from rlcore.config import ModelConfig, TinyModelConfig
-from rlcore.data.synthetic import draw_problem
+from rlcore.data.synthetic.geometry import draw_problem
+from rlcore.data.tiny import SPECIAL_TOKENS, TEXT_TOKENS, build_processor
 from rlcore.errors import ModelError
-from rlcore.job import BootstrapSpec
-from rlcore.models.bootstrap import bootstrap
-from rlcore.models.tiny import build_model, build_processor, completion_text, create_tiny_policy
-from rlcore.models.tiny_parts import SPECIAL_TOKENS, TEXT_TOKENS
-from rlcore.tiny import tiny_folder
+from rlcore.jobs.bootstrap import bootstrap
+from rlcore.models.tiny import build_model, completion_text, create_tiny_policy
+from rlcore.specs import BootstrapSpec, tiny_folder
 
 torch.set_num_threads(1)
 

@@ -10,13 +10,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2ForCausalLM
 
 from rlcore.config import ModelConfig, TinyModelConfig
 from rlcore.data.prompts import PromptBuilder, TextProcessor, load_processor
-from rlcore.job import BootstrapSpec
-from rlcore.models.bootstrap import bootstrap
+from rlcore.jobs.bootstrap import bootstrap
 from rlcore.models.tiny_text import (
     build_text_model,
     completion_text,
     create_text_policy,
 )
+from rlcore.specs import BootstrapSpec
 from tests.unit.tiny_tasks import MAX_COMPLETION_TOKENS, TASKS, drawn, reward, tokenizer
 
 torch.set_num_threads(1)

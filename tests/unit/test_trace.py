@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlcore.distributed.group import LocalRanks
+from rlcore.distributed.ranks import LocalRanks
 from rlcore.distributed.trace import ProfiledRanks, Trace
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from rlcore.config import TrainingConfig
 from rlcore.errors import StorageError
-from rlcore.segment.trained import trained_problems, write_trained
+from rlcore.segment.batch_log import trained_problems, write_trained
 
 
 def test_each_update_has_its_share_and_each_pass_all_of_them(tmp_path: Path) -> None:

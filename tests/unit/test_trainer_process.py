@@ -19,28 +19,19 @@ from pathlib import Path
 import psutil
 import pytest
 
-import rlcore.assemble
+import rlcore.training.assemble
+from rlcore.adjustments import Adjustments, Intervention
 from rlcore.artifacts import DatasetRef, ModelRef
 from rlcore.config import ExperimentConfig
 from rlcore.data.table import PreparedRow, write_rows
 from rlcore.errors import DivergedError
-from rlcore.job import JobError
-from rlcore.segment.adjustments import Adjustments, Intervention
+from rlcore.failures import EXIT_DIVERGED, EXIT_DONE, EXIT_PAUSED, EXIT_PREEMPTED, EXIT_ROLLBACK, EXIT_UNKNOWN
+from rlcore.process import SIGNAL
 from rlcore.segment.journal import MetricJournal, read_journal
 from rlcore.segment.lease import Control, Lease, LeaseInfo
 from rlcore.segment.run import StopRequest, live_stacks, main
-from rlcore.segment.spec import (
-    EXIT_DIVERGED,
-    EXIT_DONE,
-    EXIT_PAUSED,
-    EXIT_PREEMPTED,
-    EXIT_ROLLBACK,
-    EXIT_UNKNOWN,
-    SegmentManifest,
-    SegmentSpec,
-    segment_path,
-)
-from rlcore.stacks import SIGNAL
+from rlcore.segment.spec import SegmentManifest, SegmentSpec, segment_path
+from rlcore.specs import JobError
 from tests.unit import toy_run as toy
 from tests.unit.toy_rank import ToyRank, started, weights_in
 
@@ -95,7 +86,7 @@ class Run:
         path = self.root / "spec.json"
         path.write_text(spec.model_dump_json())
         self.rank = ToyRank(before_update)
-        self.monkeypatch.setattr(rlcore.assemble, "graded_ranks", started(self.rank, self.on_start))
+        self.monkeypatch.setattr(rlcore.training.assemble, "graded_ranks", started(self.rank, self.on_start))
         return main(path)
 
     def manifest(self, segment: int) -> SegmentManifest:
@@ -320,7 +311,7 @@ def test_the_command_line_takes_one_spec_and_exits_with_the_trainers_code(
     spec = str(run.root / "spec.json")
     assert exit_of("run", spec) == EXIT_PREEMPTED
     for words in ((), ("run",), ("walk", spec), ("run", spec, "more")):
-        assert exit_of(*words) == "usage: python -m rlcore.segment run SPEC.json"
+        assert exit_of(*words) == "usage: python -m rlcore.jobs.segment SPEC.json"
 
 
 def test_progress_is_written_once_a_second_at_most(tmp_path: Path) -> None:

@@ -12,9 +12,10 @@ import pytest
 from rlcore.artifacts import DatasetRef, ModelRef
 from rlcore.config import ExperimentConfig
 from rlcore.errors import SamplerError, WorkerTraceback
-from rlcore.job import JobError, write_json_atomically
+from rlcore.files import write_json_atomically
 from rlcore.segment.run import _failed
 from rlcore.segment.spec import SegmentSpec
+from rlcore.specs import JobError
 
 
 def spec_in(folder: Path) -> SegmentSpec:

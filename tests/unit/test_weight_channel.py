@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlcore.rollout.channel import WeightChannel, WeightSender
-from rlcore.rollout.proof import checksum
-from rlcore.rollout.weights import bucketed
+from rlcore.sampler.channel import WeightChannel, WeightSender
+from rlcore.sampler.proof import checksum
+from rlcore.sampler.weights import bucketed
 from tests.ports import reserved_port
 
 T = TypeVar("T")

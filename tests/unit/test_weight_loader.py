@@ -7,9 +7,9 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from rlcore.rollout.engine import capture_sizes
-from rlcore.rollout.proof import checksum
-from rlcore.rollout.weights import replay_load, watched_load
+from rlcore.sampler.engine import capture_sizes
+from rlcore.sampler.proof import checksum
+from rlcore.sampler.weights import replay_load, watched_load
 
 
 class Fused(nn.Module):

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from rlcore.errors import SamplerError
-from rlcore.rollout.proof import Parts, Places, checksum
-from rlcore.rollout.weights import replay_load, watched_load, watched_reload
+from rlcore.sampler.proof import Parts, Places, checksum
+from rlcore.sampler.weights import replay_load, watched_load, watched_reload
 
 Weights = list[tuple[str, Tensor]]
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from rlcore.algorithms.flops import ModelShape
 from rlcore.config import build_experiment
 from rlcore.distributed.group import WorkerGroup
+from rlcore.flops import ModelShape
 from rlcore.ports import ScoredTokens
 from tests.numerics import toy
 

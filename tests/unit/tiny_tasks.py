@@ -6,8 +6,9 @@ from functools import cache
 
 from transformers import PreTrainedTokenizerFast
 
-from rlcore.data.arithmetic import ArithmeticProblem, draw_countdown, draw_sum
-from rlcore.models.tiny_text import GAME, build_text_tokenizer
+from rlcore.data.synthetic.arithmetic import ArithmeticProblem, draw_countdown, draw_sum
+from rlcore.data.tiny import build_text_tokenizer
+from rlcore.models.tiny_text import GAME
 from rlcore.rewards.countdown import countdown_reward
 from rlcore.rewards.gsm8k import gsm8k_reward
 from rlcore.types import Problem

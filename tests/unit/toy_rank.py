@@ -12,12 +12,12 @@ import numpy as np
 import torch
 
 from rlcore.algorithms.aggregation import StepTotals
-from rlcore.algorithms.flops import ModelShape
+from rlcore.algorithms.objective import StepSums, UpdateResult
 from rlcore.config import ExperimentConfig
-from rlcore.distributed.group import LocalRanks, Ranks
+from rlcore.distributed.ranks import LocalRanks, Ranks
 from rlcore.distributed.worker import Synced
+from rlcore.flops import ModelShape
 from rlcore.ports import Grader, SampledGroup, SampleRequest, ScoredTokens
-from rlcore.training.step import StepSums, UpdateResult
 from rlcore.types import Completion, Floats, Problem, TrainingSample
 from tests.unit import toy_run
 
@@ -133,7 +133,7 @@ Started = Callable[..., AbstractContextManager[tuple[Ranks, Grader]]]
 
 
 def started(rank: ToyRank, on_start: Callable[[ExperimentConfig], object] = lambda config: None) -> Started:
-    """In place of ``rlcore.assemble.graded_ranks``, which starts Ray and the grading processes."""
+    """In place of ``rlcore.training.assemble.graded_ranks``, which starts Ray and the grading processes."""
 
     @contextmanager
     def graded_ranks(

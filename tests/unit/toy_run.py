@@ -11,15 +11,15 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from rlcore.algorithms.flops import NOTHING, Work
+from rlcore.algorithms.objective import StepSums, UpdateResult
 from rlcore.config import ExperimentConfig, build_experiment
+from rlcore.flops import NOTHING, Work
 from rlcore.ports import SampledGroup, SampleRequest, ScoredTokens
 from rlcore.segment.journal import MetricJournal, read_journal
 from rlcore.training.clock import Clock
 from rlcore.training.collection import collect
-from rlcore.training.loop import TrainingRun
+from rlcore.training.run import TrainingRun
 from rlcore.training.state import TrainState
-from rlcore.training.step import StepSums, UpdateResult
 from rlcore.types import Completion, Problem, RolloutGroup, Score, TrainingSample
 
 

@@ -1,0 +1,161 @@
+"""Rows of a dataset as it comes: local files, the Hugging Face hub, or problems drawn on the spot."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from rlcore.config import DataConfig
+from rlcore.data.prepare.files import BATCH_ROWS, Row, Table, cell, images_of, open_file, source_files, videos_of
+from rlcore.data.prepare.questions import ImageCell
+from rlcore.data.synthetic.sources import DRAWN, write_drawn
+from rlcore.errors import DataError, ServerError
+from rlcore.specs import PrepareSpec
+
+_ID_COLUMNS = ("problem_id", "id")
+
+
+@dataclass(frozen=True, slots=True)
+class SourceRow:
+    """One row of a source, columns sorted out, nothing checked yet."""
+
+    index: int  # in the source, from 0
+    row_id: str | None  # None: the source has no id column, or no id in this row
+    problem: object
+    answer: object
+    images: tuple[ImageCell, ...]
+    videos: tuple[tuple[ImageCell, ...] | None, ...]  # frames; None: no list of frames
+    extra: Mapping[str, object]  # every other column, JSON values
+
+    @property
+    def num_images(self) -> int:
+        """Images, frames included."""
+        return len(self.images) + sum(len(video) for video in self.videos if video)
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    columns: tuple[str, ...]
+    num_rows: int | None  # None: not known before the end
+    rows: Iterator[SourceRow]
+    folders: tuple[Path, ...]  # image files are read below these only
+
+
+def open_source(spec: PrepareSpec, scratch: Path) -> Source:
+    """Rows of the source that ``spec`` names, read batch by batch.
+
+    Args:
+        scratch: an empty folder for drawn problems; has to live as long as the rows are read.
+
+    Raises:
+        DataError: no such file, folder, split or hub id, a file that does not parse, or a missing column.
+        ServerError: the hub cannot be reached.
+    """
+    name, split = parse_source(spec.source, spec.split)
+    if spec.source_path is not None:
+        tables = [open_file(path) for path in source_files(spec.source_path, split)]
+        folders = _folders(spec.source_path)
+    elif name in DRAWN:
+        tables = [open_file(write_drawn(scratch, name, split, spec.data))]
+        folders = (scratch,)
+    else:
+        tables = [_open_hub(name, split)]
+        folders = _hub_caches()
+    for table in tables:
+        _check_columns(table, spec.data)
+    counts = [table.num_rows for table in tables]
+    rows = chain.from_iterable(((table.base, row) for row in table.rows) for table in tables)
+    return Source(
+        columns=tuple(dict.fromkeys(column for table in tables for column in table.columns)),
+        num_rows=None if None in counts else sum(count for count in counts if count),
+        rows=(_source_row(index, row, base, spec.data) for index, (base, row) in enumerate(rows)),
+        folders=folders,
+    )
+
+
+def parse_source(source: str, split: str) -> tuple[str, str]:
+    """``name@split`` taken apart; without @split (or where @ is part of a path) the split is ``split``."""
+    name, _, words = source.rpartition("@")
+    return (name, words) if name and "/" not in words and "." not in words else (source, split)
+
+
+def _folders(path: Path) -> tuple[Path, ...]:
+    """Where the images of a local source may lie: in its folder, and, in a snapshot of the Hugging Face cache, in the
+    folder that the snapshot's links lead to."""
+    folder = path if path.is_dir() else path.parent
+    blobs = folder.parent.parent / "blobs"
+    return (folder, blobs) if folder.parent.name == "snapshots" and blobs.is_dir() else (folder,)
+
+
+def _hub_caches() -> tuple[Path, ...]:
+    import datasets
+    from huggingface_hub import constants
+
+    return Path(datasets.config.HF_DATASETS_CACHE), Path(constants.HF_HUB_CACHE)
+
+
+def _open_hub(name: str, split: str) -> Table:
+    import datasets
+
+    repository, _, subset = name.partition(":")
+    try:
+        dataset = datasets.load_dataset(repository, subset or None, split=split)
+    except ConnectionError as error:
+        raise ServerError(
+            f"the Hugging Face hub cannot be reached for {name}@{split}: {error}. "
+            "Check the network, or name a local file in data.train and data.validation."
+        ) from error
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"{name}@{split} cannot be loaded: {error}. data.train and data.validation take a hub id "
+            f"with its split (owner/name@train, or owner/name:subset@train), "
+            f"a drawn source ({', '.join(DRAWN)}), or a local file or folder."
+        ) from error
+    return Table(f"{name}@{split}", tuple(dataset.column_names), len(dataset), _arrow_rows(dataset), Path())
+
+
+def _arrow_rows(dataset: Any) -> Iterator[Row]:
+    # In arrow form images stay the bytes they are; any other form decodes them, slowly and without a guard.
+    for table in dataset.with_format("arrow").iter(BATCH_ROWS):
+        yield from table.to_pylist()
+
+
+def _check_columns(table: Table, data: DataConfig) -> None:
+    wanted = {"data.problem_column": data.problem_column, "data.answer_column": data.answer_column}
+    missing = {key: name for key, name in wanted.items() if not {name, name.partition(".")[0]} & set(table.columns)}
+    if missing and table.columns:  # an empty file has no columns, and says so as a dataset without rows
+        raise DataError(
+            f"{table.name} lacks the column(s) {', '.join(map(repr, missing.values()))}. "
+            f"Columns found: {', '.join(table.columns)}. Set {' and '.join(missing)} to one of them "
+            f"(images come from data.images_column, now {data.images_column!r})."
+        )
+
+
+def _source_row(index: int, row: Row, base: Path, data: DataConfig) -> SourceRow:
+    id_column = next((name for name in _ID_COLUMNS if row.get(name) not in (None, "")), None)
+    used = {data.problem_column, data.answer_column, data.images_column, data.videos_column, id_column}
+    return SourceRow(
+        index=index,
+        row_id=str(row[id_column]) if id_column else None,
+        problem=cell(row, data.problem_column),
+        answer=cell(row, data.answer_column),
+        images=tuple(images_of(cell(row, data.images_column), base)),
+        videos=tuple(videos_of(cell(row, data.videos_column), base)),
+        extra={name: _json_value(value) for name, value in row.items() if name not in used},
+    )
+
+
+def _json_value(value: object) -> object:
+    if value is None or isinstance(value, str | bool | int):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None  # JSON has no NaN and no infinity
+    if isinstance(value, list | tuple):
+        return [_json_value(item) for item in value]
+    if isinstance(value, dict):
+        return {str(key): _json_value(item) for key, item in value.items()}
+    return f"<{len(value)} bytes>" if isinstance(value, bytes) else str(value)  # dates, decimals

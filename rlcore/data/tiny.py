@@ -1,0 +1,98 @@
+"""The tiny policies' tokenizers and processor."""
+
+from __future__ import annotations
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    PreTrainedTokenizerFast,
+    Qwen2_5_VLProcessor,
+    Qwen2VLImageProcessor,
+    Qwen2VLVideoProcessor,
+)
+
+# Qwen2.5-VL's special tokens, then Qwen3's thinking marks, which are ordinary text and stay when decoded.
+SPECIAL_TOKENS = (
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|object_ref_start|>",
+    "<|object_ref_end|>",
+    "<|box_start|>",
+    "<|box_end|>",
+    "<|quad_start|>",
+    "<|quad_end|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|vision_pad|>",
+    "<|image_pad|>",
+    "<|video_pad|>",
+)
+TEXT_TOKENS = ("<think>", "</think>")
+END_OF_TURN = "<|im_end|>"
+PAD = "<|endoftext|>"
+# ChatML as Qwen2-VL writes it, without a default system message: at a token per byte that is half the prompt.
+CHAT_TEMPLATE = """\
+{%- for message in messages -%}
+{{- '<|im_start|>' + message['role'] + '\\n' -}}
+{%- if message['content'] is string -%}
+{{- message['content'] -}}
+{%- else -%}
+{%- for part in message['content'] -%}
+{%- if part['type'] in ('image', 'image_url') -%}
+{{- '<|vision_start|><|image_pad|><|vision_end|>' -}}
+{%- elif part['type'] == 'text' -%}
+{{- part['text'] -}}
+{%- endif -%}
+{%- endfor -%}
+{%- endif -%}
+{{- '<|im_end|>\\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+{{- '<|im_start|>assistant\\n' -}}
+{%- endif -%}
+"""
+
+
+def build_tokenizer(text_tokens: tuple[str, ...] = TEXT_TOKENS) -> PreTrainedTokenizerFast:
+    """One token per byte, no merges, so that it reads any text and no vocabulary has to be shipped."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={symbol: rank for rank, symbol in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    specials = [AddedToken(text, special=True, normalized=False) for text in SPECIAL_TOKENS]
+    tokenizer.add_special_tokens(specials)
+    tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in text_tokens])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=END_OF_TURN,
+        pad_token=PAD,
+        additional_special_tokens=[text for text in SPECIAL_TOKENS if text not in (END_OF_TURN, PAD)],
+        clean_up_tokenization_spaces=False,
+        model_max_length=4096,
+        chat_template=CHAT_TEMPLATE,
+    )
+
+
+# Paper is 0 and ink is negative: an empty patch then adds nothing, and what is left is what has to be read.
+_IMAGE_MEAN = [1.0, 1.0, 1.0]
+_IMAGE_STD = [0.5, 0.5, 0.5]
+_PIXELS = {"min_pixels": 56 * 56, "max_pixels": 1024 * 1024}
+
+
+def build_processor() -> Qwen2_5_VLProcessor:
+    """Byte-level tokenizer, Qwen2-VL image and video processors and chat template; needs no files."""
+    look = {"image_mean": _IMAGE_MEAN, "image_std": _IMAGE_STD, **_PIXELS}
+    return Qwen2_5_VLProcessor(
+        image_processor=Qwen2VLImageProcessor(**look),
+        tokenizer=build_tokenizer(),
+        video_processor=Qwen2VLVideoProcessor(**look),
+        chat_template=CHAT_TEMPLATE,
+    )
+
+
+ANSWER_TOKENS = ("<answer>", "</answer>")
+
+
+def build_text_tokenizer() -> PreTrainedTokenizerFast:
+    """The policies' tokenizer of bytes, with tokens for the thinking and answer marks; needs no files."""
+    return build_tokenizer(TEXT_TOKENS + ANSWER_TOKENS)

@@ -1,0 +1,264 @@
+"""What a run will need before it starts: memory per GPU by part, and seconds per rollout batch. No torch, no weights.
+
+Memory is counted from shapes; where kernels decide (what a block keeps, temporaries) the numbers below were fitted to
+one H200. Seconds divide counted work by efficiencies that were measured there. How far off both are is in
+``tests/unit/test_estimate.py`` and docs/cost.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pydantic import BaseModel, ConfigDict
+
+from rlcore.config import ModelConfig
+from rlcore.flops import GroupSize, ModelShape, Work, pass_work
+from rlcore.specs import JobSpec
+
+GIB = 2**30
+_COMPUTE = 2  # bytes of bfloat16, that forward, backward and sampling run in
+_LOGITS = 3 * GIB  # algorithms.logprobs.LOGIT_BYTES of float32 logits, and half as much for their gradient
+_TEMPORARIES = 2 * GIB  # of one block's forward and backward, and what the allocator cannot place
+_ENGINE = 2 * GIB  # of vLLM beside weights and cache: its activations and CUDA graphs
+_EAGER = 1.85  # times what compiled blocks keep: norms in float32, every intermediate
+_SELECTIVE = 0.55  # of what is kept without checkpointing: matrix products and attention alone
+
+MEMORY = {"H100": 79.1, "H200": 139.8, "A100": 79.2, "B200": 178.4}
+"""GiB that torch sees of one device, by name."""
+BANDWIDTH = {"H100": 3.35e12, "H200": 4.8e12, "A100": 2.04e12, "B200": 8.0e12}
+"""Bytes per second of device memory, from the vendors' data sheets."""
+
+
+@dataclass(frozen=True, slots=True)
+class Efficiency:
+    """Shares of the peak, measured on one H200 with 1.5 B and 7 B text models and a 3 B vision-language one."""
+
+    update_kept: float = (
+        0.45  # model FLOPs utilisation with every activation kept, compiled; text, 41,000 to 135,000 tokens
+    )
+    update_full: float = 0.345  # with every block computed again
+    update_selective: float = 0.44  # measured with 7 B in bfloat16
+    update_tower: float = 0.88  # times that for models with a trained tower
+    forward: float = 0.45  # log-prob passes; not measured apart from updates
+    decode: float = 0.54  # of bandwidth and FLOPs together, by 256 to 1,024 sequences at a time
+    sync_bytes_per_second: float = 75e9
+    sleep_and_wake: float = 0.5  # seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """A model as its config.json has it."""
+
+    shape: ModelShape
+    parameters: int  # of everything, tied weights once
+    trained_parameters: int
+    tower_parameters: int
+    hidden: int
+    intermediate: int
+    key_value_width: int  # key-value heads * head size
+    vocabulary: int
+    tower_hidden: int = 0
+    tower_intermediate: int = 0
+    tower_layers: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What of an experiment decides memory and time. Tokens of one sequence are means, but for ``longest``."""
+
+    workers: int
+    rollout_workers: int
+    engine_workers: int  # that hold one sampler together
+    group_size: int
+    problems: int  # per rollout batch
+    passes: int  # times that a batch is gone through
+    prompt_tokens: float
+    completion_tokens: float
+    longest: int
+    image_size: tuple[int, int] | None  # pixels of the image of each problem, if it has one
+    tokens_per_microbatch: int
+    checkpointing: str  # none, selective, full
+    compiled: bool
+    bf16_optimizer: bool
+    reshard: bool
+    offload: bool
+    reference: bool
+    old_logprobs: bool  # a pass of their own
+    sampler_share: float  # of the GPU's memory
+    max_sequences: int  # of one sampler
+    in_flight: float  # sequences that a sampler has under way, per sequence of a batch: above 1 by partial rollouts
+    beside: bool  # the next batch is sampled, by other GPUs, while this one trains
+    device: str  # a key of MEMORY
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryEstimate:
+    """Bytes per GPU."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    whole_copy: int  # of weights in the compute dtype: of the model, or of two blocks at a time
+    reference: int
+    activations: int
+    head: int  # logits and their gradients
+    temporaries: int
+    sampler_weights: int
+    kv_cache: int  # what is left of the sampler's share
+    kv_cache_wanted: int  # by max_sequences of the greatest length
+    device: int
+
+    @property
+    def training(self) -> int:
+        """While updating, the engine asleep."""
+        parts = (self.weights, self.gradients, self.optimizer, self.whole_copy, self.reference, self.activations)
+        return sum(parts) + self.head + self.temporaries
+
+    def sampling(self, offload: bool) -> int:
+        """While sampling, on a GPU that also trains."""
+        at_rest = 0 if offload else self.weights + self.optimizer + self.reference
+        return at_rest + self.sampler_weights + max(0, self.kv_cache) + _ENGINE
+
+
+@dataclass(frozen=True, slots=True)
+class TimeEstimate:
+    """Seconds of one rollout batch."""
+
+    generate: float
+    logprobs: float  # old and reference
+    update: float
+    weight_sync: float
+    sleep_and_wake: float
+    beside: bool
+
+    @property
+    def total(self) -> float:
+        training = self.logprobs + self.update
+        longest = max(self.generate, training) if self.beside else self.generate + training
+        return longest + self.weight_sync + self.sleep_and_wake
+
+
+def estimate_memory(model: Architecture, plan: Plan) -> MemoryEstimate:
+    """Per GPU of those that train; ``kv_cache`` is negative where the sampler's share cannot hold the weights.
+
+    Weights, gradients and moments are sharded over the workers; frozen ones are in the compute dtype. Without
+    resharding a worker also holds the whole model in the compute dtype and its gradient in float32.
+    """
+    trained, frozen = model.trained_parameters, model.parameters - model.trained_parameters
+    master = 2 if plan.bf16_optimizer else 4
+    moments = 3 * 2 if plan.bf16_optimizer else 2 * 4
+    blocks = model.shape.layers + model.tower_layers
+    if plan.reshard:
+        two_blocks = 2 * model.parameters * _COMPUTE // max(1, blocks)
+        whole_copy, gradients = two_blocks, trained * master // plan.workers + 2 * two_blocks
+    else:
+        whole_copy, gradients = model.parameters * _COMPUTE, trained * 4
+    device = int(MEMORY[plan.device] * GIB)
+    sampler = model.parameters * _COMPUTE // plan.engine_workers
+    head_width = model.vocabulary * model.hidden
+    state = trained * moments
+    if plan.offload:
+        state = min(state, head_width * moments)  # of the largest parameter, the embedding
+    return MemoryEstimate(
+        weights=(trained * master + frozen * _COMPUTE) // plan.workers,
+        gradients=gradients,
+        optimizer=state // plan.workers,
+        whole_copy=whole_copy,
+        reference=model.parameters * _COMPUTE // plan.workers if plan.reference else 0,
+        activations=_activations(model, plan),
+        head=_LOGITS + head_width * (4 + _COMPUTE),
+        temporaries=_TEMPORARIES,
+        sampler_weights=sampler,
+        kv_cache=int(plan.sampler_share * device) - sampler - _ENGINE,
+        kv_cache_wanted=plan.max_sequences * plan.longest * _cache_bytes(model) // plan.engine_workers,
+        device=device,
+    )
+
+
+def _activations(model: Architecture, plan: Plan) -> int:
+    """Of a full microbatch, when its backward pass begins.
+
+    A block that is computed again keeps its input; otherwise, per token, queries, keys, values, attention's output, the
+    norms' outputs and three widths of the feed-forward layer.
+    """
+    tokens, layers = plan.tokens_per_microbatch, model.shape.layers
+    inputs = tokens * layers * model.hidden * _COMPUTE
+    kept = tokens * layers * (3 * model.intermediate + 4 * model.hidden + 2 * model.key_value_width) * _COMPUTE
+    tower, shape = 0, model.shape.tower
+    if shape is not None and shape.trains and plan.image_size is not None:
+        images = tokens / (plan.prompt_tokens + plan.group_size * plan.completion_tokens)
+        width, height = plan.image_size
+        patches = images * (width // shape.patch_size) * (height // shape.patch_size)
+        per_patch = 3 * model.tower_intermediate + 7 * model.tower_hidden
+        tower = int(patches * model.tower_layers * _COMPUTE)
+        inputs += tower * model.tower_hidden
+        kept += tower * per_patch
+    share = {"none": 1.0, "selective": _SELECTIVE, "full": 0.0}[plan.checkpointing]
+    return int(inputs + share * kept * (1.0 if plan.compiled else _EAGER))
+
+
+def _cache_bytes(model: Architecture) -> int:
+    """Of a token in the sampler's cache: its key and value in each layer."""
+    return 2 * model.shape.layers * model.key_value_width * _COMPUTE
+
+
+def batch_work(model: Architecture, plan: Plan) -> Work:
+    """What one pass over a rollout batch computes: each prompt once for its group."""
+    completion, prompt = round(plan.completion_tokens), round(plan.prompt_tokens)
+    group = GroupSize(prompt, (completion,) * plan.group_size, completion * plan.group_size)
+    images = [plan.image_size] * plan.problems if plan.image_size is not None else []
+    return pass_work(model.shape, [group] * plan.problems, images)
+
+
+def estimate_seconds(
+    model: Architecture, plan: Plan, peak: float, bandwidth: float, efficiency: Efficiency | None = None
+) -> TimeEstimate:
+    """
+    Args:
+        peak: dense bfloat16 FLOP/s of one device.
+        bandwidth: of its memory, bytes per second.
+    """
+    rates = efficiency or Efficiency()
+    work = batch_work(model, plan)
+    rate = {"none": rates.update_kept, "selective": rates.update_selective, "full": rates.update_full}
+    share = rate[plan.checkpointing]
+    if model.shape.tower is not None and model.shape.tower.trains:
+        share *= rates.update_tower
+    passes = int(plan.old_logprobs) + int(plan.reference)
+    return TimeEstimate(
+        generate=_generate(model, plan, peak, bandwidth) / rates.decode,
+        logprobs=passes * work.forward_flops / (plan.workers * peak * rates.forward),
+        update=plan.passes * (work.forward_flops + work.backward_flops) / (plan.workers * peak * share),
+        weight_sync=model.parameters * _COMPUTE / rates.sync_bytes_per_second,
+        sleep_and_wake=0.0 if plan.rollout_workers else rates.sleep_and_wake,
+        beside=plan.beside,
+    )
+
+
+def _generate(model: Architecture, plan: Plan, peak: float, bandwidth: float) -> float:
+    """Seconds at full efficiency: in each token's step the weights and the cache are read and the layers computed;
+    before that, every prompt is computed once, and what an older policy had begun again. What the workers of one
+    sampler tell each other is not counted."""
+    samplers = (plan.rollout_workers or plan.workers) / plan.engine_workers
+    peak, bandwidth = plan.engine_workers * peak, plan.engine_workers * bandwidth
+    sequences = plan.problems * plan.group_size / samplers
+    together = min(plan.in_flight * sequences, plan.max_sequences)
+    decoder = model.shape.parameters + model.shape.head_parameters
+    context = plan.prompt_tokens + plan.completion_tokens / 2
+    read = decoder * _COMPUTE + together * context * _cache_bytes(model)
+    step = read / bandwidth + 2 * decoder * together / peak
+    begun = (plan.in_flight - 1) * sequences * context
+    prompts = 2 * decoder * (plan.problems / samplers * plan.prompt_tokens + begun) / peak
+    return sequences / together * plan.completion_tokens * step + prompts
+
+
+class ArchitectureSpec(JobSpec):
+    """rlcore.jobs.architecture: ModelConfig -> ArchitectureRef, from config.json alone."""
+
+    model: ModelConfig
+
+
+class ArchitectureRef(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    architecture: Architecture

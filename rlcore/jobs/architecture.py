@@ -1,0 +1,117 @@
+"""The shape of a model from its config.json alone: built on torch's meta device, no weights, no GPU.
+
+``python -m rlcore.jobs.architecture SPEC.json`` is a job, see ``rlcore.specs``.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from rlcore.config import LoraConfig, ModelConfig
+from rlcore.errors import ModelError
+from rlcore.estimate import Architecture, ArchitectureRef, ArchitectureSpec
+from rlcore.jobs.entry import job_main
+from rlcore.models.loading import auto_class, load_hf_config
+from rlcore.models.lora import language_model, vision_tower
+from rlcore.models.packed import model_shape, tower_width
+
+_ANSWER_SECONDS = "5"
+
+
+def describe(spec: ArchitectureSpec) -> ArchitectureRef:
+    """
+    Raises:
+        ModelError: there is no config.json to be had, or transformers does not know its model.
+    """
+    config = _tiny_config(spec.model) if spec.model.path == "tiny" else load_hf_config(
+        _config_folder(spec.model), spec.model.trust_remote_code
+    )  # fmt: skip
+    with torch.device("meta"):
+        hf = auto_class(config).from_config(config)
+    return ArchitectureRef(architecture=architecture(hf, spec.model))
+
+
+def architecture(hf: nn.Module, model: ModelConfig) -> Architecture:
+    tower, text = vision_tower(hf), hf.config.get_text_config()
+    if tower is not None and (model.freeze_vision_tower or (model.lora is not None and not model.lora.vision_tower)):
+        tower.requires_grad_(False)
+    total = _elements(hf)
+    in_tower = 0 if tower is None else _elements(tower)
+    trained = sum(p.numel() for p in hf.parameters() if p.requires_grad)
+    shape = model_shape(hf)
+    if model.lora is not None:
+        trained = _adapter_elements(hf, model.lora)
+        for parameter in hf.parameters():
+            parameter.requires_grad_(False)
+        shape = model_shape(hf)
+    head_size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    vision = getattr(hf.config, "vision_config", None)
+    return Architecture(
+        shape=shape,
+        parameters=total,
+        trained_parameters=trained,
+        tower_parameters=in_tower,
+        hidden=text.hidden_size,
+        intermediate=text.intermediate_size,
+        key_value_width=text.num_key_value_heads * head_size,
+        vocabulary=text.vocab_size,
+        tower_hidden=0 if vision is None else tower_width(vision),
+        tower_intermediate=0 if vision is None else _tower_intermediate(vision),
+        tower_layers=0 if vision is None else vision.depth,
+    )
+
+
+def _tower_intermediate(vision: Any) -> int:
+    if hasattr(vision, "intermediate_size"):
+        return int(vision.intermediate_size)
+    return int(tower_width(vision) * getattr(vision, "mlp_ratio", 4))  # Qwen2-VL
+
+
+def _adapter_elements(hf: nn.Module, lora: LoraConfig) -> int:
+    """rank * (in + out) of each linear layer that has an adapter."""
+    tower = vision_tower(hf)
+    parts = [language_model(hf).layers, *([tower] if lora.vision_tower and tower is not None else [])]
+    linear = [m for part in parts for m in part.modules() if isinstance(m, nn.Linear)]
+    return sum(lora.rank * (layer.in_features + layer.out_features) for layer in linear)
+
+
+def _elements(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _config_folder(model: ModelConfig) -> Path:
+    folder = Path(model.path)
+    if folder.is_dir():
+        return folder
+    os.environ.setdefault("HF_HUB_ETAG_TIMEOUT", _ANSWER_SECONDS)
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(hf_hub_download(model.path, "config.json", revision=model.revision)).parent
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise ModelError(
+            f"model.path {model.path!r} is no folder here, and its config.json cannot be fetched from Hugging Face: "
+            f"{error}. The estimate needs that one file: put it into a folder and add --set model.path=FOLDER."
+        ) from error
+
+
+def _tiny_config(model: ModelConfig) -> Any:
+    if model.tiny.task == "geometry":
+        from rlcore.data.tiny import build_processor
+        from rlcore.models.tiny import build_model
+
+        return build_model(build_processor(), model.tiny.seed).config
+    from rlcore.data.tiny import build_text_tokenizer
+    from rlcore.models.tiny_text import build_text_model
+
+    return build_text_model(build_text_tokenizer(), model.tiny.seed).config
+
+
+if __name__ == "__main__":
+    job_main(describe, ArchitectureSpec)

@@ -1,0 +1,67 @@
+"""``python -m rlcore.jobs.bootstrap spec.json``: ModelConfig -> ModelRef, a local folder that loads everywhere."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from rlcore.artifacts import ModelRef
+from rlcore.config import ModelConfig, TinyModelConfig
+from rlcore.errors import ModelError
+from rlcore.files import building
+from rlcore.jobs.entry import job_main
+from rlcore.models.folder import count_parameters, folder_digest
+from rlcore.specs import BootstrapSpec, tiny_folder
+
+# what a model needs to load; never *.bin or *.pt, which are pickles and can run code
+DOWNLOADED = ("*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model", "*.tiktoken")
+
+
+def bootstrap(spec: BootstrapSpec) -> ModelRef:
+    """The policy to start from: the embedded tiny one, a folder as it stands, or a download.
+
+    Raises:
+        ModelError: a folder or download without config, safetensors or chat template.
+    """
+    model = spec.model
+    if model.path == "tiny":
+        folder = tiny_folder(spec.models_dir, model.tiny)
+        if not folder.exists():
+            _make_tiny(folder, model.tiny)
+    elif Path(model.path).is_dir():
+        folder = Path(model.path).resolve()
+    else:
+        folder = _download(model)
+    return ModelRef(
+        path=str(folder),
+        digest=folder_digest(folder),
+        source=model.path if model.revision is None else f"{model.path}@{model.revision}",
+        num_parameters=count_parameters(folder),
+    )
+
+
+def _make_tiny(folder: Path, config: TinyModelConfig) -> None:
+    import torch
+
+    from rlcore.models.tiny import create_tiny_policy
+
+    torch.set_num_threads(len(os.sched_getaffinity(0)))  # nothing else runs meanwhile
+    with building(folder) as aside:  # two runs that start at once both make it, and the first counts
+        create_tiny_policy(aside, config)
+
+
+def _download(model: ModelConfig) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(model.path, revision=model.revision, allow_patterns=list(DOWNLOADED)))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise ModelError(
+            f"model.path {model.path!r} is no folder here and cannot be fetched as a Hugging Face id: {error}. "
+            "Allowed: tiny, an existing folder, or owner/name. Check the spelling, the revision and the network."
+        ) from error
+
+
+if __name__ == "__main__":
+    job_main(bootstrap, BootstrapSpec)

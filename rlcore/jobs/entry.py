@@ -1,0 +1,33 @@
+"""Entry point of every job: ``python -m rlcore.jobs.NAME spec.json``."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from pydantic import BaseModel
+
+from rlcore import errors
+from rlcore.failures import EXIT_BAD_CONFIG
+from rlcore.files import write_json_atomically
+from rlcore.specs import JobError, JobSpec
+
+S = TypeVar("S", bound=JobSpec)
+
+
+def job_main(run: Callable[[S], BaseModel], spec_type: type[S]) -> None:
+    """Entry point of a job module: read the spec named on the command line, run, write the result or the error."""
+    if len(sys.argv) != 2:
+        sys.exit(f"usage: python -m {run.__module__} SPEC.json")
+    spec = spec_type.model_validate_json(Path(sys.argv[1]).read_text())
+    try:
+        result = run(spec)
+    except Exception as error:  # noqa: BLE001 - the boundary: every failure is handed to the asker whole
+        report = JobError(kind=type(error).__name__, message=str(error), traceback=traceback.format_exc())
+        write_json_atomically(Path(f"{spec.result}.error"), report.model_dump_json())
+        traceback.print_exc()
+        sys.exit(EXIT_BAD_CONFIG if isinstance(error, errors.ConfigError | errors.DataError) else 1)
+    write_json_atomically(spec.result, result.model_dump_json())

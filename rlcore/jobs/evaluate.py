@@ -1,0 +1,53 @@
+"""``python -m rlcore.jobs.evaluate spec.json``: EvaluateSpec -> EvalReport, with one sampler per device."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from pathlib import Path
+
+from rlcore.artifacts import CheckpointRef, EvalReport
+from rlcore.jobs.entry import job_main
+from rlcore.process import making_what_stays
+from rlcore.specs import EvaluateSpec
+
+
+def run(spec: EvaluateSpec) -> EvalReport:
+    with making_what_stays():
+        from rlcore.data.table import load_problems
+        from rlcore.distributed.group import SamplerGroup
+        from rlcore.distributed.worker import SamplingWorker
+        from rlcore.evaluation.evaluate import evaluate, summarise, write_rows
+        from rlcore.training.assemble import graded_samplers
+
+    started = time.perf_counter()
+    settings = spec.experiment.evaluation
+    trained = isinstance(spec.policy, CheckpointRef)
+    step = spec.policy.step if isinstance(spec.policy, CheckpointRef) else 0
+    make = partial(
+        SamplingWorker,
+        checkpoint=Path(spec.policy.path) if trained else None,
+        version=step,
+        temperature=settings.temperature,
+        top_p=settings.top_p,
+    )
+    dataset = Path(spec.dataset.path)
+    model = Path(spec.base.path if trained else spec.policy.path)
+    with graded_samplers(spec.experiment, make, model=model, dataset=dataset) as (ranks, grader):
+        sampler = SamplerGroup(ranks, spec.experiment.rollout.tensor_parallel)
+        rows = evaluate(sampler, grader, load_problems(dataset), settings)
+    table = spec.out_dir / "completions.parquet"
+    write_rows(rows, table)
+    return summarise(
+        rows,
+        policy=spec.policy.path,
+        step=step,
+        dataset_digest=spec.dataset.digest,
+        table=str(table),
+        seconds=time.perf_counter() - started,
+        at=time.time(),
+    )
+
+
+if __name__ == "__main__":
+    job_main(run, EvaluateSpec)

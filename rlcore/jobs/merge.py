@@ -1,0 +1,362 @@
+"""A checkpoint becomes a Hugging Face folder, and the folder must prove that it is the same policy.
+
+The proof is the checkpoint's canary: fixed sequences with the log-probs that the live trainer gave them.
+``python -m rlcore.jobs.merge spec.json`` merges and verifies with transformers and with vLLM.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from pydantic import BaseModel, ConfigDict
+from torch import Tensor, nn
+from transformers import AutoImageProcessor
+
+from rlcore.algorithms.logprobs import logprobs_and_entropy
+from rlcore.artifacts import CheckpointRef, ModelRef
+from rlcore.batch import trained_positions
+from rlcore.errors import ModelError
+from rlcore.files import building, remove_whole
+from rlcore.jobs.entry import job_main
+from rlcore.models.canary import CANARY, CanarySequence, read_canary
+from rlcore.models.checkpoint import load_full_weights, untied_tensors
+from rlcore.models.folder import VERIFIED, folder_digest
+from rlcore.models.loading import empty_hf_model, load_hf_model
+from rlcore.segment.store import verify_checkpoint
+from rlcore.specs import MergeSpec
+from rlcore.types import ImageRef
+
+# Between two implementations in one dtype. In bfloat16 a logit of 20 is only known to 0.06 to begin with.
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.3}
+# What a model folder needs besides config.json and weights: what is taken is listed, so that none slip in.
+_COPIED = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "*.tiktoken",
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
+    "processor_config.json",
+    "chat_template.json",
+    "*.jinja",
+    "*.py",
+    "LICENSE*",
+)
+
+
+class VerifyReport(BaseModel):
+    """How far the merged model is from the live policy, in nats."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    num_sequences: int
+    num_tokens: int
+    transformers_max_delta: float
+    vllm_max_delta: float | None  # None: not asked
+
+
+class MergeRecord(BaseModel):
+    """``verified.json``: a folder that has it is a whole and verified model."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    checkpoint: CheckpointRef
+    model: ModelRef
+    report: VerifyReport
+
+
+LogProbsOf = Callable[[Path, list[CanarySequence]], list[list[float]]]
+
+
+def merge_checkpoint(checkpoint: Path, base: Path, out: Path, *, trust_remote_code: bool = False) -> int:
+    """Fill ``out`` with the checkpoint's weights as a Hugging Face folder and return its number of parameters.
+
+    Architecture, tokenizer, processor and chat template are those of ``base``; every weight is the checkpoint's, or, if
+    that holds adapters, ``base``'s with the adapters added; in float32. Read back and compared bit for bit.
+
+    Raises:
+        ModelError: names or shapes differ from the architecture's, or what was written reads back changed.
+    """
+    weights = load_full_weights(checkpoint, base, trust_remote_code=trust_remote_code)
+    weights = {name: value.float() if value.is_floating_point() else value for name, value in weights.items()}
+    model = empty_hf_model(base, trust_remote_code)  # no values at all, so none of the base's can be left over
+    expected, aliases = untied_tensors(model)
+    _require_same_names(weights, expected, checkpoint, base)
+    parameters: int = sum(parameter.numel() for parameter in model.parameters())  # a tied one once
+    tied = {alias: weights[name] for alias, name in aliases.items()}
+    model.load_state_dict({**weights, **tied}, assign=True)
+    model.save_pretrained(out)
+    _copy_the_rest(base, out)
+    _require_same_values(out, weights, trust_remote_code)
+    return parameters
+
+
+def verify_merged(
+    model_dir: Path,
+    canary: Path,
+    *,
+    log_prob_with_vllm: LogProbsOf | None,
+    read_image: Callable[[ImageRef], Image.Image],
+    min_pixels: int,
+    max_pixels: int,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    tolerance: float | None = None,
+    trust_remote_code: bool = False,
+) -> VerifyReport:
+    """Compare a model folder with a canary file, through transformers and, if given, through vLLM.
+
+    Args:
+        read_image: an image of the prepared dataset.
+        dtype: the one the live trainer computed the canary in.
+        tolerance: largest |delta log-prob| allowed, nats. None: 1e-3 in float32, 0.3 in bfloat16.
+
+    Raises:
+        ModelError: a log-prob differs by more than the tolerance, with the numbers; or the canary is empty.
+    """
+    allowed = TOLERANCE[dtype] if tolerance is None else tolerance
+    sequences = read_canary(canary)
+    found = transformers_logprobs(
+        model_dir,
+        sequences,
+        read_image=read_image,
+        min_pixels=min_pixels,
+        max_pixels=max_pixels,
+        dtype=dtype,
+        device=device,
+        trust_remote_code=trust_remote_code,
+    )
+    delta = _max_delta(sequences, found, "transformers", model_dir, allowed)
+    vllm_delta = None
+    if log_prob_with_vllm is not None:
+        vllm_delta = _max_delta(sequences, log_prob_with_vllm(model_dir, sequences), "vLLM", model_dir, allowed)
+    return VerifyReport(
+        num_sequences=len(sequences),
+        num_tokens=sum(len(sequence.logprobs) for sequence in sequences),
+        transformers_max_delta=delta,
+        vllm_max_delta=vllm_delta,
+    )
+
+
+def merge(spec: MergeSpec) -> ModelRef:
+    """The job: merge, verify with transformers and vLLM, mark as verified. A verified model is kept."""
+    config = spec.experiment
+    verify = partial(_verify_for, spec)
+    return merge_once(spec.checkpoint, spec.base, spec.out, verify, trust_remote_code=config.model.trust_remote_code)
+
+
+def merge_once(
+    checkpoint: CheckpointRef,
+    base: ModelRef,
+    out: Path,
+    verify: Callable[[Path], VerifyReport],
+    *,
+    trust_remote_code: bool = False,
+) -> ModelRef:
+    """Merge ``checkpoint`` into ``out`` unless a verified merge of that very checkpoint is there already.
+
+    ``out`` appears whole and verified. Of two merges at once, the first to finish counts.
+
+    Raises:
+        CheckpointError: the checkpoint does not match its manifest.
+        ModelError: the merge does not verify, and nothing of it is kept; or ``out`` was filled from another checkpoint
+            meanwhile.
+    """
+    known = _merged_before(checkpoint, out)
+    if known is not None:
+        return known
+    verify_checkpoint(checkpoint)
+    remove_whole(out)  # unverified, or of another checkpoint
+    with building(out) as folder:
+        parameters = merge_checkpoint(
+            Path(checkpoint.path), Path(base.path), folder, trust_remote_code=trust_remote_code
+        )
+        report = verify(folder)
+        model = ModelRef(
+            path=str(out),
+            digest=folder_digest(folder),
+            source=f"{checkpoint.run_id} step {checkpoint.step} ({base.source})",
+            num_parameters=parameters,
+        )
+        record = MergeRecord(checkpoint=checkpoint, model=model, report=report)
+        (folder / VERIFIED).write_text(record.model_dump_json(indent=1))
+    merged = _merged_before(checkpoint, out)
+    if merged is None:
+        raise ModelError(f"{out} was filled from another checkpoint while {checkpoint.path} was merged. Merge again.")
+    return merged
+
+
+def _merged_before(checkpoint: CheckpointRef, out: Path) -> ModelRef | None:
+    """The verified merge of this very checkpoint at ``out``, if there is one."""
+    if not (out / VERIFIED).exists():
+        return None
+    record = MergeRecord.model_validate_json((out / VERIFIED).read_text())
+    if record.checkpoint.manifest_sha256 != checkpoint.manifest_sha256:
+        return None
+    return record.model.model_copy(update={"path": str(out)})
+
+
+def transformers_logprobs(
+    model_dir: Path,
+    sequences: Sequence[CanarySequence],
+    *,
+    read_image: Callable[[ImageRef], Image.Image],
+    min_pixels: int,
+    max_pixels: int,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    trust_remote_code: bool = False,
+) -> list[list[float]]:
+    """Log-probs [C] in nats, temperature 1, of each sequence's completion under a model folder."""
+    model = load_hf_model(model_dir, dtype, trust_remote_code).to(device)
+    pixels = partial(_pixels, model_dir, read_image, min_pixels, max_pixels)
+    with torch.no_grad():
+        found = [_sequence_logprobs(model, sequence, pixels).tolist() for sequence in sequences]
+    del model
+    if device == "cuda":
+        torch.cuda.empty_cache()  # vLLM, which comes next, measures what is free
+    return found
+
+
+def _verify_for(spec: MergeSpec, out: Path) -> VerifyReport:
+    from rlcore.data.image_store import ImageStore
+    from rlcore.models.support import pick_device
+    from rlcore.models.torch_policy import compute_dtype
+    from rlcore.sampler.engine import set_engine_environment, vllm_sequence_logprobs
+
+    config, dataset = spec.experiment, Path(spec.dataset.path)
+    device = pick_device(config)
+    set_engine_environment(device)
+
+    def with_vllm(model: Path, sequences: list[CanarySequence]) -> list[list[float]]:
+        return vllm_sequence_logprobs(model, sequences, dataset, config, device)
+
+    return verify_merged(
+        out,
+        Path(spec.checkpoint.path) / CANARY,
+        log_prob_with_vllm=with_vllm,
+        read_image=ImageStore(dataset).read,
+        min_pixels=config.data.min_pixels,
+        max_pixels=config.data.max_pixels,
+        dtype=compute_dtype(config, device),
+        device=device,
+        trust_remote_code=config.model.trust_remote_code,
+    )
+
+
+def _sequence_logprobs(
+    model: nn.Module, sequence: CanarySequence, pixels: Callable[[Sequence[ImageRef]], dict[str, Tensor]]
+) -> Tensor:
+    device = next(model.parameters()).device
+    tokens = torch.tensor(sequence.token_ids)
+    mask = torch.arange(len(tokens)) >= sequence.completion_start
+    predict_from, token_index = trained_positions(mask, torch.tensor([0, len(tokens)]))
+    inputs: dict[str, Tensor] = {}
+    if sequence.images:
+        is_image = (tokens == model.config.image_token_id).int()
+        inputs = {**pixels(sequence.images), "mm_token_type_ids": is_image[None]}
+    logits = model(
+        input_ids=tokens[None].to(device),
+        use_cache=False,
+        logits_to_keep=predict_from.to(device),  # [1, C, V] and not [1, L, V]
+        **{name: value.to(device) for name, value in inputs.items()},
+    ).logits
+    return logprobs_and_entropy(logits[0], tokens[token_index].to(device))[0]
+
+
+def _pixels(
+    model_dir: Path,
+    read_image: Callable[[ImageRef], Image.Image],
+    min_pixels: int,
+    max_pixels: int,
+    images: Sequence[ImageRef],
+) -> dict[str, Tensor]:
+    processor = AutoImageProcessor.from_pretrained(model_dir, local_files_only=True)
+    out = processor(
+        images=[read_image(image) for image in images],
+        size={"shortest_edge": min_pixels, "longest_edge": max_pixels},  # pixels, in spite of the names
+        return_tensors="pt",
+    )
+    return {"pixel_values": out["pixel_values"], "image_grid_thw": out["image_grid_thw"]}
+
+
+def _max_delta(
+    sequences: Sequence[CanarySequence],
+    found: Sequence[Sequence[float]],
+    by: str,
+    model_dir: Path,
+    allowed: float,
+) -> float:
+    worst, where = 0.0, ""
+    for index, (sequence, values) in enumerate(zip(sequences, found, strict=True)):
+        for token, (expected, value) in enumerate(zip(sequence.logprobs, values, strict=True)):
+            delta = abs(value - expected)
+            if not delta <= worst:  # also takes a NaN
+                worst = math.inf if math.isnan(delta) else delta
+                where = f"sequence {index}, completion token {token}: found {value}, expected {expected}"
+    if worst > allowed:
+        raise ModelError(
+            f"{model_dir} is not the policy of its checkpoint: through {by} a log-prob differs by "
+            f"{worst:.3g} nats ({where}), allowed are {allowed:g}. Do not use this model: merge again, and "
+            "check library versions against the checkpoint's manifest."
+        )
+    return worst
+
+
+def _require_same_names(
+    weights: Mapping[str, Tensor], expected: Mapping[str, Tensor], checkpoint: Path, base: Path
+) -> None:
+    missing, unexpected = sorted(expected.keys() - weights.keys()), sorted(weights.keys() - expected.keys())
+    shapes = [
+        f"{name} {tuple(weights[name].shape)} instead of {tuple(expected[name].shape)}"
+        for name in sorted(weights.keys() & expected.keys())
+        if weights[name].shape != expected[name].shape
+    ]
+    if missing or unexpected or shapes:
+        raise ModelError(
+            f"{checkpoint} does not fit the architecture of {base}: missing {missing}, unexpected "
+            f"{unexpected}, other shapes {shapes}. Merge with the base model that the run was started from."
+        )
+
+
+def _require_same_values(folder: Path, weights: Mapping[str, Tensor], trust_remote_code: bool) -> None:
+    written, _ = untied_tensors(load_hf_model(folder, torch.float32, trust_remote_code))
+    different = sorted(
+        name for name, value in weights.items() if name not in written or not torch.equal(written[name], value)
+    )
+    if different:
+        raise ModelError(
+            f"{folder}: {len(different)} tensors read back other than they were saved: {different[:5]}. "
+            "Check the disk and the transformers version, and merge again."
+        )
+
+
+def _copy_the_rest(base: Path, folder: Path) -> None:
+    for path in sorted({path for pattern in _COPIED for path in base.glob(pattern)}):
+        shutil.copyfile(path, folder / path.name)
+    # The base's own config, because the architecture is its; only the dtype is that of the weights beside it.
+    config: dict[str, Any] = json.loads((base / "config.json").read_text())
+    for section in (config, *(value for value in config.values() if isinstance(value, dict))):
+        for key in {"dtype", "torch_dtype"} & section.keys():
+            section[key] = "float32"
+    if not {"dtype", "torch_dtype"} & config.keys():
+        config["dtype"] = "float32"
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    job_main(merge, MergeSpec)

@@ -1,0 +1,188 @@
+"""Source -> prepared dataset with original images: ``python -m rlcore.jobs.prepare SPEC.json``.
+
+Every row becomes a ``Problem`` or a line in ``rejects.jsonl``. Images are only looked at here: their headers
+give the size they will have, so a prompt that is too long is found before anything is decoded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import stat
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rlcore.artifacts import DatasetRef
+from rlcore.data.pixels import MAX_SOURCE_PIXELS, read_header
+from rlcore.data.prepare.digest import prepared_folder
+from rlcore.data.prepare.folder import ORIGINALS, existing_dataset, finish_folder, progress
+from rlcore.data.prepare.questions import ImageCell, conversation, place_images, plain_text
+from rlcore.data.prepare.sources import SourceRow, open_source
+from rlcore.data.prompts import PromptBuilder, load_processor
+from rlcore.data.rejects import Reason, Reject, Unusable, nothing_usable
+from rlcore.data.table import PreparedRow
+from rlcore.files import building
+from rlcore.jobs.entry import job_main
+from rlcore.specs import PrepareSpec
+from rlcore.types import ImageRef, Message, Problem
+
+_MAX_IMAGE_BYTES = 4 * MAX_SOURCE_PIXELS  # an uncompressed RGBA image of as many pixels as may be decoded
+
+
+def prepare(spec: PrepareSpec) -> DatasetRef:
+    """Prepare a dataset, or return the one that is there already for the same source and settings.
+
+    Writes ``raw-DIGEST`` under ``spec.datasets_dir``: problems.parquet, raw_images/, rejects.jsonl and
+    report.json.
+
+    Raises:
+        DataError: the source cannot be read, lacks a column, or has no usable row.
+        ConfigError, ModelError: the prompt template, or the model's tokenizer or chat template, is unusable.
+        ServerError: the hub cannot be reached.
+        StorageError: no space, no permission, or an existing folder with parts missing.
+    """
+    final = prepared_folder(spec)
+    if found := existing_dataset(final):
+        return found
+    data = spec.data
+    prompts = PromptBuilder.of(load_processor(spec.model), data)
+    with tempfile.TemporaryDirectory() as scratch, building(final) as aside:
+        source = open_source(spec, Path(scratch))
+        images = ImageReader(source.folders)
+        intake = _Intake(prompts, images, spec.source, data.max_prompt_tokens, data.max_images, aside / ORIGINALS)
+        for row in progress(source.rows, f"preparing {spec.source}", source.num_rows):
+            intake.add(row)
+        if not intake.rows:
+            raise nothing_usable(spec.source, intake.rejects, source.columns)
+        return finish_folder(
+            aside,
+            final,
+            digest=final.name.removeprefix("raw-"),
+            source=spec.source,
+            columns=source.columns,
+            data=data,
+            rows=intake.rows,
+            rejects=intake.rejects,
+        )
+
+
+class ImageReader:
+    """Reads the image files that rows name. A row may come from a stranger, so it names nothing outside the source."""
+
+    def __init__(self, folders: Sequence[Path]) -> None:
+        self._folders = tuple(folder.resolve() for folder in folders)
+
+    def read(self, image: ImageCell) -> bytes:
+        """
+        Raises:
+            Unusable: no file, not below the source's folders (links count by what they lead to), not a regular file, or
+                larger than any image may be.
+        """
+        if image is None:
+            raise Unusable(Reason.IMAGE_MISSING, "an image has neither bytes nor a path")
+        if isinstance(image, bytes):
+            return image
+        try:
+            path = image.resolve(strict=True)
+            if not any(path.is_relative_to(folder) for folder in self._folders):
+                allowed = " or ".join(map(str, self._folders))
+                raise Unusable(Reason.IMAGE_OUTSIDE, f"{image} is {path}, which lies outside {allowed}")
+            facts = path.stat()
+            if not stat.S_ISREG(facts.st_mode):
+                raise Unusable(Reason.IMAGE_MISSING, f"{image}: no regular file ({stat.filemode(facts.st_mode)})")
+            if facts.st_size > _MAX_IMAGE_BYTES:
+                raise Unusable(Reason.IMAGE_TOO_LARGE, f"{image}: {facts.st_size} bytes above {_MAX_IMAGE_BYTES}")
+            return path.read_bytes()
+        except (OSError, ValueError, RuntimeError) as error:  # a null byte in the path; a loop of links
+            raise Unusable(Reason.IMAGE_MISSING, f"{image}: {error}") from None
+
+
+@dataclass(slots=True)
+class _Intake:
+    """Sorts rows into kept and rejected, and stores the originals of kept ones, each distinct one once."""
+
+    prompts: PromptBuilder
+    images: ImageReader
+    source: str
+    max_prompt_tokens: int
+    max_images: int
+    originals: Path
+    rows: list[PreparedRow] = field(default_factory=list)
+    rejects: list[Reject] = field(default_factory=list)
+    ids: set[str] = field(default_factory=set)
+    sizes: dict[str, ImageRef | Unusable] = field(default_factory=dict)  # by hash: one diagram serves many questions
+    stored: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.originals.mkdir()
+
+    def add(self, row: SourceRow) -> None:
+        problem_id = self._unique_id(row)
+        try:
+            prepared, originals = self._examine(row, problem_id)
+        except Unusable as unusable:
+            self.rejects.append(Reject(problem_id, row.index, unusable.reason, unusable.detail))
+            return
+        self.rows.append(prepared)
+        for sha256, content in originals.items():
+            if sha256 not in self.stored:
+                (self.originals / sha256).write_bytes(content)
+                self.stored.add(sha256)
+
+    def _examine(self, row: SourceRow, problem_id: str) -> tuple[PreparedRow, dict[str, bytes]]:
+        if (given := row.num_images) > self.max_images:
+            raise Unusable(Reason.TOO_MANY_IMAGES, f"{given} images above {self.max_images}")
+        messages = conversation(row.problem)
+        answer = plain_text(row.answer, "answer", Reason.EMPTY_ANSWER).strip()
+        if special := [token for m in messages for token in self.prompts.special_tokens_in(m.text)]:
+            raise Unusable(Reason.SPECIAL_TOKEN, f"the problem spells out {', '.join(special)}")
+        videos = [_frames(video) for video in row.videos]
+        (*before, question), images = place_images([m.text for m in messages], row.images, videos)
+        context = tuple(Message(m.role, text) for m, text in zip(messages[:-1], before, strict=True))
+        if images and self.prompts.image_token_id is None:
+            raise Unusable(Reason.MODEL_WITHOUT_IMAGES, f"{len(images)} image(s), and the model takes none")
+        contents = [self.images.read(image) for image in images]
+        refs = tuple(self._image_ref(content) for content in contents)
+        problem = Problem(problem_id, question, refs, answer, self.source, row.extra, context)
+        prompt_tokens = len(self.prompts.tokens(problem))
+        image_tokens = sum(self.prompts.image_tokens(ref.width, ref.height) for ref in refs)
+        if prompt_tokens > self.max_prompt_tokens:
+            detail = f"{prompt_tokens} tokens ({image_tokens} of images) above {self.max_prompt_tokens}"
+            raise Unusable(Reason.PROMPT_TOO_LONG, detail)
+        originals = {ref.sha256: content for ref, content in zip(refs, contents, strict=True)}
+        return PreparedRow(problem, row.index, prompt_tokens, image_tokens), originals
+
+    def _image_ref(self, content: bytes) -> ImageRef:
+        sha256 = hashlib.sha256(content).hexdigest()
+        if sha256 not in self.sizes:
+            try:
+                header = read_header(content)
+                self.sizes[sha256] = ImageRef(sha256, *self.prompts.target_size(header.width, header.height))
+            except Unusable as unusable:
+                self.sizes[sha256] = unusable
+        found = self.sizes[sha256]
+        if isinstance(found, Unusable):
+            raise Unusable(found.reason, found.detail)
+        return found
+
+    def _unique_id(self, row: SourceRow) -> str:
+        wanted = row.row_id if row.row_id is not None else f"row-{row.index}"
+        wanted = wanted.encode("utf-8", "replace").decode()
+        problem_id, count = wanted, 1
+        while problem_id in self.ids:
+            count += 1
+            problem_id = f"{wanted}-{count}"
+        self.ids.add(problem_id)
+        return problem_id
+
+
+def _frames(video: tuple[ImageCell, ...] | None) -> tuple[ImageCell, ...]:
+    if not video:
+        found = "holds no frame" if video is not None else "is no list of frames"
+        raise Unusable(Reason.VIDEO_FORMAT, f"a video {found}")
+    return video
+
+
+if __name__ == "__main__":
+    job_main(prepare, PrepareSpec)

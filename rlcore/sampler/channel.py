@@ -1,0 +1,103 @@
+"""Weights from one trainer to the samplers of other processes: broadcast, one packed bucket at a time."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rlcore.sampler.proof import added, bit_sum
+from rlcore.sampler.weights import bucketed
+
+_TIMEOUT = timedelta(minutes=10)  # one end may still be at work when the other is ready
+
+
+class WeightChannel:
+    """The trainer is member 0, the samplers are 1 to ``size`` - 1.
+
+    A process group beside torch's own one: an engine that is alone in its process makes that for itself, and trainers
+    have theirs among each other. Making one waits until all members do.
+    """
+
+    def __init__(self, member: int, size: int, *, address: str, port: int, device: str, dtype: torch.dtype) -> None:
+        """
+        Args:
+            address, port: of member 0.
+            dtype: of every tensor that is sent.
+        """
+        self._device, self._dtype = device, dtype
+        store = dist.TCPStore(address, port, size, is_master=member == 0, timeout=_TIMEOUT)
+        make = dist.ProcessGroupGloo if device == "cpu" else dist.ProcessGroupNCCL
+        self._group = make(store, member, size, _TIMEOUT)
+
+    def send(self, tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int = 512 << 20) -> None:
+        """For member 0. Each bucket is one collective, behind two small ones that say what is in it."""
+        for bucket in bucketed(tensors, bucket_bytes):
+            names = json.dumps([(name, list(value.shape)) for name, value in bucket]).encode()
+            self._from_trainer(torch.tensor([len(names)], device=self._device))
+            self._from_trainer(torch.frombuffer(bytearray(names), dtype=torch.uint8).to(self._device))
+            self._from_trainer(torch.cat([value.reshape(-1) for _, value in bucket]))
+        self._from_trainer(torch.tensor([0], device=self._device))
+
+    def receive(self) -> Iterator[tuple[str, Tensor]]:
+        """For the others: what one ``send`` sends, to be taken to its end. Each bucket has memory of its own."""
+        while size := int(self._from_trainer(torch.zeros(1, dtype=torch.int64, device=self._device))):
+            names = self._from_trainer(torch.empty(size, dtype=torch.uint8, device=self._device))
+            listed = [(name, shape, math.prod(shape)) for name, shape in json.loads(bytes(names.cpu().numpy()))]
+            total = sum(count for _, _, count in listed)
+            values = self._from_trainer(torch.empty(total, dtype=self._dtype, device=self._device))
+            parts = values.split([count for _, _, count in listed])
+            for (name, shape, _), part in zip(listed, parts, strict=True):
+                yield name, part.view(shape)
+
+    def _from_trainer(self, tensor: Tensor) -> Tensor:
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        self._group.broadcast([tensor.view(torch.uint8)], options).wait()
+        return tensor
+
+
+class WeightSender:
+    """Takes a trainer's weights, as a sampler beside it would, for samplers that are elsewhere."""
+
+    def __init__(self, channel: WeightChannel | None, dtype: torch.dtype) -> None:
+        """
+        Args:
+            channel: None on the ranks that only help to gather what rank 0 sends.
+            dtype: that the samplers compute in.
+        """
+        self._channel, self._dtype = channel, dtype
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> int:
+        """Send all of them. Returns the ``checksum`` of what was sent; it is for the caller to compare with those of
+        the samplers."""
+        return self._send(weights)
+
+    def load_adapter(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> int:
+        """The same for an adapter."""
+        return self._send(tensors)
+
+    def check_base(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Send the weights that the adapters change, for the samplers to compare theirs with."""
+        self._send(weights)
+
+    def _send(self, tensors: Iterable[tuple[str, Tensor]]) -> int:
+        sums: list[Tensor] = []
+
+        def counted() -> Iterator[tuple[str, Tensor]]:
+            for name, value in tensors:
+                value = value.detach().to(self._dtype)
+                sums.append(bit_sum(value))
+                yield name, value
+
+        if self._channel is None:
+            for _ in counted():
+                pass  # a collective that rank 0 needs
+        else:
+            self._channel.send(counted())
+        return added(sums)

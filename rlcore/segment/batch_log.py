@@ -1,0 +1,73 @@
+"""What is kept of every rollout batch: which problems it was trained on, and completions for people to read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from rlcore.config import TrainingConfig
+from rlcore.errors import StorageError
+from rlcore.files import write_json_atomically
+from rlcore.types import RolloutGroup
+
+PROBLEMS_KEPT = 2
+
+
+class BatchLog:
+    """Two files per rollout batch, named after its last step, that a replayed step writes again:
+    ``trained/step-000020.json``, and ``samples/step-000020.json`` with the first generated
+    problems, their picture hashes, and every completion with its score."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+
+    def __call__(self, step: int, generated: Sequence[RolloutGroup], trained: Sequence[RolloutGroup]) -> None:
+        write_trained(self._run_dir, step, [group.problem.problem_id for group in trained])
+        self._write_samples(step, generated)
+
+    def _write_samples(self, step: int, groups: Sequence[RolloutGroup]) -> None:
+        rows = [
+            {
+                "problem_id": group.problem.problem_id,
+                "question": group.problem.conversation,
+                "answer": group.problem.answer,
+                "images": [image.sha256 for image in group.problem.images],
+                "completion": rollout.completion.text,
+                "tokens": len(rollout.completion.token_ids),
+                "finish_reason": rollout.completion.finish_reason,
+                "reward": rollout.score.reward,
+                "parts": dict(rollout.score.parts),
+                "graded": rollout.score.graded,
+            }
+            for group in groups[:PROBLEMS_KEPT]
+            for rollout in group.rollouts
+        ]
+        write_json_atomically(self._run_dir / "samples" / f"step-{step:06d}.json", json.dumps(rows))
+
+
+def write_trained(run_dir: Path, step: int, problem_ids: Sequence[str]) -> None:
+    """Note the problems of a rollout batch, in the order they are trained on; ``step`` is its last one."""
+    write_json_atomically(_path(run_dir, step), json.dumps({"problems": list(problem_ids)}))
+
+
+def trained_problems(run_dir: Path, step: int, training: TrainingConfig) -> list[str]:
+    """Ids of the problems whose groups optimizer step ``step`` (from 1) was trained on: its share of its batch.
+
+    Raises:
+        StorageError: nothing is known of that step.
+    """
+    last = -(-step // training.steps_per_batch) * training.steps_per_batch
+    path = _path(run_dir, last)
+    if step < 1 or not path.exists():
+        known = sorted(int(file.stem.removeprefix("step-")) for file in path.parent.glob("step-*.json"))
+        reach = f"batches up to step {known[-1]} are" if known else "no batch is"
+        raise StorageError(f"nothing is known of step {step}: {reach} noted under {path.parent}.")
+    problems = [str(item) for item in json.loads(path.read_text())["problems"]]
+    share = len(problems) // training.updates_per_batch
+    part = (step - 1) % training.steps_per_batch % training.updates_per_batch
+    return problems[part * share : (part + 1) * share]
+
+
+def _path(run_dir: Path, step: int) -> Path:
+    return run_dir / "trained" / f"step-{step:06d}.json"

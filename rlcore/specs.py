@@ -1,0 +1,104 @@
+"""Work that runs in the trainer's interpreter: ``python -m <module> spec.json``, one result, one error.
+
+The process that asks (a Prefect task) never imports torch. It writes a spec, starts the module and reads
+``spec.result`` (the artifact as JSON) or, after a non-zero exit, ``spec.result + ".error"``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from rlcore.artifacts import CheckpointRef, DatasetRef, ModelRef
+from rlcore.config import DataConfig, ExperimentConfig, ModelConfig, TinyModelConfig
+
+
+class JobSpec(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    result: Path
+
+
+class PrepareSpec(JobSpec):
+    """rlcore.jobs.prepare: source -> DatasetRef with original images."""
+
+    source: str  # the experiment's words, for the record
+    source_path: Path | None  # local file or folder; None: ``source`` is a Hugging Face id with @split, or synthetic
+    split: Literal["train", "validation"]
+    data: DataConfig
+    model: ModelConfig
+    datasets_dir: Path
+
+
+class ResizeSpec(JobSpec):
+    """rlcore.jobs.resize: DatasetRef with original images -> DatasetRef with images on the model's patch grid."""
+
+    dataset: DatasetRef
+    data: DataConfig
+    model: ModelConfig
+    datasets_dir: Path
+    processes: int
+
+
+class BootstrapSpec(JobSpec):
+    """rlcore.jobs.bootstrap: ModelConfig -> ModelRef, a local folder."""
+
+    model: ModelConfig
+    models_dir: Path
+
+
+class EvaluateSpec(JobSpec):
+    """rlcore.jobs.evaluate: policy and dataset -> EvalReport."""
+
+    experiment: ExperimentConfig
+    policy: CheckpointRef | ModelRef
+    base: ModelRef  # tokenizer, processor and architecture of the policy
+    dataset: DatasetRef
+    out_dir: Path
+
+
+class MergeSpec(JobSpec):
+    """rlcore.jobs.merge: checkpoint -> ModelRef, verified with transformers and vLLM."""
+
+    experiment: ExperimentConfig
+    checkpoint: CheckpointRef
+    base: ModelRef
+    dataset: DatasetRef  # holds the pictures of the canary
+    models_dir: Path
+
+    @property
+    def out(self) -> Path:
+        """The folder of the merged model."""
+        return self.models_dir / f"merged-{self.checkpoint.run_id}-step-{self.checkpoint.step}"
+
+
+class JobError(BaseModel):
+    """What a failed job leaves behind, so that the asker can raise the same error."""
+
+    model_config = ConfigDict(frozen=True)
+
+    kind: str  # class name in rlcore.errors, or another exception's name
+    message: str
+    traceback: str
+
+
+def read_error(result: Path) -> JobError | None:
+    """The error a failed job left beside ``result``, or None."""
+    path = Path(f"{result}.error")
+    return JobError.model_validate(json.loads(path.read_text())) if path.exists() else None
+
+
+_TINY_SOURCES = ("models/tiny*.py", "data/tiny.py", "data/synthetic/*.py")
+
+
+def tiny_folder(models_dir: Path, config: TinyModelConfig) -> Path:
+    """Where the tiny policy of this configuration, made by this code, lives."""
+    digest = hashlib.sha256(config.model_dump_json().encode())
+    for pattern in _TINY_SOURCES:
+        for file in sorted(Path(__file__).parent.glob(pattern)):
+            digest.update(file.read_bytes())
+    return models_dir / f"tiny-{digest.hexdigest()[:16]}"

@@ -1,0 +1,112 @@
+"""Composition root: an ExperimentConfig and prepared artifacts become a wired run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rlcore.adjustments import Adjustments
+from rlcore.config import ExperimentConfig
+from rlcore.data.table import load_problems
+from rlcore.distributed.actors import RayRanks, worker_environment
+from rlcore.distributed.cluster import cluster_address, has_gpus, start_ray, stop_ray
+from rlcore.distributed.group import WorkerGroup
+from rlcore.distributed.ranks import LocalRanks, Ranks, WatchedRanks
+from rlcore.distributed.trace import ProfiledRanks
+from rlcore.distributed.worker import WorkerSpec, make_worker
+from rlcore.models.support import pick_device
+from rlcore.ports import MetricSink
+from rlcore.process import making_what_stays
+from rlcore.rewards import environment_of, make_reward
+from rlcore.rewards.pool import GradingPool
+from rlcore.training.run import OnBatch, TrainingRun
+
+
+@contextmanager
+def training_run(
+    config: ExperimentConfig,
+    *,
+    model: Path,
+    dataset: Path,
+    sink: MetricSink,
+    on_batch: OnBatch,
+    on_progress: Callable[[], None],
+    adjustments: Adjustments,
+    run_dir: Path,
+    stacks: Path,
+) -> Iterator[TrainingRun]:
+    """Workers up, run wired; on exit everything that was started here is gone.
+
+    Args:
+        on_progress: called after everything that all ranks have done.
+        run_dir: where requests for a trace are looked for and traces are left.
+        stacks: folder for the stacks of a worker that gets SIGUSR1.
+    """
+    with graded_ranks(config, make_worker, model=model, dataset=dataset, stacks=stacks) as (ranks, grader):
+        yield TrainingRun(
+            config=config,
+            problems=load_problems(dataset),
+            workers=WorkerGroup(ProfiledRanks(WatchedRanks(ranks, on_progress), run_dir), config),
+            grader=grader,
+            sink=sink,
+            on_batch=on_batch,
+            adjustments=adjustments,
+        )
+
+
+@contextmanager
+def graded_ranks(
+    config: ExperimentConfig,
+    make: Callable[[WorkerSpec], object],
+    *,
+    model: Path,
+    dataset: Path,
+    stacks: Path | None = None,
+) -> Iterator[tuple[RayRanks, GradingPool]]:
+    """Ray, its workers and the grading processes; all gone on exit, but for a cluster that was running before."""
+    address, grader = cluster_address(), _grader(config)
+    start_ray(address, num_cpus=config.resources.devices)
+    try:
+        # the machine of the driver may be one of a cluster that has no GPU
+        device = "cuda" if config.resources.device == "auto" and address and has_gpus() else pick_device(config)
+        ranks = RayRanks(make, model=model, dataset=dataset, config=config, device=device, stacks=stacks)
+        try:
+            yield ranks, grader
+        finally:
+            ranks.close()
+    finally:
+        grader.close()
+        stop_ray()
+
+
+@contextmanager
+def graded_samplers(
+    config: ExperimentConfig, make: Callable[[WorkerSpec], object], *, model: Path, dataset: Path
+) -> Iterator[tuple[Ranks, GradingPool]]:
+    """The same for an evaluation. A single sampler on this machine lives in this process: starting Ray for it would
+    take about as long as starting the sampler."""
+    if cluster_address() or config.resources.devices > 1:
+        with graded_ranks(config, make, model=model, dataset=dataset) as found:
+            yield found
+        return
+    grader = _grader(config)
+    try:
+        device = pick_device(config)
+        os.environ.update(worker_environment(device, config.resources))
+        with making_what_stays():
+            sampler = make(WorkerSpec.alone(model, dataset, config, device))
+        yield LocalRanks(sampler), grader
+    finally:
+        grader.close()
+
+
+def _grader(config: ExperimentConfig) -> GradingPool:
+    reward = make_reward(config.reward, max_completion_tokens=config.rollout.max_completion_tokens)
+    return GradingPool(
+        reward,
+        config.reward.processes,
+        config.reward.deadline_seconds,
+        environment=environment_of(config.reward),
+    )
