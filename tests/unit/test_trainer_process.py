@@ -301,16 +301,16 @@ def test_the_command_line_takes_one_spec_and_exits_with_the_trainers_code(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def exit_of(*arguments: str) -> object:
-        monkeypatch.setattr(sys, "argv", ["python -m rlcore.segment", *arguments])
+        monkeypatch.setattr(sys, "argv", ["python -m rlcore.jobs.segment", *arguments])
         with pytest.raises(SystemExit) as exited:
-            runpy.run_module("rlcore.segment", run_name="__main__")
+            runpy.run_module("rlcore.jobs.segment", run_name="__main__")
         return exited.value.code
 
     run.control.beat(99, stop=True)
     assert run.train() == EXIT_PREEMPTED
     spec = str(run.root / "spec.json")
-    assert exit_of("run", spec) == EXIT_PREEMPTED
-    for words in ((), ("run",), ("walk", spec), ("run", spec, "more")):
+    assert exit_of(spec) == EXIT_PREEMPTED
+    for words in ((), (spec, "more")):
         assert exit_of(*words) == "usage: python -m rlcore.jobs.segment SPEC.json"
 
 
