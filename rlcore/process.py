@@ -1,4 +1,4 @@
-"""What every process that loads torch and vLLM does while it starts."""
+"""Processes: a quick start with torch and vLLM, stack traces on a signal, kills for memory, work in a thread."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import faulthandler
 import gc
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Thread
+from typing import TypeVar
 
 
 @contextmanager
@@ -95,3 +98,20 @@ def innermost(dump: str, frames: int = _FRAMES_SHOWN) -> list[str]:
         return []
     current = next((block for block in blocks if block.lstrip().startswith("Current thread")), blocks[-1])
     return [line.strip() for line in current.splitlines() if line.startswith("  File ")][:frames]
+
+
+T = TypeVar("T")
+
+
+def in_background(work: Callable[[], T]) -> Future[T]:
+    """What ``work`` returns or raises. Its thread keeps no process alive that is on its way out."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:  # noqa: BLE001 - whoever asks for the result gets it
+            future.set_exception(error)
+
+    Thread(target=run, daemon=True, name="beside the training").start()
+    return future

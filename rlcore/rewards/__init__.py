@@ -24,12 +24,10 @@ from rlcore.rewards.countdown import countdown_reward
 from rlcore.rewards.dapo import dapo_reward
 from rlcore.rewards.geoqa import geoqa_reward
 from rlcore.rewards.gsm8k import gsm8k_reward
-from rlcore.rewards.math import math_reward
-from rlcore.rewards.math_verify import math_verify_reward
+from rlcore.rewards.math import math_reward, math_verify_reward, r1v_reward
 from rlcore.rewards.multiple_choice import multiple_choice_reward
 from rlcore.rewards.overlong import LengthRule, OverlongBatchReward, OverlongReward
 from rlcore.rewards.protocol import BatchRewardFn, Reward
-from rlcore.rewards.r1v import r1v_reward
 from rlcore.rewards.user import user_reward
 
 __all__ = ["BatchRewardFn", "Reward", "environment_of", "make_reward"]

@@ -5,9 +5,8 @@ from __future__ import annotations
 from decimal import Decimal
 
 from rlcore.errors import RewardError
-from rlcore.rewards.decimals import only_number
-from rlcore.rewards.format import answer_parts, stated_truth
-from rlcore.rewards.weighted import weighted_score
+from rlcore.rewards.extract import only_number
+from rlcore.rewards.format import answer_parts, stated_truth, weighted_score
 from rlcore.types import FinishReason, Problem, Score
 
 

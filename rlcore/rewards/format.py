@@ -9,6 +9,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from rlcore.types import Score
+
 # each run of blanks follows a literal, so no run is scanned twice however long it is
 _OPEN = re.compile(r"<\s*think\s*>")
 _CLOSE = re.compile(r"<\s*/\s*think\s*>")
@@ -117,3 +119,9 @@ def _last_box(text: str) -> tuple[int, int] | None:
         if depth == 0:
             return opening.end(), brace.start()
     return None
+
+
+def weighted_score(accuracy: bool, well_formed: bool, format_weight: float) -> Score:
+    """(1 - format_weight) * accuracy + format_weight * format, both 0 or 1: a reward in [0, 1]."""
+    parts = {"accuracy": float(accuracy), "format": float(well_formed)}
+    return Score((1 - format_weight) * parts["accuracy"] + format_weight * parts["format"], parts, graded=True)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from rlcore.errors import RewardError
-from rlcore.rewards.choices import choice_letter
-from rlcore.rewards.format import answer_parts, stated_truth
+from rlcore.rewards.extract import choice_letter
+from rlcore.rewards.format import answer_parts, stated_truth, weighted_score
 from rlcore.rewards.grading import math_equal
-from rlcore.rewards.weighted import weighted_score
 from rlcore.types import FinishReason, Problem, Score
 
 

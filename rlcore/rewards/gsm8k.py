@@ -6,7 +6,7 @@ from decimal import Decimal
 from typing import Literal
 
 from rlcore.errors import RewardError
-from rlcore.rewards.decimals import last_number, leading_number, whole_number
+from rlcore.rewards.extract import last_number, leading_number, whole_number
 from rlcore.types import FinishReason, Problem, Score
 
 _MARK = "####"

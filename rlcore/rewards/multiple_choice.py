@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 from rlcore.errors import RewardError
-from rlcore.rewards.choices import MAX_CHARS, choice_letter
 from rlcore.rewards.dapo import answer_line
-from rlcore.rewards.format import after_think, answer_parts, format_parts, last_answer, last_boxed, stated_truth
-from rlcore.rewards.weighted import weighted_score
+from rlcore.rewards.extract import MAX_CHARS, choice_letter
+from rlcore.rewards.format import (
+    after_think,
+    answer_parts,
+    format_parts,
+    last_answer,
+    last_boxed,
+    stated_truth,
+    weighted_score,
+)
 from rlcore.types import FinishReason, Problem, Score
 
 

@@ -16,15 +16,14 @@ from rlcore.config import ExperimentConfig
 from rlcore.config.algorithm import DynamicSamplingConfig, RemaxAdvantage
 from rlcore.errors import StarvedError
 from rlcore.ports import SampledGroup, SampleRequest
+from rlcore.process import in_background
 from rlcore.rollout.collect import sample_requests, to_group, to_sample
 from rlcore.training.advantages import ScoredGroup
-from rlcore.training.background import in_background
 from rlcore.training.clock import Clock
-from rlcore.training.drawing import draw_problems, with_pass_rates
+from rlcore.training.drawing import draw_problems, require_graded, with_pass_rates
 from rlcore.training.partial import partial_batch
 from rlcore.training.run import Collected, Drawn, Following
 from rlcore.training.state import TrainState
-from rlcore.training.ungraded import require_graded
 from rlcore.types import Problem, Score, TrainingSample
 
 if TYPE_CHECKING:

@@ -4,14 +4,16 @@ sampler."""
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
 from rlcore.config import DataConfig
 from rlcore.data.curriculum import next_problems
 from rlcore.data.stream import ProblemStream
+from rlcore.errors import UngradedError
+from rlcore.ports import Grader
 from rlcore.training.state import TrainState
-from rlcore.types import RolloutGroup
+from rlcore.types import RolloutGroup, Score
 
 
 def draw_problems(
@@ -44,3 +46,18 @@ def with_pass_rates(
     for epoch in sorted(found):
         rates = rates.updated(found[epoch], epoch)
     return replace(state, pass_rates=rates)
+
+
+def require_graded(scores: Sequence[Score], max_share: float, grader: Grader) -> None:
+    """
+    Raises:
+        UngradedError: more than ``max_share`` of ``scores`` are ungraded.
+    """
+    ungraded = sum(not score.graded for score in scores)
+    if ungraded > max_share * len(scores):
+        last = "\n- ".join(grader.last_failures())
+        raise UngradedError(
+            f"{ungraded} of {len(scores)} completions could not be graded, allowed is a share of {max_share:g} "
+            f"(reward.max_ungraded_share). The last ones:\n- {last}\nMend the reward, give it more "
+            "reward.deadline_seconds or reward.processes, or raise the share."
+        )

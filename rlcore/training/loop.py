@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from rlcore.algorithms.kl import next_coefficient
+from rlcore.config import TrainingConfig
 from rlcore.config.algorithm import KlConfig
 from rlcore.errors import DivergedError
 from rlcore.flops import NOTHING
@@ -28,7 +29,6 @@ from rlcore.training.metrics import (
     update_metrics,
 )
 from rlcore.training.run import TrainingRun
-from rlcore.training.schedule import learning_rate
 from rlcore.training.state import TrainState
 
 
@@ -107,3 +107,10 @@ def adapted(kl: KlConfig, coefficient: float, kls: Sequence[float], completions:
     return next_coefficient(
         coefficient, finite[-1], target=kl.adaptive.target, horizon=kl.adaptive.horizon, completions=completions
     )
+
+
+def learning_rate(step: int, config: TrainingConfig) -> float:
+    """The rate of optimizer step ``step``, counted from 1: linear warm-up, then constant. Never 0."""
+    if step < 1:
+        raise ValueError(f"optimizer steps count from 1, got {step}")
+    return config.learning_rate * min(1.0, step / config.warmup_steps) if config.warmup_steps else config.learning_rate

@@ -13,10 +13,9 @@ from rlcore.rollout.collect import occurrences, to_sample
 from rlcore.rollout.in_flight import GroupInFlight, chosen, due
 from rlcore.training.advantages import ScoredGroup
 from rlcore.training.clock import Clock
-from rlcore.training.drawing import draw_problems, with_pass_rates
+from rlcore.training.drawing import draw_problems, require_graded, with_pass_rates
 from rlcore.training.run import Drawn
 from rlcore.training.state import TrainState
-from rlcore.training.ungraded import require_graded
 from rlcore.types import Score
 
 if TYPE_CHECKING:

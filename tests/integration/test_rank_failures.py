@@ -14,8 +14,7 @@ from rlcore.config import ExperimentConfig
 from rlcore.distributed.actors import RayRanks
 from rlcore.distributed.cluster import start_ray, stop_ray
 from rlcore.errors import SamplerError, WorkerLostError
-from rlcore.process import SIGNAL, innermost
-from rlcore.training.background import in_background
+from rlcore.process import SIGNAL, in_background, innermost
 from tests.integration.toy_worker import ToyWorker
 
 CONFIG = ExperimentConfig.model_validate({"name": "toy", "resources": {"workers": 2}})

@@ -15,16 +15,15 @@ import pytest
 from rlcore.adjustments import Adjustments
 from rlcore.config import ExperimentConfig, HealthRule
 from rlcore.errors import DivergedError, RollbackError
+from rlcore.process import in_background
 from rlcore.segment.checkpointing import CheckpointSeconds
 from rlcore.segment.health import HealthWatch
 from rlcore.segment.journal import MetricJournal, read_journal
 from rlcore.segment.run import TrainerSink
-from rlcore.training.background import in_background
 from rlcore.training.clock import Clock
 from rlcore.training.collection import collect
-from rlcore.training.loop import train
+from rlcore.training.loop import learning_rate, train
 from rlcore.training.run import TrainingRun
-from rlcore.training.schedule import learning_rate
 from rlcore.training.state import TrainState
 from rlcore.types import Completion, Problem, RolloutGroup, Score
 from tests.unit import toy_run as toy

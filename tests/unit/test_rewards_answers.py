@@ -17,9 +17,8 @@ from rlcore.config.reward import (
 )
 from rlcore.errors import RewardError
 from rlcore.rewards import make_reward
-from rlcore.rewards.choices import choice_letter
 from rlcore.rewards.countdown import MAX_CHARS, _parse, _value
-from rlcore.rewards.decimals import last_number, leading_number, only_number, whole_number
+from rlcore.rewards.extract import choice_letter, last_number, leading_number, only_number, whole_number
 from rlcore.types import Problem, Score
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from rlcore.errors import UngradedError
 from rlcore.rewards.pool import GradingPool
-from rlcore.training.ungraded import require_graded
+from rlcore.training.drawing import require_graded
 from rlcore.types import Completion, Problem, Score
 from tests.unit.toy_run import Grader
 

@@ -1,4 +1,4 @@
-"""Numbers as people write them, read exactly. Linear in the length of the text."""
+"""What an answer says: the letter of a choice, a decimal number."""
 
 from __future__ import annotations
 
@@ -6,8 +6,27 @@ import re
 from decimal import Decimal
 from itertools import islice
 
-MAX_NUMBER_CHARS = 1000  # far above any reference answer
+MAX_CHARS = 2000  # of an answer with a choice; the letter is at its start
+_WRAPPER = re.compile(r"\\(?:text|textbf|textrm|mathrm|mathbf|mathit)\s*\{")
+_LETTER = re.compile(
+    r"\(([A-J])\)(?:[.:,]?\s.*|[.:]?)"  # (B), (B) text
+    r"|([A-J])(?:[.):]\s.*|[.):]?)",  # B, B., B) text
+    re.DOTALL,
+)
 
+
+def choice_letter(answer: str) -> str | None:
+    """``B`` of "B", "(B)", "B.", "B) text", "\\text{B}" or "**B**"; None of anything else, such as "A triangle".
+
+    Capital letters only: a small one is a variable.
+    """
+    answer = answer[:MAX_CHARS]
+    answer = _WRAPPER.sub("", answer).replace("{", "").replace("}", "").replace("$", "").replace("*", "").strip()
+    found = _LETTER.fullmatch(answer)
+    return found[1] or found[2] if found else None
+
+
+MAX_NUMBER_CHARS = 1000  # far above any reference answer
 # ASCII digits only. A minus behind a digit, letter or bracket is a subtraction, not a sign.
 _NUMBER = re.compile(
     r"(?P<sign>(?<![\w)\]}])-)?(?:\\?\$(?P<inner>-)?)?"
