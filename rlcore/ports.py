@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 
-from rlcore.types import Completion, FinishReason, Floats, Ints, Problem, Score, TrainingSample
+from rlcore.types import Completion, FinishReason, Floats, Ints, Problem, Score
 
 
 def _nothing() -> Ints:
@@ -75,33 +74,3 @@ class Grader(Protocol):
 class MetricSink(Protocol):
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record the metrics of one finished optimizer step, durably, before the next one starts."""
-
-
-class Policy(Protocol):
-    """The policy under training, whole: sharding and ranks are behind it."""
-
-    def logprobs(self, samples: Sequence[TrainingSample]) -> list[ScoredTokens]:
-        """One per sample: under the policy as it is now."""
-
-    def reference_logprobs(self, samples: Sequence[TrainingSample]) -> list[ScoredTokens]:
-        """The same under the frozen reference policy."""
-
-    def update(
-        self, samples: Sequence[TrainingSample], learning_rate: float, kl_coefficient: float
-    ) -> dict[str, float]:
-        """One optimizer step over all samples; returns loss/ and optim/ metrics of the whole step."""
-
-    def sync_weights(self, version: int) -> None:
-        """Put the current weights into the sampler, prove that they arrived, and reset its caches."""
-
-    def begin_save(self, folder: Path) -> None:
-        """Copy the sharded train state (weights and optimizer) to host memory; it is written while training goes on.
-
-        Not before the last one is ``saved``.
-        """
-
-    def saved(self) -> bool:
-        """Whether the last ``begin_save`` has written everything; raises its error. From any thread."""
-
-    def load(self, folder: Path) -> None:
-        """Read what ``begin_save`` wrote, on any number of ranks."""

@@ -28,22 +28,13 @@ def group_outcome(accuracy: Sequence[float], graded: Sequence[bool]) -> GroupOut
 
 @dataclass(frozen=True, slots=True)
 class OutcomeCounts:
-    """Groups of a step by outcome. Additive over parts of the step."""
+    """Groups of a step by outcome."""
 
     groups: int
     all_right: int
     all_wrong: int
     ungraded: int
     zero_signal: int  # groups that contribute nothing; an all-wrong group can still have signal from its format
-
-    def __add__(self, other: OutcomeCounts) -> OutcomeCounts:
-        return OutcomeCounts(
-            groups=self.groups + other.groups,
-            all_right=self.all_right + other.all_right,
-            all_wrong=self.all_wrong + other.all_wrong,
-            ungraded=self.ungraded + other.ungraded,
-            zero_signal=self.zero_signal + other.zero_signal,
-        )
 
 
 def count_outcomes(groups: Iterable[tuple[GroupOutcome, bool]]) -> OutcomeCounts:

@@ -45,8 +45,7 @@ class SamplerGroup:
 
 
 class WorkerGroup:
-    """Policy and samplers of all ranks as one, wherever they are placed. Implements ``ports.Sampler`` and
-    ``ports.Policy``."""
+    """Policy and samplers of all ranks as one, wherever they are placed. Implements ``ports.Sampler``."""
 
     def __init__(self, ranks: Ranks, config: ExperimentConfig) -> None:
         self._config = config

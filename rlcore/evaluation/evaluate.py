@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 from rlcore.artifacts import EvalReport
 from rlcore.config import EvaluationConfig
 from rlcore.errors import RewardError
-from rlcore.evaluation.pass_at_k import bootstrap_interval
+from rlcore.evaluation.intervals import bootstrap_interval
 from rlcore.files import write_atomically
 from rlcore.ports import Grader, Sampler, SampleRequest
 from rlcore.rollout.collect import in_order

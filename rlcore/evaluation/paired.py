@@ -9,7 +9,7 @@ from itertools import groupby
 import numpy as np
 
 from rlcore.evaluation.evaluate import EvalRow
-from rlcore.evaluation.pass_at_k import bootstrap_difference
+from rlcore.evaluation.intervals import bootstrap_difference
 
 
 @dataclass(frozen=True, slots=True)

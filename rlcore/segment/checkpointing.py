@@ -33,10 +33,14 @@ _RENEW_SECONDS = 1.0
 
 
 class SavingPolicy(CanaryPolicy, Protocol):
-    """What a checkpoint needs of the policy; see ``ports.Policy``."""
+    """What a checkpoint needs of the policy; ``distributed.group.WorkerGroup`` is one."""
 
-    def begin_save(self, folder: Path) -> None: ...
-    def saved(self) -> bool: ...
+    def begin_save(self, folder: Path) -> None:
+        """Copy the sharded train state (weights and optimizer) to host memory, to be written while training goes on.
+        Call it only after the previous one is ``saved``."""
+
+    def saved(self) -> bool:
+        """Whether the last ``begin_save`` has written everything; raises its error. From any thread."""
 
 
 class RenewedLease(Protocol):

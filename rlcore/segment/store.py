@@ -70,15 +70,11 @@ def checkpoint_name(step: int) -> str:
 
 
 class LocalCheckpointStore:
-    """The checkpoints of one run. One writer at a time (the holder of the lease), any number of readers.
+    """The checkpoints of one run. One writer at a time (the holder of the lease), any number of readers."""
 
-    ``pinned``: folder names or paths of checkpoints that ``prune`` never deletes.
-    """
-
-    def __init__(self, run_dir: Path, run_id: str, *, pinned: Collection[str | Path] = ()) -> None:
+    def __init__(self, run_dir: Path, run_id: str) -> None:
         self._folder = run_dir / "checkpoints"
         self._run_id = run_id
-        self._pinned = frozenset(Path(pin).name for pin in pinned)
         self._verified_here: set[Path] = set()  # hashed in full by this process; prune need not repeat it
         self._hashed = 0  # bytes
 
@@ -200,11 +196,14 @@ class LocalCheckpointStore:
     def prune(self, keep: int, *, pinned: Collection[str | Path] = ()) -> list[Path]:
         """Delete checkpoints older than the newest ``keep`` whole ones, except pinned ones; return what went.
 
+        Args:
+            pinned: folder names or paths of checkpoints.
+
         Nothing is deleted before ``keep`` checkpoints verified. Damaged ones are left alone and not counted.
         """
         if keep < 1:
             raise ValueError(f"prune(keep={keep}): at least one checkpoint must be kept.")
-        pins = self._pinned | {Path(pin).name for pin in pinned}
+        pins = {Path(pin).name for pin in pinned}
         paths = self.newest_first()
         kept = 0
         while paths and kept < keep:

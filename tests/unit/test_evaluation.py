@@ -1,8 +1,6 @@
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from fractions import Fraction
-from itertools import combinations
 
 import numpy as np
 import pytest
@@ -10,44 +8,12 @@ import pytest
 from rlcore.config import EvaluationConfig
 from rlcore.errors import RewardError
 from rlcore.evaluation.evaluate import EvalRow, evaluate, read_rows, sample_seed, summarise, write_rows
-from rlcore.evaluation.pass_at_k import (
+from rlcore.evaluation.intervals import (
     bootstrap_difference,
     bootstrap_interval,
-    mean_pass_at_k,
-    pass_at_k,
 )
 from rlcore.ports import SampledGroup, SampleRequest
 from rlcore.types import Completion, Problem, Score
-
-# ---- pass@k
-
-
-def test_pass_at_k_by_hand():
-    assert pass_at_k(4, 1, 1) == 0.25
-    assert pass_at_k(4, 2, 2) == pytest.approx(5 / 6)  # 1 of the 6 pairs holds no right one
-    assert pass_at_k(4, 3, 2) == 1.0  # two wrong ones cannot be drawn
-    assert pass_at_k(5, 0, 5) == 0.0
-    assert mean_pass_at_k([0, 1, 4], 4, 1) == pytest.approx(5 / 12)
-
-
-def test_pass_at_k_is_the_share_of_k_subsets_with_a_right_one():
-    for n in range(1, 8):
-        for c in range(n + 1):
-            for k in range(1, n + 1):
-                subsets = list(combinations(range(n), k))
-                share = Fraction(sum(any(i < c for i in subset) for subset in subsets), len(subsets))
-                assert pass_at_k(n, c, k) == pytest.approx(float(share), abs=1e-12)
-
-
-def test_pass_at_k_is_stable_for_many_samples():
-    assert pass_at_k(100_000, 1, 50_000) == pytest.approx(0.5)
-
-
-@pytest.mark.parametrize(("n", "c", "k"), [(4, 5, 1), (4, -1, 1), (4, 1, 5), (4, 1, 0)])
-def test_pass_at_k_refuses_what_cannot_be(n, c, k):
-    with pytest.raises(ValueError, match="allowed are"):
-        pass_at_k(n, c, k)
-
 
 # ---- bootstrap
 

@@ -151,8 +151,7 @@ def test_prune_keeps_the_newest_and_the_pinned(store, tmp_path):
     removed = store.prune(2, pinned=[refs[0].path])
     assert [path.name for path in removed] == ["step-000040"]
     assert _steps(tmp_path) == ["step-000020", "step-000060", "step-000080"]
-    pinning = LocalCheckpointStore(tmp_path, "run", pinned=["step-000020", "step-000060"])
-    assert pinning.prune(1) == []
+    assert store.prune(1, pinned=["step-000020", refs[2].path]) == []
     assert store.prune(1, pinned=["step-000060"]) == [tmp_path / "checkpoints" / "step-000020"]
     with pytest.raises(ValueError, match="at least one"):
         store.prune(0)

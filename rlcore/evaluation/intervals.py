@@ -1,4 +1,4 @@
-"""Numbers of an evaluation and how sure they are. No torch.
+"""Confidence intervals of an evaluation. No torch.
 
 Problems are the unit of resampling: samples of one problem are not independent of each other.
 """
@@ -11,29 +11,6 @@ import numpy as np
 import numpy.typing as npt
 
 Values = npt.NDArray[np.float64]
-
-
-def pass_at_k(samples: int, right: int, k: int) -> float:
-    """Unbiased estimate of the chance that at least one of k samples of a problem is right.
-
-    1 - C(n - c, k) / C(n, k) for n samples of which c are right; Chen et al. 2021, arXiv:2107.03374, eq. 1.
-    Computed as a product, so that no binomial overflows.
-
-    Raises:
-        ValueError: not 0 <= right <= samples, or not 1 <= k <= samples.
-    """
-    if not 0 <= right <= samples or not 1 <= k <= samples:
-        raise ValueError(
-            f"pass@{k} of {right} right among {samples} samples: allowed are 0 to {samples} right and k from "
-            f"1 to {samples}. Sample more per problem (evaluation.samples)."
-        )
-    wrong = samples - right
-    return 1.0 - float(np.prod([(wrong - i) / (samples - i) for i in range(k)]))
-
-
-def mean_pass_at_k(right: Sequence[int], samples: int, k: int) -> float:
-    """Mean over problems of ``pass_at_k``; ``right[p]`` of ``samples`` samples of problem p are right."""
-    return float(np.mean([pass_at_k(samples, count, k) for count in right]))
 
 
 def bootstrap_interval(
