@@ -74,16 +74,16 @@ chaos: $(STAMP)
 	@OMP_NUM_THREADS=1 $(RUN) -m tests.chaos $(if $(SEED),--seed $(SEED))
 
 up down status: $(STAMP)
-	@$(RUN) -m infra.stack $@
+	@$(RUN) -m infra.stack.control $@
 
 tour: $(STAMP)
 	@OMP_NUM_THREADS=1 $(RUN) -W ignore -m tests.tour
 
 ui: $(STAMP)
-	@$(RUN) -m infra.ui
+	@$(RUN) -m infra.stack.ui
 
 docs: $(STAMP)
-	@$(RUN) -m tasks.reference docs/reference.md
+	@$(RUN) -m tasks.cli.docs docs/reference.md
 	@$(RUN) -m tests.bench.tables
 
 # A file's tests share their servers, so they stay together; files come in the order of tests/durations.json.

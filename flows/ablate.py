@@ -5,12 +5,12 @@ from __future__ import annotations
 from prefect import flow
 
 from rlcore.ablation.results import AblationSummary
-from tasks import foreground
 from tasks import parameters as form
-from tasks.ablating import choose_points, report_ablation, train_points
-from tasks.ablation import ablation_name, describe_parent, open_ablation, plan_ablation, share_inputs
-from tasks.ablation_points import cancel_points
-from tasks.tracking import tracked
+from tasks.ablation.runners import cancel_points
+from tasks.ablation.steps import choose_points, report_ablation, train_points
+from tasks.ablation.study import ablation_name, describe_parent, open_ablation, plan_ablation, share_inputs
+from tasks.cli import foreground
+from tasks.describe import tracked
 
 
 @flow(name="ablate", flow_run_name=ablation_name, on_cancellation=[cancel_points])

@@ -8,17 +8,17 @@ from prefect import flow
 
 from rlcore.ablation.plan import Job
 from rlcore.ablation.results import PointResult
-from tasks import foreground
 from tasks import parameters as form
-from tasks.ablation import describe_point, existing_ablation, point_name
-from tasks.cancelling import end_what_is_left
+from tasks.ablation.study import describe_point, existing_ablation, point_name
+from tasks.cli import foreground
 from tasks.data import prepare_and_resize
-from tasks.evaluation import evaluate_and_log
+from tasks.describe import tracked
+from tasks.driver.jobs import end_what_is_left
+from tasks.evaluate import evaluate_and_log
 from tasks.models import bootstrapped
-from tasks.opening import open_run
+from tasks.open import open_run
 from tasks.preflight import preflight
-from tasks.tracking import tracked
-from tasks.training import train_all_segments
+from tasks.train import train_all_segments
 
 
 @flow(name="ablation-point", flow_run_name=point_name, on_cancellation=[end_what_is_left])

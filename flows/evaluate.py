@@ -6,13 +6,13 @@ from prefect import flow
 
 from infra.settings import Settings
 from rlcore.artifacts import EvalReport
-from tasks import foreground
 from tasks import parameters as form
+from tasks.cli import foreground
 from tasks.data import prepare_and_resize
-from tasks.evaluation import evaluate_and_log, suite_of
+from tasks.evaluate import evaluate_and_log, suite_of
 from tasks.models import bootstrapped
-from tasks.opening import find_checkpoint, find_run
-from tasks.runs import existing_run
+from tasks.open import find_checkpoint, find_run
+from tasks.run import existing_run
 
 
 @flow(name="evaluate", flow_run_name="evaluate-{run_id}")

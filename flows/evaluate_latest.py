@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from prefect import flow
 
+from infra.processes import alone
 from infra.settings import Settings
 from rlcore.errors import RlflowError
 from tasks import parameters as form
-from tasks.benchmarks import load_benchmarks
-from tasks.latest import evaluate_todo, newest_unevaluated, promote, show_leaderboard
-from tasks.locks import alone
+from tasks.champion import evaluate_todo, newest_unevaluated, promote, show_leaderboard
+from tasks.experiments import load_benchmarks
 
 
 @flow(name="evaluate-latest")

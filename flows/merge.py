@@ -6,13 +6,13 @@ from prefect import flow
 
 from infra.settings import Settings
 from rlcore.artifacts import ModelRef
-from tasks import foreground
 from tasks import parameters as form
+from tasks.cli import foreground
 from tasks.data import prepare_and_resize
-from tasks.merging import merged, register
+from tasks.merge import merged, register
 from tasks.models import bootstrapped
-from tasks.opening import find_checkpoint, find_run
-from tasks.runs import existing_run
+from tasks.open import find_checkpoint, find_run
+from tasks.run import existing_run
 
 
 @flow(name="merge", flow_run_name="merge-{run_id}")

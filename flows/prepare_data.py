@@ -6,8 +6,8 @@ from prefect import flow
 from pydantic import BaseModel, ConfigDict
 
 from rlcore.artifacts import DatasetRef
-from tasks import foreground
 from tasks import parameters as form
+from tasks.cli import foreground
 from tasks.data import prepare_and_resize
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from prefect import flow
 
+from infra.processes import alone
 from infra.settings import Settings
-from tasks.locks import alone
-from tasks.recovering import recover_runs, show
+from tasks.recovery.act import recover_runs, show
 
 
 @flow(name="recover")

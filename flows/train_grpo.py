@@ -6,20 +6,20 @@ import time
 
 from prefect import flow
 
-from tasks import foreground
 from tasks import parameters as form
-from tasks.cancelling import end_what_is_left
+from tasks.cli import foreground
 from tasks.data import prepare_and_resize
-from tasks.evaluation import evaluate_and_log
-from tasks.merging import merged, register
+from tasks.describe import describe_run, tracked
+from tasks.driver.jobs import end_what_is_left
+from tasks.evaluate import evaluate_and_log
+from tasks.merge import merged, register
 from tasks.models import bootstrapped
-from tasks.opening import choose_experiment, open_run, recoverable
-from tasks.page import RunSummary
+from tasks.open import choose_experiment, open_run, recoverable
 from tasks.preflight import preflight
-from tasks.reporting import report
-from tasks.runs import flow_run_name
-from tasks.tracking import describe_run, tracked
-from tasks.training import train_all_segments
+from tasks.report.page import RunSummary
+from tasks.report.result import report
+from tasks.run import flow_run_name
+from tasks.train import train_all_segments
 
 
 @flow(name="grpo-geo3k", flow_run_name=flow_run_name, on_cancellation=[end_what_is_left])

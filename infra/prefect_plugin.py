@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 
 from prefect.plugins import HookContext, SetupResult, register_hook
 
-from infra.login import login_of
-from infra.services import read_state
 from infra.settings import Settings
+from infra.stack.login import login_of
+from infra.stack.services import read_state
 
 if TYPE_CHECKING:
     from prefect.client.orchestration import PrefectClient

@@ -8,6 +8,7 @@ they go, and keeps its temporary files (Ray's session, sockets) in a folder that
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import shutil
 import signal
@@ -17,7 +18,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -25,6 +27,8 @@ from typing import IO
 import psutil
 
 from infra.errors import StorageError
+from infra.logs import get_logger
+from infra.settings import Settings
 
 MARK = "RLFLOW_PROCESS_MARK"
 _TEMPORARY = "rlflow-"
@@ -245,3 +249,17 @@ def _started(pid: int) -> float:
 def _host() -> str:
     boot = Path("/proc/sys/kernel/random/boot_id")  # absent outside Linux
     return f"{socket.gethostname()}/{boot.read_text()[:8] if boot.exists() else ''}"
+
+
+@contextmanager
+def alone(settings: Settings, name: str) -> Iterator[bool]:
+    """Whether no other flow ``name`` is at this data folder; the lock goes with the process, however it ends."""
+    settings.data_dir.mkdir(parents=True, exist_ok=True)
+    with (settings.data_dir / f"{name}.lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            get_logger().info("%s: another one is at %s", name, settings.data_dir)
+            yield False
+            return
+        yield True

@@ -10,17 +10,16 @@ from prefect.context import TaskRunContext
 from infra.hardware import usable_cores
 from infra.logs import get_logger
 from infra.settings import Settings
-from infra.storage import forget_unused, localize
+from infra.store.download import forget_unused, localize
 from rlcore.artifacts import DatasetRef
 from rlcore.config import ExperimentConfig
 from rlcore.data.prepare.digest import dataset_key, prepared_folder, resized_folder, resized_key
 from rlcore.data.prepare.sources import parse_source
 from rlcore.errors import DataError
 from rlcore.specs import PrepareSpec, ResizeSpec
-from tasks.caching import cache_key, present
-from tasks.jobs import new_result_path, run_job
+from tasks.driver.jobs import new_result_path, run_job
 from tasks.retries import step
-from tasks.stored import kept
+from tasks.store.made import cache_key, kept, present
 
 Split = Literal["train", "validation"]
 _CODE = ("rlcore/data", "rlcore/config", "rlcore/specs.py")

@@ -13,10 +13,9 @@ from infra.settings import Settings
 from rlcore.artifacts import ModelRef
 from rlcore.config import ModelConfig
 from rlcore.specs import BootstrapSpec, tiny_folder
-from tasks.caching import cache_key, present
-from tasks.jobs import new_result_path, run_job
+from tasks.driver.jobs import new_result_path, run_job
 from tasks.retries import step
-from tasks.stored import kept
+from tasks.store.made import cache_key, kept, present
 
 
 def _key(_: TaskRunContext, parameters: dict[str, Any]) -> str:

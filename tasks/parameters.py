@@ -25,7 +25,7 @@ from rlcore.config import (
 )
 from rlcore.config.secrets import SECRET
 from tasks.experiments import load_experiment
-from tasks.runs import ABLATION_ID, RUN_ID, own_values
+from tasks.run import ABLATION_ID, RUN_ID, own_values
 
 
 class Help:

@@ -14,13 +14,14 @@ from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL
 from pydantic import BaseModel, ConfigDict
 from safetensors import SafetensorError, safe_open
 
-from infra import hardware, storage
+from infra import hardware
 from infra.errors import InfraError, ServerError, StorageError, StorageUnusableError
 from infra.logs import get_logger, without_password
-from infra.servers import check_prefect, check_ray
 from infra.settings import Settings
-from infra.trackers import check_installed
-from infra.tracking import check_reachable
+from infra.stack.servers import check_prefect, check_ray
+from infra.store import download
+from infra.tracking.extra import check_installed
+from infra.tracking.tracker import check_reachable
 from rlcore.config import ExperimentConfig, ModelConfig
 from rlcore.data.prepare.sources import open_source, parse_source
 from rlcore.data.prompts import template_text
@@ -28,12 +29,12 @@ from rlcore.data.synthetic.sources import DRAWN, check_drawn
 from rlcore.errors import ConfigError, DataError, ModelError, RlflowError
 from rlcore.failures import OUTAGES
 from rlcore.types import Problem
-from tasks.benchmarks import deciding_benchmark
 from tasks.data import Split, prepare_spec
-from tasks.failures import failure_of
-from tasks.outbox import prefect_outage_named
+from tasks.driver.failures import failure_of
+from tasks.driver.outbox import prefect_outage_named
+from tasks.experiments import deciding_benchmark
 from tasks.retries import step
-from tasks.stored import store_of
+from tasks.store.made import store_of
 
 TINY_PARAMETERS = 4_000_000  # upper bound
 _MERGED_BYTES = 4  # per parameter: merged models are float32
@@ -144,7 +145,7 @@ def _model(model: ModelConfig) -> str:
     if folder.is_dir():
         parameters = _check_model_folder(folder)
         return f"{folder}, {parameters / 1e6:,.1f} M parameters"
-    if storage.looks_like_path(model.path) or model.path.count("/") != 1:
+    if download.looks_like_path(model.path) or model.path.count("/") != 1:
         raise ModelError(
             f"model.path is {model.path!r}, and there is no folder {folder.absolute()}. Allowed are tiny, "
             "an existing folder with config.json and safetensors, or a Hugging Face id (owner/name)."
@@ -251,8 +252,8 @@ def _disk(experiment: ExperimentConfig, settings: Settings) -> str:
 
 
 def _room(experiment: ExperimentConfig, settings: Settings) -> str:
-    storage.require_writable(settings.data_dir)
-    free = storage.free_bytes(settings.data_dir)
+    download.require_writable(settings.data_dir)
+    free = download.free_bytes(settings.data_dir)
     shapes = _shapes(experiment.model)
     if shapes is None:
         return f"{free / 2**30:.1f} GiB free; the need is not known before the model is here"
@@ -265,7 +266,7 @@ def _room(experiment: ExperimentConfig, settings: Settings) -> str:
     needed = one * (keep + 1) + merged * parameters * _MERGED_BYTES + _FULL_DISK_RESERVE
     models = f"{merged} merged model{'s' if merged > 1 else ''}"
     try:
-        storage.require_space(settings.runs_dir, needed, f"{keep + 1} checkpoints and {models}")
+        download.require_space(settings.runs_dir, needed, f"{keep + 1} checkpoints and {models}")
     except StorageError as error:
         raise StorageError(
             f"{error} Or keep fewer: segment.keep_checkpoints, keep_every and keep_best make {keep} now."

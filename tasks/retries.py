@@ -17,7 +17,7 @@ from infra.errors import StorageAwayError
 from infra.logs import get_logger
 from infra.settings import Settings
 from rlcore.failures import OUTAGES, Failure, policy_of
-from tasks.failures import failure_of
+from tasks.driver.failures import failure_of
 
 if TYPE_CHECKING:
     from prefect.client.schemas.objects import TaskRun

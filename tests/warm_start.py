@@ -13,7 +13,7 @@ from rlcore.data.tiny import build_processor, build_text_tokenizer
 from rlcore.files import building
 from rlcore.models.tiny import build_model, warm_start
 from rlcore.models.tiny_text import build_text_model, warm_start_text
-from tasks.caching import content_key
+from tasks.store.made import content_key
 
 ROOT = Path(__file__).parents[1]
 

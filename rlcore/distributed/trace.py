@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-REQUEST, FOLDER = "profile_step", "profiles"  # in a run's folder; tasks/reporting.py knows the second
+REQUEST, FOLDER = "profile_step", "profiles"  # in a run's folder; tasks/report/result.py knows the second
 _FIRST, _LAST = ("logprobs", "update"), "sync_weights"
 
 

@@ -118,7 +118,7 @@ def run(trial: Trial) -> Outcome:
     """Train (unless the trial is the starting policy) and evaluate, in this process."""
     started = time.perf_counter()
     os.environ["OMP_NUM_THREADS"] = "1"
-    from infra.servers import free_port
+    from infra.stack.servers import free_port
     from rlcore.data.table import load_problems
     from rlcore.distributed.group import WorkerGroup
     from rlcore.distributed.ranks import LocalRanks

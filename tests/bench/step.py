@@ -227,7 +227,7 @@ class Steps:
     def __init__(self, case: Case, config: Any, side: int | None) -> None:
         import torch
 
-        from infra.servers import free_port
+        from infra.stack.servers import free_port
         from rlcore.distributed.worker import Worker, WorkerSpec
         from rlcore.training.state import TrainState
 

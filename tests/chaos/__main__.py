@@ -32,7 +32,7 @@ from pathlib import Path
 from mlflow import MlflowClient
 
 from infra.settings import Settings
-from tasks.stored import restore_checkpoint, restore_run
+from tasks.store.restore import restore_checkpoint, restore_run
 from tests.chaos import victims
 from tests.chaos.compare import Comparison, compare, weights_of
 from tests.chaos.faults import DAMAGES

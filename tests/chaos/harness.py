@@ -15,9 +15,9 @@ from types import TracebackType
 
 import psutil
 
-from infra.login import login_of
-from infra.servers import mlflow_server, prefect_server
 from infra.settings import Settings
+from infra.stack.login import login_of
+from infra.stack.servers import mlflow_server, prefect_server
 from tests.chaos.compare import weights_of
 from tests.chaos.faults import DAMAGES, SmallDisk
 from tests.chaos.report import DroppedFault, Row

@@ -19,16 +19,16 @@ import psycopg
 import pytest
 import yaml
 
-from infra import k8s, vemlp
+from infra.deploy import Shape, k8s, vemlp
 from infra.errors import DeploymentError
 from infra.settings import Settings
-from infra.shape import Shape
-from tasks.deploying import documents, main, shape_of
+from tasks.cli.deploy import documents, main, shape_of
 from tasks.experiments import load_experiment
 from tests.stores import postgres_server
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCKER = ROOT / "infra" / "docker"
+DEPLOY = ROOT / "infra" / "deploy"
+DOCKER = DEPLOY / "docker"
 COMPOSE = (DOCKER / "compose.yaml").read_text()
 KUBERNETES = "1.34"
 # Keys and types of a task file in samples/cifar/torch_ddp_task_conf.yaml.tpl of volcengine/ml-platform-sdk-python. What
@@ -171,7 +171,7 @@ def test_each_database_of_compose_has_a_user_who_can_reach_no_other() -> None:
 
 
 def test_what_the_files_set_is_what_the_code_reads() -> None:
-    for file in (*DOCKER.iterdir(), *(ROOT / "infra" / "k8s").glob("*.*"), *(ROOT / "infra" / "vemlp").glob("*.*")):
+    for file in (*DOCKER.iterdir(), *(DEPLOY / "k8s").glob("*.*"), *(DEPLOY / "vemlp").glob("*.*")):
         if file.is_file():
             assert rlflow_variables(file.read_text()) <= known_settings(), file
 

@@ -15,9 +15,8 @@ from prefect.utilities.schema_tools.validation import ValidationError
 
 from rlcore.config import ExperimentConfig, RecoveryConfig
 from rlcore.errors import ConfigError
-from tasks.benchmarks import load_benchmarks
-from tasks.events import CHECKPOINT_COMMITTED
-from tasks.experiments import PREFECT_YAML, experiment_values, load_experiment
+from tasks.driver.progress import CHECKPOINT_COMMITTED
+from tasks.experiments import PREFECT_YAML, experiment_values, load_benchmarks, load_experiment
 from tasks.parameters import SETTINGS, chosen
 
 ROOT = Path(__file__).resolve().parents[2]

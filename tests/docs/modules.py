@@ -24,7 +24,7 @@ from prefect.exceptions import ParameterBindError, ParameterTypeError
 from prefect.utilities.callables import get_call_parameters
 
 from rlcore.errors import ConfigError
-from tasks import foreground
+from tasks.cli import foreground
 from tasks.experiments import load_experiment
 from tests.docs.finding import Finding
 from tests.docs.pages import ROOT

@@ -19,10 +19,10 @@ from rlcore.config.base import flatten
 from rlcore.errors import ConfigError, WorkerLostError
 from rlcore.failures import Failure, classify
 from rlcore.rewards.dry_run import dry_run
+from tasks.cli.docs import page as reference
+from tasks.cli.docs import settings_of
 from tasks.experiments import experiment_values, load_experiment
-from tasks.page import PANELS
-from tasks.reference import page as reference
-from tasks.reference import settings_of
+from tasks.report.page import PANELS
 from tests.docs import code
 from tests.docs.pages import PAGES, ROOT, anchors, blocks, code_words, links, prose, quotes, sections
 

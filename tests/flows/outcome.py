@@ -10,8 +10,8 @@ from prefect.artifacts import Artifact
 from infra import processes
 from infra.settings import Settings
 from rlcore.adjustments import Adjustments
-from tasks.jobs import jobs_mark
-from tasks.runs import drivers, existing_run
+from tasks.driver.jobs import jobs_mark
+from tasks.run import drivers, existing_run
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -16,9 +16,9 @@ from infra.settings import Settings
 from rlcore.artifacts import DatasetRef, ModelRef
 from rlcore.errors import ConfigError, DivergedError, HealthError
 from rlcore.segment.spec import SegmentManifest
-from tasks import training
+from tasks import train as training
 from tasks.experiments import load_experiment
-from tasks.runs import Run, existing_run, open_run
+from tasks.run import Run, existing_run, open_run
 from tests.flows.outcome import (
     ORDER,
     SMALL,

@@ -17,7 +17,7 @@ import pytest
 import s3fs
 
 from infra.errors import StorageAwayError, StorageError, StorageRefusedError
-from infra.store import SEAL, FileEntry, Seal, Store
+from infra.store.bucket import SEAL, FileEntry, Seal, Store
 from tests.shell import new_shell
 from tests.stores import BUCKET, S3, Plug, open_uploads, s3_server, warnings_of_tries
 from tests.swift import Swift, swift_server
@@ -113,7 +113,7 @@ def test_a_sender_killed_in_the_middle_of_a_file_leaves_nothing_that_counts(
     code = (
         "import sys, asyncio, s3fs\n"
         "from pathlib import Path\n"
-        "from infra.store import Store\n"
+        "from infra.store.bucket import Store\n"
         "call = s3fs.S3FileSystem._call_s3\n"
         "async def slow(self, method, *a, **k):\n"
         "    if method == 'upload_part' and k['PartNumber'] > 1: await asyncio.sleep(60)\n"
@@ -200,7 +200,7 @@ def test_mlflow_s_own_client_reaches_the_same_bucket(store: Store, s3: S3, tmp_p
         "import tasks\n"  # as every flow
         "from pathlib import Path\n"
         "from infra.settings import Settings\n"
-        "from infra.tracking import Tracker\n"
+        "from infra.tracking.tracker import Tracker\n"
         "it = Settings()\n"
         "tracker = Tracker.open(uri=it.tracking_uri, artifacts_uri=it.artifacts_uri, experiment='e', run_id='r',\n"
         "    run_dir=it.runs_dir / 'r')\n"

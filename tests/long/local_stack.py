@@ -18,10 +18,10 @@ import psutil
 from prefect.client.orchestration import SyncPrefectClient
 
 from infra import processes
-from infra.login import login_of
-from infra.services import StackState, read_state
 from infra.settings import Settings
-from infra.supervisor import mark_of
+from infra.stack.login import login_of
+from infra.stack.services import StackState, read_state
+from infra.stack.supervisor import mark_of
 from rlcore.segment.journal import read_journal
 from tests.flows.interpreter import fake_interpreter
 from tests.long.prefect_stack import end_trainers, settings_of
@@ -36,7 +36,7 @@ class Place:
 
     def stack(self, command: str) -> str:
         """What ``make COMMAND`` runs; its output."""
-        words = [sys.executable, "-m", "infra.stack", command]
+        words = [sys.executable, "-m", "infra.stack.control", command]
         answer = subprocess.run(words, env=self.env, cwd=ROOT, capture_output=True, text=True, check=False)
         logs = "".join(path.read_text()[-3000:] for path in self.settings.stack_dir.glob("*.log"))
         assert answer.returncode == 0, answer.stdout + answer.stderr + logs

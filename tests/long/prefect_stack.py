@@ -21,12 +21,12 @@ from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.workers.process import ProcessWorker
 
 from infra import environment, processes
-from infra.login import login_of
-from infra.servers import prefect_server
 from infra.settings import Settings
+from infra.stack.login import login_of
+from infra.stack.servers import prefect_server
 from rlcore.config import ExperimentConfig
 from rlcore.segment.journal import read_journal
-from tasks.runs import Run, existing_run
+from tasks.run import Run, existing_run
 from tests.flows.interpreter import fake_interpreter
 from tests.flows.outcome import temporary_folders
 from tests.left import command_of, still_running

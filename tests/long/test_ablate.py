@@ -17,7 +17,7 @@ from infra import processes
 from infra.settings import Settings
 from rlcore.ablation.results import AblationSummary
 from rlcore.segment.journal import read_journal
-from tasks.latest import all_runs
+from tasks.champion import all_runs
 from tests.flows.interpreter import fake_interpreter
 from tests.left import still_running
 from tests.shell import new_shell

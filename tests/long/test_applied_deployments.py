@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from infra import services
-from infra.servers import prefect_server
-from infra.services import AppliedDeployments, Layout
 from infra.settings import Settings
+from infra.stack import services
+from infra.stack.servers import prefect_server
+from infra.stack.services import AppliedDeployments, Layout
 
 ENTRYPOINT = "flows/evaluate_latest.py:evaluate_latest"
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from prefect.client.orchestration import SyncPrefectClient
 
-from infra.login import login_of
-from infra.servers import prefect_server
 from infra.settings import Settings
+from infra.stack.login import login_of
+from infra.stack.servers import prefect_server
 from tests.shell import installed, new_shell
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -16,9 +16,9 @@ from flows.ablate import ablate
 from flows.ablation_point import ablation_point
 from rlcore.ablation.plan import Job, make_plan
 from rlcore.config import AblationConfig
-from tasks import ablation_points
-from tasks.ablation import Ablation
-from tasks.ablation_points import DEPLOYMENT, DeployedPoints, cancel_points, tag_of
+from tasks.ablation import runners as ablation_points
+from tasks.ablation.runners import DEPLOYMENT, DeployedPoints, cancel_points, tag_of
+from tasks.ablation.study import Ablation
 from tasks.experiments import load_experiment
 
 TINY = "grpo-geo3k-tiny"

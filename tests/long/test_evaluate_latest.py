@@ -15,14 +15,13 @@ from prefect.artifacts import Artifact
 from flows.evaluate_latest import evaluate_latest
 from flows.train_grpo import grpo_geo3k
 from infra.logs import get_logger
+from infra.processes import alone
 from infra.settings import Settings
 from rlcore.artifacts import CheckpointRef
 from rlcore.errors import ConfigError
-from tasks.benchmarks import deciding_benchmark, load_benchmarks
-from tasks.experiments import load_experiment
-from tasks.latest import Todo, evaluations, newest_unevaluated, promote
-from tasks.locks import alone
-from tasks.runs import Run, existing_run
+from tasks.champion import Todo, evaluations, newest_unevaluated, promote
+from tasks.experiments import deciding_benchmark, load_benchmarks, load_experiment
+from tasks.run import Run, existing_run
 
 SMALL = ["segment.steps=2", "data.template=math"]
 

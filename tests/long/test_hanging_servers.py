@@ -19,12 +19,12 @@ import pytest
 from mlflow import MlflowClient
 
 from infra import processes
-from infra.login import login_of
-from infra.servers import mlflow_command, prefect_command, start_server, wait_healthy
 from infra.settings import Settings
+from infra.stack.login import login_of
+from infra.stack.servers import mlflow_command, prefect_command, start_server, wait_healthy
 from rlcore.config import ExperimentConfig
 from rlcore.segment.journal import read_journal
-from tasks.runs import Run
+from tasks.run import Run
 from tests.chaos.compare import weights_of
 from tests.chaos.harness import EXPERIMENT, SMALL
 from tests.flows.interpreter import fake_interpreter

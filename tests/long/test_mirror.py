@@ -21,17 +21,18 @@ from mlflow.store.artifact.s3_artifact_repo import _cached_get_s3_client
 from flows.train_grpo import grpo_geo3k
 from infra.errors import StorageAwayError, StorageRefusedError
 from infra.settings import Settings
-from infra.store import Store
+from infra.store.bucket import Store
 from rlcore.artifacts import ModelRef
 from rlcore.config import ExperimentConfig
 from rlcore.segment.resume import segment_manifest
 from rlcore.segment.spec import SegmentEnd, segment_path
 from rlcore.segment.store import LocalCheckpointStore, read_manifest, verify_checkpoint
-from tasks import mirroring
-from tasks.failures import Failure, failure_of
-from tasks.mirroring import RunMirror, mirrored, safe_step, wait_until_mirrored
-from tasks.runs import Run, existing_run, newest_checkpoint
-from tasks.stored import TakenOverError, fetched, kept, mirrored_step, restore_checkpoint, restore_run
+from tasks.driver import mirror as mirroring
+from tasks.driver.failures import Failure, failure_of
+from tasks.driver.mirror import RunMirror, mirrored, safe_step, wait_until_mirrored
+from tasks.run import Run, existing_run, newest_checkpoint
+from tasks.store.made import fetched, kept
+from tasks.store.restore import TakenOverError, mirrored_step, restore_checkpoint, restore_run
 from tests.stores import BUCKET, S3, Plug, s3_server, warnings_of_tries
 from tests.swift import swift_server
 

@@ -15,9 +15,9 @@ from rlcore.failures import EXIT_DONE
 from rlcore.models.checkpoint import load_full_weights
 from rlcore.segment.journal import read_journal
 from rlcore.segment.lease import Control
-from tasks.mirroring import RunMirror, safe_step
-from tasks.runs import existing_run, newest_checkpoint
-from tasks.stored import store_of
+from tasks.driver.mirror import RunMirror, safe_step
+from tasks.run import existing_run, newest_checkpoint
+from tasks.store.made import store_of
 from tests.integration.tiny_run import experiment
 from tests.integration.trainer_process import log_of, manifests, spec_of, start
 from tests.stores import BUCKET, S3, s3_server

@@ -15,11 +15,11 @@ import pytest
 from nbclient import NotebookClient
 from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey, FlowRunFilter, FlowRunFilterTags
 
-from infra.login import login_of
-from infra.results import Results
-from infra.servers import mlflow_server
 from infra.settings import Settings
-from tasks.ablation_points import tag_of
+from infra.stack.login import login_of
+from infra.stack.servers import mlflow_server
+from infra.tracking.results import Results
+from tasks.ablation.runners import tag_of
 from tests.long.prefect_stack import ROOT, Stack, prefect_stack
 from tests.tour.pages import find_browser, logged_in
 

@@ -25,11 +25,12 @@ from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary
 
 import flows.train_grpo as flow_module
 from infra import processes
-from infra.login import login_of
-from infra.servers import Server, mlflow_command, prefect_command, start_server, wait_healthy
 from infra.settings import Settings
+from infra.stack.login import login_of
+from infra.stack.servers import Server, mlflow_command, prefect_command, start_server, wait_healthy
 from rlcore.segment.journal import read_journal
-from tasks import evaluation, tracking
+from tasks import describe as tracking
+from tasks import evaluate as evaluation
 from tests.flows.interpreter import fake_interpreter
 from tests.ports import reserved_port
 

@@ -13,13 +13,13 @@ from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey, Fl
 from prefect.client.schemas.objects import StateType
 
 from infra import processes
-from infra.login import login_of
-from infra.servers import mlflow_command, start_server, wait_healthy
 from infra.settings import Settings
+from infra.stack.login import login_of
+from infra.stack.servers import mlflow_command, start_server, wait_healthy
 from rlcore.segment.journal import read_journal
 from rlcore.segment.spec import SegmentManifest
-from tasks.ablation_points import tag_of
-from tasks.runs import existing_run
+from tasks.ablation.runners import tag_of
+from tasks.run import existing_run
 from tests.long.prefect_stack import Stack, assert_nothing_left, assert_whole, prefect_stack
 from tests.ports import reserved_port
 from tests.stores import Parts

@@ -11,10 +11,10 @@ from mlflow import MlflowClient
 from prefect.client.schemas.objects import StateType
 
 from infra import processes
-from infra.login import login_file
 from infra.processes import is_running
-from infra.servers import answers
-from infra.supervisor import mark_of
+from infra.stack.login import login_file
+from infra.stack.servers import answers
+from infra.stack.supervisor import mark_of
 from tests.long.local_stack import Place, place_at, wait_for
 
 pytestmark = pytest.mark.timeout(1200)

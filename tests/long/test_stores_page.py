@@ -12,7 +12,7 @@ from pathlib import Path
 import psycopg
 import pytest
 
-from infra.services import read_state
+from infra.stack.services import read_state
 from tests.long.local_stack import place_at, wait_for
 from tests.shell import ROOT
 from tests.stores import BUCKET, S3, Postgres, postgres_programs, postgres_server, s3_server
@@ -37,7 +37,7 @@ def test_the_example_of_the_page_runs(postgres: Postgres, s3: S3, tmp_path: Path
     example = re.search(r"<!-- elsewhere: PostgreSQL[^>]*-->\n```sh\n(.*?)```", page, re.DOTALL)
     assert example
     # make up is that command, after an installation
-    make = f'make() {{ "{sys.executable}" -m infra.stack "$@"; }}\n'
+    make = f'make() {{ "{sys.executable}" -m infra.stack.control "$@"; }}\n'
     script = (
         "set -e\n" + make + example[1].replace("-p steps=4", """-p steps=4 -p 'overrides=["data.template=math"]'""")
     )

@@ -15,7 +15,7 @@ import pytest
 from infra import processes
 from infra.errors import ServerError, ServerRefusedError
 from infra.settings import Settings, TrackerName
-from infra.trackers import ExtraTracker, check_installed
+from infra.tracking.extra import ExtraTracker, check_installed
 from rlcore.segment.journal import StepRecord
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -172,7 +172,7 @@ def test_what_is_not_installed_is_named_with_what_to_do(tmp_path: Path) -> None:
 
 def test_each_sink_is_a_metric_sink() -> None:
     """A type checker would say so; the signature is all that there is at run time."""
-    from infra.tracker_sinks import TensorBoardSink
+    from infra.tracking.sinks import TensorBoardSink
     from rlcore.ports import MetricSink
 
     def use(sink: MetricSink) -> None:

@@ -12,8 +12,8 @@ from mlflow import MlflowClient
 from flows.train_grpo import grpo_geo3k
 from infra import processes
 from infra.settings import Settings
-from infra.trackers import tracker_mark
-from tasks import publishing
+from infra.tracking.extra import tracker_mark
+from tasks.driver import publish as publishing
 
 SMALL = ["training.steps=5", "segment.steps=2", "data.template=math"]
 
@@ -36,7 +36,7 @@ def test_a_tracker_that_is_away_stops_nothing_and_catches_up(
 
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setattr(publishing, "_LAST_WAIT_SECONDS", 60.0)
-    monkeypatch.setattr(sys, "argv", ["tasks.publishing", "tracked"])
+    monkeypatch.setattr(sys, "argv", ["tasks.driver.publish", "tracked"])
     publishing.main()
     assert json.loads((states / "wandb.json").read_text()) == {"published_step": 5}
     for name in ("tensorboard", "wandb"):

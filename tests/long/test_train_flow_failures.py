@@ -21,7 +21,7 @@ from rlcore.errors import HealthError
 from rlcore.segment.journal import read_journal
 from rlcore.segment.spec import SegmentManifest
 from tasks.experiments import load_experiment
-from tasks.runs import begun_with, existing_run, flow_run_name, open_run
+from tasks.run import begun_with, existing_run, flow_run_name, open_run
 from tests.flows.interpreter import fake_interpreter
 from tests.flows.outcome import (
     ROOT,

@@ -17,10 +17,10 @@ from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey
 
 from infra import environment, processes
-from infra.login import Login, login_file, login_of
-from infra.servers import answers
 from infra.settings import Settings
-from infra.tracking import Tracker
+from infra.stack.login import Login, login_file, login_of
+from infra.stack.servers import answers
+from infra.tracking.tracker import Tracker
 from rlcore.segment.journal import StepRecord
 from tests.hostile_text import HOSTILE
 from tests.ports import reserved_port
@@ -41,7 +41,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str, 
     _run_a_flow(env)
     prefect, mlflow = reserved_port(), reserved_port()
     command = [
-        *(sys.executable, "-m", "infra.ui"),
+        *(sys.executable, "-m", "infra.stack.ui"),
         *("--prefect-port", str(prefect), "--mlflow-port", str(mlflow)),
     ]
     with (folder / "ui.log").open("wb") as log:
@@ -83,8 +83,8 @@ def _write_mlflow_run(settings: Settings) -> None:
 
 def _run_a_flow(env: dict[str, str]) -> None:
     code = (
-        "from prefect import flow\nfrom infra.settings import Settings\nfrom tasks.foreground import prefect_api\n"
-        "from prefect.artifacts import create_markdown_artifact\nfrom tasks.page import as_text\n"
+        "from prefect import flow\nfrom infra.settings import Settings\nfrom tasks.cli.foreground import prefect_api\n"
+        "from prefect.artifacts import create_markdown_artifact\nfrom tasks.report.page import as_text\n"
         f"hostile = {' '.join(HOSTILE)!r}\n"
         "@flow(name='grpo-geo3k', flow_run_name='ui-run')\ndef shown():\n"
         "    create_markdown_artifact('the end of it: ' + as_text(hostile), key='as-text')\n"

@@ -27,8 +27,8 @@ from prefect.exceptions import PrefectHTTPStatusError
 from infra import processes
 from rlcore.data.synthetic.geometry import draw_problem
 from rlcore.segment.store import LocalCheckpointStore
-from tasks.lineage import main as show_lineage
-from tasks.runs import existing_run
+from tasks.provenance.lineage import main as show_lineage
+from tasks.run import existing_run
 from tests.long.prefect_stack import ROOT, Stack, assert_whole, prefect_stack
 from tests.stores import BUCKET, Parts, postgres_programs
 
@@ -195,7 +195,7 @@ def test_unknown_models_aliases_and_steps_are_named(ended: UUID) -> None:
 
 
 def test_the_command_shows_its_lineage_to_people(place: Place, ended: UUID) -> None:
-    command = [sys.executable, "-m", "tasks.lineage", "grpo-geo3k-tiny", "--step", "1"]
+    command = [sys.executable, "-m", "tasks.provenance.lineage", "grpo-geo3k-tiny", "--step", "1"]
     said = subprocess.run(command, env=place.stack.env, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert re.search(r"^segment 1 +steps 3 to 4", said, re.MULTILINE)
     assert re.search(r"^code .* commit", said, re.MULTILINE)

@@ -6,14 +6,14 @@ from __future__ import annotations
 from prefect import flow
 
 from rlcore.segment.spec import SegmentManifest
-from tasks import foreground
 from tasks import parameters as form
+from tasks.cli import foreground
 from tasks.data import prepare_and_resize
+from tasks.describe import tracked
 from tasks.models import bootstrapped
-from tasks.opening import open_run
+from tasks.open import open_run
 from tasks.preflight import preflight
-from tasks.tracking import tracked
-from tasks.training import train_all_segments
+from tasks.train import train_all_segments
 
 
 @flow(name="train-only")

@@ -22,11 +22,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from infra import processes
-from infra.login import login_of
 from infra.provenance import ROOT
-from infra.results import Results
 from infra.settings import Settings
-from infra.supervisor import mark_of
+from infra.stack.login import login_of
+from infra.stack.supervisor import mark_of
+from infra.tracking.results import Results
 from tests.ports import reserved_port
 from tests.shell import new_shell
 from tests.tour.pages import find_browser, take_pictures
@@ -53,7 +53,7 @@ class Tour:
         self.seconds[name] = round(time.monotonic() - start, 1)
 
     def stack(self, command: str) -> None:
-        subprocess.run([sys.executable, "-m", "infra.stack", command], env=self.env, cwd=ROOT, check=True)
+        subprocess.run([sys.executable, "-m", "infra.stack.control", command], env=self.env, cwd=ROOT, check=True)
 
     def deployment(self, name: str, **parameters: object) -> None:
         """As a person types it in the repository's root.

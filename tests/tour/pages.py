@@ -15,9 +15,9 @@ from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey
 from prefect.client.schemas.sorting import ArtifactSort
 
-from infra.login import Login
-from infra.results import RunData
-from tasks.latest import ARTIFACT as LEADERBOARD
+from infra.stack.login import Login
+from infra.tracking.results import RunData
+from tasks.champion import ARTIFACT as LEADERBOARD
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, BrowserContext, ViewportSize

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rlcore.ablation.curves import Band
 from rlcore.ablation.results import Row
-from tasks.ablation_page import (
+from tasks.ablation.page import (
     Curve,
     csv_table,
     draw_differences,

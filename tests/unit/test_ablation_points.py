@@ -20,12 +20,12 @@ from rlcore.ablation.table import PointNumbers, make_rows
 from rlcore.artifacts import EvalReport
 from rlcore.config import AblationConfig
 from rlcore.errors import ConfigError, DivergedError, TrainerFailedError
-from tasks import ablation_points
-from tasks.ablating import _markdown
-from tasks.ablation import Ablation, existing_ablation, open_ablation
-from tasks.ablation_points import DEPLOYMENT, DeployedPoints, LocalPoints, cancel_points, point_runner, run_jobs
+from tasks.ablation import runners as ablation_points
+from tasks.ablation.runners import DEPLOYMENT, DeployedPoints, LocalPoints, cancel_points, point_runner, run_jobs
+from tasks.ablation.steps import _markdown
+from tasks.ablation.study import Ablation, existing_ablation, open_ablation
 from tasks.experiments import load_experiment
-from tasks.runs import Run
+from tasks.run import Run
 
 TINY = "grpo-geo3k-tiny"
 

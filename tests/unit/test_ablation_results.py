@@ -14,10 +14,10 @@ from rlcore.artifacts import EvalReport
 from rlcore.errors import ConfigError, DivergedError, TrainerFailedError, WorkerLostError
 from rlcore.evaluation.evaluate import EvalRow, write_rows
 from rlcore.segment.journal import StepRecord
-from tasks import ablating
-from tasks.ablating import choose_points, report_ablation
-from tasks.ablation import Ablation, describe_parent, existing_ablation, mark, open_ablation, place_below
-from tasks.runs import Run, tracker_of
+from tasks.ablation import steps as ablating
+from tasks.ablation.steps import choose_points, report_ablation
+from tasks.ablation.study import Ablation, describe_parent, existing_ablation, mark, open_ablation, place_below
+from tasks.run import Run, tracker_of
 
 OVERRIDES = ["training.steps=4", "segment.steps=2", "data.template=math"]
 ASKED = {

@@ -21,15 +21,17 @@ from rlcore.config import RecoveryConfig, build_experiment
 from rlcore.errors import ConfigError
 from rlcore.segment.health import Breach
 from rlcore.segment.spec import SegmentManifest
-from tasks import events, health, preflight, progress, recovering, stored
-from tasks.events import announce_checkpoint
+from tasks import preflight
+from tasks.driver import health, progress
+from tasks.driver.health import announce_on_prefect
+from tasks.driver.outages import note_outage
+from tasks.driver.outbox import prefect_outage_named
+from tasks.driver.progress import TrainingProgress, announce_checkpoint, show_on_page
 from tasks.experiments import load_experiment
-from tasks.health import announce_on_prefect
-from tasks.outages import note_outage
-from tasks.outbox import prefect_outage_named
-from tasks.progress import TrainingProgress, show_on_page
-from tasks.recovery import Action, Decision, Facts, FlowRunFacts, LastFailure
-from tasks.runs import Run
+from tasks.recovery import act as recovering
+from tasks.recovery.decide import Action, Decision, Facts, FlowRunFacts, LastFailure
+from tasks.run import Run
+from tasks.store import made as stored
 
 Calls = list[tuple[tuple[Any, ...], dict[str, Any]]]
 
@@ -68,7 +70,7 @@ def test_a_committed_segment_is_an_event_of_its_run(
     run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     emitted = Recorder()
-    monkeypatch.setattr(events, "emit_event", emitted)
+    monkeypatch.setattr(progress, "emit_event", emitted)
     checkpoint = CheckpointRef(path="/c", step=8, policy_version=8, manifest_sha256="m", run_id="lr-3", segment=2)
     manifest = SegmentManifest(
         run_id="lr-3", segment=2, first_step=6, last_step=8, complete=True, checkpoint=checkpoint,
@@ -81,7 +83,7 @@ def test_a_committed_segment_is_an_event_of_its_run(
         "resource": {"prefect.resource.id": "rlflow.run.lr-3", "prefect.resource.name": "lr-3"},
         "payload": {"experiment": "toy", "segment": 2, "step": 8},
     }
-    monkeypatch.setattr(events, "emit_event", Recorder(error=AWAY))
+    monkeypatch.setattr(progress, "emit_event", Recorder(error=AWAY))
     announce_checkpoint(run, manifest)
     assert caplog.messages == ["Prefect does not take events for now: nobody answers"]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tasks.caching import PACKAGES, content_key
+from tasks.store.made import PACKAGES, content_key
 
 INSTALLED = metadata.version
 REQUIREMENTS = Path(__file__).parents[2] / "infra" / "requirements"

@@ -30,7 +30,7 @@ from rlcore.segment.resume import ResumePoint, find_resume_point, warn_of_change
 from rlcore.segment.spec import SegmentEnd, SegmentManifest, SegmentSpec, segment_path
 from rlcore.segment.store import MANIFEST, LocalCheckpointStore, read_manifest
 from rlcore.training.state import TrainState
-from tasks.hang import HangWatch
+from tasks.driver.hang import HangWatch
 
 SHARD = b"weights of all ranks " * 100
 

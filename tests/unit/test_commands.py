@@ -16,7 +16,9 @@ from pydantic import BaseModel
 
 from infra.errors import ServerError
 from rlcore.errors import ConfigError, TrainerFailedError
-from tasks import foreground, notebook, notifications
+from tasks.cli import foreground
+from tasks.cli import notify as notifications
+from tasks.report import rollouts as notebook
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,8 @@ from rlcore.config import LoraConfig, ModelConfig
 from rlcore.errors import ModelError
 from rlcore.estimate import Architecture, ArchitectureSpec, Plan, estimate_memory, estimate_seconds
 from rlcore.jobs.architecture import architecture, describe
-from tasks import estimate
-from tasks.estimate import estimated
+from tasks.cli import estimate
+from tasks.cli.estimate import estimated
 from tasks.experiments import load_experiment
 from tests.bench import estimates
 from tests.bench.estimates import BYTES, PEAK

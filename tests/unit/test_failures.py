@@ -16,8 +16,8 @@ from rlcore.config import ExperimentConfig, HealthRule
 from rlcore.failures import POLICIES, Failure, classify, error_of_exit, exit_code, table, with_free_space
 from rlcore.process import oom_kills
 from rlcore.segment.journal import MetricJournal
-from tasks.failures import FailureLog, FailureRecord, handled_failures, read_adjustments, wait_for_next_try
-from tasks.runs import Run
+from tasks.driver.failures import FailureLog, FailureRecord, handled_failures, read_adjustments, wait_for_next_try
+from tasks.run import Run
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -231,7 +231,7 @@ def test_a_worker_that_the_kernel_killed_for_memory_is_out_of_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counts = iter([4, 5])
-    monkeypatch.setattr("tasks.failures.oom_kills", lambda: next(counts))
+    monkeypatch.setattr("tasks.driver.failures.oom_kills", lambda: next(counts))
     final = fail(run_in(tmp_path), errors.WorkerLostError("the trainer ended with SIGKILL"))
     assert type(final) is errors.MemoryExhaustedError
     assert read_adjustments(run_in(tmp_path)).tokens_per_microbatch == 8192

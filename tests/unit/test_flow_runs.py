@@ -11,11 +11,11 @@ import pytest
 from prefect.context import FlowRunContext
 
 from infra.settings import Settings
-from tasks.ablation import ablation_name, open_ablation, point_name
+from tasks.ablation.study import ablation_name, open_ablation, point_name
 from tasks.experiments import load_experiment
-from tasks.opening import choose_experiment, find_run, open_run
-from tasks.runs import append_line, begun_with, drivers, flow_run_name, own_values
-from tasks.runs import open_run as open_here
+from tasks.open import choose_experiment, find_run, open_run
+from tasks.run import append_line, begun_with, drivers, flow_run_name, own_values
+from tasks.run import open_run as open_here
 
 FLOW_RUN = SimpleNamespace(id=UUID("0123456789abcdef0123456789abcdef"), deployment_id=None)
 TINY = "grpo-geo3k-tiny"
@@ -74,7 +74,7 @@ def test_a_retry_begins_with_what_its_run_was_begun_with() -> None:
 
 def test_an_opened_run_loses_what_its_killed_drivers_have_left(monkeypatch: pytest.MonkeyPatch) -> None:
     ended: list[str] = []
-    monkeypatch.setattr("tasks.opening.processes.kill_all", ended.append)
+    monkeypatch.setattr("tasks.open.processes.kill_all", ended.append)
     experiment = load_experiment(TINY)
     run = open_run.fn(experiment, "run")
     assert ended == []

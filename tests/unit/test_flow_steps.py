@@ -14,15 +14,23 @@ import pytest
 from infra.errors import ServerError
 from infra.settings import Settings
 from rlcore.artifacts import CheckpointRef, DatasetRef, EvalReport, ModelRef
-from tasks import ablating, ablation, benchmarks, data, evaluation, merging, models, publishing, reference, reporting
-from tasks.ablation import Ablation, open_ablation
-from tasks.caching import present
-from tasks.evaluation import suite_of
+from tasks import data, models
+from tasks import evaluate as evaluation
+from tasks import experiments as benchmarks
+from tasks import merge as merging
+from tasks.ablation import steps as ablating
+from tasks.ablation import study as ablation
+from tasks.ablation.study import Ablation, open_ablation
+from tasks.cli import docs as reference
+from tasks.driver import publish as publishing
+from tasks.driver.publish import Publisher, Publishers, extra_tracker
+from tasks.evaluate import suite_of
 from tasks.experiments import load_experiment
-from tasks.page import Sample
-from tasks.publishing import Publisher, Publishers, extra_tracker
-from tasks.runs import Run, open_run
-from tasks.training import Trainer, last_words
+from tasks.report import result as reporting
+from tasks.report.page import Sample
+from tasks.run import Run, open_run
+from tasks.store.made import present
+from tasks.train import Trainer, last_words
 
 TINY = "grpo-geo3k-tiny"
 EXPERIMENT = load_experiment(TINY)
@@ -283,7 +291,7 @@ def test_missing_steps_are_published_by_a_command(
     monkeypatch.setattr("sys.argv", ["publishing"])
     with pytest.raises(SystemExit):
         publishing.main()
-    assert "python -m tasks.publishing" in capsys.readouterr().err
+    assert "python -m tasks.driver.publish" in capsys.readouterr().err
 
 
 def test_another_tracker_is_told_of_the_runs_experiment(run: Run) -> None:
@@ -338,7 +346,7 @@ def test_the_reference_is_written_to_a_file(
     monkeypatch.setattr("sys.argv", ["reference"])
     with pytest.raises(SystemExit):
         reference.main()
-    assert "python -m tasks.reference" in capsys.readouterr().err
+    assert "python -m tasks.cli.docs" in capsys.readouterr().err
 
 
 def test_a_trainer_of_another_driver_that_is_gone_has_no_exit_code(tmp_path: Path) -> None:

@@ -13,13 +13,14 @@ from typing import Any
 import pytest
 
 from rlcore.config import build_experiment
-from tasks import ablation, foreground
+from tasks.ablation import study as ablation
+from tasks.cli import foreground
+from tasks.cli.foreground import EXIT_INTERRUPTED
 from tasks.experiments import load_experiment
-from tasks.foreground import EXIT_INTERRUPTED
 
 ORPHAN = """
 import subprocess, sys
-from tasks import foreground
+from tasks.cli import foreground
 
 foreground._PATIENCE_SECONDS = 0.5
 ended = subprocess.Popen(["true"])  # nobody waits for it, so that it stays in the list of children

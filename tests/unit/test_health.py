@@ -12,8 +12,8 @@ from rlcore.config import ExperimentConfig, HealthRule
 from rlcore.errors import ConfigError, RollbackError
 from rlcore.segment.health import Breach, HealthWatch, breaches, require_known_metrics
 from rlcore.segment.journal import StepRecord
-from tasks.health import HealthWarnings, page
-from tasks.runs import Run
+from tasks.driver.health import HealthWarnings, page
+from tasks.run import Run
 
 
 def records(*values: float | None, metric: str = "m") -> list[StepRecord]:

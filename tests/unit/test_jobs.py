@@ -23,7 +23,7 @@ from rlcore import errors
 from rlcore.artifacts import ModelRef
 from rlcore.config import ModelConfig
 from rlcore.specs import BootstrapSpec, JobError
-from tasks.jobs import describe_exit, error_from, new_result_path, run_job, worth_retrying
+from tasks.driver.jobs import describe_exit, error_from, new_result_path, run_job, worth_retrying
 
 GOOD = """
 import json, os, pathlib, sys
@@ -115,7 +115,7 @@ def test_exit_codes_in_words() -> None:
 
 
 def test_an_interrupt_ends_the_job_and_everything_it_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tasks.jobs._STOP_GRACE_SECONDS", 0.3)
+    monkeypatch.setattr("tasks.driver.jobs._STOP_GRACE_SECONDS", 0.3)
     settings = settings_with(STUBBORN, tmp_path)
     spec = spec_in(settings)
     pid_file = spec.result.with_name("child.pid")

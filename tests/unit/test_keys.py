@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from rlcore.artifacts import CheckpointRef, DatasetRef, ModelRef
-from tasks import evaluation, merging, models
+from tasks import evaluate as evaluation
+from tasks import merge as merging
+from tasks import models
 from tasks.experiments import load_experiment
 
 EXPERIMENT = load_experiment("grpo-geo3k-tiny")

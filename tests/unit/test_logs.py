@@ -75,7 +75,7 @@ def test_a_private_key_within_json_or_without_its_end_is_taken_out() -> None:
         "rollout/tokens_mean 311, data.max_prompt_tokens=1024, 4096 prompt tokens",
         "commit 898c23e3f0a1b2c3d4e5f60718293a4b5c6d7e8f, sha256 " + HEX,
         "+    password = getpass.getpass()",
-        "+    PREFECT_API_AUTH_STRING: ${PREFECT_AUTH:?fill in infra/docker/.env}",
+        "+    PREFECT_API_AUTH_STRING: ${PREFECT_AUTH:?fill in infra/deploy/docker/.env}",
         "+from transformers import AutoTokenizer; tokenizer = AutoTokenizer.from_pretrained('Qwen/Qwen2.5-7B')",
         "task-1234567890-abcdefghij and risk-1234567890-abcdefghij",
         "http://127.0.0.1:4200/api, s3://bucket/prefix, http://h:80/x?mail=a@b",

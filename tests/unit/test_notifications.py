@@ -13,7 +13,7 @@ from prefect.events.schemas.automations import AutomationCore, Posture
 from prefect.exceptions import ObjectNotFound
 
 from infra.errors import ServerError
-from tasks.notifications import OCCASIONS, apply, automation, main, remove
+from tasks.cli.notify import OCCASIONS, apply, automation, main, remove
 
 DOCUMENT = uuid.uuid4()
 

@@ -13,12 +13,13 @@ from infra.errors import ServerError
 from infra.settings import Settings
 from rlcore.errors import ConfigError
 from rlcore.failures import Failure
-from tasks import opening, runs
+from tasks import open as opening
+from tasks import run as runs
+from tasks.driver.jobs import jobs_mark
+from tasks.driver.outages import read_outage, unopened_runs
 from tasks.experiments import load_experiment
-from tasks.jobs import jobs_mark
-from tasks.opening import recoverable
-from tasks.outages import read_outage, unopened_runs
-from tasks.runs import drivers, existing_run
+from tasks.open import recoverable
+from tasks.run import drivers, existing_run
 
 
 @pytest.fixture

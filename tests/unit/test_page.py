@@ -8,7 +8,7 @@ import re
 import pytest
 from markdown_it import MarkdownIt
 
-from tasks.page import as_text
+from tasks.report.page import as_text
 from tests.hostile_text import HOSTILE
 
 PAGE = "| a | b |\n| --- | --- |\n| 1 | {} |\n"

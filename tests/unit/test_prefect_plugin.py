@@ -10,11 +10,11 @@ import pytest
 from prefect.cli import deployment
 from prefect.plugins import HookContext
 
-from infra.login import login_of
 from infra.prefect_plugin import accept_bare_names, runs_a_deployment, setup_environment
 from infra.processes import ProcessId, this_process
-from infra.services import StackState
 from infra.settings import Settings
+from infra.stack.login import login_of
+from infra.stack.services import StackState
 
 
 @pytest.mark.parametrize(

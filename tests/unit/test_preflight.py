@@ -156,7 +156,7 @@ def test_unknown_template(settings: Settings) -> None:
 
 
 def test_no_space_for_the_checkpoints(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight.storage, "free_bytes", lambda _: 2**20)
+    monkeypatch.setattr(preflight.download, "free_bytes", lambda _: 2**20)
     with pytest.raises(StorageError, match=r"needs 0\.\d+ GiB.*has 0\.00 GiB free.*segment\.keep_checkpoints"):
         check(experiment(), settings)
 
@@ -195,7 +195,7 @@ def test_adapters_are_counted_as_adapters(settings: Settings, tmp_path: Path, mo
     """A full checkpoint of this model has 12 MiB, its adapters of rank 1 have 24 KiB."""
     shapes = {f"model.layers.{i}.mlp.up_proj.weight": (1024, 256) for i in range(4)}
     folder = shaped_folder(tmp_path / "model", shapes)
-    monkeypatch.setattr(preflight.storage, "free_bytes", lambda _: preflight._FULL_DISK_RESERVE + 10 * 2**20)
+    monkeypatch.setattr(preflight.download, "free_bytes", lambda _: preflight._FULL_DISK_RESERVE + 10 * 2**20)
     words = [f"model.path={folder}", "segment.steps=20", "training.steps=40", "segment.keep_checkpoints=1"]
     with pytest.raises(StorageError, match=r"2 checkpoints and 1 merged model needs"):
         check(experiment(*words), settings)

@@ -7,9 +7,9 @@ from collections.abc import Iterable
 import pytest
 
 from infra.errors import ServerError
-from infra.tracking import StepMetrics
+from infra.tracking.tracker import StepMetrics
 from rlcore.segment.journal import StepRecord
-from tasks.publishing import Publisher
+from tasks.driver.publish import Publisher
 
 
 class Clock:

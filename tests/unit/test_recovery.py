@@ -20,6 +20,7 @@ from mlflow import MlflowClient
 from prefect.client.schemas.objects import State, StateType
 
 from infra import processes
+from infra.processes import alone
 from infra.settings import Settings
 from rlcore.artifacts import CheckpointRef
 from rlcore.config import RecoveryConfig
@@ -27,14 +28,12 @@ from rlcore.files import write_json_atomically
 from rlcore.segment.lease import Control, ControlState, Unchanged
 from rlcore.segment.spec import SegmentManifest, segment_path
 from rlcore.specs import JobError
-from tasks.ablation import open_ablation
-from tasks.cancelling import end_what_is_left
+from tasks.ablation.study import open_ablation
+from tasks.driver.jobs import end_what_is_left, jobs_mark
 from tasks.experiments import load_experiment
-from tasks.jobs import jobs_mark
-from tasks.locks import alone
-from tasks.recovering import Watch, last_failure, observe, recover_runs, recoveries, reschedule
-from tasks.recovery import Action, Facts, FlowRunFacts, LastFailure, decide
-from tasks.runs import append_line, drivers, open_run, tracker_of
+from tasks.recovery.act import Watch, last_failure, observe, recover_runs, recoveries, reschedule
+from tasks.recovery.decide import Action, Facts, FlowRunFacts, LastFailure, decide
+from tasks.run import append_line, drivers, open_run, tracker_of
 
 DEPLOYED = FlowRunFacts(flow_run_id="f", state_id="s", state=StateType.CRASHED, deployed=True)
 CRASHED = Facts(
@@ -254,7 +253,7 @@ def test_a_silent_run_is_watched_and_what_crashes_meanwhile_is_not_forgotten(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RLFLOW_DATA_DIR", str(tmp_path))
-    monkeypatch.setattr("tasks.recovering._LOOK_SECONDS", 0.01)
+    monkeypatch.setattr("tasks.recovery.act._LOOK_SECONDS", 0.01)
     experiment = load_experiment("grpo-geo3k-tiny", ["recovery.silence_seconds=1"])
     flow_runs = {}
     for name in ("alive", "crashing", "silent"):
@@ -272,7 +271,7 @@ def test_a_silent_run_is_watched_and_what_crashes_meanwhile_is_not_forgotten(
             flow_runs["crashing"].state.type = StateType.CRASHED
 
     server = ManyRuns(list(flow_runs.values()), story)
-    monkeypatch.setattr("tasks.recovering.get_client", lambda **_: server)
+    monkeypatch.setattr("tasks.recovery.act.get_client", lambda **_: server)
     judged = recover_runs.fn()
     assert server.rescheduled == [flow_runs["silent"].id, flow_runs["crashing"].id]
     assert {facts.run_id: decision.action for _, facts, decision in judged} == {

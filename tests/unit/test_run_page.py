@@ -13,13 +13,13 @@ from rlcore.artifacts import CheckpointRef, DatasetRef, EvalReport, ModelRef
 from rlcore.errors import ConfigError
 from rlcore.segment.journal import StepRecord
 from rlcore.segment.spec import SegmentManifest
-from tasks.cost import RunCost
 from tasks.experiments import load_experiment
-from tasks.lineage import Lineage, SegmentLine
-from tasks.notebook import as_html, read_groups, sampled_steps
-from tasks.page import data_uri, draw_curves, html_page, markdown, read_samples
-from tasks.reporting import summarize
-from tasks.runs import Run
+from tasks.provenance.cost import RunCost
+from tasks.provenance.lineage import Lineage, SegmentLine
+from tasks.report.page import data_uri, draw_curves, html_page, markdown, read_samples
+from tasks.report.result import summarize
+from tasks.report.rollouts import as_html, read_groups, sampled_steps
+from tasks.run import Run
 
 DATASET = DatasetRef(
     path="/data/train", digest="d" * 20, source="files", num_problems=7, num_rejected=2, num_images=3,

@@ -8,9 +8,9 @@ import pytest
 
 from rlcore.config import build_experiment
 from rlcore.segment.journal import StepRecord
-from tasks import progress
-from tasks.outbox import Outbox
-from tasks.progress import AblationProgress, TrainingProgress, describe, duration, show_on_page
+from tasks.driver import progress
+from tasks.driver.outbox import Outbox
+from tasks.driver.progress import AblationProgress, TrainingProgress, describe, duration, show_on_page
 
 
 def record(step: int, at: float, **metrics: float) -> StepRecord:

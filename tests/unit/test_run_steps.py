@@ -22,20 +22,24 @@ from rlcore.config import ExperimentConfig
 from rlcore.errors import CheckpointError, ConfigError, DataError, DivergedError, WorkerLostError
 from rlcore.segment.journal import StepRecord
 from rlcore.segment.spec import SegmentManifest, SegmentSpec
-from tasks import data, evaluation, latest, merging, reporting, training
-from tasks.benchmarks import load_benchmarks
+from tasks import champion as latest
+from tasks import data
+from tasks import evaluate as evaluation
+from tasks import merge as merging
+from tasks import train as training
+from tasks.champion import Evaluation, Todo, evaluate_todo, evaluations, newest_unevaluated, promote, show_leaderboard
 from tasks.data import _usable, prepare, resize
-from tasks.evaluation import evaluate, log_evaluation
-from tasks.experiments import load_experiment
-from tasks.latest import Evaluation, Todo, evaluate_todo, evaluations, newest_unevaluated, promote, show_leaderboard
-from tasks.lineage import Lineage, artifact_name, find_lineage
-from tasks.lineage import main as lineage_main
-from tasks.merging import merge, register
+from tasks.describe import describe_run, finish_run, open_tracking
+from tasks.evaluate import evaluate, log_evaluation
+from tasks.experiments import load_benchmarks, load_experiment
+from tasks.merge import merge, register
 from tasks.models import bootstrap
-from tasks.origins import read_origins
-from tasks.reporting import report
-from tasks.runs import Run, drivers, existing_run, new_run_id, newest_checkpoint, open_run, tracker_of
-from tasks.tracking import describe_run, finish_run, open_tracking
+from tasks.provenance.lineage import Lineage, artifact_name, find_lineage
+from tasks.provenance.lineage import main as lineage_main
+from tasks.provenance.origins import read_origins
+from tasks.report import result as reporting
+from tasks.report.result import report
+from tasks.run import Run, drivers, existing_run, new_run_id, newest_checkpoint, open_run, tracker_of
 from tests.flows.interpreter import fake_interpreter
 
 EXPERIMENT = load_experiment("grpo-geo3k-tiny", ["training.steps=5", "segment.steps=2", "data.template=math"])

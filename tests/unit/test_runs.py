@@ -19,14 +19,15 @@ from rlcore.config import ExperimentConfig
 from rlcore.errors import ConfigError, DivergedError, RetriesUsedUpError
 from rlcore.failures import Failure
 from rlcore.segment.spec import segment_path
-from tasks import deploying, tracking
+from tasks import describe as tracking
 from tasks import parameters as form
-from tasks.ablation import existing_ablation, plan_ablation
+from tasks.ablation.study import existing_ablation, plan_ablation
+from tasks.cli import deploy as deploying
+from tasks.describe import tracked
+from tasks.driver.outages import noted_outages, read_outage
 from tasks.experiments import load_experiment
-from tasks.outages import noted_outages, read_outage
-from tasks.runs import Run, append_line, existing_run, open_run
-from tasks.stored import MirrorState, read_mirror, write_mirror
-from tasks.tracking import tracked
+from tasks.run import Run, append_line, existing_run, open_run
+from tasks.store.restore import MirrorState, read_mirror, write_mirror
 
 
 def test_a_damaged_segment_manifest_counts_as_none_and_is_said(

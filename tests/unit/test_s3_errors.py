@@ -14,9 +14,9 @@ from s3fs import S3FileSystem
 from s3fs.errors import translate_boto_error
 
 from infra.errors import StorageDamagedError, StorageError, StorageRefusedError
-from infra.s3_errors import storage_error
-from infra.store import Store
-from tasks.failures import Failure, failure_of
+from infra.store.bucket import Store
+from infra.store.s3_errors import storage_error
+from tasks.driver.failures import Failure, failure_of
 
 
 def answer(code: str, status: int, message: str = "Said by the server.") -> ClientError:

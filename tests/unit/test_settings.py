@@ -8,8 +8,8 @@ import pytest
 from pydantic import ValidationError
 
 from infra.logs import without_password
-from infra.servers import mlflow_command, prefect_command
 from infra.settings import Settings
+from infra.stack.servers import mlflow_command, prefect_command
 
 PASSWORD = "geheim123"
 

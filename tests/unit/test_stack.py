@@ -9,9 +9,9 @@ import pytest
 
 from infra.errors import ServerError
 from infra.processes import this_process
-from infra.services import StackState
 from infra.settings import Settings
-from infra.stack import describe, down, up
+from infra.stack.control import describe, down, up
+from infra.stack.services import StackState
 
 
 def test_a_taken_port_is_named_with_its_setting(tmp_path: Path) -> None:

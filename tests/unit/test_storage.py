@@ -11,9 +11,9 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from infra import storage
 from infra.errors import StorageError
-from infra.storage import forget_unused, localize
+from infra.store import download as storage
+from infra.store.download import forget_unused, localize
 
 
 def test_an_object_s_name_cannot_lead_out_of_the_copy(tmp_path: Path) -> None:
@@ -90,7 +90,7 @@ def test_a_download_that_breaks_off_leaves_nothing(tmp_path: Path, monkeypatch: 
     source.mkdir()
     for name in "ab":
         (source / name).write_text(name)
-    monkeypatch.setattr("infra.storage._download", _fails_at_b)
+    monkeypatch.setattr("infra.store.download._download", _fails_at_b)
     with pytest.raises(StorageError, match="broke off"):
         localize(source.as_uri(), tmp_path / "downloads")
     assert not [path for path in (tmp_path / "downloads").rglob("*") if path.is_file()]

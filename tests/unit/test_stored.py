@@ -12,8 +12,9 @@ import pytest
 from infra.errors import StorageError, StorageRefusedError
 from infra.settings import Settings
 from rlcore.failures import Failure, policy_of
-from tasks import mirroring, stored
-from tasks.stored import fetched, key_of, patient_store_of, send, send_file, store_of
+from tasks.driver import mirror as mirroring
+from tasks.store import made, restore
+from tasks.store.made import fetched, key_of, patient_store_of, send, send_file, store_of
 
 
 def test_only_what_is_below_the_data_folder_has_a_key(tmp_path: Path) -> None:
@@ -42,7 +43,7 @@ def test_without_a_store_and_outside_of_the_data_folder_nothing_is_sent_or_fetch
     assert not fetched(tmp_path / folder, settings)
     send(tmp_path / folder, settings)
     send_file(tmp_path / folder, settings)
-    stored._unseal(tmp_path / folder, settings)
+    restore._unseal(tmp_path / folder, settings)
     assert not list(tmp_path.iterdir())
 
 
@@ -50,11 +51,11 @@ def test_a_terminal_shows_how_much_has_been_fetched(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: False)
-    with stored._bar("merged-5") as progress:
+    with made._bar("merged-5") as progress:
         assert progress is None
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", "120")
-    with stored._bar("merged-5") as progress:
+    with made._bar("merged-5") as progress:
         assert progress is not None
         progress(3_000_000, 12_000_000)
     shown, told = capsys.readouterr()

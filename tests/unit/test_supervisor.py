@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from infra import processes
-from infra.services import Layout, read_state
 from infra.settings import Settings
-from infra.supervisor import Service, Supervisor, mark_of
+from infra.stack.services import Layout, read_state
+from infra.stack.supervisor import Service, Supervisor, mark_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +67,8 @@ def signals_as_before() -> Iterator[None]:
 def supervisor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Supervisor:
     settings = Settings(data_dir=tmp_path)
     settings.stack_dir.mkdir(parents=True)
-    monkeypatch.setattr("infra.supervisor._MAX_DELAY_SECONDS", 0.5)
-    monkeypatch.setattr("infra.supervisor._POLL_SECONDS", 0.1)
+    monkeypatch.setattr("infra.stack.supervisor._MAX_DELAY_SECONDS", 0.5)
+    monkeypatch.setattr("infra.stack.supervisor._POLL_SECONDS", 0.1)
     made = Supervisor(settings)
     made._layout = NoServers.of(settings)
     made._services = [Service(pool, mark_of(settings, pool), None) for pool in ("gpu", "cpu")]

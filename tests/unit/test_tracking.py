@@ -20,8 +20,8 @@ from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import INVALID_PARAMETER_VALUE, RESOURCE_DOES_NOT_EXIST
 
 from infra.errors import RegistryError, ServerError, ServerRefusedError, StorageError
-from infra.trackers import read_published
-from infra.tracking import DRIFT_TAG, Tracker, _run_exists, check_reachable
+from infra.tracking.extra import read_published
+from infra.tracking.tracker import DRIFT_TAG, Tracker, _run_exists, check_reachable
 from rlcore.segment.journal import StepRecord
 
 Open = Callable[[str], Tracker]

@@ -1,0 +1,170 @@
+"""Kubernetes objects for KubeRay (ray.io/v1, KubeRay 1.5.1 or newer) and a volume, as data that YAML can hold.
+
+The head of a RayCluster is the first GPU node, not one without: the flow runs there, and merging verifies the model on
+a GPU. Retries of a RayJob are new clusters on the same volume, and the run goes on from its last checkpoint.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from infra.deploy import Shape
+
+VALUES = Path(__file__).with_name("values.yaml")
+DATA_DIR = "/data"
+_HEAD = "127.0.0.1:6379"  # of the node that the flow runs on
+# Keys of the secret and variables of the same name; kubectl create secret generic, docs/howto/cluster.md.
+SECRETS = ("MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD", "PREFECT_API_AUTH_STRING", "HF_TOKEN")
+
+Manifest = dict[str, Any]  # one object of Kubernetes, as its API takes it
+
+
+class KubernetesValues(BaseModel):
+    """infra/deploy/k8s/values.yaml."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    namespace: str
+    image: str
+    """What infra/deploy/docker/Dockerfile makes of its target worker, in a registry that the nodes pull from."""
+    ray_version: str
+    """Of the image: infra/requirements/gpu.txt."""
+    gpus_per_node: int = Field(ge=1)
+    cpus_per_node: str
+    """A Kubernetes quantity, as is memory."""
+    memory_per_node: str
+    shared_memory: str
+    """/dev/shm of each node, a part of its memory: NCCL and Ray's object store."""
+    node_selector: dict[str, str]
+    gpu_tolerations: bool
+    """Tolerate the taint nvidia.com/gpu, which GPU nodes often carry."""
+    storage_class: str
+    """Of a file system that many nodes write at once (ReadWriteMany). Empty: the cluster's default class."""
+    storage_size: str
+    secret: str
+    """Name of the Secret with the keys of ``SECRETS``; those that it lacks are left out."""
+    environment: dict[str, str]
+    """Addresses of the servers, and whatever else is no secret."""
+    retries: int = Field(ge=0)
+    """Of a RayJob, each with a new cluster; the trainer's own retries come before."""
+
+
+def volume_claim(values: KubernetesValues) -> Manifest:
+    """The data folder of all runs, on every node."""
+    spec: Manifest = {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": values.storage_size}}}
+    if values.storage_class:
+        spec["storageClassName"] = values.storage_class
+    return {
+        "apiVersion": "v1",
+        "kind": "PersistentVolumeClaim",
+        "metadata": {"name": "rlflow-data", "namespace": values.namespace},
+        "spec": spec,
+    }
+
+
+def ray_cluster(values: KubernetesValues, shape: Shape) -> Manifest:
+    """A cluster that stays, for runs that a Prefect worker starts on it."""
+    return {
+        "apiVersion": "ray.io/v1",
+        "kind": "RayCluster",
+        "metadata": {"name": shape.name, "namespace": values.namespace},
+        "spec": _cluster_spec(values, shape),
+    }
+
+
+def ray_job(values: KubernetesValues, shape: Shape) -> Manifest:
+    """One run with a cluster of its own, which ends with it."""
+    return {
+        "apiVersion": "ray.io/v1",
+        "kind": "RayJob",
+        "metadata": {"name": shape.name, "namespace": values.namespace},
+        "spec": {
+            "entrypoint": shlex.join(shape.command),
+            "submissionMode": "K8sJobMode",
+            "backoffLimit": values.retries,
+            "shutdownAfterJobFinishes": True,
+            "ttlSecondsAfterFinished": 600,  # for a look at the logs of its nodes
+            "rayClusterSpec": _cluster_spec(values, shape),
+        },
+    }
+
+
+def prefect_worker(values: KubernetesValues, shape: Shape) -> Manifest:
+    """A Prefect worker on the head of ``ray_cluster``: ``prefect deployment run`` starts runs there."""
+    return {
+        "apiVersion": "ray.io/v1",
+        "kind": "RayJob",
+        "metadata": {"name": f"{shape.name}-worker", "namespace": values.namespace},
+        "spec": {
+            "entrypoint": "prefect worker start --pool gpu --type process",
+            "submissionMode": "K8sJobMode",
+            "clusterSelector": {"ray.io/cluster": shape.name},
+        },
+    }
+
+
+def _cluster_spec(values: KubernetesValues, shape: Shape) -> Manifest:
+    nodes, gpus = shape.nodes(values.gpus_per_node), shape.gpus_on_each(values.gpus_per_node)
+    spec: Manifest = {
+        "rayVersion": values.ray_version,
+        "authOptions": {"mode": "token"},  # or anybody who reaches a node runs what he likes on it
+        "headGroupSpec": {
+            "rayStartParams": {"dashboard-host": "0.0.0.0"},
+            "template": _pod(values, "head", gpus),
+        },
+    }
+    if nodes > 1:
+        spec["workerGroupSpecs"] = [
+            {
+                "groupName": "gpu",
+                "replicas": nodes - 1,
+                "minReplicas": nodes - 1,
+                "maxReplicas": nodes - 1,
+                "rayStartParams": {},
+                "template": _pod(values, "worker", gpus),
+            }
+        ]
+    return spec
+
+
+def _pod(values: KubernetesValues, role: str, gpus: int) -> Manifest:
+    resources = {"cpu": values.cpus_per_node, "memory": values.memory_per_node, "nvidia.com/gpu": str(gpus)}
+    variables = {"RLFLOW_DATA_DIR": DATA_DIR, "RLFLOW_RAY_ADDRESS": _HEAD, **values.environment}
+    spec: Manifest = {
+        "securityContext": {"runAsNonRoot": True, "runAsUser": 1000, "fsGroup": 1000},
+        "containers": [
+            {
+                "name": f"ray-{role}",
+                "image": values.image,
+                "env": [
+                    *({"name": name, "value": value} for name, value in variables.items()),
+                    *(_from_secret(values, name) for name in SECRETS),
+                ],
+                # equal ones, or the kernel may take memory away in the middle of a step
+                "resources": {"requests": resources, "limits": resources},
+                "volumeMounts": [
+                    {"name": "data", "mountPath": DATA_DIR},
+                    {"name": "shared-memory", "mountPath": "/dev/shm"},
+                ],
+            }
+        ],
+        "volumes": [
+            {"name": "data", "persistentVolumeClaim": {"claimName": "rlflow-data"}},
+            {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": values.shared_memory}},
+        ],
+    }
+    if values.node_selector:
+        spec["nodeSelector"] = values.node_selector
+    if values.gpu_tolerations:
+        spec["tolerations"] = [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}]
+    return {"spec": spec}
+
+
+def _from_secret(values: KubernetesValues, name: str) -> Mapping[str, Any]:
+    reference = {"name": values.secret, "key": name, "optional": True}  # a server may want no password
+    return {"name": name, "valueFrom": {"secretKeyRef": reference}}

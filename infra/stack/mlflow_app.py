@@ -1,0 +1,68 @@
+"""MLflow's server, for ``uvicorn --factory infra.stack.mlflow_app:create``: its own application behind a password.
+
+MLflow's own basic-auth application wants more packages, a database of users and a slow hash per request. One user
+needs none of that.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import uuid
+
+from starlette.responses import PlainTextResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from infra.stack.login import Login
+
+_OPEN_PATHS = ("/health",)
+
+
+class PasswordRequired:
+    """Answers 401 to every request without the login. Health checks need none."""
+
+    def __init__(self, app: ASGIApp, login: Login) -> None:
+        self._app = app
+        self._expected = login.header.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan" or (scope["type"] == "http" and scope["path"] in _OPEN_PATHS):
+            await self._app(scope, receive, send)
+            return
+        given = dict(scope["headers"]).get(b"authorization", b"")
+        if hmac.compare_digest(given, self._expected):
+            await self._app(scope, receive, send)
+        elif scope["type"] == "http":
+            refusal = PlainTextResponse(
+                "MLflow of rlflow wants a login: MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD.\n",
+                status_code=401,
+                headers={"WWW-Authenticate": 'Basic realm="MLflow of rlflow", charset="UTF-8"'},
+            )
+            await refusal(scope, receive, send)
+        else:
+            await send({"type": "websocket.close", "code": 1008})
+
+
+def create() -> ASGIApp:
+    """The application, with the variables that ``mlflow server`` sets for it."""
+    from mlflow.server import constants
+
+    database = os.environ["MLFLOW_BACKEND_STORE_URI"]
+    os.environ.update(
+        {
+            constants.BACKEND_STORE_URI_ENV_VAR: database,
+            constants.REGISTRY_STORE_URI_ENV_VAR: database,
+            constants.ARTIFACT_ROOT_ENV_VAR: "mlflow-artifacts:/",
+            constants.ARTIFACTS_DESTINATION_ENV_VAR: os.environ["MLFLOW_ARTIFACTS_DESTINATION"],
+            constants.SERVE_ARTIFACTS_ENV_VAR: "true",
+            # These two keep the server from running code that a client has stored.
+            "_MLFLOW_SERVER_BOOT_ID": uuid.uuid4().hex,
+            "_MLFLOW_IN_JOB_EXECUTOR": "false",
+        }
+    )
+    from mlflow.server.fastapi_app import app
+    from mlflow.server.handlers import initialize_backend_stores
+
+    initialize_backend_stores(database, database, "mlflow-artifacts:/")
+    login = Login(os.environ["MLFLOW_TRACKING_USERNAME"], os.environ["MLFLOW_TRACKING_PASSWORD"])
+    return PasswordRequired(app, login)

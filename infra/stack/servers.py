@@ -1,0 +1,221 @@
+"""Prefect's and MLflow's servers as child processes, over the data folder or PostgreSQL and S3, gone when we are.
+
+They listen on loopback unless told otherwise, answer to their own names only (a foreign page may have its name resolved
+to loopback), and want a login, because loopback belongs to every user of a machine. They get passwords through their
+environment: every user can read command lines.
+"""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from http import HTTPStatus
+from pathlib import Path
+
+from infra import environment, processes
+from infra.errors import ServerError, ServerRefusedError
+from infra.provenance import ROOT
+from infra.settings import Settings
+from infra.stack.login import header_of, login_of
+
+_START_SECONDS = 180.0  # one that has ended is noticed at once
+_STOP_SECONDS = 5.0
+_LOG_LINES = 15
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """How to start a server on loopback, and where it answers."""
+
+    args: tuple[str, ...]
+    variables: Mapping[str, str]
+    address: str
+    health_url: str
+    log: Path
+
+
+def prefect_command(settings: Settings, port: int) -> Server:
+    """A Prefect server with its page at ``address``; the API is under ``/api``."""
+    address = _address(settings, port)
+    database = settings.prefect_database.get_secret_value()
+    return Server(
+        args=(
+            *(sys.executable, "-m", "uvicorn", "--factory", "infra.stack.prefect_app:create"),
+            *("--host", settings.host, "--port", str(port), "--log-level", "warning"),
+        ),
+        variables={
+            "PREFECT_HOME": str(settings.prefect_home),
+            "PREFECT_API_URL": f"{address}/api",
+            "PREFECT_UI_API_URL": f"{_public(settings, port)}/api",  # what its page asks
+            "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+            "PREFECT_PLUGINS_ENABLED": "0",
+            "PREFECT_SERVER_DATABASE_TIMEOUT": "60",  # a writer waits for SQLite's lock rather than fail
+            # In memory they would be lost with a restart, and Prefect ends runs that cannot renew theirs.
+            "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",
+            "PREFECT_SERVER_CORS_ALLOWED_ORIGINS": ",".join(f"http://{name}:{port}" for name in settings.names),
+            "RLFLOW_ALLOWED_HOSTS": settings.allowed_hosts,
+            "RLFLOW_HOST": settings.host,
+            **({"PREFECT_SERVER_DATABASE_CONNECTION_URL": _for_asyncpg(database)} if database else {}),
+        },
+        address=address,
+        health_url=f"{address}/api/health",
+        log=settings.prefect_home / "server.log",
+    )
+
+
+def mlflow_command(settings: Settings, port: int) -> Server:
+    """An MLflow server over the embedded store, or PostgreSQL and S3."""
+    address = _address(settings, port)
+    return Server(
+        args=(
+            *(sys.executable, "-m", "uvicorn", "--factory", "infra.stack.mlflow_app:create"),
+            *("--host", settings.host, "--port", str(port), "--log-level", "warning"),
+        ),
+        variables={
+            "MLFLOW_BACKEND_STORE_URI": settings.database_uri,
+            "MLFLOW_ARTIFACTS_DESTINATION": settings.artifacts_uri,
+            "MLFLOW_SERVER_ALLOWED_HOSTS": ",".join(f"{name}{end}" for name in settings.names for end in ("", ":*")),
+            # Its job runner costs 2.2 GB of memory and does nothing for us.
+            "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
+        },
+        address=address,
+        health_url=f"{address}/health",
+        log=settings.mlflow_dir / "server.log",
+    )
+
+
+def _address(settings: Settings, port: int) -> str:
+    """Where we reach it: a server that listens everywhere does so on loopback too."""
+    return f"http://{'127.0.0.1' if settings.host == '0.0.0.0' else settings.host}:{port}"
+
+
+def _public(settings: Settings, port: int) -> str:
+    """Where others reach it: by the first name that we were given for them."""
+    given = [name.strip() for name in settings.allowed_hosts.split(",") if name.strip()]
+    return f"http://{given[0]}:{port}" if given else _address(settings, port)
+
+
+def _for_asyncpg(address: str) -> str:
+    return address.replace("postgresql://", "postgresql+asyncpg://", 1)
+
+
+@contextmanager
+def prefect_server(settings: Settings, port: int | None = None) -> Iterator[str]:
+    """A Prefect server with its page; yields the page's address."""
+    server = prefect_command(settings, port or free_port())
+    with _serving(server, settings):
+        yield server.address
+
+
+@contextmanager
+def mlflow_server(settings: Settings, port: int | None = None) -> Iterator[str]:
+    """An MLflow server; yields its address."""
+    server = mlflow_command(settings, port or free_port())
+    with _serving(server, settings):
+        yield server.address
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def answers(url: str, timeout_seconds: float) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=timeout_seconds) as reply:
+            return bool(reply.status == 200)
+    except (urllib.error.URLError, TimeoutError, OSError):
+        return False
+
+
+def prefect_answers(api_url: str, timeout_seconds: float) -> bool:
+    return answers(f"{api_url.rstrip('/')}/health", timeout_seconds)
+
+
+def check_prefect(api_url: str, timeout_seconds: float, login: str | None) -> None:
+    """Raise ServerError where the Prefect server at ``api_url`` does not answer in time, or not to ``login`` (of the
+    form user:password; None: none is set)."""
+    if not prefect_answers(api_url, timeout_seconds):
+        raise ServerError(
+            f"no Prefect server answers at {api_url} within {timeout_seconds:g} s. Start it, correct "
+            "PREFECT_API_URL, or unset that variable to use the embedded server."
+        )
+    if _refuses(f"{api_url.rstrip('/')}/admin/version", login, timeout_seconds):
+        raise ServerRefusedError(
+            f"the Prefect server at {api_url} wants {'another' if login else 'a'} login. Set PREFECT_API_AUTH_STRING "
+            "to its user:password; for the stack, by the export line that make up prints."
+        )
+
+
+def _refuses(url: str, login: str | None, timeout_seconds: float) -> bool:
+    """Whether the answer is 401. Prefect Cloud has keys instead of logins, and says by itself what it lacks."""
+    if "://api.prefect.cloud/" in url:
+        return False
+    headers = {"Authorization": header_of(login)} if login else {}
+    try:
+        urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=timeout_seconds).close()
+    except urllib.error.HTTPError as error:
+        return error.code == HTTPStatus.UNAUTHORIZED
+    except OSError:
+        return False  # it has just answered: whoever talks to it next tries again
+    return False
+
+
+def check_ray(address: str, timeout_seconds: float) -> None:
+    """Raise ServerError where nothing listens at the head of the Ray cluster; ``auto`` is Ray's own to look for."""
+    if address == "auto":
+        return
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=timeout_seconds).close()
+    except OSError as error:
+        raise ServerError(
+            f"no Ray cluster listens at {address} ({error}). Start its head (ray start --head), correct "
+            "RLFLOW_RAY_ADDRESS, or unset that variable to use the GPUs of this machine."
+        ) from error
+
+
+def start_server(server: Server, settings: Settings, mark: str) -> subprocess.Popen[bytes]:
+    """Start it; ``wait_healthy`` says when it can be asked."""
+    server.log.parent.mkdir(parents=True, exist_ok=True)
+    env = {**environment.for_children(settings), **server.variables, **login_of(settings).for_servers()}
+    with server.log.open("ab") as output:
+        return processes.start(server.args, env=env, mark=mark, output=output, cwd=ROOT, ends_with_parent=True)
+
+
+def wait_healthy(process: subprocess.Popen[bytes], server: Server) -> None:
+    """
+    Raises:
+        ServerError: it ended, or did not answer in time; with the end of its log.
+    """
+    deadline = time.monotonic() + _START_SECONDS
+    while not answers(server.health_url, timeout_seconds=10):
+        if process.poll() is not None or time.monotonic() > deadline:
+            raise ServerError(f"the server behind {server.health_url} did not start. {end_of(server.log)}")
+        time.sleep(0.1)
+
+
+def end_of(log: Path) -> str:
+    lines = log.read_text(errors="replace").splitlines()[-_LOG_LINES:] if log.exists() else []
+    return "\n".join([f"The end of {log}:", *lines])
+
+
+@contextmanager
+def _serving(server: Server, settings: Settings) -> Iterator[None]:
+    mark = f"server-{uuid.uuid4().hex}"
+    process = start_server(server, settings, mark)
+    try:
+        wait_healthy(process, server)
+        yield
+    finally:
+        processes.stop(mark, _STOP_SECONDS)
+        process.wait()

@@ -1,0 +1,229 @@
+"""What the local stack consists of, and what it asks its Prefect server. Deployments run in two work pools: ``gpu``,
+with as many runs at a time as there are slots, and ``cpu`` for what must not wait for one, such as recover."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from dataclasses import dataclass
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from infra import environment
+from infra.errors import ServerError
+from infra.files import write_atomically
+from infra.processes import ProcessId, is_running
+from infra.provenance import ROOT, code_digest
+from infra.settings import Settings
+from infra.stack.login import login_of
+from infra.stack.servers import Server, end_of, mlflow_command, prefect_command
+
+POOLS = ("gpu", "cpu")
+_ANSWER_SECONDS = 20.0
+_PATIENCE_SECONDS = 120.0  # longer than the minute for which Prefect waits for a lock of SQLite
+_AGAIN_SECONDS = 0.5
+
+
+class ServiceState(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    pid: int
+    address: str | None
+    restarts: int
+
+
+class StackState(BaseModel):
+    """``state.json`` of the stack's folder, written by its supervisor."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    supervisor: ProcessId
+    phase: Literal["starting", "up", "draining"]
+    prefect: str  # addresses of the pages
+    mlflow: str
+    services: tuple[ServiceState, ...]
+
+    @property
+    def alive(self) -> bool:
+        return is_running(self.supervisor) is True
+
+
+def read_state(settings: Settings) -> StackState | None:
+    """The state of the stack over this data folder; None: there is none, or its supervisor is gone."""
+    path = settings.stack_dir / "state.json"
+    try:
+        state = StackState.model_validate_json(path.read_bytes())
+    except (FileNotFoundError, ValidationError):
+        return None
+    return state if state.alive else None
+
+
+class AppliedDeployments(BaseModel):
+    """``deployed`` of Prefect's folder."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    digest: str
+    deployments: frozenset[tuple[str, str]]  # name and entrypoint
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The two servers and the workers' processes over one data folder."""
+
+    settings: Settings
+    prefect: Server
+    mlflow: Server
+
+    @classmethod
+    def of(cls, settings: Settings) -> Layout:
+        return cls(
+            settings,
+            prefect_command(settings, settings.prefect_port),
+            mlflow_command(settings, settings.mlflow_port),
+        )
+
+    def environment(self) -> dict[str, str]:
+        """Of workers, and of Prefect's commands."""
+        login = login_of(self.settings)
+        return {
+            **environment.for_children(self.settings),
+            **login.for_prefect(),
+            **login.for_mlflow(),
+            "RLFLOW_DATA_DIR": str(self.settings.data_dir),
+            "RLFLOW_MLFLOW_URI": self.mlflow.address,
+            "PREFECT_HOME": str(self.settings.prefect_home),
+            "PREFECT_API_URL": f"{self.prefect.address}/api",
+            "PREFECT_PLUGINS_ENABLED": "0",
+            "PREFECT_CLI_COLORS": "false",
+            "PREFECT_CLIENT_MAX_RETRIES": "10",  # a busy SQLite and a restarted server are both waited for
+        }
+
+    def worker_args(self, pool: str) -> list[str]:
+        name = f"{socket.gethostname()}-{pool}"
+        return [
+            *(sys.executable, "-m", "prefect", "worker", "start"),
+            *("--pool", pool, "--type", "process", "--name", name),
+        ]
+
+    def log(self, name: str) -> Path:
+        return self.settings.stack_dir / f"{name}.log"
+
+    def command(self, *words: str) -> None:
+        """One of Prefect's commands.
+
+        Raises:
+            ServerError: it failed, with the end of its output.
+        """
+        log = self.log("commands")
+        args = [sys.executable, "-m", "prefect", "--no-prompt", *words]
+        with log.open("wb") as output:
+            code = subprocess.run(
+                args, env=self.environment(), cwd=ROOT, stdout=output, stderr=output, check=False
+            ).returncode
+        if code != 0:
+            raise ServerError(f"prefect {' '.join(words)} ended with {code}. {end_of(log)}")
+
+    def api(self, method: str, path: str, body: Mapping[str, object] | None = None) -> Any:
+        """Ask Prefect's server. None: there is no such thing.
+
+        Raises:
+            ServerError: it refuses, or does not answer for a while. 503 means that SQLite was busy: ask again.
+        """
+        what = f"{method} {path}"
+        request = urllib.request.Request(
+            f"{self.prefect.address}/api{path}",
+            method=method,
+            data=None if body is None else json.dumps(body).encode(),
+            headers={"Content-Type": "application/json", "Authorization": login_of(self.settings).header},
+        )
+        deadline = time.monotonic() + _PATIENCE_SECONDS
+        while True:
+            try:
+                with urllib.request.urlopen(request, timeout=_ANSWER_SECONDS) as reply:
+                    text = reply.read()
+                return json.loads(text) if text else None
+            except urllib.error.HTTPError as error:
+                if error.code == HTTPStatus.NOT_FOUND:
+                    return None
+                if error.code != HTTPStatus.SERVICE_UNAVAILABLE or time.monotonic() > deadline:
+                    raise ServerError(f"Prefect refuses {what}: {error.read().decode()[:500]}") from error
+            except OSError as error:
+                if time.monotonic() > deadline:
+                    raise ServerError(f"Prefect at {self.prefect.address} does not answer {what}: {error}") from error
+            time.sleep(_AGAIN_SECONDS)
+
+    def apply(self) -> None:
+        """Make the work pools, and bring them and all deployments to what settings and prefect.yaml say. Deployments
+        that were applied before and are in prefect.yaml no more are removed; those of others stay."""
+        for pool in POOLS:
+            if self.api("GET", f"/work_pools/{pool}") is None:
+                self.command("work-pool", "create", pool, "--type", "process")
+        self.api("PATCH", "/work_pools/gpu", {"concurrency_limit": self.settings.gpu_slots})
+        before, wanted = self._applied(), _wanted()
+        there = {(item["name"], item["entrypoint"]): item["id"] for item in self.api("POST", "/deployments/filter", {})}
+        # Applying everything again takes Prefect a minute or two.
+        if before.digest != wanted.digest or not wanted.deployments <= there.keys():
+            self.command("deploy", "--all")
+        gone = {key: there[key] for key in before.deployments - wanted.deployments if key in there}
+        busy = frozenset(key for key, deployment in gone.items() if not self._removed(deployment))
+        applied = AppliedDeployments(digest=wanted.digest, deployments=wanted.deployments | busy)
+        write_atomically(self._applied_path, applied.model_dump_json())
+
+    def _applied(self) -> AppliedDeployments:
+        """What this function applied last. None of it: an older version of this file names no deployments."""
+        try:
+            return AppliedDeployments.model_validate_json(self._applied_path.read_bytes())
+        except (FileNotFoundError, ValidationError):
+            return AppliedDeployments(digest="", deployments=frozenset())
+
+    @property
+    def _applied_path(self) -> Path:
+        return self.settings.prefect_home / "deployed"
+
+    def _removed(self, deployment: str) -> bool:
+        """Remove a deployment, its schedules and its automations. False: a run of it is at work, and recover needs the
+        deployment to bring that run back. It then starts nothing until a later ``apply`` removes it."""
+        self.api("DELETE", f"/automations/owned-by/prefect.deployment.{deployment}")
+        at_work = {
+            "deployments": {"id": {"any_": [deployment]}},
+            "flow_runs": {"state": {"type": {"any_": ["PENDING", "RUNNING", "CANCELLING", "PAUSED"]}}},
+        }
+        if self.api("POST", "/flow_runs/count", at_work):
+            self.api("PATCH", f"/deployments/{deployment}", {"paused": True})
+            return False
+        self.api("DELETE", f"/deployments/{deployment}")
+        return True
+
+    def pause(self, paused: bool) -> None:
+        for pool in POOLS:
+            self.api("PATCH", f"/work_pools/{pool}", {"is_paused": paused})
+
+    def recover(self) -> None:
+        """Look at once at the runs that somebody may have lost."""
+        found = self.api("GET", "/deployments/name/recover/recover")
+        if found is not None:
+            self.api("POST", f"/deployments/{found['id']}/create_flow_run", {"state": {"type": "SCHEDULED"}})
+
+
+def _wanted() -> AppliedDeployments:
+    """The deployments of prefect.yaml, and a digest of all that they are made from: their entries there, and their
+    flows' parameters."""
+    text = (ROOT / "prefect.yaml").read_bytes()
+    code = code_digest("flows", "tasks/parameters.py", "rlcore/config")
+    return AppliedDeployments(
+        digest=f"{hashlib.sha256(text + str(ROOT).encode()).hexdigest()[:16]}-{code}",
+        deployments=frozenset((item["name"], item["entrypoint"]) for item in yaml.safe_load(text)["deployments"]),
+    )

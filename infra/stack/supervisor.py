@@ -1,0 +1,250 @@
+"""Keeps the local stack's processes running, and drains it when told to end. Started by ``infra.stack.control``."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import psutil
+
+from infra import processes
+from infra.errors import InfraError, ServerError
+from infra.files import write_atomically
+from infra.logs import get_logger, log_to_console
+from infra.provenance import ROOT
+from infra.settings import Settings
+from infra.stack.servers import Server, start_server, wait_healthy
+from infra.stack.services import POOLS, Layout, ServiceState, StackState
+
+_POLL_SECONDS = 1.0
+_WORKER_READY_SECONDS = 120.0
+_MAX_DELAY_SECONDS = 60.0
+_STOP_SECONDS = 10.0
+_AFTER_GRACE_SECONDS = 30.0  # for a flow to end once its trainer has
+_GONE_SECONDS = 5.0
+
+
+def mark_of(settings: Settings, name: str) -> str:
+    """Of the processes of one service over this data folder."""
+    return f"stack-{hashlib.sha256(str(settings.data_dir).encode()).hexdigest()[:8]}-{name}"
+
+
+@dataclass(slots=True)
+class Service:
+    """One process that is started again whenever it ends."""
+
+    name: str
+    mark: str
+    server: Server | None  # None: a worker
+    process: subprocess.Popen[bytes] | None = None
+    restarts: int = 0
+    failures: int = 0  # ends in a row, each soon after its start
+    started: float = 0.0
+    start_at: float = 0.0
+
+    def delay(self) -> float:
+        """Seconds to wait before the next start."""
+        return min(2.0 ** min(self.failures, 10), _MAX_DELAY_SECONDS) if self.failures else 0.0
+
+
+class Supervisor:
+    def __init__(self, settings: Settings) -> None:
+        self._layout = Layout.of(settings)
+        self._settings = settings
+        self._told = threading.Event()
+        self._services = [
+            Service("prefect", mark_of(settings, "prefect"), self._layout.prefect),
+            Service("mlflow", mark_of(settings, "mlflow"), self._layout.mlflow),
+            *(Service(pool, mark_of(settings, pool), None) for pool in POOLS),
+        ]
+
+    def run(self) -> int:
+        """Until SIGTERM or SIGINT. 0: drained as asked; 1: the stack did not start."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            # Set even where it was ignored: children would inherit that, and Prefect's workers end by SIGINT alone.
+            signal.signal(number, lambda *_: self._told.set())
+        with self._alone() as mine:
+            if not mine:
+                return 1
+            try:
+                self._start_all()
+                self._watch()
+            except (InfraError, OSError) as error:
+                get_logger().error("stack: %s", error)
+                return 1
+            finally:
+                self._drain()
+        return 0
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[bool]:
+        with (self._settings.stack_dir / "lock").open("w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                get_logger().error("stack: another supervisor is at %s", self._settings.data_dir)
+                yield False
+                return
+            yield True
+
+    def _start_all(self) -> None:
+        self._write("starting")
+        servers = [service for service in self._services if service.server is not None]
+        for service in servers:
+            self._start(service)
+        for service in servers:
+            if service.process is not None and service.server is not None:
+                wait_healthy(service.process, service.server)
+        self._layout.apply()
+        self._layout.pause(False)
+        for service in self._services:
+            if service.server is None:
+                self._start(service)
+        self._wait_for_workers()
+        self._layout.recover()
+        self._write("up")
+        get_logger().info("stack: up")
+
+    def _start(self, service: Service) -> None:
+        if service.server is not None:
+            service.process = start_server(service.server, self._settings, service.mark)
+        else:
+            with self._layout.log(f"worker-{service.name}").open("ab") as output:
+                service.process = processes.start(
+                    self._layout.worker_args(service.name),
+                    env=self._layout.environment(),
+                    mark=service.mark,
+                    output=output,
+                    cwd=ROOT,
+                    ends_with_parent=True,
+                )
+        service.started = time.monotonic()
+
+    def _wait_for_workers(self) -> None:
+        deadline = time.monotonic() + _WORKER_READY_SECONDS
+        while not self._told.wait(_POLL_SECONDS):
+            pools = [self._layout.api("GET", f"/work_pools/{pool}") for pool in POOLS]
+            if all(pool is not None and pool["status"] == "READY" for pool in pools):
+                return
+            if time.monotonic() > deadline:
+                raise ServerError(f"the workers did not report to Prefect. Their logs: {self._settings.stack_dir}")
+
+    def _watch(self) -> None:
+        while not self._told.wait(_POLL_SECONDS):
+            for service in self._services:
+                self._mend(service)
+
+    def _mend(self, service: Service) -> None:
+        """Start a process that has ended again: at once, later and later if it ends soon after each start."""
+        now = time.monotonic()
+        if service.process is not None and service.process.poll() is not None:
+            soon = now - service.started < _MAX_DELAY_SECONDS
+            service.failures = service.failures + 1 if soon else 0
+            get_logger().warning(
+                "stack: %s ended (%d), starts again in %.0f s",
+                service.name, service.process.returncode, service.delay(),
+            )  # fmt: skip
+            service.process, service.start_at = None, now + service.delay()
+        if service.process is None and now >= service.start_at:
+            try:
+                self._start(service)
+            except (InfraError, OSError) as error:  # as where the disk is full: the others go on
+                service.failures += 1
+                service.start_at = now + service.delay()
+                get_logger().error(
+                    "stack: %s cannot be started, tried again in %.0f s: %s", service.name, service.delay(), error
+                )
+                return
+            service.restarts += 1
+            self._show("up")
+            if service.server is None:
+                self._recover_lost()
+
+    def _recover_lost(self) -> None:
+        """What a worker drove when it ended is lost or an orphan: let recover judge it."""
+        try:
+            self._layout.recover()
+        except ServerError as error:  # its schedule and its automations look as well
+            get_logger().warning("stack: %s", error)
+
+    def _drain(self) -> None:
+        """No new runs; those at work commit and end; then workers, MLflow and Prefect."""
+        self._show("draining")
+        try:
+            self._layout.pause(True)
+        except ServerError as error:
+            get_logger().warning("stack: %s", error)
+        workers = [service for service in self._services if service.server is None]
+        for service in workers:
+            for flow in self._flows(service):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    get_logger().info("stack: flow process %d commits and ends", flow.pid)
+                    flow.terminate()
+        deadline = time.monotonic() + self._settings.stop_grace_seconds + _AFTER_GRACE_SECONDS
+        while any(self._flows(service) for service in workers) and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS / 4)
+        for service in reversed(self._services):
+            processes.stop(service.mark, _STOP_SECONDS)
+            if service.process is not None:
+                service.process.wait()
+        try:
+            (self._settings.stack_dir / "state.json").unlink(missing_ok=True)
+        except OSError as error:  # nobody takes the state of a dead supervisor for that of a living one
+            get_logger().warning("stack: %s", error)
+        get_logger().info("stack: down")
+
+    def _flows(self, service: Service) -> list[psutil.Process]:
+        """Flow processes that the worker, or one before it, has started: they inherit its mark."""
+        worker = service.process.pid if service.process is not None else 0
+        below = [item for item in processes.marked(service.mark) if item.pid != worker]
+        pids = {item.pid for item in below}
+        found = []
+        for item in below:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if item.ppid() not in pids and any("prefect" in word for word in item.cmdline()):
+                    found.append(item)
+        return found
+
+    def _show(self, phase: Literal["up", "draining"]) -> None:
+        """The new phase, where it can be written: workers are looked after and drained all the same."""
+        try:
+            self._write(phase)
+        except OSError as error:
+            get_logger().error("stack: make status shows what was before: %s", error)
+
+    def _write(self, phase: Literal["starting", "up", "draining"]) -> None:
+        state = StackState(
+            supervisor=processes.this_process(),
+            phase=phase,
+            prefect=self._layout.prefect.address,
+            mlflow=self._layout.mlflow.address,
+            services=tuple(
+                ServiceState(
+                    name=service.name if service.server else f"worker {service.name}",
+                    pid=service.process.pid,
+                    address=service.server.address if service.server else None,
+                    restarts=service.restarts,
+                )
+                for service in self._services
+                if service.process is not None
+            ),
+        )
+        write_atomically(self._settings.stack_dir / "state.json", state.model_dump_json(indent=1))
+
+
+def main() -> None:
+    log_to_console()
+    sys.exit(Supervisor(Settings()).run())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,176 @@
+"""Trackers beside MLflow, fed from the same committed journal, each in short processes of its own.
+
+A tracker that hangs, crashes, leaks or asks for a login can therefore hold up nobody. Such a process
+(``infra/tracking/sinks.py``) takes one batch of committed steps, sends what its state file does not name yet, and notes
+the last step only once the tracker has taken everything.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from infra import environment, processes
+from infra.errors import ServerError, ServerRefusedError
+from infra.files import write_atomically
+from infra.logs import redact
+from infra.provenance import ROOT
+from infra.settings import Settings, TrackerName
+from infra.tracking.sinks import read_published
+from infra.tracking.tracker import StepMetrics
+
+PACKAGES: Mapping[TrackerName, str] = {
+    "tensorboard": "tensorboard>=2.18",
+    "wandb": "wandb>=0.19",
+    "swanlab": "swanlab>=0.10",  # the first ones cannot resume a run
+}
+"""What each tracker needs in the interpreter ``RLFLOW_TRACKER_PYTHON``; the extras of pyproject.toml."""
+SESSION_SECONDS = 300  # of one process; then it ends itself, and the batch is tried again
+_CHECK_SECONDS = 60.0
+_LOG_CHARACTERS = 600
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What a tracker's process is told, as a JSON file."""
+
+    tracker: TrackerName
+    project: str
+    run_id: str
+    config: dict[str, str | int | float | bool | None]  # dotted keys of the experiment
+    folder: str  # for the tracker's own files
+    state: str  # file that holds the last step taken; its process alone writes it
+    seconds: int
+    records: list[tuple[int, int, dict[str, float]]]  # step, milliseconds since the epoch, metrics
+
+    def write(self, path: Path) -> None:
+        write_atomically(path, json.dumps(asdict(self)))
+
+
+class ExtraTracker:
+    """One tracker of one training run. ``publish`` starts a process and looks after it; it never waits."""
+
+    def __init__(
+        self,
+        name: TrackerName,
+        settings: Settings,
+        *,
+        experiment: str,
+        run_id: str,
+        run_dir: Path,
+        config: Mapping[str, str | int | float | bool | None],
+    ) -> None:
+        self._name, self._settings = name, settings
+        self._experiment, self._run_id, self._config = experiment, run_id, dict(config)
+        self._folder = run_dir / "trackers"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def published_step(self) -> int:
+        """The last step that the tracker has taken."""
+        return read_published(self._state)
+
+    def publish(self, records: Iterable[StepMetrics], through_step: int) -> int:
+        """Have the steps after the last one taken and up to ``through_step`` sent, by a process that may still be at
+        it afterwards; call again to hear of it.
+
+        Returns:
+            the last step that the tracker has taken so far.
+
+        Raises:
+            ServerError: the process before did not get them through; nothing is lost, publish again later.
+        """
+        if self._process is not None:
+            code = self._process.poll()
+            if code is None:
+                return self.published_step
+            self._process = None
+            processes.kill(self.mark)
+            if code != 0:
+                raise ServerError(f"{self._name} ended with {code}: {_end_of(self._log)} All of it: {self._log}")
+        published = self.published_step
+        fresh = [
+            (item.step, item.timestamp_ms, dict(item.metrics))
+            for item in records
+            if published < item.step <= through_step
+        ]
+        if fresh:
+            self._start(fresh)
+        return published
+
+    def stop(self) -> None:
+        """End what is under way: the next publish sends it again."""
+        if self._process is not None:
+            processes.stop(self.mark, grace_seconds=2.0)
+            self._process.wait()
+            self._process = None
+
+    @property
+    def mark(self) -> str:
+        return tracker_mark(self._folder.parent, self._name)
+
+    @property
+    def _state(self) -> Path:
+        return self._folder / f"{self._name}.json"
+
+    @property
+    def _log(self) -> Path:
+        return self._folder / f"{self._name}.log"
+
+    def _start(self, records: list[tuple[int, int, dict[str, float]]]) -> None:
+        files = self._settings.trackers_dir / self._name / self._run_id
+        self._folder.mkdir(parents=True, exist_ok=True)
+        files.mkdir(parents=True, exist_ok=True)
+        batch = self._folder / f"{self._name}.batch.json"
+        Batch(
+            self._name, self._experiment, self._run_id, self._config, str(files), str(self._state), SESSION_SECONDS,
+            records,
+        ).write(batch)  # fmt: skip
+        with self._log.open("ab") as log:
+            self._process = processes.start(
+                [str(self._settings.tracker_python), "-m", "infra.tracking.sinks", str(batch)],
+                env=environment.for_jobs(self._settings),
+                mark=self.mark,
+                output=log,
+                cwd=ROOT,
+                ends_with_parent=False,  # the thread that starts it ends with a segment, before its batch is through
+            )
+
+
+def tracker_mark(run_dir: Path, name: str) -> str:
+    """Of the processes that feed this run's tracker."""
+    return f"tracker-{name}-{hashlib.sha256(str(run_dir).encode()).hexdigest()[:12]}"
+
+
+def end_trackers(run_dir: Path) -> None:
+    """End every process that feeds a tracker of this run, whoever started it."""
+    for name in PACKAGES:
+        processes.kill(tracker_mark(run_dir, name))
+
+
+def check_installed(name: TrackerName, python: Path) -> str:
+    """The version that the trackers' interpreter has.
+
+    Raises:
+        ServerRefusedError: it has none, or one that is too old.
+    """
+    answer = subprocess.run(
+        [str(python), "-m", "infra.tracking.sinks", "--check", name, PACKAGES[name].partition(">=")[2]],
+        cwd=ROOT, capture_output=True, text=True, timeout=_CHECK_SECONDS, check=False,
+    )  # fmt: skip
+    if answer.returncode != 0:
+        raise ServerRefusedError(
+            f"RLFLOW_TRACKERS names {name}, and {python} has {answer.stdout.strip() or 'no working infra package'} "
+            f"where {PACKAGES[name]} is needed. Install it there (the extra rlflow[{name}]), name an interpreter that "
+            f"has it in RLFLOW_TRACKER_PYTHON, or take {name} out of RLFLOW_TRACKERS."
+        )
+    return answer.stdout.strip()
+
+
+def _end_of(log: Path) -> str:
+    text = log.read_text(errors="replace").strip() if log.exists() else ""
+    return redact(text[-_LOG_CHARACTERS:]) or "it has written nothing."

@@ -1,0 +1,173 @@
+"""``python -m infra.tracking.sinks BATCH.json``: one batch of committed steps into one tracker.
+
+Runs in the interpreter ``RLFLOW_TRACKER_PYTHON``, which needs nothing of rlflow's but this file, ``infra/files.py`` and
+the tracker's package. A batch that comes twice, or whose process was killed half-way, shows each step once: by the
+state file, and beyond it by what each tracker offers (see the sinks).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import logging
+import signal
+import sys
+import time
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Protocol
+
+from infra.files import write_atomically
+
+_MILLI = 1000.0
+_SWANLAB_ID_CHARACTERS = 20
+
+
+class Sink(Protocol):
+    """A ``MetricSink`` that can be told when a step was, and that is only sure of its steps once it is closed."""
+
+    def step(self, step: int, metrics: Mapping[str, float], timestamp_ms: int | None = None) -> None: ...
+    def close(self) -> None: ...
+
+
+class TensorBoardSink:
+    """An event file per batch. It begins by disowning what a killed process may have written from ``first_step`` on
+    (what TensorBoard calls purge_step)."""
+
+    def __init__(self, folder: Path, first_step: int) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self._writer = EventFileWriter(str(folder))
+        log = SessionLog(status=SessionLog.START)
+        self._writer.add_event(Event(wall_time=time.time(), step=first_step, session_log=log))
+
+    def step(self, step: int, metrics: Mapping[str, float], timestamp_ms: int | None = None) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
+        at = time.time() if timestamp_ms is None else timestamp_ms / _MILLI
+        self._writer.add_event(Event(wall_time=at, step=step, summary=Summary(value=values)))
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandbSink:
+    """One run under our run's id, resumed by every batch. Where W&B answers, its own last step says what it has."""
+
+    def __init__(self, folder: Path, project: str, run_id: str, config: Mapping[str, object]) -> None:
+        import wandb
+
+        # A git remote may hold a password; machine and code are in MLflow, and this process is not what trains.
+        quiet: dict[str, Any] = {
+            "silent": True, "console": "off", "x_disable_meta": True, "x_disable_stats": True,
+            "save_code": False, "disable_git": True,
+        }  # fmt: skip
+        self._run = wandb.init(
+            project=project, id=run_id, name=run_id, resume="allow", dir=str(folder), config=dict(config),
+            settings=wandb.Settings(**quiet),
+        )  # fmt: skip
+
+    def step(self, step: int, metrics: Mapping[str, float], timestamp_ms: int | None = None) -> None:
+        if step < self._run.starting_step:
+            return
+        at = {} if timestamp_ms is None else {"_timestamp": timestamp_ms / _MILLI}
+        self._run.log({**metrics, **at}, step=step)
+
+    def close(self) -> None:
+        self._run.finish()  # returns when W&B, or offline its file, has everything
+
+
+class SwanLabSink:
+    """One experiment under an id made of our run's, resumed by every batch; SwanLab passes by a step that it has."""
+
+    def __init__(self, folder: Path, project: str, run_id: str, config: Mapping[str, object]) -> None:
+        import swanlab
+
+        self._swanlab = swanlab
+        name = hashlib.sha256(run_id.encode()).hexdigest()[:_SWANLAB_ID_CHARACTERS]
+        off = dict.fromkeys(("hardware", "runtime", "requirements", "git", "monitor"), False)  # as above
+        swanlab.init(
+            project=project, name=run_id, id=name, resume="allow", log_dir=str(folder), config=dict(config),
+            settings=swanlab.Settings(probe=off, console={"proxy_type": "none"}),
+        )  # fmt: skip
+
+    def step(self, step: int, metrics: Mapping[str, float], timestamp_ms: int | None = None) -> None:
+        self._swanlab.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        self._swanlab.finish()
+
+
+def open_sink(batch: Mapping[str, Any], first_step: int) -> Sink:
+    """
+    Raises:
+        ImportError: the tracker's package is not installed here.
+        ValueError: no such tracker.
+    """
+    folder = Path(batch["folder"])
+    match batch["tracker"]:
+        case "tensorboard":
+            return TensorBoardSink(folder, first_step)
+        case "wandb":
+            return WandbSink(folder, batch["project"], batch["run_id"], batch["config"])
+        case "swanlab":
+            return SwanLabSink(folder, batch["project"], batch["run_id"], batch["config"])
+    raise ValueError(f"tracker {batch['tracker']!r}: allowed are tensorboard, wandb, swanlab.")
+
+
+def read_published(state: Path) -> int:
+    """The last step that a tracker has taken; 0: none. A damaged file counts as none: a step that comes twice shows
+    once."""
+    try:
+        return int(json.loads(state.read_bytes())["published_step"])
+    except FileNotFoundError:
+        return 0
+    except (ValueError, KeyError, TypeError) as error:
+        logging.getLogger(__name__).warning("%s is damaged (%r): every step is sent to the tracker again", state, error)
+        return 0
+
+
+def send(path: Path) -> int:
+    """Send the batch in ``path``, and note its last step. Two processes at the same tracker take turns.
+
+    Returns:
+        the number of steps sent.
+    """
+    batch = json.loads(path.read_text())
+    state = Path(batch["state"])
+    signal.alarm(batch["seconds"])  # its default action ends us, wherever the tracker's client hangs
+    with state.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        published = read_published(state)
+        fresh = [record for record in batch["records"] if record[0] > published]
+        if not fresh:
+            return 0
+        sink = open_sink(batch, fresh[0][0])
+        for step, timestamp_ms, metrics in fresh:
+            sink.step(step, metrics, timestamp_ms)
+        sink.close()
+        write_atomically(state, json.dumps({"published_step": fresh[-1][0]}))
+    return len(fresh)
+
+
+def _check(name: str, lowest: str) -> int:
+    """Say which version is installed; 1 where there is none or it is below ``lowest``."""
+    try:
+        found = metadata.version(name)
+    except metadata.PackageNotFoundError:
+        sys.stdout.write(f"no {name}\n")
+        return 1
+    sys.stdout.write(f"{name} {found}\n")
+    numbers = [[int(part) for part in text.split(".")[:2]] for text in (found, lowest)]
+    return int(numbers[0] < numbers[1])
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "--check":
+        sys.exit(_check(*sys.argv[2:]))
+    send(Path(sys.argv[1]))

@@ -1,0 +1,425 @@
+"""MLflow, whole: one run per training run, kept across segments and retries; each step in it exactly once.
+
+MLflow cannot delete or overwrite a metric point, and the same point with the same timestamp is one row. So a
+step is published only when no resume can take it back, always with the timestamp it was recorded with, and
+what has been acknowledged is remembered beside the run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import functools
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from http import HTTPStatus
+from pathlib import Path
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
+
+import mlflow
+from mlflow import MlflowClient
+from mlflow.entities import Dataset, DatasetInput, InputTag, LifecycleStage, Metric, Param, RunTag
+from mlflow.exceptions import MlflowException
+from mlflow.protos.databricks_pb2 import RESOURCE_DOES_NOT_EXIST, ErrorCode
+from mlflow.store.db.db_types import DATABASE_ENGINES
+from mlflow.utils.mlflow_tags import MLFLOW_MODEL_IS_EXTERNAL, MLFLOW_PARENT_RUN_ID, MLFLOW_RUN_NOTE
+from requests import RequestException
+
+from infra.errors import InfraError, RegistryError, ServerError, ServerRefusedError, StorageError
+from infra.files import write_atomically
+from infra.logs import get_logger, without_password
+from infra.store.s3_errors import OBJECT_STORE_ERRORS, storage_error
+
+T = TypeVar("T")
+P = ParamSpec("P")
+
+RUN_TAG = "rlflow.run_id"
+DRIFT_TAG = "rlflow.param_drift"
+_MAX_PARAM_CHARACTERS = 6000
+_MAX_DIGEST_CHARACTERS = 36
+_MAX_TAG_CHARACTERS = 8000
+_METRICS_PER_REQUEST = 1000
+_ENTRIES_PER_REQUEST = 100
+_ANSWER_SECONDS = 5.0
+
+
+class StepMetrics(Protocol):
+    """The metrics of one optimizer step as they were first recorded; a line of the metric journal."""
+
+    @property
+    def step(self) -> int: ...
+    @property
+    def timestamp_ms(self) -> int: ...  # fixed when the step was recorded, never at publishing
+    @property
+    def metrics(self) -> Mapping[str, float]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class RegisteredModel:
+    name: str
+    version: str
+
+
+@dataclass(frozen=True, slots=True)
+class _State:
+    """What one run remembers of its MLflow run, in ``mlflow.json`` of its folder."""
+
+    uri: str  # without a password
+    mlflow_run_id: str
+    published_step: int
+
+
+def check_reachable(uri: str, timeout_seconds: float) -> None:
+    """Raise ServerError where an MLflow server does not answer in time. Other stores need no server."""
+    if not uri.startswith(("http://", "https://")):
+        return
+    try:
+        with urllib.request.urlopen(f"{uri.rstrip('/')}/health", timeout=timeout_seconds):
+            return
+    except (urllib.error.URLError, TimeoutError, OSError) as error:
+        raise ServerError(
+            f"no MLflow server answers at {without_password(uri)} within {timeout_seconds:g} s ({error}). Start it, "
+            "correct RLFLOW_MLFLOW_URI, or unset that variable to use SQLite under the data folder."
+        ) from error
+
+
+@contextlib.contextmanager
+def _outage_named(uri: str) -> Iterator[None]:
+    """What MLflow and its artifact store raise, as our own errors.
+
+    Raises:
+        ServerError: the server or its database does not answer, and may do so later.
+        ServerRefusedError: it answers and says no.
+        StorageError: the object store that holds its artifacts does not take them; refusals are permanent.
+    """
+    try:
+        yield
+    except InfraError:
+        raise
+    except MlflowException as error:
+        raise _tracking_error(uri, error, _status(error)) from error
+    except RequestException as error:  # artifacts go through the server without MLflow's own errors
+        answer = HTTPStatus.INTERNAL_SERVER_ERROR if error.response is None else error.response.status_code
+        raise _tracking_error(uri, error, answer) from error
+    except OBJECT_STORE_ERRORS as error:
+        raise storage_error("writing an artifact of MLflow's", error) from None  # its traceback may name keys
+
+
+def _tracking_error(uri: str, error: Exception, status: int) -> ServerError | ServerRefusedError:
+    if status >= HTTPStatus.INTERNAL_SERVER_ERROR or status == HTTPStatus.TOO_MANY_REQUESTS:
+        return ServerError(f"MLflow at {without_password(uri)} does not answer: {error}")
+    return ServerRefusedError(f"MLflow at {without_password(uri)} refuses: {error}")
+
+
+def _status(error: MlflowException) -> int:
+    return int(error.get_http_status_code())  # type: ignore[no-untyped-call]
+
+
+def _names_outages(method: Callable[Concatenate[Tracker, P], T]) -> Callable[Concatenate[Tracker, P], T]:
+    @functools.wraps(method)
+    def named(self: Tracker, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        with _outage_named(self._state.uri):
+            return method(self, *args, **kwargs)
+
+    return named
+
+
+class Tracker:
+    """The MLflow run of one training run."""
+
+    def __init__(self, client: MlflowClient, uri: str, experiment_id: str, run_dir: Path, state: _State) -> None:
+        self._client = client
+        self._uri = uri
+        self._experiment_id = experiment_id
+        self._run_dir = run_dir
+        self._state = state
+
+    @classmethod
+    def open(cls, *, uri: str, artifacts_uri: str, experiment: str, run_id: str, run_dir: Path) -> Tracker:
+        """Find the MLflow run tagged with ``run_id``, or create it; safe to call from several processes.
+
+        ``artifacts_uri`` is where a new experiment's artifacts go, unless an MLflow server at ``uri`` decides that."""
+        lock_dir = run_dir
+        if uri.startswith("sqlite:///"):
+            lock_dir = Path(uri.removeprefix("sqlite:///")).parent
+        run_dir.mkdir(parents=True, exist_ok=True)
+        # MLflow's registry looks logged models up through the process-wide address, not through the client's.
+        mlflow.set_tracking_uri(uri)
+        mlflow.set_registry_uri(uri)
+        check_reachable(uri, _ANSWER_SECONDS)
+        shown = without_password(uri)
+        with _outage_named(uri), _locked(lock_dir):
+            client = MlflowClient(tracking_uri=uri, registry_uri=uri)  # makes the tables of a new database
+            decided = artifacts_uri if _is_database(uri) else None
+            experiment_id = _find_or_create_experiment(client, experiment, decided, shown)
+            found = _read_state(run_dir)
+            if found is None or found.uri != shown or not _run_exists(client, found.mlflow_run_id, shown):
+                found = _State(shown, _find_or_create_run(client, experiment_id, run_id), published_step=0)
+                _write_state(run_dir, found)
+        return cls(client, uri, experiment_id, run_dir, found)
+
+    @property
+    def mlflow_run_id(self) -> str:
+        return self._state.mlflow_run_id
+
+    @property
+    def published_step(self) -> int:
+        """The last step that MLflow has acknowledged."""
+        return self._state.published_step
+
+    @_names_outages
+    def log_params(self, params: Mapping[str, object]) -> None:
+        """Log ``params``. They are immutable: equal ones are skipped, changed ones go into a drift tag."""
+        texts = {key: str(value)[:_MAX_PARAM_CHARACTERS] for key, value in params.items()}
+        known = self._client.get_run(self.mlflow_run_id).data.params
+        drift = {
+            key: {"logged": known[key], "now": text} for key, text in texts.items() if known.get(key, text) != text
+        }
+        fresh = [Param(key, text) for key, text in texts.items() if key not in known]
+        for chunk in _chunks(fresh, _ENTRIES_PER_REQUEST):
+            self._client.log_batch(self.mlflow_run_id, params=chunk)
+        if drift:
+            self._client.set_tag(self.mlflow_run_id, DRIFT_TAG, json.dumps(drift))
+
+    @_names_outages
+    def set_tags(self, tags: Mapping[str, str]) -> None:
+        entries = [RunTag(key, value) for key, value in tags.items()]
+        for chunk in _chunks(entries, _ENTRIES_PER_REQUEST):
+            self._client.log_batch(self.mlflow_run_id, tags=chunk)
+
+    def as_parent(self) -> dict[str, str]:
+        """The tag that puts a run of the same experiment below this one, in MLflow's pages and queries."""
+        return {MLFLOW_PARENT_RUN_ID: self.mlflow_run_id}
+
+    @_names_outages
+    def rename(self, name: str) -> None:
+        """What people see. A run is found by its tag, never by this."""
+        self._client.update_run(self.mlflow_run_id, name=name)
+
+    @_names_outages
+    def describe(self, markdown: str) -> None:
+        """What the run's page says on top, in place of what it said before."""
+        self._client.set_tag(self.mlflow_run_id, MLFLOW_RUN_NOTE, markdown[:_MAX_TAG_CHARACTERS])
+
+    @_names_outages
+    def log_dataset(self, *, name: str, digest: str, path: str, context: str, profile: Mapping[str, int]) -> None:
+        """Note a dataset as an input, under our own content digest (MLflow keeps its first 36 characters)."""
+        dataset = Dataset(
+            name=name,
+            digest=digest[:_MAX_DIGEST_CHARACTERS],
+            source_type="local",
+            source=json.dumps({"uri": path}),
+            profile=json.dumps(dict(profile)),
+        )
+        tagged = DatasetInput(dataset, tags=[InputTag("mlflow.data.context", context)])
+        self._client.log_inputs(self.mlflow_run_id, datasets=[tagged])
+
+    def publish(self, records: Iterable[StepMetrics], through_step: int) -> int:
+        """Send the steps after the last acknowledged one and up to ``through_step``; harmless to repeat.
+
+        Returns:
+            the last step that MLflow has acknowledged.
+
+        Raises:
+            ServerError: MLflow did not take them; nothing is lost, publish again later.
+        """
+        fresh = [item for item in records if self.published_step < item.step <= through_step]
+        points = [
+            Metric(key, float(value), item.timestamp_ms, item.step)
+            for item in sorted(fresh, key=lambda item: item.step)
+            for key, value in sorted(item.metrics.items(), key=_rewards_first)
+        ]
+        if points:
+            check_reachable(self._uri, _ANSWER_SECONDS)
+        try:
+            for chunk in _chunks(points, _METRICS_PER_REQUEST):
+                self._client.log_batch(self.mlflow_run_id, metrics=chunk)
+        except MlflowException as error:
+            raise ServerError(f"MLflow at {self._state.uri} did not take the metrics: {error}") from error
+        if fresh:
+            last = max(item.step for item in fresh)
+            self._state = _State(self._state.uri, self._state.mlflow_run_id, last)
+            _write_state(self._run_dir, self._state)
+        return self.published_step
+
+    @_names_outages
+    def log_metrics(self, metrics: Mapping[str, float], *, step: int, timestamp_ms: int) -> None:
+        """Points outside the journal, as of an evaluation. A fixed timestamp makes a repeat harmless."""
+        points = [Metric(key, float(value), timestamp_ms, step) for key, value in metrics.items()]
+        self._client.log_batch(self.mlflow_run_id, metrics=points)
+
+    @_names_outages
+    def log_table(self, columns: Mapping[str, Sequence[object]], name: str) -> None:
+        """A table artifact. Written whole: the name of an existing table must not come twice."""
+        self._client.log_table(self.mlflow_run_id, {key: list(values) for key, values in columns.items()}, name)
+
+    @_names_outages
+    def log_file(self, path: Path, folder: str | None = None) -> None:
+        """
+        Raises:
+            StorageError: it is a link, and what it leads to may not be the run's to show.
+        """
+        if path.is_symlink():
+            raise StorageError(f"{path} is a link and does not become an artifact. Replace it by its file.")
+        self._client.log_artifact(self.mlflow_run_id, str(path), folder)
+
+    @_names_outages
+    def log_text(self, text: str, name: str) -> None:
+        self._client.log_text(self.mlflow_run_id, text, name)
+
+    @_names_outages
+    def artifact_names(self, folder: str) -> list[str]:
+        return [item.path for item in self._client.list_artifacts(self.mlflow_run_id, folder)]
+
+    @_names_outages
+    def resume(self) -> None:
+        """Open the run again after an end that a continuation has overtaken."""
+        self._client.update_run(self.mlflow_run_id, status="RUNNING")
+
+    @_names_outages
+    def finish(self, status: str) -> None:
+        """Close the run: FINISHED, FAILED or KILLED. MLflow has no heartbeat, so nobody else will."""
+        self._client.set_terminated(self.mlflow_run_id, status)
+
+    @_names_outages
+    def register_model(
+        self, *, name: str, path: Path, tags: Mapping[str, str], alias: str, description: str
+    ) -> RegisteredModel:
+        """Register the verified folder ``path`` by reference (weights are not copied); move ``alias`` to it.
+
+        The same folder registered again for the same run is the same version.
+
+        Raises:
+            RegistryError: the folder is not there.
+        """
+        if not (path / "config.json").exists():
+            raise RegistryError(f"{path} has no config.json, so it is no merged model. Merge first.")
+        with contextlib.suppress(MlflowException):  # it exists: the one way to ask without a race
+            self._client.create_registered_model(name)
+        version = self._find_version(name, path) or self._create_version(name, path, tags, description)
+        self._client.set_registered_model_alias(name, alias, version)
+        return RegisteredModel(name, version)
+
+    @_names_outages
+    def tags_at(self, name: str, alias: str) -> dict[str, str] | None:
+        """Tags of the registered version that ``alias`` points to; None: there is no such model or alias."""
+        try:
+            version = self._client.get_registered_model(name).aliases.get(alias)
+            return None if version is None else dict(self._client.get_model_version(name, version).tags)
+        except MlflowException as error:
+            if error.error_code == ErrorCode.Name(RESOURCE_DOES_NOT_EXIST):
+                return None
+            raise  # a server that refuses to answer says nothing about its models
+
+    def _find_version(self, name: str, path: Path) -> str | None:
+        for item in self._client.search_model_versions(f"name = '{name}'"):
+            if item.tags.get("rlflow.path") == str(path) and item.run_id == self.mlflow_run_id:
+                return str(item.version)
+        return None
+
+    def _create_version(self, name: str, path: Path, tags: Mapping[str, str], description: str) -> str:
+        marks = {**tags, "rlflow.path": str(path), MLFLOW_MODEL_IS_EXTERNAL: "true"}
+        model = self._client.create_logged_model(
+            self._experiment_id, name=name, source_run_id=self.mlflow_run_id, tags=marks
+        )
+        self._client.finalize_logged_model(model.model_id, "READY")
+        version = self._client.create_model_version(
+            name,
+            source=f"models:/{model.model_id}",
+            model_id=model.model_id,
+            run_id=self.mlflow_run_id,
+            tags={**tags, "rlflow.path": str(path)},
+            description=description,
+        )
+        return str(version.version)
+
+
+def _rewards_first(entry: tuple[str, float]) -> tuple[bool, str]:
+    """MLflow's compare page begins with a plot of whatever metric a run logged first."""
+    return not entry[0].startswith("reward/"), entry[0]
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold a file lock: two processes that open the same run must not create it twice."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "tracking.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _is_database(uri: str) -> bool:
+    return uri.partition(":")[0].partition("+")[0] in DATABASE_ENGINES
+
+
+def _find_or_create_experiment(client: MlflowClient, name: str, artifacts_uri: str | None, shown: str) -> str:
+    """
+    Raises:
+        RegistryError: the experiment is deleted. MLflow keeps its name, so no other can be made.
+    """
+    found = client.get_experiment_by_name(name)
+    if found is None:
+        try:
+            location = f"{artifacts_uri}/{name}" if artifacts_uri else None
+            return str(client.create_experiment(name, artifact_location=location))
+        except MlflowException:  # another machine was faster, or it is something else
+            found = client.get_experiment_by_name(name)
+            if found is None:
+                raise
+    if found.lifecycle_stage == LifecycleStage.DELETED:
+        raise RegistryError(
+            f"the MLflow experiment {name!r} is deleted, so no run can be added to it. Restore it: "
+            f"MLFLOW_TRACKING_URI={shown} .venv/bin/mlflow experiments restore --experiment-id {found.experiment_id}"
+        )
+    return str(found.experiment_id)
+
+
+def _find_or_create_run(client: MlflowClient, experiment_id: str, run_id: str) -> str:
+    found = client.search_runs([experiment_id], f"tags.`{RUN_TAG}` = '{run_id}'", max_results=1)
+    if found:
+        return str(found[0].info.run_id)
+    return str(client.create_run(experiment_id, tags={RUN_TAG: run_id}, run_name=run_id).info.run_id)
+
+
+def _run_exists(client: MlflowClient, mlflow_run_id: str, shown: str) -> bool:
+    """
+    Raises:
+        RegistryError: the run is deleted, and can be restored.
+    """
+    try:
+        found = client.get_run(mlflow_run_id)
+    except MlflowException as error:
+        if _status(error) == HTTPStatus.NOT_FOUND:
+            return False
+        raise  # a server that is away says nothing about its runs
+    if found.info.lifecycle_stage == LifecycleStage.DELETED:
+        raise RegistryError(
+            f"the MLflow run {mlflow_run_id} is deleted, so nothing can be added to it. Restore it: "
+            f"MLFLOW_TRACKING_URI={shown} .venv/bin/mlflow runs restore --run-id {mlflow_run_id}"
+        )
+    return True
+
+
+def _read_state(run_dir: Path) -> _State | None:
+    """None as well for a damaged file: the run is found by its tag, and a step that comes twice is one point."""
+    path = run_dir / "mlflow.json"
+    try:
+        values = json.loads(path.read_bytes())
+        return _State(str(values["uri"]), str(values["mlflow_run_id"]), int(values["published_step"]))
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError) as error:
+        get_logger().warning("%s is damaged (%r): MLflow is asked for the run, and gets every step again", path, error)
+        return None
+
+
+def _write_state(run_dir: Path, state: _State) -> None:
+    write_atomically(run_dir / "mlflow.json", json.dumps(asdict(state)))
+
+
+def _chunks(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
+    for start in range(0, len(items), size):
+        yield items[start : start + size]

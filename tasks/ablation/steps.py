@@ -1,0 +1,207 @@
+"""The ablate flow's steps: train the points to a rung, decide who goes on, and the table in the end."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Sequence
+from pathlib import Path
+
+from matplotlib.figure import Figure
+from prefect import task
+from prefect.artifacts import create_markdown_artifact, create_table_artifact
+from prefect.cache_policies import NO_CACHE
+
+from infra.logs import get_logger
+from infra.settings import Settings
+from rlcore.ablation.curves import band_over
+from rlcore.ablation.halving import survivors
+from rlcore.ablation.plan import BASE, Point
+from rlcore.ablation.results import AblationSummary, PointFailure, PointResult, Row, Status
+from rlcore.errors import TrainerFailedError
+from rlcore.segment.journal import StepRecord, read_journal
+from tasks.ablation.page import Curve, csv_table, draw_differences, draw_learning_curves, markdown_table, table_rows
+from tasks.ablation.runners import point_runner, run_jobs
+from tasks.ablation.study import Ablation, mark
+from tasks.driver.outbox import prefect_outage_named
+from tasks.driver.progress import AblationProgress
+from tasks.report.page import as_text
+from tasks.retries import step
+from tasks.run import tracker_of
+
+CURVE_METRIC = "reward/accuracy"  # the one part that all rewards have, whatever the points change about them
+_SMOOTH_SHARE = 0.05
+_SECONDS_PER_HOUR = 3600.0
+
+
+@task(name="train-points", task_run_name="points-to-rung-{rung}", cache_policy=NO_CACHE, persist_result=False)
+def train_points(ablation: Ablation, names: Sequence[str], rung: int) -> None:
+    """Every seed of the points called ``names`` to the end of a rung. One that fails for good is told and left."""
+    settings, jobs = Settings(), ablation.plan.jobs(names, rung)
+    with AblationProgress(ablation.plan.ablation_id, ablation.all_steps()) as progress:
+        failed = run_jobs(
+            ablation, jobs, point_runner(ablation, settings), lambda: progress.show(_steps_taken(ablation))
+        )
+    for job in failed:
+        mark(ablation, job, "failed")
+
+
+@task(name="choose-points", task_run_name="choose-after-rung-{rung}", cache_policy=NO_CACHE, persist_result=False)
+def choose_points(ablation: Ablation, names: Sequence[str], rung: int) -> list[str]:
+    """Who trains on after a rung; the others are marked as dropped. After the last rung nobody has to.
+
+    Raises:
+        TrainerFailedError: the base has no result, so there is nothing to compare with.
+    """
+    from rlcore.ablation.table import differences_at
+
+    plan, last = ablation.plan, rung == ablation.plan.settings.rungs - 1
+    reached = _accuracy(ablation)
+    steps = {name: plan.steps(plan.point(name), rung) for name in names}
+    here = {name: reached.get(name, {}).get(steps[name], {}) for name in names}
+    if not here[BASE]:
+        raise TrainerFailedError(
+            f"the base of ablation {plan.ablation_id} has failed with every seed, so nothing can be compared. "
+            f"{ablation.folder / 'results'} says why. Mend it, then continue the ablation."
+        )
+    scores = differences_at(here)
+    chosen = list(scores) if last else survivors(scores, BASE, plan.settings.keep)
+    for job in plan.jobs(list(scores), rung):
+        if ablation.result(job) is not None and (last or job.point.name not in chosen):
+            mark(ablation, job, "finished" if last else "dropped")
+    for name in scores:
+        verdict = "finished" if last else "goes on" if name in chosen else "is dropped"
+        get_logger().info("ablate: %s %s at step %d: %+.3f", plan.point(name).label, verdict, steps[name], scores[name])
+    return chosen
+
+
+@step("report-ablation")
+def report_ablation(ablation: Ablation) -> AblationSummary:
+    """The table and both plots, in the ablation's folder, in MLflow's parent run, and on Prefect's page."""
+    from rlcore.ablation.table import PointNumbers, make_rows
+
+    plan, accuracy = ablation.plan, _accuracy(ablation)
+    rows = make_rows(
+        [
+            PointNumbers(
+                name=point.name,
+                label=point.label,
+                status=_status(ablation, point),
+                accuracy=accuracy.get(point.name, {}),
+                gpu_hours=_gpu_hours(ablation, point),
+            )
+            for point in plan.points
+        ]
+    )
+    curves = draw_learning_curves(_curves(ablation), CURVE_METRIC)
+    differences = draw_differences(rows, plan.experiment)
+    text = _markdown(ablation, rows)
+    for name, content in (("table.csv", csv_table(rows)), ("table.md", text)):
+        (ablation.folder / name).write_text(content)
+    tracker = tracker_of(ablation.run, Settings())
+    for name, figure in (("learning_curves.png", curves), ("differences.png", differences)):
+        (ablation.folder / name).write_bytes(_png(figure))
+        tracker.log_file(ablation.folder / name, "ablation")
+    tracker.describe(text)
+    for name in ("table.csv", "table.md"):
+        tracker.log_file(ablation.folder / name, "ablation")
+    pictures = "\n\n".join(f"![{name}]({_data_uri(figure)})" for name, figure in (
+        ("learning curves", curves), ("differences to the base", differences)))  # fmt: skip
+    with prefect_outage_named():
+        about = f"Ablation {plan.ablation_id}"
+        create_table_artifact(table_rows(rows), key=f"{plan.ablation_id}-table", description=about)
+        create_markdown_artifact(f"{text}\n\n{pictures}\n", key=f"{plan.ablation_id}-report")
+    get_logger().info("ablate: %s", ablation.folder / "table.md")
+    return AblationSummary(
+        ablation_id=plan.ablation_id,
+        mlflow_run_id=tracker.mlflow_run_id,
+        folder=str(ablation.folder),
+        rows=tuple(rows),
+    )
+
+
+def _accuracy(ablation: Ablation) -> dict[str, dict[int, dict[int, dict[str, float]]]]:
+    """Point, steps, seed, problem: the share of right samples."""
+    from rlcore.evaluation.evaluate import read_rows
+    from rlcore.evaluation.paired import accuracy_per_problem
+
+    found: dict[str, dict[int, dict[int, dict[str, float]]]] = {}
+    for item in ablation.results():
+        values = accuracy_per_problem(read_rows(Path(item.report.table)))
+        found.setdefault(item.point, {}).setdefault(item.steps, {})[item.seed] = values
+    return found
+
+
+def _results_of(ablation: Ablation, point: Point) -> list[PointResult]:
+    return [item for item in ablation.results() if item.point == point.name]
+
+
+def _status(ablation: Ablation, point: Point) -> Status:
+    """Dropped: nobody asked for more than it has reached. Failed: somebody did, in vain."""
+    plan, reached = ablation.plan, max((item.steps for item in _results_of(ablation, point)), default=0)
+    if reached == plan.steps(point, plan.settings.rungs - 1):
+        return "finished"
+    tried = [job for rung in range(plan.settings.rungs) for job in plan.jobs([point.name], rung)]
+    beyond = [job for job in tried if job.steps > reached and ablation.failure(job) is not None]
+    return "failed" if beyond or not reached else "dropped"
+
+
+def _gpu_hours(ablation: Ablation, point: Point) -> float:
+    """Devices times the seconds of all steps, those that a kill took back included, and of the evaluations."""
+    journals = [path for folder in ablation.run_dirs(point) for path in folder.glob("journal*.jsonl")]
+    steps = sum(record.metrics.get("time/step", 0.0) for path in journals for record in read_journal(path))
+    evaluations = sum(item.report.seconds for item in _results_of(ablation, point))
+    return point.experiment.resources.devices * (steps + evaluations) / _SECONDS_PER_HOUR
+
+
+def _curves(ablation: Ablation) -> list[Curve]:
+    curves = []
+    for point in ablation.plan.points:
+        seeds = [_series(read_journal(folder / "journal.jsonl")) for folder in ablation.run_dirs(point)]
+        window = max(1, round(_SMOOTH_SHARE * point.experiment.training.steps))
+        curves.append(Curve(point.label, band_over([values for values in seeds if values], window)))
+    return curves
+
+
+def _series(records: Sequence[StepRecord]) -> dict[int, float]:
+    return {record.step: record.metrics[CURVE_METRIC] for record in records if CURVE_METRIC in record.metrics}
+
+
+def _steps_taken(ablation: Ablation) -> int:
+    folders = (folder for point in ablation.plan.points for folder in ablation.run_dirs(point))
+    return sum(records[-1].step for folder in folders if (records := read_journal(folder / "journal.jsonl")))
+
+
+def _markdown(ablation: Ablation, rows: Sequence[Row]) -> str:
+    plan = ablation.plan
+    asked = [*plan.settings.grid, *(" ".join(point) for point in plan.settings.points)]
+    tried = [job for rung in range(plan.settings.rungs) for job in plan.jobs([p.name for p in plan.points], rung)]
+    failures = [
+        f"- {job.point.label}, seed {job.seed}, to step {job.steps}: {as_text(_last_line(failure))}"
+        for job in tried
+        if (failure := ablation.failure(job)) is not None
+    ]
+    seeds = ", ".join(map(str, plan.settings.seeds))
+    return (
+        f"# Ablation {plan.ablation_id}\n\n{plan.experiment} with {'; '.join(asked)}; seeds {seeds}.\n\n"
+        f"{markdown_table(rows)}\n\nAccuracy on the validation problems; intervals over seeds and problems; "
+        "p by random signs of the problems, and adjusted for as many points (Benjamini-Hochberg). Dropped points are "
+        "compared with the base at the step where they were dropped.\n"
+        + (f"\nFailed:\n\n{chr(10).join(failures)}\n" if failures else "")
+    )
+
+
+def _last_line(failure: PointFailure) -> str:
+    """The kind of the error, and what it says, if it says anything: an AssertionError may have no message."""
+    lines = failure.message.splitlines()
+    return f"{failure.kind}: {lines[-1]}" if lines else failure.kind
+
+
+def _png(figure: Figure) -> bytes:
+    content = io.BytesIO()
+    figure.savefig(content, dpi=110, format="png")
+    return content.getvalue()
+
+
+def _data_uri(figure: Figure) -> str:
+    return f"data:image/png;base64,{base64.b64encode(_png(figure)).decode()}"

@@ -1,0 +1,164 @@
+"""``python -m tasks.cli.docs FILE``: write docs/reference.md, every setting as the code has it (``make docs``)."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin
+
+from annotated_types import Ge, Gt, Le, Lt, MaxLen
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from infra.settings import Settings
+from rlcore.config import ExperimentConfig
+from rlcore.config.experiment import NOT_SCIENCE, STEPS
+
+_HEAD = """\
+# Reference: every setting
+
+Written by `make docs` from the code; a test holds it equal, so edit the help texts there.
+
+Keys are written as in `prefect.yaml`, or dotted: `--set training.steps=40`, `-p 'overrides=["training.steps=40"]'`.
+Where a group has a `name`, it chooses one of several; setting the name drops the settings of the choice before. null is
+written `null`. A run may be continued with another value where the last column says so; any other change needs
+`--allow-changes` ([reliability](reliability.md), [tutorial](tutorial.md)).
+"""
+_COLUMNS = ("key", "type", "default", "what it does", "on continuing")
+_BOUNDS = ((Ge, "ge", ">="), (Gt, "gt", ">"), (Le, "le", "<="), (Lt, "lt", "<"), (MaxLen, "max_length", "length <="))
+_WORDS = {str: "text", int: "whole number", float: "number", bool: "true / false", Path: "path"}
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One key that takes a value."""
+
+    key: str  # dotted
+    field: FieldInfo
+
+
+def settings_of(model: type[BaseModel], prefix: str = "") -> Iterator[Setting]:
+    """Every key of a model that takes a value, those of all choices included; ``name`` of a choice is left out."""
+    for name, field in model.model_fields.items():
+        key = f"{prefix}{name}"
+        if not _models(field.annotation):
+            if name != "name" or not prefix:
+                yield Setting(key, field)
+            continue
+        if get_origin(field.annotation) is tuple:
+            key += "[]"  # a list of them
+        for choice in _models(field.annotation):
+            yield from settings_of(choice, f"{key}.")
+
+
+def page() -> str:
+    """docs/reference.md."""
+    sections = [_HEAD, *_group(ExperimentConfig, "", "Experiment", 2), _machine()]
+    return "\n".join(sections)
+
+
+def _group(model: type[BaseModel], prefix: str, title: str, level: int) -> Iterator[str]:
+    """A heading, a table of the values, and the groups below."""
+    yield f"{'#' * level} {title}\n"
+    if text := _text(model.__doc__ or ""):
+        yield f"{text}\n"
+    fields = [item for item in model.model_fields.items() if item[0] != "name" or not prefix]
+    rows = [_row(f"{prefix}{name}", field) for name, field in fields if not _models(field.annotation)]
+    if rows:
+        yield _table(_COLUMNS, rows)
+    for name, field in fields:
+        choices = _models(field.annotation)
+        for choice in choices:
+            key = f"{prefix}{name}"
+            named = f"`{key}: {{name: {_tag(choice)}}}`" if _tag(choice) else f"`{key}`"
+            listed = ", a list of these" if get_origin(field.annotation) is tuple else ""
+            off = " (or null)" if NoneType in get_args(field.annotation) else ""
+            by_default = ", the default" if len(choices) > 1 and isinstance(field.default, choice) else ""
+            yield from _group(choice, f"{key}.", f"{named}{listed}{off}{by_default}", min(level + 1, 4))
+
+
+def _machine() -> str:
+    rows = [
+        (f"`RLFLOW_{name.upper()}`", _type(field), _default(field), _text(field.description or ""))
+        for name, field in Settings.model_fields.items()
+    ]
+    table = _table(("variable", "type", "default", "what it does"), rows)
+    return f"## This machine\n\nRead from the environment; no experiment knows them.\n\n{table}"
+
+
+def _row(key: str, field: FieldInfo) -> tuple[str, ...]:
+    free = "more" if key == STEPS else "free" if key.startswith(NOT_SCIENCE) else ""
+    return f"`{key}`", _type(field), _default(field), _text(field.description or ""), free
+
+
+def _table(columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    lines = [columns, ("---",) * len(columns), *rows]
+    return "".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |\n" for line in lines)
+
+
+def _models(annotation: Any) -> list[type[BaseModel]]:
+    """The groups of settings that a value of this type may be."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [model for argument in get_args(annotation) for model in _models(argument)]
+
+
+def _tag(model: type[BaseModel]) -> str | None:
+    field = model.model_fields.get("name")
+    return field.default if field is not None and get_origin(field.annotation) is Literal else None
+
+
+def _type(field: FieldInfo) -> str:
+    pattern = [item.pattern for item in field.metadata if getattr(item, "pattern", None)]
+    bounds = [
+        f"{sign} {getattr(item, name):g}"
+        for item in field.metadata
+        for kind, name, sign in _BOUNDS
+        if isinstance(item, kind)
+    ]
+    return ", ".join([_named(field.annotation), *bounds, *(f"`{text}`" for text in pattern)])
+
+
+def _named(annotation: Any) -> str:
+    if annotation is NoneType:
+        return "null"
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Literal:
+        return " / ".join(str(item) for item in arguments)
+    if origin in (Union, UnionType):
+        return " or ".join(map(_named, arguments))
+    if origin in (tuple, list):
+        listed = arguments[:-1] if arguments[-1] is Ellipsis else arguments
+        return f"list of {' and '.join(dict.fromkeys(map(_named, listed)))}"
+    if origin is dict:
+        return "mapping"
+    return _WORDS.get(annotation, annotation.__name__)
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "required"
+    value = field.get_default(call_default_factory=True)
+    if str(value) == sys.executable:
+        return "the running Python"
+    plain = value if isinstance(value, int | float | tuple | dict | NoneType) else str(value)
+    return f"`{plain}`" if isinstance(plain, str) and plain else f"`{json.dumps(plain)}`"
+
+
+def _text(text: str) -> str:
+    return " ".join(text.replace("``", "`").split())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tasks.cli.docs", description=__doc__)
+    parser.add_argument("file", type=Path, help="the page to write")
+    parser.parse_args().file.write_text(page())
+
+
+if __name__ == "__main__":
+    main()

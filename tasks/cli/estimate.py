@@ -1,0 +1,198 @@
+"""``--dry-run``: memory per GPU and time per step of an experiment, without a GPU, weights or data."""
+
+from __future__ import annotations
+
+import sys
+
+from pydantic import BaseModel, ConfigDict
+
+from infra.settings import Settings
+from rlcore.config import ExperimentConfig
+from rlcore.estimate import (
+    BANDWIDTH,
+    GIB,
+    MEMORY,
+    Architecture,
+    ArchitectureRef,
+    ArchitectureSpec,
+    MemoryEstimate,
+    Plan,
+    TimeEstimate,
+    estimate_memory,
+    estimate_seconds,
+)
+from rlcore.flops import PEAK_BF16
+from tasks.driver.jobs import new_result_path, run_job
+
+MEAN_SHARE = 0.5
+"""What prompts and completions are taken to have of their limits on average; only a run can tell."""
+_HOUR = 3600.0
+
+
+class DryRun(BaseModel):
+    """The estimate in numbers. Memory in GiB per GPU, times in seconds of one rollout batch."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    experiment: str
+    device: str
+    devices: int
+    parameters: int
+    trained_parameters: int
+    tower_parameters: int
+    memory: dict[str, float]
+    training_gib: float
+    sampling_gib: float
+    device_gib: float
+    fits: bool
+    asks_for_cpu: bool  # the times are the GPU's all the same
+    kv_cache_wanted_gib: float
+    seconds: dict[str, float]
+    seconds_per_batch: float
+    batches: int
+    hours: float
+    gpu_hours: float
+
+    def text(self) -> str:
+        """For people."""
+        parts = [f"  {name:<34}{value:>9.2f} GiB" for name, value in self.memory.items()]
+        phases = [f"  {name:<34}{value:>9.1f} s" for name, value in self.seconds.items()]
+        verdict = "fits" if self.fits else (
+            "DOES NOT FIT: training.tokens_per_microbatch, model.gradient_checkpointing, training.offload, "
+            "training.optimizer=adamw_bf16, more workers or rollout.gpu_memory_utilization change it"
+        )  # fmt: skip
+        return "\n".join(
+            [
+                f"{self.experiment}: {self.parameters / 1e9:.2f} B parameters, {self.trained_parameters / 1e9:.2f} B "
+                f"trained, {self.tower_parameters / 1e9:.2f} B in a vision tower, on {self.devices} x {self.device}",
+                "Memory per GPU:",
+                *parts,
+                f"  {'while updating':<34}{self.training_gib:>9.2f} GiB of {self.device_gib:.1f}",
+                f"  {'while sampling':<34}{self.sampling_gib:>9.2f} GiB: {verdict}",
+                f"  {'cache, all sequences at full length':<36}{self.kv_cache_wanted_gib:>7.1f} GiB; what does not fit "
+                "waits its turn",
+                f"Time per rollout batch, prompts and completions {100 * MEAN_SHARE:.0f} % of their limits on average:",
+                *phases,
+                f"  {'all':<34}{self.seconds_per_batch:>9.1f} s; {self.batches} batches: {self.hours:.1f} h, "
+                f"{self.gpu_hours:.0f} GPU-hours, without evaluation, starts and checkpoints",
+                *(["The experiment asks for the CPU; these are figures of the GPU."] if self.asks_for_cpu else []),
+                "How far off such estimates are: docs/cost.md.",
+            ]
+        )
+
+
+def dry_run(experiment: ExperimentConfig, device: str) -> DryRun:
+    """Estimate, and say it.
+
+    Raises:
+        ModelError: the model's config.json is not to be had.
+        KeyError: no such device (``DEVICES``).
+    """
+    settings = Settings()
+    spec = ArchitectureSpec(result=new_result_path(settings, "architecture"), model=experiment.model)
+    model = run_job("rlcore.jobs.architecture", spec, ArchitectureRef, settings, quiet=True).architecture
+    found = estimated(experiment, model, device)
+    sys.stderr.write(f"{found.text()}\n")
+    return found
+
+
+DEVICES = tuple(sorted(MEMORY))
+
+
+def estimated(experiment: ExperimentConfig, model: Architecture, device: str) -> DryRun:
+    plan = plan_of(experiment, model, device)
+    memory = estimate_memory(model, plan)
+    times = estimate_seconds(model, plan, PEAK_BF16[device], BANDWIDTH[device])
+    training, sampling = memory.training, memory.sampling(plan.offload)
+    batches = experiment.training.steps // experiment.training.steps_per_batch
+    seconds = times.total * batches
+    return DryRun(
+        experiment=experiment.name,
+        device=device,
+        devices=experiment.resources.devices,
+        parameters=model.parameters,
+        trained_parameters=model.trained_parameters,
+        tower_parameters=model.tower_parameters,
+        memory={name: value / GIB for name, value in _parts(memory).items()},
+        training_gib=training / GIB,
+        sampling_gib=sampling / GIB,
+        device_gib=memory.device / GIB,
+        asks_for_cpu=experiment.resources.device == "cpu",
+        fits=max(training, sampling) <= memory.device and memory.kv_cache > 0,
+        kv_cache_wanted_gib=memory.kv_cache_wanted / GIB,
+        seconds=_phases(times),
+        seconds_per_batch=times.total,
+        batches=batches,
+        hours=seconds / _HOUR,
+        gpu_hours=seconds / _HOUR * experiment.resources.devices,
+    )
+
+
+def plan_of(experiment: ExperimentConfig, model: Architecture, device: str) -> Plan:
+    training, rollout, data = experiment.training, experiment.rollout, experiment.data
+    reshard = training.reshard_after_forward
+    algorithm, workers = experiment.algorithm, experiment.resources.workers
+    several = training.steps_per_batch > 1
+    old = several or algorithm.recompute_old_logprobs or algorithm.kl.place == "reward"
+    return Plan(
+        workers=workers,
+        rollout_workers=experiment.resources.rollout_workers,
+        engine_workers=rollout.tensor_parallel,
+        group_size=rollout.group_size,
+        problems=training.problems_per_step,
+        passes=training.passes_per_batch,
+        prompt_tokens=MEAN_SHARE * data.max_prompt_tokens,
+        completion_tokens=MEAN_SHARE * rollout.max_completion_tokens,
+        longest=experiment.max_sequence_tokens,
+        image_size=_image_size(experiment, model),
+        tokens_per_microbatch=training.tokens_per_microbatch,
+        checkpointing=experiment.model.gradient_checkpointing,
+        compiled=training.compile_blocks != "off",
+        bf16_optimizer=training.optimizer == "adamw_bf16",
+        reshard=reshard == "on" or (reshard == "auto" and workers > 1),
+        offload=training.offload,
+        reference=algorithm.kl.coefficient > 0 and experiment.model.lora is None,
+        old_logprobs=old,
+        sampler_share=rollout.gpu_memory_utilization,
+        max_sequences=rollout.max_sequences,
+        in_flight=rollout.partial.in_flight if rollout.partial is not None else 1.0,
+        beside=experiment.one_ahead and experiment.resources.rollout_workers > 0,
+        device=device,
+    )
+
+
+def _image_size(experiment: ExperimentConfig, model: Architecture) -> tuple[int, int] | None:
+    """A square picture that takes up the mean prompt's tokens, at most data.max_pixels."""
+    tower = model.shape.tower
+    if tower is None:
+        return None
+    pixels_per_token = tower.patch_size**2 * tower.merged
+    pixels = min(experiment.data.max_pixels, MEAN_SHARE * experiment.data.max_prompt_tokens * pixels_per_token)
+    unit = round((tower.patch_size**2 * tower.merged) ** 0.5)
+    side = max(1, int(pixels**0.5) // unit) * unit
+    return side, side
+
+
+def _parts(memory: MemoryEstimate) -> dict[str, int]:
+    return {
+        "weights (model.path, sharded)": memory.weights,
+        "gradients": memory.gradients,
+        "optimizer state": memory.optimizer,
+        "weights in the compute dtype": memory.whole_copy,
+        "reference policy": memory.reference,
+        "activations": memory.activations,
+        "logits and their gradients": memory.head,
+        "temporaries": memory.temporaries,
+        "sampler weights": memory.sampler_weights,
+        "sampler KV cache": memory.kv_cache,
+    }
+
+
+def _phases(times: TimeEstimate) -> dict[str, float]:
+    return {
+        "generate": times.generate,
+        "old and reference log-probs": times.logprobs,
+        "update": times.update,
+        "weight sync": times.weight_sync,
+        "sleep and wake": times.sleep_and_wake,
+    }

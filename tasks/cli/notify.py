@@ -1,0 +1,165 @@
+"""Tell people of runs that failed or finished: ``python -m tasks.cli.notify BLOCK_TYPE/NAME``.
+
+Makes, or brings up to date, one automation for each on the Prefect server that is set. They hand a message to a block
+of the user's: a ``webhook``, or any notification block of Prefect's (slack-webhook, ms-teams-webhook, sendgrid-email
+and others), which alone knows the address and its secrets.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from uuid import UUID
+
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.events.actions import CallWebhook, SendNotification
+from prefect.events.schemas.automations import AutomationCore, EventTrigger, Posture
+from prefect.exceptions import ObjectNotFound
+from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL
+
+from infra.errors import InfraError, ServerError
+from infra.settings import Settings
+from infra.stack.servers import check_prefect
+
+FLOW = "grpo-geo3k"  # of all training runs, whatever their deployment is
+_WEBHOOK = "webhook"
+_SUBJECT = "{{ flow_run.name }}: {{ flow_run.state.name }}"
+_BODY = (
+    "Run {{ flow_run.name }} of {{ flow.name }}: {{ flow_run.state.name }}. "
+    "{{ (flow_run.state.message or '') | truncate(500) }} {{ flow_run | ui_url }}"
+)
+# Filters before `tojson` keep quotes in an error's text from breaking the JSON.
+_PAYLOAD = (
+    '{"run": {{ flow_run.name | tojson }}, "flow": {{ flow.name | tojson }}, '
+    '"state": {{ flow_run.state.name | tojson }}, '
+    '"message": {{ (flow_run.state.message or "") | truncate(500) | tojson }}, '
+    '"experiment": {{ (flow_run.parameters.get("experiment") or "") | tojson }}, '
+    '"url": {{ flow_run | ui_url | tojson }}, "text": {{ (flow_run.name + ": " + flow_run.state.name) | tojson }}}'
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Occasion:
+    """States of a flow run that are told of, and what the automation is called."""
+
+    automation: str
+    events: frozenset[str]
+
+
+OCCASIONS: Mapping[str, Occasion] = {
+    "failed": Occasion(
+        "rlflow-failed",
+        frozenset({"prefect.flow-run.Failed", "prefect.flow-run.Crashed", "prefect.flow-run.TimedOut"}),
+    ),
+    "finished": Occasion("rlflow-finished", frozenset({"prefect.flow-run.Completed"})),
+}
+
+
+def apply(client: SyncPrefectClient, block: str, occasions: Sequence[str], flows: Sequence[str] = (FLOW,)) -> list[str]:
+    """Make the automations of these occasions, or change those that are there; the others stay as they are.
+
+    Args:
+        block: TYPE/NAME of a block of the server's.
+
+    Returns:
+        One line per automation.
+
+    Raises:
+        ServerError: there is no such block; says which there are.
+    """
+    kind, _, name = block.partition("/")
+    document = _block_id(client, kind, name)
+    lines = []
+    for key in occasions:
+        occasion = OCCASIONS[key]
+        wanted = automation(occasion, kind, document, flows)
+        found = client.read_automations_by_name(occasion.automation)
+        for spare in found[1:]:  # somebody's copy would tell everything twice
+            client.delete_automation(spare.id)
+        if found:
+            client.update_automation(found[0].id, wanted)
+        else:
+            client.create_automation(wanted)
+        lines.append(f"{occasion.automation}: {'brought up to date' if found else 'made'}, tells {block}")
+    return lines
+
+
+def remove(client: SyncPrefectClient, occasions: Sequence[str]) -> list[str]:
+    """Delete the automations of these occasions."""
+    lines = []
+    for key in occasions:
+        for found in client.read_automations_by_name(OCCASIONS[key].automation):
+            client.delete_automation(found.id)
+            lines.append(f"{found.name}: removed")
+    return lines or ["there was none"]
+
+
+def automation(occasion: Occasion, kind: str, document: UUID, flows: Sequence[str]) -> AutomationCore:
+    """What the server is told: of an update, it is sent what has been set, so everything is that it takes."""
+    action = (
+        CallWebhook(block_document_id=document, payload=_PAYLOAD)
+        if kind == _WEBHOOK
+        else SendNotification(block_document_id=document, subject=_SUBJECT, body=_BODY)
+    )
+    core = AutomationCore(
+        name=occasion.automation,
+        description="Made by python -m tasks.cli.notify.",
+        enabled=True,
+        trigger=EventTrigger(
+            posture=Posture.Reactive,
+            match={"prefect.resource.id": "prefect.flow-run.*"},
+            match_related={"prefect.resource.role": "flow", "prefect.resource.name": list(flows)},
+            expect=set(occasion.events),
+            for_each={"prefect.resource.id"},
+            threshold=1,
+        ),
+        actions=[action],
+    )
+    return AutomationCore.model_validate(core.model_dump(exclude={"owner_resource"}))
+
+
+def _block_id(client: SyncPrefectClient, kind: str, name: str) -> UUID:
+    if not name:
+        raise ServerError(f"block {kind!r}: write TYPE/NAME, webhook/team for example.")
+    try:
+        return client.read_block_document_by_name(name, kind).id
+    except ObjectNotFound:
+        documents = client.read_block_documents()
+        known = sorted(f"{item.block_type.slug}/{item.name}" for item in documents if item.block_type and item.name)
+        raise ServerError(
+            f"no block {kind}/{name} on this Prefect server. Found: {', '.join(known) or 'none'}. Make it on Prefect's "
+            "page under Blocks; docs/notifications.md has it as a command."
+        ) from None
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m tasks.cli.notify", description=__doc__)
+    parser.add_argument("block", nargs="?", help="TYPE/NAME of a block of the Prefect server's: webhook/team")
+    parser.add_argument("--on", default=",".join(OCCASIONS), help=f"with commas between: {', '.join(OCCASIONS)} (both)")
+    parser.add_argument("--flow", action="append", help=f"names of flows instead of {FLOW}")
+    parser.add_argument("--remove", action="store_true", help="delete the automations instead")
+    options = parser.parse_args(words)
+    occasions = options.on.split(",")
+    if unknown := [key for key in occasions if key not in OCCASIONS]:
+        parser.error(f"--on {','.join(unknown)}: allowed are {', '.join(OCCASIONS)}")
+    if not options.remove and options.block is None:
+        parser.error("name the block that is told, webhook/team for example, or --remove")
+    try:
+        url = PREFECT_API_URL.value()
+        if not url:
+            raise ServerError("no Prefect server is set: make up starts one here, PREFECT_API_URL names another.")
+        check_prefect(url, Settings().server_timeout_seconds, PREFECT_API_AUTH_STRING.value())
+        with get_client(sync_client=True) as client:
+            if options.remove:
+                lines = remove(client, occasions)
+            else:
+                lines = apply(client, options.block, occasions, options.flow or (FLOW,))
+    except InfraError as error:
+        sys.exit(f"{type(error).__name__}: {error}")
+    sys.stdout.write("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()

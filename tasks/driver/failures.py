@@ -1,0 +1,192 @@
+"""What the driver does about a failed try of a segment: classify, change, count, and wait before the next.
+
+Counts live in ``failures.jsonl`` of the run's folder, and only progress (a newer checkpoint) starts them anew: a
+re-run of the flow goes on counting where the last one stopped.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict
+
+from infra.errors import RegistryError, ServerRefusedError, StorageAwayError
+from infra.errors import StorageError as InfraStorageError
+from infra.logs import get_logger
+from infra.settings import Settings
+from rlcore.adjustments import Adjustments
+from rlcore.errors import (
+    HealthError,
+    MemoryExhaustedError,
+    RetriesUsedUpError,
+    RlflowError,
+    RollbackError,
+    StorageError,
+    WorkerLostError,
+)
+from rlcore.failures import Failure, classify, policy_of, with_free_space
+from rlcore.files import write_json_atomically
+from rlcore.process import oom_kills
+from tasks.driver.health import Announce, announce_on_prefect, breach_of
+from tasks.run import Run
+
+_ADJUSTMENTS = "adjustments.json"
+
+
+class FailureRecord(BaseModel):
+    """One failed try."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    at: datetime
+    failure: Failure
+    step: int  # committed when it failed
+    attempt: int  # of this class since that step, from 1
+    delay: float | None  # seconds until the next try; None: there is none
+    error: str
+
+
+def failure_of(error: object) -> Failure | None:
+    """The class of what a task raised; None: a mistake in our own code, or nothing to retry."""
+    if isinstance(error, InfraStorageError):
+        return Failure.BAD_INPUT if error.permanent else Failure.STORAGE
+    if isinstance(error, RegistryError | ServerRefusedError):
+        return Failure.BAD_INPUT
+    return classify(error) if isinstance(error, BaseException) else None
+
+
+@contextmanager
+def handled_failures(run: Run, settings: Settings, *, announce: Announce = announce_on_prefect) -> Iterator[None]:
+    """Around one try of a segment: what it raises is counted, and what it asks for is changed for the next try.
+
+    Raises:
+        RetriesUsedUpError: the same class of failure, as often as the table allows, without progress between.
+        ConfigError: out of memory, and the token budget cannot be halved any more.
+    """
+    kills = oom_kills()
+    try:
+        yield
+    except Exception as error:
+        found: Exception = error
+        if isinstance(error, WorkerLostError) and oom_kills() > kills:
+            found = MemoryExhaustedError(f"{error}\nThe kernel has killed a process for memory meanwhile.")
+        final = _handle(run, found, settings, announce)
+        if final is error:
+            raise
+        raise final from error
+
+
+def read_adjustments(run: Run) -> Adjustments:
+    path = run.run_dir / _ADJUSTMENTS
+    return Adjustments.model_validate_json(path.read_text()) if path.exists() else Adjustments()
+
+
+def wait_for_next_try(run: Run, *, sleep: Callable[[float], None] = time.sleep) -> None:
+    """Before a retry: what is left of the delay that the failure before it asked for."""
+    records = FailureLog(run.run_dir).read()
+    if not records or not records[-1].delay:
+        return
+    ends = records[-1].at.timestamp() + records[-1].delay
+    if (left := ends - time.time()) > 0:
+        get_logger().info("train: the next try starts in %.0f s", left)
+    while (left := ends - time.time()) > 0:
+        sleep(min(1.0, left))  # in short pieces: a cancelled flow gets through
+
+
+class FailureLog:
+    """``failures.jsonl`` of one run. A full disk is among what it records, so what it cannot write it remembers."""
+
+    _unwritten: dict[Path, list[FailureRecord]] = {}
+
+    def __init__(self, run_dir: Path) -> None:
+        self._path = run_dir / "failures.jsonl"
+
+    def read(self) -> list[FailureRecord]:
+        lines = self._path.read_text().splitlines() if self._path.exists() else []
+        return [*map(FailureRecord.model_validate_json, lines), *self._unwritten.get(self._path, [])]
+
+    def add(self, record: FailureRecord) -> None:
+        records = [*self.read(), record]
+        try:
+            write_json_atomically(self._path, "".join(f"{item.model_dump_json()}\n" for item in records))
+        except OSError as error:
+            get_logger().warning("train: %s cannot be written for now: %s", self._path, error)
+            self._unwritten.setdefault(self._path, []).append(record)
+        else:
+            self._unwritten.pop(self._path, None)
+
+
+def attempts(records: Sequence[FailureRecord], failure: Failure, step: int) -> int:
+    """Failures of one class since ``step`` was committed."""
+    return sum(record.failure == failure and record.step == step for record in records)
+
+
+def _handle(run: Run, error: Exception, settings: Settings, announce: Announce) -> Exception:
+    """Record the failure, change what it asks for, and return what to raise."""
+    failure = failure_of(error)
+    if failure is None:
+        return error
+    try:
+        _change_for(run, failure, error, announce)
+    except RlflowError as refusal:  # no change helps
+        error, failure = refusal, failure_of(refusal) or Failure.UNKNOWN
+    if failure == Failure.STORAGE and not isinstance(error, StorageError | InfraStorageError):  # no words of its own
+        error = with_free_space(error, run.run_dir)
+    policy, step = policy_of(failure), run.committed_step()
+    log = FailureLog(run.run_dir)
+    attempt = attempts(log.read(), failure, step) + 1
+    retried = attempt <= len(policy.delays) and not isinstance(error, StorageAwayError)  # which has been waited for
+    delay = policy.delays[attempt - 1] * settings.retry_delay_scale if retried else None
+    log.add(
+        FailureRecord(
+            at=datetime.now(UTC), failure=failure, step=step, attempt=attempt, delay=delay, error=str(error)[-2000:]
+        )
+    )
+    if retried:
+        get_logger().warning("train: %s, try %d of %d follows", failure, attempt, len(policy.delays))
+        return error
+    if not policy.delays or isinstance(error, StorageAwayError):
+        return error
+    return RetriesUsedUpError(
+        f"{error}\n\n{failure}: {attempt} times since step {step} was committed, and it is retried "
+        f"{len(policy.delays)} times. {policy.advice} Then continue the run: it goes on from step {step}."
+    )
+
+
+def _change_for(run: Run, failure: Failure, error: Exception, announce: Announce) -> None:
+    """What the table says is changed before the next try.
+
+    Raises:
+        ConfigError: the token budget cannot be halved any more.
+    """
+    adjustments = read_adjustments(run)
+    if failure == Failure.OUT_OF_MEMORY:
+        adjustments = adjustments.with_less_memory(run.experiment)
+        get_logger().warning(
+            "train: out of memory; training.tokens_per_microbatch is %d from now on, the gradient stays the same",
+            adjustments.tokens_per_microbatch,
+        )
+    elif isinstance(error, RollbackError):
+        breach, step = breach_of(run, adjustments), run.committed_step()
+        adjustments = adjustments.rolled_back(
+            step, run.experiment, factor=breach.rule.learning_rate_factor, rule=str(breach.rule)
+        )
+        change = adjustments.interventions[-1]
+        announce(
+            run,
+            breach,
+            f"Rolled back to step {step} (rollback {adjustments.rollbacks} of {breach.rule.max_rollbacks}); from there "
+            f"on the learning rate is {change.learning_rate_factor:g} times the configured one, and the sampling seed "
+            f"is {change.seed}.",
+        )
+    elif isinstance(error, HealthError):
+        breach, step = breach_of(run, adjustments), run.committed_step()
+        adjustments = adjustments.paused(step)
+        announce(run, breach, f"Paused at step {step}, which is committed. Continue the run to go on from there.")
+    else:
+        return
+    write_json_atomically(run.run_dir / _ADJUSTMENTS, adjustments.model_dump_json(indent=1))

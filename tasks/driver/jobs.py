@@ -1,0 +1,135 @@
+"""Run a job module in the trainer's interpreter and bring back its result or its error.
+
+Whatever ends the wait (Ctrl-C, a cancelled flow, a timeout) ends the job with everything that it started.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import uuid
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from prefect import runtime
+from pydantic import BaseModel
+
+from infra import environment, processes
+from infra.errors import StorageAwayError
+from infra.logs import get_logger
+from infra.settings import Settings
+from infra.tracking.extra import end_trackers
+from rlcore import errors
+from rlcore.errors import RlflowError, TrainerFailedError
+from rlcore.failures import policy_of
+from rlcore.files import write_json_atomically
+from rlcore.specs import JobError, JobSpec, read_error
+from tasks.driver.failures import failure_of
+from tasks.run import close_as_killed, drivers, existing_run
+
+if TYPE_CHECKING:
+    from prefect import Flow, Task
+    from prefect.client.schemas.objects import FlowRun, TaskRun
+    from prefect.states import State
+
+R = TypeVar("R", bound=BaseModel)
+_POLL_SECONDS = 0.1
+_STOP_GRACE_SECONDS = 5.0
+
+
+def new_result_path(settings: Settings, name: str) -> Path:
+    """Where a job's spec, result and error lie; fresh for each call."""
+    return settings.jobs_dir / f"{name}-{uuid.uuid4().hex[:12]}" / "result.json"
+
+
+def run_job(module: str, spec: JobSpec, result_type: type[R], settings: Settings, *, quiet: bool = False) -> R:
+    """Run ``python -m module`` on ``spec`` and return what it wrote.
+
+    Its output (a progress bar, say) goes to our stderr; ``quiet``: to ``job.log`` beside the spec.
+
+    Raises:
+        RlflowError: of the class that the job raised, with the job's message; its traceback is a note on it.
+        TrainerFailedError: any other failure of the job.
+    """
+    spec_path = spec.result.with_name("spec.json")
+    write_json_atomically(spec_path, spec.model_dump_json(indent=1))
+    mark = f"{jobs_mark(runtime.flow_run.id)}{uuid.uuid4().hex[:8]}"
+    log = spec.result.with_name("job.log")
+    with log.open("wb") if quiet else nullcontext() as output:
+        process = processes.start(
+            [str(settings.trainer_python), "-m", module, str(spec_path)],
+            env=environment.for_jobs(settings),
+            mark=mark,
+            output=output,
+            ends_with_parent=True,
+        )
+    try:
+        code = wait_interruptibly(process)
+    except BaseException:
+        processes.stop(mark, _STOP_GRACE_SECONDS)
+        process.wait()
+        raise
+    processes.kill(mark)  # what a job has left running serves nobody
+    if code != 0:
+        where = f" (output: {log})" if quiet else ""
+        raise error_from(read_error(spec.result), f"{module} ended with {describe_exit(code)}{where}")
+    return result_type.model_validate_json(spec.result.read_text())
+
+
+def jobs_mark(flow_run_id: str | None) -> str:
+    """How the marks of a flow run's jobs begin, so that what a killed flow has left can be found."""
+    return f"job-{(flow_run_id or 'no-flow')[:8]}-"
+
+
+def wait_interruptibly(process: subprocess.Popen[bytes]) -> int:
+    """The exit code; between short waits a signal, or an exception sent to this thread, gets through."""
+    while True:
+        try:
+            return process.wait(timeout=_POLL_SECONDS)
+        except subprocess.TimeoutExpired:
+            continue
+
+
+def error_from(report: JobError | None, fallback: str) -> RlflowError:
+    """The error that a process reported, as the class it was; without one, ``fallback`` is all we know."""
+    if report is None:
+        return TrainerFailedError(f"{fallback} and left no error report. Its output says more.")
+    kind = getattr(errors, report.kind, None)
+    if isinstance(kind, type) and issubclass(kind, RlflowError):
+        error = kind(report.message)
+    else:
+        error = TrainerFailedError(f"{report.kind}: {report.message}\n({fallback})")
+    error.add_note(f"Traceback of the process that failed:\n{report.traceback}")
+    return error
+
+
+def describe_exit(code: int) -> str:
+    if code == -9:
+        return "SIGKILL (out of memory, or killed by somebody)"
+    return f"signal {-code}" if code < 0 else f"exit code {code}"
+
+
+def worth_retrying(task: Task[Any, Any], _run: TaskRun, state: State[Any]) -> bool:
+    """Prefect's retry condition, by the table of failures: what is wrong with experiment or code stays wrong."""
+    failure = failure_of(state.data)
+    if failure is None or not policy_of(failure).delays or isinstance(state.data, StorageAwayError):
+        return False  # a store that is away has been waited for
+    get_logger().warning("%s failed and has tries left: %s", task.name, state.data)
+    return True
+
+
+def end_what_is_left(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:
+    """The flow itself lets its trainer commit and ends it. Where it took longer than Prefect's 30 seconds and was
+    killed over it, nobody else would: the end is hard then, and the checkpoint before it counts.
+
+    A hook; Prefect passes the arguments by these names.
+    """
+    processes.kill_all(jobs_mark(str(flow_run.id)))
+    settings = Settings()
+    if not (settings.runs_dir / flow_run.name / "experiment.json").exists():
+        return  # cancelled before its run began
+    run = existing_run(flow_run.name, settings)
+    if not any(driver.is_running() for driver in drivers(run)):
+        processes.kill(run.trainer_mark)
+        end_trackers(run.run_dir)
+        close_as_killed(run, settings)

@@ -1,0 +1,208 @@
+"""The journal's committed steps to MLflow and to the trackers beside it: an outage costs a delay, never a step and
+never the training."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Protocol
+
+from infra.errors import InfraError, ServerError, ServerRefusedError
+from infra.logs import get_logger, log_to_console
+from infra.settings import Settings, TrackerName
+from infra.tracking.extra import ExtraTracker, check_installed
+from infra.tracking.tracker import StepMetrics
+from rlcore.errors import RlflowError
+from tasks.driver.outbox import Outbox
+from tasks.run import Run, existing_run, tracker_of
+
+_FIRST_DELAY = 5.0
+_LONGEST_DELAY = 300.0
+_POLL_SECONDS = 0.2
+_LAST_WAIT_SECONDS = 120.0  # of trackers beside MLflow, at the end of a run
+
+
+class StepTracker(Protocol):
+    """What a publisher needs of ``infra.tracking.tracker.Tracker``. One that only starts the sending (``ExtraTracker``)
+    says by ``published_step`` how far it is."""
+
+    @property
+    def published_step(self) -> int: ...
+    def publish(self, records: Iterable[StepMetrics], through_step: int) -> int: ...
+
+
+class Publisher:
+    """Sends steps up to a committed one; after a failure it waits longer and longer before it asks MLflow again."""
+
+    def __init__(
+        self,
+        open_tracker: Callable[[], StepTracker],
+        records: Callable[[], Iterable[StepMetrics]],
+        *,
+        name: str = "MLflow",
+        wait_setting: str = "RLFLOW_TRACKING_WAIT_SECONDS",
+        now: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._open, self._records, self._now, self._sleep = open_tracker, records, now, sleep
+        self._name, self._hint = name, f" ({wait_setting})" if wait_setting else ""
+        self._tracker: StepTracker | None = None
+        self._failures = 0
+        self._next_try = now()
+
+    def publish(self, through_step: int) -> None:
+        """Send what is new, if it is time to; an outage is a warning."""
+        if self._now() < self._next_try:
+            return
+        try:
+            self._send(through_step)
+        except ServerError as error:
+            delay = self._postpone()
+            get_logger().warning(
+                "%s did not take the steps up to %d; training goes on, the next try is in %.0f s: %s",
+                self._name, through_step, delay, error,
+            )  # fmt: skip
+
+    def publish_last(self, through_step: int, wait_seconds: float) -> None:
+        """Send the rest, asking again for at most ``wait_seconds``.
+
+        Raises:
+            ServerError: it was not taken in that time; the journal has it.
+        """
+        deadline = self._now() + wait_seconds
+        wanted = max((item.step for item in self._records() if item.step <= through_step), default=0)
+        while True:
+            try:
+                if self._send(through_step) >= wanted:
+                    return
+                if self._now() >= deadline:
+                    raise ServerError(f"{self._name} has not taken the steps up to {through_step} yet.")
+                self._sleep(_POLL_SECONDS)
+            except ServerRefusedError:
+                raise
+            except ServerError as error:
+                delay = min(self._postpone(), deadline - self._now())
+                if delay <= 0:
+                    raise ServerError(
+                        f"{error} Asked for {wait_seconds:g} s{self._hint}. Nothing is lost: start the server and "
+                        "continue the run."
+                    ) from error
+                get_logger().warning("%s did not take the last steps, next try in %.0f s: %s", self._name, delay, error)
+                self._sleep(delay)
+
+    def _send(self, through_step: int) -> int:
+        if self._tracker is None:
+            self._tracker = self._open()
+        published = self._tracker.published_step
+        if through_step > published:
+            published = self._tracker.publish(self._records(), through_step)
+        if published >= through_step:
+            self._failures = 0
+        return published
+
+    def _postpone(self) -> float:
+        delay = min(_LONGEST_DELAY, _FIRST_DELAY * 2**self._failures)
+        self._failures += 1
+        self._next_try = self._now() + delay
+        return float(delay)
+
+
+class Publishers:
+    """MLflow and every tracker that ``RLFLOW_TRACKERS`` names, each with its own outages and its own pace."""
+
+    def __init__(self, run: Run, settings: Settings) -> None:
+        self._settings = settings
+        self._mlflow = Publisher(lambda: tracker_of(run, settings), run.journal)
+        self._extra: dict[str, ExtraTracker] = {name: extra_tracker(name, run, settings) for name in settings.trackers}
+        self._publishers = {name: _publisher_of(name, tracker, run) for name, tracker in self._extra.items()}
+        self._outbox = Outbox("steps")
+
+    def publish(self, through_step: int) -> None:
+        """Have the steps up to this one sent by a thread; a server that hangs holds up that thread alone."""
+        self._outbox.put("the newest steps", partial(self._publish, through_step))
+
+    def _publish(self, through_step: int) -> None:
+        for publisher in (self._mlflow, *self._publishers.values()):
+            publisher.publish(through_step)
+
+    def publish_last(self, through_step: int) -> None:
+        """
+        Raises:
+            ServerError: MLflow did not take the last steps. A tracker beside it that did not is a warning: what it
+                lacks it gets when the run is continued, or by ``python -m tasks.driver.publish RUN``.
+        """
+        self._outbox.flush()  # each of its requests has a bounded time
+        self._publish(through_step)  # the other trackers start before MLflow is waited for
+        self._mlflow.publish_last(through_step, self._settings.tracking_wait_seconds)
+        for name, publisher in self._publishers.items():
+            try:
+                publisher.publish_last(through_step, _LAST_WAIT_SECONDS)
+            except ServerError as error:
+                get_logger().warning("%s The run is complete without it; %s may catch up later.", error, name)
+            finally:
+                self._extra[name].stop()  # what has noted its last step has only its interpreter to end
+
+    def close(self) -> None:
+        """Wait for the thread: the steps that it was given are sent, or are left to the next try."""
+        self._outbox.close()
+
+    def stop(self, wait_seconds: float | None = None) -> None:
+        """End the thread once the request that it waits for is done, at most after ``wait_seconds``."""
+        self._outbox.close(wait_seconds)
+        for tracker in self._extra.values():
+            tracker.stop()
+
+
+@contextmanager
+def publishers_of(run: Run, settings: Settings) -> Iterator[Publishers]:
+    """What ends the wait early (Ctrl-C, cancel, an error) ends the trackers' processes too."""
+    publishers = Publishers(run, settings)
+    try:
+        yield publishers
+    except Exception:
+        publishers.stop()
+        raise
+    except BaseException:  # a person waits, or Prefect's grace is short
+        publishers.stop(wait_seconds=0)
+        raise
+    publishers.close()
+
+
+def extra_tracker(name: TrackerName, run: Run, settings: Settings) -> ExtraTracker:
+    return ExtraTracker(
+        name,
+        settings,
+        experiment=run.experiment.name,
+        run_id=run.run_id,
+        run_dir=run.run_dir,
+        config=run.experiment.flat(),
+    )
+
+
+def _publisher_of(name: str, tracker: ExtraTracker, run: Run) -> Publisher:
+    return Publisher(lambda: tracker, run.journal, name=name, wait_setting="")
+
+
+def main() -> None:
+    """``python -m tasks.driver.publish RUN``: what MLflow and the named trackers lack of a run's committed steps."""
+    parser = argparse.ArgumentParser(prog="python -m tasks.driver.publish", description=main.__doc__)
+    parser.add_argument("run_id", help="name of a run, as its folder is called")
+    options = parser.parse_args()
+    log_to_console()
+    settings = Settings()
+    try:
+        run = existing_run(options.run_id, settings)
+        for name in settings.trackers:
+            check_installed(name, settings.tracker_python)
+        with publishers_of(run, settings) as publishers:
+            publishers.publish_last(run.committed_step())
+    except (RlflowError, InfraError) as error:
+        sys.exit(f"{type(error).__name__}: {error}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,149 @@
+"""Evaluate a policy on the validation problems, cached by the policy's and the dataset's content."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from prefect.context import TaskRunContext
+
+from infra.logs import get_logger
+from infra.settings import Settings
+from rlcore.artifacts import CheckpointRef, DatasetRef, EvalReport, ModelRef
+from rlcore.config import ExperimentConfig, build_experiment
+from rlcore.config.reward import UserReward
+from rlcore.files import write_json_atomically
+from rlcore.specs import EvaluateSpec
+from tasks.driver.jobs import new_result_path, run_job
+from tasks.experiments import load_experiment
+from tasks.retries import step
+from tasks.run import Run, tracker_of
+from tasks.store.made import cache_key, content_key, fetched, present, send
+
+_REPORT = "report.json"
+_CODE = (
+    "rlcore/evaluation",
+    "rlcore/jobs",
+    "rlcore/sampler",
+    "rlcore/rollout",
+    "rlcore/rewards",
+    "rlcore/models",
+    "rlcore/data",
+)
+_LOGGED = (
+    "accuracy", "accuracy_low", "accuracy_high", "reward", "reward_low", "reward_high", "truncated", "ungraded",
+)  # fmt: skip
+_CONFIG = {"seed", "evaluation", "rollout", "reward", "data", "resources", "model"}
+
+
+def suite_of(
+    run: Run, benchmark: str | None, overrides: Sequence[str] | None = None, workers: int | None = None
+) -> ExperimentConfig:
+    """The run's experiment with data, reward and evaluation of the experiment called ``benchmark`` (None: its own), on
+    ``workers`` devices (None: as many as the run)."""
+    if benchmark is None:
+        suite = build_experiment(run.experiment.model_dump(mode="json"), overrides or [])
+    else:
+        wanted = load_experiment(benchmark, overrides or [])
+        parts = {"data": wanted.data, "reward": wanted.reward, "evaluation": wanted.evaluation}
+        suite = run.experiment.model_copy(update=parts)
+    if workers is None:
+        return suite
+    return suite.model_copy(update={"resources": suite.resources.model_copy(update={"workers": workers})})
+
+
+def _content(
+    experiment: ExperimentConfig, policy: CheckpointRef | ModelRef, base: ModelRef, dataset: DatasetRef
+) -> str:
+    which = policy.manifest_sha256 if isinstance(policy, CheckpointRef) else policy.digest
+    config = experiment.model_dump(mode="json", include=_CONFIG)
+    reward = experiment.reward
+    own = hashlib.sha256(reward.file.read_bytes()).hexdigest() if isinstance(reward, UserReward) else None
+    return json.dumps([which, base.digest, dataset.digest, config, own], sort_keys=True)
+
+
+def _key(_: TaskRunContext, parameters: dict[str, Any]) -> str:
+    names = ("experiment", "policy", "base", "dataset")
+    return cache_key("evaluate", _content(*(parameters[name] for name in names)), *_CODE)
+
+
+@step(
+    "evaluate-policy",
+    cache_key_fn=_key,
+    persist_result=True,
+    result_serializer="json",
+    others=(10,),
+    timeout_seconds=12 * 3600,
+)
+def evaluate(
+    experiment: ExperimentConfig, policy: CheckpointRef | ModelRef, base: ModelRef, dataset: DatasetRef
+) -> EvalReport:
+    """pass@1 and mean reward with intervals; every completion in a table."""
+    settings = Settings()
+    out_dir = settings.evaluations_dir / content_key("evaluate", _content(experiment, policy, base, dataset), *_CODE)
+    fetched(out_dir, settings)
+    if (known := _known(out_dir, policy)) is not None:
+        send(out_dir, settings)
+        return known
+    spec = EvaluateSpec(
+        result=new_result_path(settings, "evaluate"),
+        experiment=experiment,
+        policy=policy,
+        base=base,
+        dataset=dataset,
+        out_dir=out_dir,
+    )
+    get_logger().info("eval: %s", policy.path)
+    report = run_job("rlcore.jobs.evaluate", spec, EvalReport, settings, quiet=True)
+    write_json_atomically(out_dir / _REPORT, report.model_dump_json(indent=1))
+    send(out_dir, settings)
+    return report
+
+
+def _known(out_dir: Path, policy: CheckpointRef | ModelRef) -> EvalReport | None:
+    """What an evaluation of the same policy has left, here or on another machine."""
+    if not (out_dir / _REPORT).exists():
+        return None
+    found = EvalReport.model_validate_json((out_dir / _REPORT).read_bytes())
+    table = out_dir / Path(found.table).name
+    return found.model_copy(update={"policy": policy.path, "table": str(table)}) if table.exists() else None
+
+
+def evaluate_and_log(
+    run: Run,
+    experiment: ExperimentConfig,
+    policy: CheckpointRef | ModelRef,
+    base: ModelRef,
+    dataset: DatasetRef,
+    benchmark: str | None = None,
+) -> EvalReport:
+    """Evaluate, and put the numbers into the run at the policy's step; a repeat adds nothing. Those of a ``benchmark``
+    that is not the run's own lie under its name."""
+    report = present(evaluate, lambda item: Path(item.table), experiment, policy, base, dataset)
+    log_evaluation(run, report, f"eval/{benchmark}" if benchmark else "eval")
+    return report
+
+
+@step("log-evaluation", task_run_name="log-evaluation-of-step-{report.step}")
+def log_evaluation(run: Run, report: EvalReport, where: str) -> None:
+    """The numbers and the table, in MLflow under ``where``. Safe to repeat."""
+    tracker = tracker_of(run, Settings())
+    tracker.log_metrics(
+        {f"{where}/{name}": getattr(report, name) for name in _LOGGED},
+        step=report.step,
+        timestamp_ms=round(report.at * 1000),
+    )
+    tracker.log_file(Path(report.table), f"{where}/step-{report.step:06d}")
+    get_logger().info(
+        "eval: step %d: accuracy %.3f [%.3f, %.3f], reward %.3f, %d problems x %d",
+        report.step,
+        report.accuracy,
+        report.accuracy_low,
+        report.accuracy_high,
+        report.reward,
+        report.num_problems,
+        report.samples_per_problem,
+    )

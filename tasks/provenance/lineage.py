@@ -1,0 +1,279 @@
+"""From a registered model to all that it was made from: ``python -m tasks.provenance.lineage MODEL[@ALIAS|/VERSION]``.
+
+``--step K`` adds the rows and pictures that optimizer step K was trained on; ``--json`` prints it for programs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict
+
+from infra.errors import InfraError, RegistryError
+from infra.settings import Settings
+from infra.tracking.registry import RegisteredVersion, find_model, read_text
+from rlcore.artifacts import CheckpointRef, DatasetRef, ModelRef
+from rlcore.config import ExperimentConfig
+from rlcore.data.table import PreparedRow, load_rows
+from rlcore.errors import RlflowError, StorageError
+from rlcore.segment.batch_log import trained_problems
+from rlcore.segment.store import read_manifest
+from tasks.driver.failures import FailureLog, FailureRecord
+from tasks.provenance.origins import Origin, origins_dir, read_origins
+from tasks.run import Driver, Run, drivers
+
+_HASH_SHOWN = 16
+
+
+class SegmentLine(BaseModel):
+    """One segment on the way to the model, and what it cost to get through it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    segment: int
+    first_step: int  # exclusive
+    last_step: int
+    checkpoint: str
+    manifest_sha256: str
+    on_disk: bool  # older checkpoints make room for newer ones
+    retries: tuple[FailureRecord, ...]
+
+
+class Lineage(BaseModel):
+    """All that a model was made from. ``origins`` and ``drivers`` are in the order of the run's starts."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    model: ModelRef
+    run_id: str
+    run_dir: str
+    mlflow_run_id: str
+    checkpoint: CheckpointRef
+    checkpoint_code_digest: str  # of rlcore, as the trainer had it
+    checkpoint_versions: dict[str, str]  # of its interpreter
+    segments: tuple[SegmentLine, ...]
+    drivers: tuple[Driver, ...]
+    origins: tuple[Origin, ...]
+    changes: tuple[str, ...]  # lines of changes.jsonl
+    experiment: dict[str, str | int | float | bool | None]  # dotted keys
+    experiment_digest: str
+
+    def rows(self) -> list[tuple[str, str]]:
+        """Name and text, for people."""
+        where = self.checkpoint
+        return [
+            ("model", f"{self.model.registered_name} version {self.model.registered_version}, {self.model.path} "
+             f"({_short(self.model.digest)})"),
+            ("run", f"{self.run_id}, {self.run_dir}; MLflow run {self.mlflow_run_id}"),
+            ("checkpoint", f"step {where.step}, {where.path} (manifest {_short(where.manifest_sha256)})"),
+            *((f"segment {item.segment}", _segment(item)) for item in self.segments),
+            ("starts", f"{len(self.drivers)}: {'; '.join(map(_driver, self.drivers))}"),
+            *(row for origin in self.origins for row in _origin_rows(origin, self.run_dir)),
+            ("trained with", f"rlcore {self.checkpoint_code_digest}; {_versions(self.checkpoint_versions)}"),
+            ("config", f"digest {self.experiment_digest}, {Path(self.run_dir) / 'experiment.json'}"),
+            *(("changed on the way", line) for line in self.changes),
+        ]  # fmt: skip
+
+    def markdown(self) -> str:
+        rows = "\n".join(f"| {name} | {text.replace('|', chr(92) + '|')} |" for name, text in self.rows())
+        return f"## Lineage\n\n| | |\n| --- | --- |\n{rows}\n"
+
+
+class TrainedRow(BaseModel):
+    """A problem that a step was trained on."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    problem_id: str
+    source: str
+    row: int  # in the source, from 0
+    question: str
+    answer: str
+    images: tuple[str, ...]  # files as they were trained on
+    image_sha256: tuple[str, ...]  # of the original pictures
+
+
+def lineage_of(run: Run, model: ModelRef, checkpoint: CheckpointRef, mlflow_run_id: str) -> Lineage:
+    """Read from the run's folder, which knows everything.
+
+    Raises:
+        CheckpointError: the checkpoint's manifest is gone or damaged.
+    """
+    manifest = read_manifest(checkpoint)
+    changes = run.run_dir / "changes.jsonl"
+    return Lineage(
+        model=model,
+        run_id=run.run_id,
+        run_dir=str(run.run_dir),
+        mlflow_run_id=mlflow_run_id,
+        checkpoint=checkpoint,
+        checkpoint_code_digest=manifest.code_digest,
+        checkpoint_versions=manifest.versions,
+        segments=tuple(_segments(run, checkpoint.step)),
+        drivers=tuple(drivers(run)),
+        origins=tuple(read_origins(run.run_dir)),
+        changes=tuple(changes.read_text().splitlines()) if changes.exists() else (),
+        experiment=run.experiment.flat(),
+        experiment_digest=run.experiment.digest(),
+    )
+
+
+def trained_rows(lineage: Lineage, run: Run, step: int) -> list[TrainedRow]:
+    """The exact rows and pictures that optimizer step ``step`` was trained on.
+
+    Raises:
+        StorageError: nothing is known of that step, or the dataset is gone.
+    """
+    wanted = trained_problems(run.run_dir, step, run.experiment.training)
+    dataset, rows = _with_problems(lineage, wanted)
+    return [
+        TrainedRow(
+            problem_id=name,
+            source=rows[name].problem.source,
+            row=rows[name].row,
+            question=rows[name].problem.conversation,
+            answer=rows[name].problem.answer,
+            images=tuple(str(Path(dataset.path) / "images" / f"{i.sha256}.png") for i in rows[name].problem.images),
+            image_sha256=tuple(image.sha256 for image in rows[name].problem.images),
+        )
+        for name in wanted
+    ]
+
+
+def _with_problems(lineage: Lineage, wanted: Sequence[str]) -> tuple[DatasetRef, dict[str, PreparedRow]]:
+    """The training data that has these problems: of the latest start that does, because --allow-changes may have
+    brought other data."""
+    datasets = {origin.train.path: origin.train for origin in reversed(lineage.origins)}
+    for dataset in datasets.values():
+        rows = {row.problem.problem_id: row for row in load_rows(Path(dataset.path))}
+        if rows.keys() >= set(wanted):
+            return dataset, rows
+    raise StorageError(
+        f"none of the datasets {sorted(datasets) or 'noted'} of run {lineage.run_id} has the problems "
+        f"{list(wanted)[:5]}. Runs begun before origins were noted have none."
+    )
+
+
+def find_lineage(words: str, settings: Settings) -> tuple[Lineage, Run | None]:
+    """The lineage of a registered model, as it was written at its registration, and its run where that is here.
+
+    Raises:
+        RegistryError: no such model, or it was registered without a lineage.
+    """
+    found = find_model(settings.tracking_uri, words)
+    text = read_text(settings.tracking_uri, found.mlflow_run_id, artifact_name(found.name, found.version))
+    if text is None:
+        raise _unwritten(found)
+    lineage = Lineage.model_validate_json(text)
+    stored = Path(lineage.run_dir) / "experiment.json"
+    if not stored.exists():
+        return lineage, None
+    experiment = ExperimentConfig.model_validate_json(stored.read_text())
+    return lineage, Run(run_id=lineage.run_id, run_dir=stored.parent, experiment=experiment)
+
+
+def artifact_name(model: str, version: str) -> str:
+    """Of the lineage among the artifacts of the model's MLflow run."""
+    return f"lineage/{model}-{version}.json"
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m tasks.provenance.lineage", description="What a registered model was made from."
+    )
+    parser.add_argument("model", help="NAME (its newest version), NAME@ALIAS or NAME/VERSION")
+    parser.add_argument(
+        "--step", type=int, help="the rows and pictures that this optimizer step was trained on as well"
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object")
+    options = parser.parse_args(words)
+    try:
+        lineage, run = find_lineage(options.model, Settings())
+        trained = None
+        if options.step is not None:
+            if run is None:
+                raise StorageError(f"the run's folder {lineage.run_dir} is not here, and it alone knows its steps.")
+            trained = trained_rows(lineage, run, options.step)
+    except (RlflowError, InfraError) as error:
+        sys.exit(f"{type(error).__name__}: {error}")
+    if options.json:
+        tree = lineage.model_dump(mode="json")
+        tree["trained"] = None if trained is None else [row.model_dump(mode="json") for row in trained]
+        sys.stdout.write(json.dumps(tree) + "\n")
+        return
+    width = max(len(name) for name, _ in lineage.rows())
+    lines = [f"{name:<{width}}  {text}" for name, text in lineage.rows()]
+    for row in trained or ():
+        lines.append(f"{row.problem_id:<{width}}  row {row.row} of {row.source}: {row.question!r} -> {row.answer!r}")
+        lines += [f"{'':<{width}}  {image}" for image in row.images]
+    sys.stdout.write("\n".join(lines) + "\n")
+
+
+def _segments(run: Run, last_step: int) -> Iterator[SegmentLine]:
+    records, index = FailureLog(run.run_dir).read(), 0
+    while (manifest := run.manifest(index)) is not None and manifest.last_step <= last_step:
+        yield SegmentLine(
+            segment=index,
+            first_step=manifest.first_step,
+            last_step=manifest.last_step,
+            checkpoint=manifest.checkpoint.path,
+            manifest_sha256=manifest.checkpoint.manifest_sha256,
+            on_disk=Path(manifest.checkpoint.path).is_dir(),
+            retries=tuple(item for item in records if manifest.first_step <= item.step < manifest.last_step),
+        )
+        index += 1
+
+
+def _segment(item: SegmentLine) -> str:
+    kept = "" if item.on_disk else ", no longer kept"
+    retries = "; ".join(f"{retry.failure.value} at step {retry.step}" for retry in item.retries)
+    tried = f"; retries: {retries}" if retries else ""
+    return f"steps {item.first_step + 1} to {item.last_step}, {item.checkpoint}{kept}{tried}"
+
+
+def _driver(item: Driver) -> str:
+    at = datetime.fromtimestamp(item.at, UTC).isoformat(timespec="seconds")
+    return f"{at} on {item.host}" + (f", flow run {item.flow_run_id}" if item.flow_run_id else "")
+
+
+def _origin_rows(origin: Origin, run_dir: str) -> Iterator[tuple[str, str]]:
+    folder = origins_dir(Path(run_dir))
+    patch = f" and {folder / origin.patch}" if origin.patch else ", nothing uncommitted"
+    yield f"code {origin.at}", f"commit {origin.commit or 'unknown'}{patch}; digest {origin.code_digest}"
+    yield "environment", f"Python {origin.python}, {_versions(origin.versions)}; {folder / origin.environment}"
+    yield "machine", origin.hardware
+    for name, dataset in (("train", origin.train), ("validation", origin.validation)):
+        yield (
+            f"data, {name}",
+            f"{dataset.source}: {dataset.num_problems} rows, {dataset.num_rejected} rejected, {dataset.num_images} "
+            f"images; digest {_short(dataset.digest)}, {dataset.path}",
+        )
+    yield "started from", f"{origin.base.source}, {origin.base.path} ({_short(origin.base.digest)})"
+    reward = f"; reward {folder / origin.reward}" if origin.reward else ""
+    yield "prompt template", f"{folder / origin.template}{reward}"
+
+
+def _versions(versions: dict[str, str]) -> str:
+    return ", ".join(f"{name} {version}" for name, version in sorted(versions.items()))
+
+
+def _short(digest: str) -> str:
+    return digest[:_HASH_SHOWN]
+
+
+def _unwritten(found: RegisteredVersion) -> RegistryError:
+    run = found.tags.get("rlflow.run_id")
+    return RegistryError(
+        f"{found.name} version {found.version} has no lineage in its MLflow run: "
+        + (f"it was registered before lineages were. Run .venv/bin/python -m flows.merge --run-id {run}." if run else
+           "rlflow did not register it.")
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,286 @@
+"""How a run's results look: curves, sample completions, and the page as markdown and as one HTML file."""
+
+from __future__ import annotations
+
+import base64
+import html
+import json
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from pydantic import BaseModel, ConfigDict
+
+from rlcore.artifacts import DatasetRef, EvalReport, ModelRef
+from rlcore.segment.journal import StepRecord
+from tasks.provenance.cost import RunCost
+from tasks.provenance.lineage import Lineage
+from tasks.run import Run
+
+_SAMPLES_SHOWN = 12
+_TEXT_SHOWN = 600
+_PHASES_LEFT_OUT = ("time/step", "time/generate_beside")  # the sum of the others; what takes none of it
+
+
+class RunSummary(BaseModel):
+    """A run in ten numbers and names. Rewards are means over the first and the last tenth of the steps."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    accuracy_before: float
+    accuracy_after: float
+    reward_first: float
+    reward_last: float
+    steps: int
+    segments: int
+    wall_seconds: float
+    mlflow_run_id: str
+    checkpoint: str
+    merged_model: str
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """One small plot: several metrics over steps."""
+
+    title: str
+    metrics: tuple[str, ...]
+
+
+PANELS = (
+    Panel("reward", ("reward/mean",)),
+    Panel("accuracy", ("reward/accuracy", "reward/format")),
+    Panel("KL", ("loss/kl_ref", "loss/kl_old")),
+    Panel("clip fraction", ("loss/clip_fraction",)),
+    Panel("|delta log-prob| sampler to trainer", ("rollout/abs_delta_logprob_mean",)),
+    Panel("entropy", ("loss/entropy",)),
+    Panel("gradient norm", ("optim/grad_norm",)),
+    Panel("groups all right, all wrong", ("rollout/all_right", "rollout/all_wrong")),
+)
+
+
+def draw_curves(records: Sequence[StepRecord], before: EvalReport, after: EvalReport) -> Figure:
+    """Small plots of the journal, evaluations with their intervals on top, and seconds per phase."""
+    figure = Figure(figsize=(13, 8), layout="constrained")
+    axes = list(figure.subplots(3, 3).flat)
+    for axis, panel in zip(axes, PANELS, strict=False):
+        for name in panel.metrics:
+            _line(axis, records, name)
+        axis.set_title(panel.title, fontsize=10)
+    for axis, attribute in ((axes[0], "reward"), (axes[1], "accuracy")):
+        _evaluations(axis, (before, after), attribute)
+    _phases(axes[len(PANELS)], records)
+    for axis in axes:
+        axis.grid(alpha=0.25)
+        axis.tick_params(labelsize=8)
+        if axis.get_legend_handles_labels()[0]:
+            axis.legend(fontsize=7, frameon=False)
+    return figure
+
+
+def _line(axis: Axes, records: Sequence[StepRecord], name: str) -> None:
+    points = [(record.step, record.metrics[name]) for record in records if name in record.metrics]
+    if points:
+        axis.plot(*zip(*points, strict=True), label=name, linewidth=1.3)
+
+
+def _evaluations(axis: Axes, reports: Sequence[EvalReport], attribute: str) -> None:
+    middles = [getattr(item, attribute) for item in reports]
+    lows = [middle - getattr(item, f"{attribute}_low") for item, middle in zip(reports, middles, strict=True)]
+    highs = [getattr(item, f"{attribute}_high") - middle for item, middle in zip(reports, middles, strict=True)]
+    steps = [item.step for item in reports]
+    axis.errorbar(steps, middles, yerr=[lows, highs], fmt="o", capsize=4, color="black", label="held out (95 %)")
+
+
+def _phases(axis: Axes, records: Sequence[StepRecord]) -> None:
+    timed = [record for record in records if "time/step" in record.metrics]
+    names = sorted({name for record in timed for name in record.metrics if name.startswith("time/")})
+    names = [name for name in names if name not in _PHASES_LEFT_OUT]
+    if names:
+        values = [[record.metrics.get(name, 0.0) for record in timed] for name in names]
+        labels = [name.removeprefix("time/") for name in names]
+        axis.stackplot([record.step for record in timed], values, labels=labels)
+    axis.set_title("seconds per phase", fontsize=10)
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One completion that the trainer kept for people."""
+
+    step: int
+    question: str
+    answer: str
+    images: tuple[str, ...]  # content hashes
+    completion: str
+    reward: float
+    finish_reason: str
+
+
+def read_samples(run: Run) -> list[Sample]:
+    """Completions of the first and the last steps, spread over the run."""
+    files = sorted((run.run_dir / "samples").glob("step-*.json"))
+    chosen = files if len(files) <= 4 else [files[0], files[len(files) // 3], files[2 * len(files) // 3], files[-1]]
+    samples = []
+    for path in chosen:
+        for row in json.loads(path.read_text())[: _SAMPLES_SHOWN // 4]:
+            samples.append(
+                Sample(
+                    step=int(path.stem.removeprefix("step-")),
+                    question=row["question"],
+                    answer=row["answer"],
+                    images=tuple(row["images"]),
+                    completion=row["completion"],
+                    reward=row["reward"],
+                    finish_reason=row["finish_reason"],
+                )
+            )
+    return samples
+
+
+def markdown(
+    run: Run,
+    summary: RunSummary,
+    before: EvalReport,
+    after: EvalReport,
+    model: ModelRef,
+    samples: Sequence[Sample],
+    cost: RunCost,
+    lineage: Lineage,
+) -> str:
+    """The page as Prefect shows it."""
+    rows = "\n".join(f"| {' | '.join(cells)} |" for cells in _results(before, after))
+    shown = "\n".join(
+        f"| {item.step} | {_cell(item.question)} | {_cell(item.answer)} | {_cell(item.completion)} "
+        f"| {item.reward:.2f} |"
+        for item in samples
+    )
+    return (
+        f"# {run.run_id}\n\n| | before | after |\n| --- | --- | --- |\n{rows}\n\n"
+        f"Training reward {summary.reward_first:.3f} -> {summary.reward_last:.3f} in {summary.steps} steps, "
+        f"{summary.segments} segments, {summary.wall_seconds:.0f} s.\n\n"
+        f"- model: `{model.path}` (registered: {model.registered_name} version {model.registered_version})\n"
+        f"- checkpoint: `{summary.checkpoint}`\n- MLflow run: `{summary.mlflow_run_id}`\n"
+        f"- page with curves and pictures: `{run.report_dir / 'report.html'}`\n\n"
+        f"## Cost\n\n{_markdown_rows(cost.rows())}\n{lineage.markdown()}\n## Completions\n\n"
+        f"| step | question | answer | completion | reward |\n| --- | --- | --- | --- | --- |\n{shown}\n"
+    )
+
+
+def _markdown_rows(rows: Sequence[tuple[str, str]]) -> str:
+    lines = "\n".join(f"| {name} | {text} |" for name, text in rows)
+    return f"| | |\n| --- | --- |\n{lines}\n"
+
+
+def _html_rows(rows: Iterable[tuple[str, str]]) -> str:
+    lines = "".join(f"<tr><td>{html.escape(name)}</td><td>{html.escape(text)}</td></tr>" for name, text in rows)
+    return f"<table>{lines}</table>"
+
+
+def _results(before: EvalReport, after: EvalReport) -> list[tuple[str, str, str]]:
+    def interval(item: EvalReport, name: str) -> str:
+        low, high = getattr(item, f"{name}_low"), getattr(item, f"{name}_high")
+        return f"{getattr(item, name):.3f} [{low:.3f}, {high:.3f}]"
+
+    return [
+        ("accuracy, held out [95 %]", interval(before, "accuracy"), interval(after, "accuracy")),
+        ("reward, held out [95 %]", interval(before, "reward"), interval(after, "reward")),
+        ("cut at the length limit", f"{before.truncated:.3f}", f"{after.truncated:.3f}"),
+        (
+            "problems x samples",
+            *(f"{item.num_problems} x {item.samples_per_problem}" for item in (before, after)),
+        ),
+    ]
+
+
+def _cell(text: str) -> str:
+    short = text if len(text) <= _TEXT_SHOWN else f"{text[:_TEXT_SHOWN]}..."
+    return as_text(short)
+
+
+_ADDRESS = re.compile(r"(?<=:)(?=//)|(?<=www)(?=\.)|(?<=@)", re.IGNORECASE)
+_MARKS = re.compile(r"[^\w\s,.:;?'\"()%\u0080-\U0010ffff]|_")
+
+
+def as_text(text: str) -> str:
+    """Markdown, on one line, that shows ``text`` as it is: no image, link, HTML or table of it.
+
+    Whoever looks at a page would otherwise send requests to addresses that a model or a dataset wrote. Marks become
+    entities, which are never markup; a zero-width space within an address keeps renderers from making it a link.
+    """
+    line = re.sub(r"[\x00-\x1f\x7f]", " ", text)
+    return _MARKS.sub(lambda match: f"&#{ord(match[0])};", _ADDRESS.sub("\u200b", line))
+
+
+def html_page(
+    run: Run,
+    summary: RunSummary,
+    before: EvalReport,
+    after: EvalReport,
+    model: ModelRef,
+    samples: Sequence[Sample],
+    folder: Path,
+    validation: DatasetRef,
+    cost: RunCost,
+    lineage: Lineage,
+) -> str:
+    """One file with everything in it, pictures included: it can be sent to somebody."""
+    results = "".join(
+        f"<tr><td>{name}</td><td>{first}</td><td>{last}</td></tr>" for name, first, last in _results(before, after)
+    )
+    shown = "".join(_sample_row(run, item) for item in samples)
+    facts = _html_rows(
+        {
+            "run": run.run_id,
+            "steps, segments": f"{summary.steps}, {summary.segments}",
+            "training reward, first and last tenth": f"{summary.reward_first:.3f}, {summary.reward_last:.3f}",
+            "wall time": f"{summary.wall_seconds:.0f} s",
+            "model": f"{model.path} ({model.registered_name} version {model.registered_version})",
+            "checkpoint": summary.checkpoint,
+            "MLflow run": summary.mlflow_run_id,
+            "validation data": f"{validation.source} ({validation.digest})",
+        }.items()
+    )
+    return (
+        f"<!doctype html><html lang=en><meta charset=utf-8><title>{html.escape(run.run_id)}</title>"
+        f"<style>{_STYLE}</style><h1>{html.escape(run.run_id)}</h1>"
+        f"<table><tr><th></th><th>before</th><th>after</th></tr>{results}</table>"
+        f"<img class=curves alt='training curves' src='{data_uri(folder / 'curves.png')}'>"
+        f"{facts}<h2>Cost</h2>{_html_rows(cost.rows())}<h2>Lineage</h2>{_html_rows(lineage.rows())}"
+        "<h2>Completions</h2><table><tr><th>step</th><th>picture</th><th>question</th><th>answer</th>"
+        f"<th>completion</th><th>reward</th></tr>{shown}</table>"
+        f"<h2>Experiment</h2><pre>{html.escape(run.experiment.model_dump_json(indent=1))}</pre></html>"
+    )
+
+
+_STYLE = """
+body{font:15px/1.45 system-ui,sans-serif;max-width:1150px;margin:2rem auto;padding:0 1rem;color:#222}
+table{border-collapse:collapse;margin:1rem 0}
+td,th{border:1px solid #ddd;padding:.35rem .6rem;text-align:left;vertical-align:top;overflow-wrap:anywhere}
+th{background:#f4f4f4} img.curves{width:100%} td img{max-width:150px}
+pre{background:#f7f7f7;padding:1rem;overflow-x:auto;font-size:12px}
+"""
+
+
+def _sample_row(run: Run, item: Sample) -> str:
+    folder = image_folder(run)
+    pictures = "".join(
+        f"<img alt='' src='{data_uri(folder / f'{name}.png')}'>"
+        for name in item.images
+        if (folder / f"{name}.png").exists()
+    )
+    texts = (item.question, item.answer, item.completion)
+    cells = "".join(f"<td>{html.escape(text[:_TEXT_SHOWN])}</td>" for text in texts)
+    return f"<tr><td>{item.step}</td><td>{pictures}</td>{cells}<td>{item.reward:.2f}</td></tr>"
+
+
+def image_folder(run: Run) -> Path:
+    """Where the run's training pictures lie: its trainer was told so."""
+    spec = run.run_dir / "spec.json"
+    return Path(json.loads(spec.read_text())["dataset"]["path"]) / "images" if spec.exists() else run.run_dir
+
+
+def data_uri(path: Path) -> str:
+    return f"data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}"

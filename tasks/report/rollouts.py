@@ -1,0 +1,143 @@
+"""What the notebooks share: start a deployment and wait for it with a bar, and rollouts as people look at them."""
+
+from __future__ import annotations
+
+import html
+import json
+import time
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from prefect import get_client
+from prefect.client.schemas.filters import ArtifactCollectionFilter, ArtifactCollectionFilterKey
+from prefect.client.schemas.objects import FlowRun
+from tqdm import tqdm
+
+from rlcore.errors import ConfigError, TrainerFailedError
+from tasks.report.page import data_uri, image_folder
+from tasks.run import Run
+
+_POLL_SECONDS = 1.0
+_BAR = "{desc}{percentage:3.0f}%|{bar}| {elapsed}"  # tqdm ends a description with a colon of its own
+
+
+def start(deployment: str, **parameters: Any) -> FlowRun:
+    """A flow run of ``flow/deployment``; returns at once."""
+    # By the client: Prefect's own helpers hand out coroutines wherever a loop runs, as in every notebook.
+    with get_client(sync_client=True) as client:
+        found = client.read_deployment_by_name(deployment)
+        return client.create_flow_run_from_deployment(found.id, parameters=parameters)
+
+
+def wait(flow_run: FlowRun) -> str:
+    """Until it has ended, beside a bar of its progress artifact; the name of the ablation or run.
+
+    Raises:
+        TrainerFailedError: it did not complete.
+    """
+    with get_client(sync_client=True) as client, tqdm(total=100, unit="%", bar_format=_BAR) as bar:
+        while True:
+            flow_run = client.read_flow_run(flow_run.id)
+            bar.set_description(f"{flow_run.name}: {flow_run.state_name}")
+            key = ArtifactCollectionFilterKey(any_=[f"{flow_run.name}-progress"])
+            for shown in client.read_latest_artifacts(artifact_filter=ArtifactCollectionFilter(key=key), limit=1):
+                bar.update(round(float(str(shown.data)), 1) - bar.n)
+            if flow_run.state is not None and flow_run.state.is_final():
+                break
+            time.sleep(_POLL_SECONDS)
+    if not flow_run.state.is_completed():
+        raise TrainerFailedError(f"{flow_run.name} ended as {flow_run.state_name}: {flow_run.state.message}")
+    return str(flow_run.name)
+
+
+@dataclass(frozen=True, slots=True)
+class ShownCompletion:
+    text: str
+    reward: float
+    parts: dict[str, float]
+    graded: bool
+    tokens: int
+    finish_reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ShownGroup:
+    """A problem with its pictures and all that was sampled for it in one step."""
+
+    step: int
+    problem_id: str
+    question: str
+    answer: str
+    pictures: tuple[Path, ...]
+    completions: tuple[ShownCompletion, ...]
+
+
+def sampled_steps(run: Run) -> list[int]:
+    """Steps of which completions were kept."""
+    return sorted(int(path.stem.removeprefix("step-")) for path in (run.run_dir / "samples").glob("step-*.json"))
+
+
+def read_groups(run: Run, step: int) -> list[ShownGroup]:
+    """The problems that the trainer kept of a step, the first of its batch.
+
+    Raises:
+        ConfigError: nothing was kept of this step.
+    """
+    path = run.run_dir / "samples" / f"step-{step:06d}.json"
+    if not path.exists():
+        known = ", ".join(map(str, sampled_steps(run))) or "none"
+        raise ConfigError(f"run {run.run_id} kept no completions of step {step}. Steps that have some: {known}.")
+    folder = image_folder(run)
+    groups = []
+    for problem_id, rows in groupby(json.loads(path.read_text()), key=lambda row: row["problem_id"]):
+        first, *others = rows
+        groups.append(
+            ShownGroup(
+                step=step,
+                problem_id=problem_id,
+                question=first["question"],
+                answer=first["answer"],
+                pictures=tuple(folder / f"{name}.png" for name in first["images"]),
+                completions=tuple(
+                    ShownCompletion(
+                        text=row["completion"],
+                        reward=row["reward"],
+                        parts=row["parts"],
+                        graded=row["graded"],
+                        tokens=row["tokens"],
+                        finish_reason=row["finish_reason"],
+                    )
+                    for row in (first, *others)
+                ),
+            )
+        )
+    return groups
+
+
+def as_html(group: ShownGroup) -> str:
+    """Picture and prompt on top, completions side by side, the best reward first; everything that was written by a
+    model or a dataset is escaped."""
+    pictures = "".join(f"<img alt='' style='max-width:220px' src='{data_uri(path)}'>" for path in group.pictures)
+    best_first = sorted(group.completions, key=lambda item: -item.reward)
+    cells = "".join(
+        f"<td style='{_CELL}background:{'#eaf6ef' if item.reward == best_first[0].reward else '#fff'}'>"
+        f"<b>{item.reward:.2f}</b> {_parts(item)}<pre style='{_TEXT}'>{html.escape(item.text)}</pre></td>"
+        for item in best_first
+    )
+    return (
+        f"<div><p><b>step {group.step}</b>, {html.escape(group.problem_id)}</p>{pictures}"
+        f"<pre style='{_TEXT}'>{html.escape(group.question)}</pre><p>answer: <b>{html.escape(group.answer)}</b></p>"
+        f"<div style='overflow-x:auto'><table><tr>{cells}</tr></table></div></div>"
+    )
+
+
+_TEXT = "white-space:pre-wrap;overflow-wrap:anywhere;background:none;text-align:left;margin:.3em 0"
+_CELL = "border:1px solid #ccc;vertical-align:top;text-align:left;min-width:170px;max-width:320px;padding:.5em;"
+
+
+def _parts(item: ShownCompletion) -> str:
+    parts = ", ".join(f"{html.escape(name)} {value:g}" for name, value in item.parts.items())
+    graded = "" if item.graded else ", not graded"
+    return f"<small>{parts}{graded}; {item.tokens} tokens, {html.escape(item.finish_reason)}</small>"

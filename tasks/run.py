@@ -1,0 +1,285 @@
+"""A training run: its name, its folder, its experiment, its drivers, and its MLflow run."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import re
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from functools import lru_cache
+from pathlib import Path
+
+from prefect.context import FlowRunContext
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from infra import processes
+from infra.errors import InfraError
+from infra.logs import get_logger
+from infra.settings import Settings
+from infra.tracking.tracker import Tracker
+from rlcore.artifacts import CheckpointRef
+from rlcore.config import Change, ExperimentConfig, changes
+from rlcore.errors import CheckpointError, ConfigError
+from rlcore.files import write_json_atomically
+from rlcore.segment.journal import JournalTail, StepRecord
+from rlcore.segment.spec import SegmentManifest, segment_path
+from rlcore.segment.store import LocalCheckpointStore
+from tasks.store.restore import restore_checkpoint, restore_run
+
+RUN_ID = r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}"
+ABLATION_ID = r"[a-z0-9][a-z0-9-]{0,79}"  # also the name of its artifacts in Prefect, which allows no more
+
+
+class Run(BaseModel):
+    """What every task after preflight is told. The folder holds all of the run's state."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    run_id: str
+    run_dir: Path
+    experiment: ExperimentConfig
+
+    @property
+    def report_dir(self) -> Path:
+        return self.run_dir / "report"
+
+    @property
+    def finished_marker(self) -> Path:
+        """There once the flow has done its last step; what counts is this file, never Prefect's state."""
+        return self.run_dir / "finished"
+
+    @property
+    def ablation_marker(self) -> Path:
+        """There in the folder of an ablation's point, which the ablation evaluates itself."""
+        return self.run_dir / "ablation"
+
+    @property
+    def trainer_mark(self) -> str:
+        """Of the trainer's processes. Derived from the folder, so that another driver can end them."""
+        return f"trainer-{hashlib.sha256(str(self.run_dir).encode()).hexdigest()[:16]}"
+
+    def journal(self) -> list[StepRecord]:
+        """Every step so far; cheap to ask for every second."""
+        return _journal(self.run_dir / "journal.jsonl").read()
+
+    def manifest(self, segment: int) -> SegmentManifest | None:
+        """None as well for a damaged one: the trainer moves it aside and makes it again."""
+        path = segment_path(self.run_dir, segment)
+        try:
+            return SegmentManifest.model_validate_json(path.read_bytes()) if path.exists() else None
+        except ValidationError as error:
+            get_logger().warning("%s is damaged and does not count: %s", path, error)
+            return None
+
+    def committed_step(self) -> int:
+        """No resume takes back a step up to this one."""
+        step, segment = 0, 0
+        while (manifest := self.manifest(segment)) is not None:
+            step, segment = manifest.last_step, segment + 1
+        return step
+
+
+@lru_cache(maxsize=8)  # of the runs that this process drives; a journal of thousands of steps takes 30 MB
+def _journal(path: Path) -> JournalTail:
+    return JournalTail(path)
+
+
+class Driver(BaseModel):
+    """One start of a flow over a run: who drove it. A line of ``drivers.jsonl`` in the run's folder."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    flow_run_id: str | None  # None: outside a flow
+    deployed: bool  # a worker started it, so a worker can start it again
+    pid: int
+    started: float
+    host: str
+    at: float  # seconds since the epoch
+
+    def is_running(self) -> bool | None:
+        """None: on another host, so nobody can tell from here."""
+        return processes.is_running(processes.ProcessId(self.pid, self.started, self.host))
+
+
+def new_run_id(experiment: str) -> str:
+    return f"{experiment}-{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
+
+
+def flow_run_name() -> str:
+    """Prefect's name of the flow run at work is its run's: the given one, else one that every retry finds again."""
+    context = FlowRunContext.get()
+    if context is None or context.flow_run is None or context.parameters is None:
+        raise RuntimeError("flow_run_name() is for Prefect to call, when a flow run starts")
+    return context.parameters.get("run_id") or f"{context.parameters['experiment']}-{context.flow_run.id.hex[:12]}"
+
+
+def own_values(run_id: str | None, experiment: str) -> ExperimentConfig | None:
+    """Those of the run called ``run_id``, if there is one and it is of the experiment called ``experiment``."""
+    run = _run_called(run_id, Settings()) if run_id is not None else None
+    return run.experiment if run is not None and run.experiment.name == experiment else None
+
+
+def begun_with(run_id: str | None) -> ExperimentConfig | None:
+    """What this flow run began with, where it is a retry; prefect.yaml may say something else by now."""
+    context = FlowRunContext.get()
+    if context is None or context.flow_run is None:
+        return None
+    run = _run_called(run_id or flow_run_name(), Settings())
+    if run is None:
+        return None
+    mine = str(context.flow_run.id) in [driver.flow_run_id for driver in drivers(run)]
+    return run.experiment if mine else None
+
+
+def open_run(
+    experiment: ExperimentConfig, run_id: str | None, settings: Settings, *, allow_changes: bool = False
+) -> Run:
+    """A new run, or the one called ``run_id`` continued. Without a name, a flow run has one run of its own, which its
+    retries continue.
+
+    Values that do not touch the science may differ from the run's; with ``allow_changes`` all others too. What changed
+    is appended to ``changes.jsonl`` in the run's folder.
+
+    Raises:
+        ConfigError: the science differs, and that is not allowed; names every such value.
+    """
+    name = checked_run_id(run_id or (flow_run_name() if FlowRunContext.get() else new_run_id(experiment.name)))
+    restore_run(name, settings)
+    run = Run(run_id=name, run_dir=settings.runs_dir / name, experiment=experiment)
+    stored = run.run_dir / "experiment.json"
+    if stored.exists():
+        found = changes(ExperimentConfig.model_validate_json(stored.read_text()), experiment)
+        if found and not allow_changes:
+            _require_same_science(name, found)
+        if found:
+            _record(run, found)
+    write_json_atomically(stored, experiment.model_dump_json(indent=1))
+    note_driver(run)
+    return run
+
+
+def drivers(run: Run) -> list[Driver]:
+    """Everyone who has driven the run, the latest last."""
+    path = run.run_dir / "drivers.jsonl"
+    return [Driver.model_validate_json(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def note_driver(run: Run) -> None:
+    """This process drives the run from now on."""
+    context = FlowRunContext.get()
+    flow_run = context.flow_run if context else None
+    me = processes.this_process()
+    driver = Driver(
+        flow_run_id=str(flow_run.id) if flow_run else None,
+        deployed=flow_run is not None and flow_run.deployment_id is not None,
+        pid=me.pid,
+        started=me.started,
+        host=me.host,
+        at=time.time(),
+    )
+    append_line(run.run_dir / "drivers.jsonl", driver.model_dump_json())
+
+
+def append_line(path: Path, line: str) -> None:
+    """For small files: replaced in one step, so that no kill leaves half a line; by one process at a time."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.with_name(f".{path.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        before = path.read_text() if path.exists() else ""
+        write_json_atomically(path, f"{before}{line}\n")
+
+
+def existing_run(run_id: str, settings: Settings) -> Run:
+    """
+    Raises:
+        ConfigError: there is no such run.
+    """
+    run = _run_called(run_id, settings)
+    if run is None:
+        known = sorted(path.parent.name for path in settings.runs_dir.glob("*/experiment.json"))
+        raise ConfigError(f"no run {run_id!r} under {settings.runs_dir}. Found: {', '.join(known) or 'none'}.")
+    return run
+
+
+def _run_called(run_id: str, settings: Settings) -> Run | None:
+    """The run of this name, here or fetched from the store; None: there is none."""
+    restore_run(checked_run_id(run_id), settings)
+    stored = settings.runs_dir / run_id / "experiment.json"
+    if not stored.exists():
+        return None
+    experiment = ExperimentConfig.model_validate_json(stored.read_text())
+    return Run(run_id=run_id, run_dir=stored.parent, experiment=experiment)
+
+
+def checked_run_id(run_id: str) -> str:
+    """A run's name is that of a folder below the runs', and of nothing else."""
+    if not re.fullmatch(RUN_ID, run_id):
+        raise ConfigError(
+            f"{run_id!r} cannot be the name of a run. Allowed are up to 128 letters, digits, dots, dashes and "
+            "underscores; the first is a letter or a digit."
+        )
+    return run_id
+
+
+def newest_checkpoint(run: Run) -> CheckpointRef:
+    """One that is missing here is fetched from the store.
+
+    Raises:
+        CheckpointError: the run has no whole checkpoint.
+    """
+    restore_checkpoint(run.run_dir, Settings())
+    found = LocalCheckpointStore(run.run_dir, run.run_id).latest()
+    if found is None:
+        raise CheckpointError(f"run {run.run_id} has no whole checkpoint yet. Train at least one segment.")
+    return found
+
+
+def _require_same_science(run_id: str, found: Sequence[Change]) -> None:
+    science = [f"- {change}" for change in found if change.is_science]
+    if science:
+        raise ConfigError(
+            f"run {run_id} was started with another experiment:\n"
+            + "\n".join(science)
+            + "\nContinue it with its own values, leave --run-id out to start a new run, or add --allow-changes to go "
+            "on with these from its last checkpoint; the run then records them."
+        )
+
+
+def _record(run: Run, found: Sequence[Change]) -> None:
+    """Durable before the new experiment is: a change is never unrecorded."""
+    records = run.journal()
+    line = {
+        "at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "step": records[-1].step if records else 0,  # journaled so far; a resume may take back some of them
+        "changes": [asdict(change) | {"science": change.is_science} for change in found],
+    }
+    append_line(run.run_dir / "changes.jsonl", json.dumps(line))
+    get_logger().warning("run %s goes on with other values: %s", run.run_id, "; ".join(map(str, found)))
+
+
+def tracker_of(run: Run, settings: Settings) -> Tracker:
+    return Tracker.open(
+        uri=settings.tracking_uri,
+        artifacts_uri=settings.artifacts_uri,
+        experiment=run.experiment.name,
+        run_id=run.run_id,
+        run_dir=run.run_dir,
+    )
+
+
+def close_as_killed(run: Run, settings: Settings) -> None:
+    """The MLflow run of a flow that was killed before it could close it itself."""
+    if (run.run_dir / "mlflow.json").exists() and not run.finished_marker.exists():
+        close_after_error(lambda: tracker_of(run, settings), "KILLED")
+
+
+def close_after_error(tracker: Callable[[], Tracker], status: str) -> None:
+    try:
+        tracker().finish(status)
+    except (InfraError, OSError) as error:  # the error that ended the run says more
+        get_logger().warning("MLflow was not told that the run is %s: %s", status, error)

@@ -1,0 +1,381 @@
+"""The segment task: find the segment done, follow the trainer that is at it, or start one.
+
+What counts is the manifest in the run's folder, never Prefect's state, so a retry, a re-run and a second
+worker all do the right thing. The trainer lives in a process of its own and goes on into the next segment by
+itself.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+from prefect.runtime import task_run
+
+from infra import environment, processes
+from infra.logs import get_logger
+from infra.settings import Settings
+from rlcore.artifacts import DatasetRef, ModelRef
+from rlcore.errors import CheckpointError, RlflowError
+from rlcore.failures import error_of_exit
+from rlcore.files import write_json_atomically
+from rlcore.segment.health import Breach
+from rlcore.segment.lease import holder_alive, lease_at
+from rlcore.segment.spec import SegmentManifest, SegmentSpec, segment_path
+from rlcore.segment.store import move_aside, verify_checkpoint
+from rlcore.specs import JobError
+from tasks.driver.failures import handled_failures, read_adjustments, wait_for_next_try
+from tasks.driver.hang import HangWatch, end_stuck_trainer
+from tasks.driver.health import HealthWarnings, announce_on_prefect
+from tasks.driver.heartbeat import Heartbeat
+from tasks.driver.jobs import describe_exit, error_from, worth_retrying
+from tasks.driver.mirror import safe_step, wait_until_mirrored
+from tasks.driver.outbox import Outbox
+from tasks.driver.progress import TrainingProgress, announce_checkpoint
+from tasks.driver.publish import Publishers
+from tasks.run import Run
+from tasks.store.restore import restore_checkpoint
+
+_TICK_SECONDS = 1.0
+_PAGE_SECONDS = 5.0
+_LAST_EXIT_SECONDS = 60.0  # for taking engines and Ray down after the last segment
+_CLEAN_EXIT_SECONDS = 8.0  # for the same after a commit on request
+_TRACEBACK_LINES = 12
+_HEADING = "=== trainer started "  # in the log, which all trainers of a run share
+_MAX_RETRIES = 100  # Prefect's bound; the table's are tighter and outlive this task
+
+
+@task(
+    task_run_name="segment-{index}",
+    cache_policy=NO_CACHE,
+    retries=_MAX_RETRIES,
+    retry_condition_fn=worth_retrying,
+)
+def train_segment(run: Run, dataset: DatasetRef, model: ModelRef, index: int) -> SegmentManifest:
+    """Return the manifest of segment ``index`` once it is committed, and publish its steps to MLflow.
+
+    Which failure is retried when, and with what change, is the table of ``rlcore/failures.py``.
+
+    Raises:
+        RlflowError: the trainer ended without the segment; its error, or what its exit code means.
+        ServerError: MLflow did not take the last steps of the run.
+    """
+    settings = Settings()
+    if (task_run.run_count or 0) > 1:
+        wait_for_next_try(run)
+    with handled_failures(run, settings):
+        return _segment_trained(run, settings, dataset, model, index)
+
+
+def _segment_trained(run: Run, settings: Settings, dataset: DatasetRef, model: ModelRef, index: int) -> SegmentManifest:
+    links = _links_of(run, settings)
+    page, publishers = links.page, links.publishers
+
+    def announce(run: Run, breach: Breach, consequence: str) -> None:
+        page.put(f"the health of step {breach.step}", partial(announce_on_prefect, run, breach, consequence))
+
+    warnings = HealthWarnings(run, read_adjustments(run), announce)
+    restore_checkpoint(run.run_dir, settings)
+    manifest = _found_done(run, index)
+    if manifest is None:
+        trainer = _attach(run) or _start(run, settings, dataset, model, index)
+        with (
+            _stopped_on_interrupt(run, trainer, index, settings),
+            TrainingProgress(run.experiment, page) as progress,
+        ):
+            manifest = _follow(run, trainer, index, lambda: _tick(run, settings, publishers, progress, warnings))
+        announce_checkpoint(run, manifest)
+    warnings.tell(run.journal())
+    if manifest.last_step >= run.experiment.training.steps:
+        _wait_for_end(run, index)
+        wait_until_mirrored(run, manifest.last_step, settings)
+        publishers.publish_last(manifest.last_step)
+    else:
+        publishers.publish(safe_step(run, settings))
+    return manifest
+
+
+def _found_done(run: Run, index: int) -> SegmentManifest | None:
+    """The segment, if it is complete. A damaged end of the run does not count: nobody would look at it again before it
+    is evaluated, while a trainer verifies what it goes on from."""
+    manifest = run.manifest(index)
+    if manifest is None or not manifest.complete:
+        return None
+    if manifest.last_step >= run.experiment.training.steps and _running(run) is None:
+        try:
+            verify_checkpoint(manifest.checkpoint)
+        except CheckpointError as error:
+            aside = move_aside(segment_path(run.run_dir, index))
+            get_logger().warning(
+                "train: SEGMENT %d IS NO LONGER DONE and its manifest is moved to %s: %s", index, aside.name, error
+            )
+            return None
+    return manifest
+
+
+def train_all_segments(run: Run, dataset: DatasetRef, model: ModelRef) -> list[SegmentManifest]:
+    """Segments in order, until the last step; a segment that runs out of minutes makes one more of them."""
+    with _linked(run):
+        return _all_segments(run, dataset, model)
+
+
+def _all_segments(run: Run, dataset: DatasetRef, model: ModelRef) -> list[SegmentManifest]:
+    segments: list[SegmentManifest] = []
+    try:
+        while not segments or segments[-1].last_step < run.experiment.training.steps:
+            segments.append(train_segment(run, dataset, model, len(segments)))
+            manifest = segments[-1]
+            get_logger().info("train: segment %d committed at step %d", manifest.segment, manifest.last_step)
+    except BaseException:
+        trainer = _running(run)
+        if trainer is None:
+            raise
+        # Between two tasks (and Prefect may be away for a while) the trainer works on; nobody else would tell it.
+        with _stopped_on_interrupt(run, trainer, len(segments), Settings()):
+            raise
+    return segments
+
+
+@dataclass(frozen=True, slots=True)
+class Links:
+    """What the driver of a run has to its trainer, Prefect's page and MLflow, each in a thread of its own."""
+
+    heart: Heartbeat
+    page: Outbox
+    publishers: Publishers
+
+    def end(self, wait_seconds: float | None) -> None:
+        """The page gets a moment. MLflow has what it was given, or is left to the next try, after ``wait_seconds``."""
+        self.heart.end()
+        self.page.close(_PAGE_SECONDS if wait_seconds is None else wait_seconds)
+        self.publishers.stop(wait_seconds)
+
+
+# From the first segment's task to the end of the last one, also between two tasks.
+_LINKS: dict[Path, Links] = {}
+
+
+def _links_of(run: Run, settings: Settings) -> Links:
+    if run.run_dir not in _LINKS:
+        heart = Heartbeat(run.run_dir / "control.json")
+        _LINKS[run.run_dir] = Links(heart, Outbox("page"), Publishers(run, settings))
+    return _LINKS[run.run_dir]
+
+
+@contextmanager
+def _linked(run: Run) -> Iterator[None]:
+    """End the run's threads, however its training ends."""
+    try:
+        yield
+    except Exception:
+        _unlink(run, None)
+        raise
+    except BaseException:  # a person waits, or Prefect's grace is short
+        _unlink(run, 0.0)
+        raise
+    _unlink(run, None)
+
+
+def _unlink(run: Run, wait_seconds: float | None) -> None:
+    if (links := _LINKS.pop(run.run_dir, None)) is not None:
+        links.end(wait_seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class Trainer:
+    """The trainer of a run as seen from here: our child, or one that another driver left running."""
+
+    pid: int
+    lease: Path
+    child: subprocess.Popen[bytes] | None
+
+    def exit_code(self) -> int | None:
+        """None while it runs; -1 for a trainer that is gone and was not our child."""
+        if self.child is not None:
+            return self.child.poll()
+        return None if holder_alive(self.lease) else -1
+
+
+# Children stay ours from one segment's task to the next, and only their parent can collect their exit code.
+_CHILDREN: dict[Path, subprocess.Popen[bytes]] = {}
+
+
+def _running(run: Run) -> Trainer | None:
+    """The trainer that is at this run, if one lives."""
+    lease = run.run_dir / "lease.json"
+    child = _CHILDREN.get(run.run_dir)
+    if child is not None and child.poll() is None:
+        return Trainer(child.pid, lease, child)
+    holder = holder_alive(lease)
+    return Trainer(holder.pid, lease, None) if holder is not None else None
+
+
+def _attach(run: Run) -> Trainer | None:
+    """The running trainer, to be followed; None: start one.
+
+    Raises:
+        RlflowError: ours has failed since the segment before; the next try starts another.
+    """
+    trainer = _running(run)
+    if trainer is not None:
+        if trainer.child is None:
+            get_logger().info("train: follow the trainer that is running already, pid %d", trainer.pid)
+        return trainer
+    child = _CHILDREN.pop(run.run_dir, None)
+    if child is not None and child.poll() != 0:
+        raise _failure(run, child.poll() or 0)
+    # Daemons that a killed trainer left behind hold memory that the next one needs.
+    processes.kill(_mark(run))
+    lease_at(run.run_dir / "lease.json").remove_dead()
+    return None
+
+
+def _start(run: Run, settings: Settings, dataset: DatasetRef, model: ModelRef, index: int) -> Trainer:
+    spec = SegmentSpec(
+        run_id=run.run_id,
+        run_dir=run.run_dir,
+        experiment=run.experiment,
+        dataset=dataset,
+        model=model,
+        adjustments=read_adjustments(run),
+        driver_deadline_seconds=settings.driver_deadline_seconds,
+    )
+    spec_path = run.run_dir / "spec.json"
+    write_json_atomically(spec_path, spec.model_dump_json(indent=1))
+    _error_path(run).unlink(missing_ok=True)
+    _beat(run, index)
+    where = f"from step {step}" if (step := run.committed_step()) else "from the start"
+    with (run.run_dir / "trainer.log").open("ab") as log:
+        log.write(f"\n{_HEADING}{where}, {datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC ===\n".encode())
+        log.flush()
+        child = processes.start(
+            [str(settings.trainer_python), "-m", "rlcore.jobs.segment", str(spec_path)],
+            env=environment.for_jobs(settings),
+            mark=_mark(run),
+            output=log,
+            ends_with_parent=False,  # it must outlive a killed driver, commit, and be found by the next one
+        )
+    _CHILDREN[run.run_dir] = child
+    get_logger().info("train: started a trainer %s (log: %s)", where, run.run_dir / "trainer.log")
+    return Trainer(child.pid, run.run_dir / "lease.json", child)
+
+
+def _follow(run: Run, trainer: Trainer, index: int, tick: Callable[[], None]) -> SegmentManifest:
+    watch = HangWatch(trainer.lease, run.experiment.segment.hang_minutes)
+    _beat(run, index)
+    while True:
+        code = trainer.exit_code()  # asked before the manifest: a trainer commits first and ends then
+        manifest = run.manifest(index)
+        if manifest is not None and manifest.complete:
+            return manifest
+        if code is not None:
+            raise _failure(run, code)
+        if watch.stuck():
+            raise end_stuck_trainer(run.run_dir, _mark(run), run.experiment.segment.hang_minutes)
+        tick()
+        time.sleep(_TICK_SECONDS)
+
+
+def _tick(
+    run: Run, settings: Settings, publishers: Publishers, progress: TrainingProgress, warnings: HealthWarnings
+) -> None:
+    records = run.journal()
+    progress.show(records)
+    warnings.tell(records)
+    publishers.publish(safe_step(run, settings))
+
+
+def _wait_for_end(run: Run, index: int) -> None:
+    """After the last segment: let the trainer take its workers down, then make sure."""
+    deadline = time.monotonic() + _LAST_EXIT_SECONDS
+    try:
+        while _running(run) is not None and time.monotonic() < deadline:
+            time.sleep(_TICK_SECONDS / 4)
+    finally:
+        processes.kill(_mark(run))
+        _CHILDREN.pop(run.run_dir, None)
+
+
+@contextmanager
+def _stopped_on_interrupt(run: Run, trainer: Trainer, index: int, settings: Settings) -> Iterator[None]:
+    """Whatever ends the wait early (Ctrl-C, cancel, an error here) lets the trainer commit, then ends it."""
+    try:
+        yield
+    except BaseException as reason:
+        if trainer.exit_code() is None:
+            get_logger().warning(
+                "train: %s; the trainer commits and stops (at most %.0f s, Ctrl-C again: at once)",
+                type(reason).__name__,
+                settings.stop_grace_seconds,
+            )
+        try:
+            _ask_to_stop(run, trainer, index, settings.stop_grace_seconds)
+        finally:
+            processes.kill(_mark(run))
+            _CHILDREN.pop(run.run_dir, None)
+        raise
+
+
+def _ask_to_stop(run: Run, trainer: Trainer, index: int, grace_seconds: float) -> None:
+    """Wait for the commit of steps that no manifest holds yet. Without such steps there is nothing to wait for.
+
+    By the control file alone: while Ray starts, its own SIGTERM handler would end the trainer on the spot.
+    """
+    _beat(run, index, stop=True)
+    deadline = time.monotonic() + grace_seconds
+    if not _uncommitted(run):
+        return
+    while _uncommitted(run) and trainer.exit_code() is None and time.monotonic() < deadline:
+        time.sleep(_TICK_SECONDS / 4)
+    deadline = min(deadline, time.monotonic() + _CLEAN_EXIT_SECONDS)
+    while trainer.exit_code() is None and time.monotonic() < deadline:  # it takes Ray down better than a kill does
+        time.sleep(_TICK_SECONDS / 4)
+
+
+def _uncommitted(run: Run) -> bool:
+    records = run.journal()
+    return bool(records) and records[-1].step > run.committed_step()
+
+
+def _failure(run: Run, code: int) -> RlflowError:
+    """What to raise for a trainer that ended without the segment: its own report, else its exit code."""
+    processes.kill(_mark(run))
+    log = run.run_dir / "trainer.log"
+    path = _error_path(run)
+    if path.exists():
+        report = JobError.model_validate_json(path.read_text())
+        tail = "\n".join(report.traceback.strip().splitlines()[-_TRACEBACK_LINES:])
+        error = error_from(report, f"the trainer ended with {describe_exit(code)}")
+        return type(error)(f"{tail}\n\n{error}\nThe trainer's log: {log}")
+    known = error_of_exit(code, describe_exit(code))
+    return type(known)(f"{last_words(log)}\n\n{known}. The trainer's log: {log}")
+
+
+def last_words(log: Path) -> str:
+    """The end of what the last trainer wrote, without that of those before it."""
+    if not log.exists():
+        return ""
+    lines = log.read_text(errors="replace").strip().splitlines()
+    since = max((number for number, line in enumerate(lines, 1) if line.startswith(_HEADING)), default=0)
+    return "\n".join(lines[since:][-_TRACEBACK_LINES:])
+
+
+def _beat(run: Run, index: int, *, stop: bool = False) -> None:
+    """The driver lives, and wants this segment and the next: the trainer goes on without waiting for us."""
+    _links_of(run, Settings()).heart.want(index + 1, stop=stop)
+
+
+def _error_path(run: Run) -> Path:
+    return run.run_dir / "trainer_error.json"
+
+
+def _mark(run: Run) -> str:
+    return run.trainer_mark
