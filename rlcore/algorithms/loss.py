@@ -10,11 +10,21 @@ token beyond that has no gradient.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import assert_never
 
 import torch
 from torch import Tensor
 
-from rlcore.algorithms.kl import MAX_LOG_RATIO, clamped_log_ratio, k3
+from rlcore.algorithms.kl import MAX_LOG_RATIO, clamped_log_ratio
+from rlcore.config.algorithm import (
+    CispoLoss,
+    GspoLoss,
+    GspoTokenLoss,
+    PolicyLoss,
+    PpoClipLoss,
+    SapoLoss,
+    VespoLoss,
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -27,42 +37,42 @@ class TokenLosses:
     clipped_high: Tensor  # [N] bool: because it was too high
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class LossSums:
-    """What the loss saw: [] tensors, detached, summed over the counted tokens.
-
-    Divide by their number in the whole step after merging all microbatches and ranks.
-    """
-
-    clipped_low: Tensor
-    clipped_high: Tensor
-    ratio: Tensor
-    ratio_max: Tensor  # a maximum, not a sum; 0 over no tokens
-    kl_k3: Tensor  # of KL(old || new), nats, from token log-probs whatever the loss
-
-    def merge(self, other: LossSums) -> LossSums:
-        """The sums of both parts together."""
-        return LossSums(
-            clipped_low=self.clipped_low + other.clipped_low,
-            clipped_high=self.clipped_high + other.clipped_high,
-            ratio=self.ratio + other.ratio,
-            ratio_max=torch.maximum(self.ratio_max, other.ratio_max),
-            kl_k3=self.kl_k3 + other.kl_k3,
-        )
-
-
-def loss_sums(losses: TokenLosses, logprobs: Tensor, old_logprobs: Tensor, counted: Tensor | None = None) -> LossSums:
-    """Sums over the N tokens of ``losses``, or over those of them that are ``counted`` ([N] bool)."""
-    logprobs, old_logprobs = logprobs.detach(), old_logprobs.detach()
-    counted = torch.ones_like(losses.clipped_low) if counted is None else counted
-    ratios = torch.where(counted, losses.ratios, 0)
-    return LossSums(
-        clipped_low=(losses.clipped_low & counted).sum(dtype=logprobs.dtype),
-        clipped_high=(losses.clipped_high & counted).sum(dtype=logprobs.dtype),
-        ratio=ratios.sum(),
-        ratio_max=torch.cat([ratios, ratios.new_zeros(1)]).max(),
-        kl_k3=torch.where(counted, k3(old_logprobs, logprobs), 0).sum(),
-    )
+def policy_loss(
+    loss: PolicyLoss, logprobs: Tensor, old: Tensor, advantages: Tensor, sequence_index: Tensor, lengths: Tensor
+) -> TokenLosses:
+    """The configured loss. Arguments as in the module's docstring and ``gspo``."""
+    match loss:
+        case PpoClipLoss():
+            return ppo_clip(
+                logprobs,
+                old,
+                advantages,
+                clip_low=loss.clip_low,
+                clip_high=loss.clip_high,
+                dual_clip=loss.dual_clip,
+            )
+        case GspoLoss() | GspoTokenLoss():
+            of_sequence = gspo if isinstance(loss, GspoLoss) else gspo_token
+            return of_sequence(
+                logprobs, old, advantages, sequence_index, lengths, clip_low=loss.clip_low, clip_high=loss.clip_high
+            )
+        case CispoLoss():
+            return cispo(logprobs, old, advantages, max_ratio=loss.max_ratio)
+        case SapoLoss():
+            return sapo(logprobs, old, advantages, tau_positive=loss.tau_positive, tau_negative=loss.tau_negative)
+        case VespoLoss():
+            return vespo(
+                logprobs,
+                old,
+                advantages,
+                sequence_index,
+                lengths,
+                k_positive=loss.k_positive,
+                lambda_positive=loss.lambda_positive,
+                k_negative=loss.k_negative,
+                lambda_negative=loss.lambda_negative,
+            )
+    assert_never(loss)
 
 
 def ppo_clip(

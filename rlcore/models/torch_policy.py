@@ -22,7 +22,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from rlcore.algorithms.aggregation import StepTotals
-from rlcore.algorithms.objective import PolicyTokens, StepSums, UpdateResult, microbatch_loss
+from rlcore.algorithms.objective import PolicyTokens, UpdateResult, microbatch_loss
+from rlcore.algorithms.sums import StepSums
 from rlcore.batch import ImageFeatures, Microbatch, on_device, pack
 from rlcore.config import ExperimentConfig
 from rlcore.flops import ModelShape
@@ -188,7 +189,8 @@ class TorchPolicy:
             kl_coefficient: of the KL term in the loss.
         """
         self._weights.come_back()
-        sums = StepSums.zero(self.device)
+        sums = StepSums()
+        counts = self._sequence is None or self._sequence.rank == 0
         for number, samples in enumerate(microbatches, start=1):
             last = number == len(microbatches)
             self.model.set_reshard_after_backward(self._reshards or last)
@@ -204,8 +206,7 @@ class TorchPolicy:
                 max_completion_tokens=self.config.rollout.max_completion_tokens,
             )
             loss.backward()
-            if self._sequence is None or self._sequence.rank == 0:
-                sums = sums.merge(part)
+            sums = sums.merge(part if counts else part.zeros())
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.config.training.max_grad_norm)
         grad_norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
         skipped = not np.isfinite(grad_norm)

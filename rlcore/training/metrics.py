@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from rlcore.algorithms.mismatch import Dtype, normal_limit
+from rlcore.algorithms.mismatch import Dtype, effective_sample_size, normal_limit
 from rlcore.algorithms.objective import UpdateResult
 from rlcore.algorithms.outcomes import GroupOutcome, count_outcomes, group_outcome
 from rlcore.config import AlgorithmConfig, ExperimentConfig
@@ -52,36 +52,27 @@ def update_metrics(
         alarm_above: mean distance, nats per token, that raises the alarm.
         stale: an older policy has sampled, so that this distance is no fault.
     """
-    sums, tokens = result.sums, float(result.sums.tokens)
+    sums = result.sums
+    total = {name: float(value) for name, value in sums.totals.items()}
+    tokens = total["tokens"]
+    distance = float(sums.means["rollout/abs_delta_logprob_mean"])
     found = {
-        "loss/total": float(sums.policy_loss) + kl_coefficient * float(sums.kl_loss),
-        "loss/policy": float(sums.policy_loss),
+        "loss/total": total["policy_loss"] + kl_coefficient * total["kl_loss"],
+        "loss/policy": total["policy_loss"],
         "loss/kl_coefficient": kl_coefficient,
-        "loss/kl_ref": float(sums.kl_ref) / max(1.0, float(sums.computed)),  # 0 where every completion was masked
+        "loss/kl_ref": total["kl_ref"] / max(1.0, total["computed"]),  # 0 where every completion was masked
         "optim/grad_norm": result.grad_norm,
         "optim/skipped": float(result.skipped),
-        "rollout/mismatch_alarm": float(not stale and float(sums.mismatch.abs_delta) > alarm_above * tokens),
+        "rollout/mismatch_alarm": float(not stale and distance > alarm_above * tokens),
     }
     if not tokens:
         return found
-    means = {
-        "loss/kl_old": sums.loss.kl_k3,
-        "loss/entropy": sums.entropy,
-        "loss/clip_fraction": sums.loss.clipped_low + sums.loss.clipped_high,
-        "loss/clip_fraction_low": sums.loss.clipped_low,
-        "loss/clip_fraction_high": sums.loss.clipped_high,
-        "loss/ratio_mean": sums.loss.ratio,
-        "rollout/abs_delta_logprob_mean": sums.mismatch.abs_delta,
-        "rollout/effective_sample_size": sums.mismatch.effective_sample_size(),
-        "rollout/kl_sampler_trainer": sums.mismatch.k3,
-        "rollout/importance_weight_mean": sums.importance,
-        "rollout/importance_masked": sums.importance_zero,
-    }
+    effective = effective_sample_size(sums.totals["importance_ratio"], sums.totals["importance_ratio_squared"])
     return {
         **found,
-        **{name: float(value) / tokens for name, value in means.items()},
-        "loss/ratio_max": float(sums.loss.ratio_max),
-        "rollout/abs_delta_logprob_max": float(sums.mismatch.abs_delta_max),
+        **{name: float(value) / tokens for name, value in sums.means.items()},
+        **{name: float(value) for name, value in sums.maxima.items()},
+        "rollout/effective_sample_size": float(effective) / tokens,
     }
 
 

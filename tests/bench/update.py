@@ -210,8 +210,8 @@ def _measure(
         "mean_completion": float(np.mean([s.num_trained for s in samples])),
         "microbatches": len(microbatches),
         "grad_norm": result.grad_norm,
-        "loss": float(result.sums.policy_loss),
-        "entropy": float(result.sums.entropy) / totals.tokens,
+        "loss": float(result.sums.totals["policy_loss"]),
+        "entropy": float(result.sums.means["loss/entropy"]) / totals.tokens,
         "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if cuda else None,
     }
 

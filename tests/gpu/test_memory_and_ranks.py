@@ -56,7 +56,7 @@ def step(policy: TorchPolicy, samples: list[TrainingSample]) -> tuple[Tensor, fl
     totals = StepTotals(sum(s.num_trained for s in samples), len(samples))
     result = policy.update([samples[:16], samples[16:]], totals, 1e-3, 0.0)
     policy.optimizer.step = take  # type: ignore[method-assign]
-    return in_one_vector(policy, gradients) * max(1.0, result.grad_norm), float(result.sums.policy_loss)
+    return in_one_vector(policy, gradients) * max(1.0, result.grad_norm), float(result.sums.totals["policy_loss"])
 
 
 @pytest.fixture

@@ -150,7 +150,7 @@ def gradient(device: str, shared: bool, **choices: Any) -> tuple[Tensor, Tensor]
     scored = [s for part in policy.logprobs(plan) for s in part]
     totals = StepTotals(sum(s.num_trained for s in samples), len(samples))
     result = policy.update(plan, totals, 0.0, 0.0)
-    assert float(result.sums.loss.ratio_max) == 1.0
+    assert float(result.sums.maxima["loss/ratio_max"]) == 1.0
     gradient = in_one_vector(policy, gradients) * max(1.0, result.grad_norm)
     return torch.from_numpy(np.concatenate([s.logprobs for s in scored])), gradient
 

@@ -38,7 +38,7 @@ def taken(policy: TorchPolicy, rank: int = 0, world: int = 1) -> dict[str, Any]:
     gradients = toy.keep_gradients(policy, then_step=False)
     scored = [policy.logprobs(mine, reference=reference) for reference in (False, True)]
     totals = StepTotals(sum(s.num_trained for s in samples), len(samples))
-    loss = float(policy.update(mine, totals, 1e-3, KL).sums.policy_loss)
+    loss = float(policy.update(mine, totals, 1e-3, KL).sums.totals["policy_loss"])
     values = [torch.cat([torch.from_numpy(one.logprobs) for m in part for one in m]) for part in scored]
     gradient = torch.cat([value.flatten() for name, value in gradients.items() if "visual" not in name])
     return {"loss": loss, "gradient": gradient, "values": values}

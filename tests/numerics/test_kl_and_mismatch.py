@@ -9,7 +9,12 @@ from torch import tensor
 from torch.testing import assert_close
 
 from rlcore.algorithms.kl import MAX_LOG_RATIO, k1, k2, k3, next_coefficient, straight_through
-from rlcore.algorithms.mismatch import masked_importance, mismatch, truncated_importance
+from rlcore.algorithms.mismatch import (
+    effective_sample_size,
+    importance_ratios,
+    masked_importance,
+    truncated_importance,
+)
 from rlcore.algorithms.objective import kl_estimate
 from rlcore.config.algorithm import KlEstimator
 
@@ -107,37 +112,26 @@ def test_the_adaptive_coefficient_settles_where_the_kl_is_on_target():
     assert coefficient == pytest.approx(0.4, rel=1e-3)
 
 
-def test_mismatch_equals_the_values_worked_out_by_hand():
-    # w = p_trainer / p_sampler: 2, 1, 1/2. |delta| = ln 2, 0, ln 2
+def test_the_effective_sample_size_equals_the_value_worked_out_by_hand():
+    # w = p_trainer / p_sampler: 2, 1, 1/2
     # sum w = 3.5; sum w^2 = 4 + 1 + 0.25 = 5.25; effective tokens 12.25 / 5.25 = 2.3333
-    # k3 = w - 1 - ln w: 1 - 0.693147; 0; -0.5 + 0.693147: together 0.5
     trainer, sampler = tensor([0.4, 0.5, 0.1]).log(), tensor([0.2, 0.5, 0.2]).log()
-    sums = mismatch(trainer, sampler)
-    assert_close(sums.abs_delta, tensor(2 * math.log(2)))
-    assert_close(sums.abs_delta_max, tensor(math.log(2)))
-    assert_close(sums.weight, tensor(3.5))
-    assert_close(sums.weight_squared, tensor(5.25))
-    assert_close(sums.effective_sample_size(), tensor(12.25 / 5.25))
-    assert_close(sums.k3, tensor(0.5))
+    ratios = importance_ratios(trainer, sampler)
+    assert_close(ratios, tensor([2.0, 1.0, 0.5]))
+    assert_close(effective_sample_size(ratios.sum(), ratios.square().sum()), tensor(12.25 / 5.25))
 
 
 def test_sampler_and_trainer_that_agree_lose_no_sample():
     logprobs = torch.randn(50) - 2
-    sums = mismatch(logprobs, logprobs)
-    assert sums.abs_delta == sums.k3 == 0
-    assert sums.effective_sample_size() == 50
+    ratios = importance_ratios(logprobs, logprobs)
+    assert effective_sample_size(ratios.sum(), ratios.square().sum()) == 50
 
 
-def test_mismatch_merges_and_survives_extremes():
-    a, b = tensor([-1.0, -500.0, 0.0]), tensor([-1.2, 0.0, -500.0])
-    whole = mismatch(a, b)
-    merged = mismatch(a[:1], b[:1]).merge(mismatch(a[1:], b[1:]))
-    for name in ("abs_delta", "abs_delta_max", "weight", "weight_squared", "k3"):
-        assert torch.isfinite(getattr(whole, name))
-        assert_close(getattr(merged, name), getattr(whole, name))
-    assert whole.abs_delta_max == 500  # not clamped
-    nothing = mismatch(torch.empty(0), torch.empty(0))
-    assert nothing.effective_sample_size() == nothing.abs_delta_max == 0
+def test_ratios_and_the_effective_sample_size_survive_extremes():
+    ratios = importance_ratios(tensor([-1.0, -500.0, 0.0]), tensor([-1.2, 0.0, -500.0]))
+    assert torch.isfinite(ratios.square()).all()
+    nothing = importance_ratios(torch.empty(0), torch.empty(0)).sum()
+    assert effective_sample_size(nothing, nothing.square()) == 0
 
 
 def test_importance_weights_equal_the_values_worked_out_by_hand():

@@ -11,12 +11,10 @@ from torch.testing import assert_close
 
 from rlcore.algorithms.aggregation import Aggregation, StepTotals, token_weights
 from rlcore.algorithms.loss import (
-    LossSums,
     TokenLosses,
     cispo,
     gspo,
     gspo_token,
-    loss_sums,
     ppo_clip,
     sapo,
     vespo,
@@ -95,12 +93,7 @@ def test_ppo_clip_equals_the_values_worked_out_by_hand():
     assert_close(out.values, tensor([-2.4, -2.0, 0.8]))
     assert out.clipped_low.tolist() == [False, False, True]
     assert out.clipped_high.tolist() == [True, False, False]
-    sums = loss_sums(out, NEW, OLD)
-    assert sums.clipped_low == sums.clipped_high == 1
-    assert_close(sums.ratio, tensor(1.6487213 + 1 + 0.3678794))
-    assert_close(sums.ratio_max, tensor(1.6487213))
-    # ratio - 1 - log ratio: 1.6487 - 1 - 0.5 = 0.1487; 0; 0.3679 - 1 + 1 = 0.3679
-    assert_close(sums.kl_k3, tensor(0.1487213 + 0.3678794))
+    assert_close(out.ratios, tensor([1.6487213, 1, 0.3678794]))
 
 
 def test_clipping_counts_only_where_it_stops_a_move_that_would_pay():
@@ -169,9 +162,6 @@ def test_on_policy_the_ratio_is_exactly_1_and_the_gradient_the_plain_one(loss):
     out = loss(logprobs, logprobs.detach(), advantages, index, lengths)
     assert torch.equal(out.ratios, torch.ones(12))
     assert not (out.clipped_low | out.clipped_high).any()
-    sums = loss_sums(out, logprobs, logprobs.detach())
-    assert sums.ratio == 12
-    assert sums.kl_k3 == 0
     assert_close(gradient_of(out.values, logprobs), -advantages.float())
 
 
@@ -190,7 +180,7 @@ def test_a_wild_ratio_stays_finite(loss, sign):
     out = loss(new, tensor([-1000.0, 0.0, -1.0]), torch.full((3,), sign), tensor([0, 1, 1]), tensor([1, 2]))
     assert torch.isfinite(out.values).all()
     assert torch.isfinite(gradient_of(out.values, new)).all()
-    assert torch.isfinite(loss_sums(out, new, tensor([-1000.0, 0.0, -1.0])).kl_k3)
+    assert torch.isfinite(out.ratios).all()
 
 
 @pytest.mark.parametrize("name", ["ppo_clip", "dual_clip", "gspo", "sapo"])
@@ -272,27 +262,6 @@ def test_no_tokens_give_a_loss_of_0_that_can_be_differentiated(loss):
     out = loss(nothing, nothing.detach(), nothing.detach(), torch.empty(0, dtype=torch.int64), tensor([0]))
     out.values.sum().backward()
     assert out.values.sum() == 0
-    assert loss_sums(out, nothing, nothing).ratio_max == 0
-
-
-def test_sums_of_parts_merge_to_the_sums_of_the_whole():
-    def sums(part: slice) -> LossSums:
-        out = ppo_clip(NEW[part], OLD[part], ADVANTAGES[part], clip_low=0.2, clip_high=0.2)
-        return loss_sums(out, NEW[part], OLD[part])
-
-    merged, whole = sums(slice(0, 2)).merge(sums(slice(2, 3))), sums(slice(None))
-    for name in LossSums.__slots__:
-        assert_close(getattr(merged, name), getattr(whole, name))
-
-
-def test_sums_are_of_one_dtype_and_over_the_counted_tokens():
-    out = ppo_clip(NEW, OLD, ADVANTAGES, clip_low=0.2, clip_high=0.2)  # ratios e^0.5, 1, e^-1: cut above, -, cut below
-    sums = loss_sums(out, NEW, OLD, tensor([False, True, True]))
-    assert {getattr(sums, name).dtype for name in LossSums.__slots__} == {NEW.dtype}
-    assert (float(sums.clipped_high), float(sums.clipped_low)) == (0.0, 1.0)
-    assert_close(sums.ratio, tensor(1 + math.exp(-1)))
-    assert_close(sums.ratio_max, tensor(1.0))
-    assert_close(sums.kl_k3, tensor(math.exp(-1)))  # r - 1 - ln r of r = 1 and of r = 1 / e
 
 
 @pytest.mark.parametrize("sign", [1.0, -1.0])

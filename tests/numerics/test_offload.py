@@ -97,7 +97,7 @@ def train(policy: TorchPolicy, folder: Path, rank: int, world: int) -> list[Tens
         scored = [*policy.logprobs(mine), *policy.logprobs(mine, reference=True)]
         seen += [torch.from_numpy(one.logprobs) for micro in scored for one in micro]
         result = policy.update(mine, totals, 1e-3, KL)
-        seen.append(torch.tensor([result.grad_norm, float(result.sums.policy_loss)]))
+        seen.append(torch.tensor([result.grad_norm, float(result.sums.totals["policy_loss"])]))
         seen += [weight.clone() for _, weight in policy.full_weights()]
         policy.rest()
         if policy.config.training.offload:

@@ -13,7 +13,8 @@ from torch.testing import assert_close
 from rlcore.algorithms import advantage
 from rlcore.algorithms.aggregation import StepTotals
 from rlcore.algorithms.logprobs import linear_logprobs
-from rlcore.algorithms.objective import PolicyTokens, StepSums, microbatch_loss
+from rlcore.algorithms.objective import PolicyTokens, microbatch_loss
+from rlcore.algorithms.sums import StepSums
 from rlcore.batch import Microbatch, Segments, trained_positions, trained_sequences
 from rlcore.config import AlgorithmConfig
 from tests.numerics import reference
@@ -306,30 +307,32 @@ def test_the_loss_and_the_sums_of_a_microbatch_by_hand():
     k3 = [0, 2 / 3 - 1 - math.log(2 / 3), 2 - 1 - math.log(2)]  # r - 1 - ln r, r = reference / policy
     policy = -(2 * 1 + 2 * 1.28) / 6
     assert loss == pytest.approx(policy + 0.5 * sum(k3) / 6)
-    own = ("tokens", "computed", "policy_loss", "kl_loss", "kl_ref", "entropy", "importance", "importance_zero")
-    found = {name: float(getattr(sums, name)) for name in own}
-    assert found == pytest.approx(
+    # trainer over sampler: 1 and 2
+    assert {name: float(value) for name, value in sums.totals.items()} == pytest.approx(
         {
             "tokens": 2, "computed": 3, "policy_loss": policy, "kl_loss": sum(k3) / 6, "kl_ref": sum(k3),
-            "entropy": 3, "importance": 2, "importance_zero": 0,
+            "importance_ratio": 3, "importance_ratio_squared": 5,
         }
     )  # fmt: skip
-    assert {name: float(getattr(sums.loss, name)) for name in sums.loss.__slots__} == pytest.approx(
-        {"clipped_low": 0, "clipped_high": 1, "ratio": 2.5, "ratio_max": 1.5, "kl_k3": 0.5 - math.log(1.5)}
-    )
-    # trainer over sampler: 1 and 2
-    assert {name: float(getattr(sums.mismatch, name)) for name in sums.mismatch.__slots__} == pytest.approx(
+    assert {name: float(value) for name, value in sums.means.items()} == pytest.approx(
         {
-            "abs_delta": math.log(2), "abs_delta_max": math.log(2), "weight": 3, "weight_squared": 5,
-            "k3": 1 - math.log(2),
+            "loss/entropy": 3, "loss/kl_old": 0.5 - math.log(1.5), "loss/ratio_mean": 2.5,
+            "loss/clip_fraction": 1, "loss/clip_fraction_low": 0, "loss/clip_fraction_high": 1,
+            "rollout/abs_delta_logprob_mean": math.log(2), "rollout/kl_sampler_trainer": 1 - math.log(2),
+            "rollout/importance_weight_mean": 2, "rollout/importance_masked": 0,
         }
     )  # fmt: skip
+    assert {name: float(value) for name, value in sums.maxima.items()} == pytest.approx(
+        {"loss/ratio_max": 1.5, "rollout/abs_delta_logprob_max": math.log(2)}
+    )
 
 
 def test_a_masked_token_is_counted_and_not_trained_on():
     _, sums = by_hand({"name": "mask", "level": "token", "min_weight": 0.5, "max_weight": 1.5})
-    assert float(sums.policy_loss) == pytest.approx(-2 / 6)  # of the first token; the second is at twice the sampler's
-    assert (float(sums.importance), float(sums.importance_zero)) == (1, 1)
+    assert float(sums.totals["policy_loss"]) == pytest.approx(
+        -2 / 6
+    )  # of the first token; the second is at twice the sampler's
+    assert [float(sums.means[f"rollout/importance_{name}"]) for name in ("weight_mean", "masked")] == [1, 1]
 
 
 def test_without_reference_log_probs_there_is_no_kl_term():
@@ -343,16 +346,37 @@ def test_without_reference_log_probs_there_is_no_kl_term():
         kl_coefficient=0.5,
         max_completion_tokens=MAX_COMPLETION,
     )
-    assert float(loss) == float(sums.policy_loss) != 0
-    assert float(sums.kl_loss) == float(sums.kl_ref) == 0
-    assert (float(sums.loss.ratio), float(sums.loss.ratio_max)) == (2, 1)  # the policy itself is the old one
+    assert float(loss) == float(sums.totals["policy_loss"]) != 0
+    assert float(sums.totals["kl_loss"]) == float(sums.totals["kl_ref"]) == 0
+    assert (float(sums.means["loss/ratio_mean"]), float(sums.maxima["loss/ratio_max"])) == (
+        2,
+        1,
+    )  # the policy itself is the old one
 
 
-def test_sums_start_at_nothing_and_merge_part_by_part():
+def test_sums_start_at_nothing_and_merge_name_by_name():
     _, sums = by_hand(None)
-    nothing = StepSums.zero(torch.device("cpu"))
-    for whole, times in ((nothing.merge(sums), 1), (sums.merge(sums), 2), (sums.all_reduce(), 1)):
-        for part, ours in ((whole, sums), (whole.loss, sums.loss), (whole.mismatch, sums.mismatch)):
-            for name in set(part.__slots__) - {"loss", "mismatch"}:
-                factor = 1 if name in ("ratio_max", "abs_delta_max") else times
-                assert float(getattr(part, name)) == pytest.approx(factor * float(getattr(ours, name))), name
+    nothing = StepSums()
+    for whole, times in ((nothing.merge(sums), 1), (sums.merge(sums), 2), (sums.all_reduce(), 1), (sums.zeros(), 0)):
+        for part, ours, factor in (
+            (whole.totals, sums.totals, times),
+            (whole.means, sums.means, times),
+            (whole.maxima, sums.maxima, min(times, 1)),
+        ):
+            assert {value.dtype for value in part.values()} == {torch.float64}
+            found = {name: float(value) for name, value in part.items()}
+            assert found == pytest.approx({name: factor * float(value) for name, value in ours.items()})
+
+
+def test_sums_of_parts_merge_to_the_sums_of_the_whole_also_over_extremes():
+    values, counted = torch.tensor([500.0, -1.2, 0.3, 7.0]), torch.tensor([True, False, True, True])
+
+    def sums(part: slice) -> StepSums:
+        own = values[part]
+        return StepSums.of(counted[part], totals={"all": own}, means={"mean": own}, maxima={"largest": own})
+
+    merged = sums(slice(0, 1)).merge(sums(slice(1, 1))).merge(sums(slice(1, 4)))
+    assert float(merged.totals["all"]) == pytest.approx(506.1)
+    assert float(merged.means["mean"]) == pytest.approx(507.3)
+    assert float(merged.maxima["largest"]) == 500
+    assert float(sums(slice(1, 2)).maxima["largest"]) == 0  # over no tokens

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from rlcore.algorithms.aggregation import StepTotals
+from rlcore.algorithms.mismatch import effective_sample_size
 from rlcore.models.torch_policy import TorchPolicy
 from rlcore.types import TrainingSample
 from tests.numerics import toy
@@ -152,11 +153,11 @@ def test_on_policy_the_ratio_is_exactly_one(tiny_model: Path, loss: str, mode: s
         result = policy.update(plan, StepTotals(sum(s.num_trained for s in every), len(every)), 0.0, 0.01)
         sums = result.sums
         assert result.grad_norm > 0
-        assert float(sums.loss.ratio_max) == 1.0
-        assert float(sums.loss.ratio) == float(sums.tokens)
-        assert float(sums.loss.clipped_low + sums.loss.clipped_high) == 0.0
-        assert float(sums.loss.kl_k3) == 0.0
-        assert float(sums.kl_ref) < 1e-9  # the reference is the same weights at step 0
+        assert float(sums.maxima["loss/ratio_max"]) == 1.0
+        assert float(sums.means["loss/ratio_mean"]) == float(sums.totals["tokens"])
+        assert float(sums.means["loss/clip_fraction"]) == 0.0
+        assert float(sums.means["loss/kl_old"]) == 0.0
+        assert float(sums.totals["kl_ref"]) < 1e-9  # the reference is the same weights at step 0
     assert all(torch.equal(value, before[name]) for name, value in policy.full_weights())
 
 
@@ -171,11 +172,12 @@ def test_what_top_p_and_top_k_cut_is_no_mismatch(tiny_model: Path) -> None:
     samples = [replace(s, sampler_logprobs=r.logprobs - r.log_kept) for s, r in zip(samples, scored, strict=True)]
     count = sum(s.num_trained for s in samples)
     sums = policy.update([samples], StepTotals(count, 4), 0.0, 0.0).sums
-    assert float(sums.mismatch.abs_delta_max) < 2e-6
-    assert float(sums.mismatch.effective_sample_size()) == pytest.approx(count, rel=1e-6)
+    assert float(sums.maxima["rollout/abs_delta_logprob_max"]) < 2e-6
+    ratios = (sums.totals["importance_ratio"], sums.totals["importance_ratio_squared"])
+    assert float(effective_sample_size(*ratios)) == pytest.approx(count, rel=1e-6)
     stale = [replace(s, old_logprobs=r.logprobs, log_kept=r.log_kept) for s, r in zip(samples, scored, strict=True)]
     sums = policy.update([stale], StepTotals(count, 4), 0.0, 0.0).sums
-    assert float(sums.mismatch.abs_delta_max) < 2e-6
+    assert float(sums.maxima["rollout/abs_delta_logprob_max"]) < 2e-6
 
 
 def test_zero_advantage_gives_exactly_zero_gradient(tiny_model: Path) -> None:
@@ -249,7 +251,9 @@ def test_leaving_out_samples_without_gradient_changes_nothing(tiny_model: Path) 
     grouped = toy.policy(tiny_model, settings)
     result = WorkerGroup(LocalRanks(grouped), settings).update(samples, 1e-3, 0.0)
     assert result.grad_norm == pytest.approx(everything.grad_norm, rel=1e-6)
-    assert float(result.sums.policy_loss) == pytest.approx(float(everything.sums.policy_loss), rel=1e-5)
+    assert float(result.sums.totals["policy_loss"]) == pytest.approx(
+        float(everything.sums.totals["policy_loss"]), rel=1e-5
+    )
     for (name, a), (_, b) in zip(plain.full_weights(), grouped.full_weights(), strict=True):
         assert torch.allclose(a, b, atol=2e-5), name
 

@@ -213,5 +213,6 @@ def test_importance_weights_and_effective_sample_size(seed, of_sequence):
     masked = mismatch.masked_importance(trainer, sampler, index, min_weight=0.8, max_weight=1.2)
     assert_close(masked, tensor([r if 0.8 <= r <= 1.2 else 0.0 for r in ratios], dtype=torch.float64))
     if not of_sequence:
-        found = mismatch.mismatch(trainer, sampler).effective_sample_size()
+        weights = mismatch.importance_ratios(trainer, sampler)
+        found = mismatch.effective_sample_size(weights.sum(), weights.square().sum())
         assert_close(found, tensor(reference.effective_sample_size(ratios), dtype=torch.float64))

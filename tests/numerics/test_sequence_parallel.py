@@ -79,9 +79,9 @@ def _rank(rank: int, world: int, degree: int, model: str, cases: list[tuple[str,
         found[case] = {
             "logprobs": shared,
             "gradient": torch.cat([gradients[name].flatten() for name in sorted(gradients)]),
-            "loss": float(result.sums.policy_loss),
-            "tokens": float(result.sums.tokens),
-            "entropy": float(result.sums.entropy),
+            "loss": float(result.sums.totals["policy_loss"]),
+            "tokens": float(result.sums.totals["tokens"]),
+            "entropy": float(result.sums.means["loss/entropy"]),
             "norm": result.grad_norm,
         }
     if rank == 0:

@@ -168,7 +168,7 @@ def gradient(policy: TorchPolicy, microbatches: list[list[TrainingSample]]) -> t
     every = [s for m in microbatches for s in m]
     totals = StepTotals(tokens=sum(s.num_trained for s in every), sequences=len(every))
     result = policy.update(microbatches, totals, 1e-3, 0.0)
-    return float(result.sums.policy_loss), toy.in_one_vector(policy, gradients) * max(1.0, result.grad_norm)
+    return float(result.sums.totals["policy_loss"]), toy.in_one_vector(policy, gradients) * max(1.0, result.grad_norm)
 
 
 @pytest.mark.parametrize("text_only", [False, True])

@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from rlcore.adjustments import Adjustments
-from rlcore.algorithms.loss import LossSums
-from rlcore.algorithms.mismatch import MismatchSums
-from rlcore.algorithms.objective import StepSums, UpdateResult
+from rlcore.algorithms.objective import UpdateResult
+from rlcore.algorithms.sums import StepSums
 from rlcore.config import AlgorithmConfig, build_experiment
 from rlcore.flops import Work
 from rlcore.segment.checkpointing import CheckpointSeconds
@@ -48,12 +47,16 @@ def exact(**sums: float) -> dict[str, torch.Tensor]:
 
 
 def test_every_metric_of_an_update_by_name_and_number() -> None:
-    loss = exact(clipped_low=1, clipped_high=2, ratio=11, ratio_max=1.5, kl_k3=0.25)
-    mismatch = exact(abs_delta=0.05, abs_delta_max=0.02, weight=10, weight_squared=12.5, k3=0.5)  # 100 / 12.5 = 8
-    own = exact(
-        tokens=10, computed=20, policy_loss=0.5, kl_loss=2, kl_ref=5, entropy=30, importance=9, importance_zero=1
-    )
-    sums = StepSums(**own, loss=LossSums(**loss), mismatch=MismatchSums(**mismatch))
+    totals = exact(
+        tokens=10, computed=20, policy_loss=0.5, kl_loss=2, kl_ref=5, importance_ratio=10, importance_ratio_squared=12.5
+    )  # 100 / 12.5 = 8 effective tokens
+    means = {
+        "loss/kl_old": 0.25, "loss/entropy": 30, "loss/clip_fraction": 3, "loss/clip_fraction_low": 1,
+        "loss/clip_fraction_high": 2, "loss/ratio_mean": 11, "rollout/abs_delta_logprob_mean": 0.05,
+        "rollout/kl_sampler_trainer": 0.5, "rollout/importance_weight_mean": 9, "rollout/importance_masked": 1,
+    }  # fmt: skip
+    maxima = {"loss/ratio_max": 1.5, "rollout/abs_delta_logprob_max": 0.02}
+    sums = StepSums(totals, exact(**means), exact(**maxima))
     of_the_step = {
         "loss/total": 0.5 + 0.1 * 2, "loss/policy": 0.5, "loss/kl_coefficient": 0.1, "loss/kl_ref": 5 / 20,
         "optim/grad_norm": 1.5, "optim/skipped": 1.0,
@@ -70,9 +73,7 @@ def test_every_metric_of_an_update_by_name_and_number() -> None:
     assert raised == pytest.approx({**of_the_step, **over_tokens, "rollout/mismatch_alarm": 1.0})
     assert update_metrics(result, 0.1, alarm_above=0.006)["rollout/mismatch_alarm"] == 0
     assert update_metrics(result, 0.1, alarm_above=0.004, stale=True)["rollout/mismatch_alarm"] == 0
-    none = dataclasses.replace(
-        sums, **exact(tokens=0, computed=0), mismatch=MismatchSums(*(torch.tensor(0.0) for _ in mismatch))
-    )
+    none = StepSums({**totals, **exact(tokens=0, computed=0)}, exact(**dict.fromkeys(means, 0)), sums.zeros().maxima)
     bare = update_metrics(UpdateResult(none, grad_norm=1.5, skipped=True), 0.1, alarm_above=0.004)
     assert bare == pytest.approx({**of_the_step, "loss/kl_ref": 5.0, "rollout/mismatch_alarm": 0.0})
 

@@ -9,10 +9,9 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from rlcore.algorithms.aggregation import StepTotals
-from rlcore.algorithms.objective import StepSums, UpdateResult
+from rlcore.algorithms.objective import UpdateResult
 from rlcore.config import ExperimentConfig
 from rlcore.distributed.ranks import LocalRanks, Ranks
 from rlcore.distributed.worker import Synced
@@ -87,10 +86,7 @@ class ToyRank:
         self.microbatches.append(len(microbatches))
         drawn = sum(int(s.token_ids[-1]) for samples in microbatches for s in samples)
         self.weights += learning_rate * drawn
-        tokens = torch.tensor(float(totals.tokens))
-        sums = dataclasses.replace(
-            StepSums.zero(torch.device("cpu")), tokens=tokens, computed=tokens, policy_loss=torch.tensor(self.weights)
-        )
+        sums = toy_run.step_sums({"tokens": totals.tokens, "computed": totals.tokens, "policy_loss": self.weights})
         return UpdateResult(sums, grad_norm=float(drawn), skipped=False)
 
     def peak_memory_bytes(self) -> int:

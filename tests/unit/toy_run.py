@@ -7,11 +7,13 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 import torch
 
-from rlcore.algorithms.objective import StepSums, UpdateResult
+from rlcore.algorithms.objective import UpdateResult
+from rlcore.algorithms.sums import StepSums
 from rlcore.config import ExperimentConfig, build_experiment
 from rlcore.flops import NOTHING, Work
 from rlcore.ports import SampledGroup, SampleRequest, ScoredTokens
@@ -25,17 +27,25 @@ from rlcore.types import Completion, Problem, RolloutGroup, Score, TrainingSampl
 
 def result(abs_delta: float) -> UpdateResult:
     """Ten trained tokens whose sampler and trainer log-probs differ by ``abs_delta`` nats in all."""
-    sums = StepSums.zero(torch.device("cpu"))
-    sums = dataclasses.replace(
-        sums,
-        tokens=torch.tensor(10.0),
-        policy_loss=torch.tensor(0.5),
-        kl_loss=torch.tensor(2.0),
-        entropy=torch.tensor(30.0),
-        loss=dataclasses.replace(sums.loss, clipped_low=torch.tensor(1.0), clipped_high=torch.tensor(2.0)),
-        mismatch=dataclasses.replace(sums.mismatch, abs_delta=torch.tensor(abs_delta)),
+    sums = step_sums(
+        {"tokens": 10, "policy_loss": 0.5, "kl_loss": 2},
+        {"loss/entropy": 30, "loss/clip_fraction": 3, "rollout/abs_delta_logprob_mean": abs_delta},
     )
     return UpdateResult(sums=sums, grad_norm=1.5, skipped=False)
+
+
+def step_sums(totals: Mapping[str, float], means: Mapping[str, float] = MappingProxyType({})) -> StepSums:
+    """The sums of an update, 0 where nothing is given."""
+    nothing = torch.zeros(0)
+    counted = nothing.bool()
+    names = ("tokens", "computed", "policy_loss", "kl_loss", "kl_ref", "importance_ratio", "importance_ratio_squared")
+    none = StepSums.of(
+        counted,
+        totals=dict.fromkeys(names, nothing),
+        means={"rollout/abs_delta_logprob_mean": nothing},
+        maxima={},
+    )
+    return none.merge(StepSums(*({n: torch.tensor(float(v)) for n, v in part.items()} for part in (totals, means))))
 
 
 PROBLEMS = [Problem(f"p{i}", "?", (), str(i), "test") for i in range(24)]
@@ -163,9 +173,8 @@ class Trainers(Workers):
         self.coefficients.append(kl_coefficient)
         self.rates.append(learning_rate)
         self.updated.append(samples)
-        tokens = torch.tensor(float(sum(s.num_trained for s in samples)))
-        sums = dataclasses.replace(StepSums.zero(torch.device("cpu")), computed=tokens, kl_ref=kl * tokens)
-        sums = dataclasses.replace(sums, tokens=tokens)
+        tokens = float(sum(s.num_trained for s in samples))
+        sums = step_sums({"computed": tokens, "kl_ref": kl * tokens, "tokens": tokens})
         return UpdateResult(sums, grad_norm=kl, skipped=not math.isfinite(kl))
 
     def work(self, samples: Sequence[TrainingSample]) -> Work:
