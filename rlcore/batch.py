@@ -24,6 +24,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from rlcore.families.protocol import Grid, ImageLayout
 from rlcore.types import Floats, ImageRef, TrainingSample
 
 
@@ -32,7 +33,7 @@ class ImageFeatures:
     """One image as the vision tower takes it, and what it has made of it where that is known."""
 
     pixel_values: Tensor  # [patches, channels * temporal * patch * patch]
-    grid_thw: tuple[int, int, int]  # in patches, before merging
+    grid_thw: Grid
     embedded: Tensor | None = None  # [patches / merge^2, H]
 
 
@@ -62,7 +63,7 @@ class Microbatch:
     and the values of the trained tokens are always whole."""
 
     token_ids: Tensor  # [T] int64
-    position_ids: Tensor  # [T], or [3, T] (time, height, width) for M-RoPE models; of each sequence as if alone
+    position_ids: Tensor  # [T], or [A, T] with A axes; of each sequence as if alone
     segments: Segments
     predict_from: Tensor  # [N] int64: position in the row whose hidden state predicts the token; [n] of a share
     targets: Tensor  # [N] int64: the token; [n] of a share
@@ -81,49 +82,6 @@ class Microbatch:
     share: RowShare | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class VisionLayout:
-    """How a model places images among its tokens."""
-
-    image_token_id: int
-    merge_size: int  # patches per side that become one token
-
-
-def mrope_positions(
-    token_ids: npt.NDArray[np.int32], grids: Sequence[tuple[int, int, int]], layout: VisionLayout
-) -> npt.NDArray[np.int64]:
-    """[3, L] time, height and width positions of one sequence.
-
-    Text advances all three by one per token. An image at position p takes p on the time axis and
-    p + (row, column) of the merged grid on the others; what follows continues from p + max(rows, columns).
-    Source: Qwen2-VL, arXiv:2409.12191, section 2.1.
-
-    Raises:
-        ValueError: the image tokens do not match the grids.
-    """
-    is_image = token_ids == layout.image_token_id
-    positions = np.empty((3, len(token_ids)), np.int64)
-    start, position = 0, 0
-    for grid in grids:
-        rows, columns = grid[1] // layout.merge_size, grid[2] // layout.merge_size
-        remaining = np.flatnonzero(is_image[start:])
-        first = start + int(remaining[0]) if len(remaining) else len(token_ids)
-        end = first + rows * columns
-        if end > len(token_ids) or not is_image[first:end].all():
-            raise ValueError(f"an image of {rows}x{columns} tokens does not fit the image tokens at {first}")
-        positions[:, start:first] = np.arange(position, position + first - start)
-        position += first - start
-        positions[0, first:end] = position
-        positions[1, first:end] = position + np.repeat(np.arange(rows), columns)
-        positions[2, first:end] = position + np.tile(np.arange(columns), rows)
-        position += max(rows, columns)
-        start = end
-    if is_image[start:].any():
-        raise ValueError(f"{int(is_image[start:].sum())} image tokens are left over after {len(grids)} images")
-    positions[:, start:] = np.arange(position, position + len(token_ids) - start)
-    return positions
-
-
 def prompt_key(sample: TrainingSample) -> Hashable:
     """Samples of one key have the same prompt, images included."""
     return tuple(image.sha256 for image in sample.images), sample.token_ids[: sample.num_prompt].tobytes()
@@ -132,7 +90,7 @@ def prompt_key(sample: TrainingSample) -> Hashable:
 def pack(
     samples: Sequence[TrainingSample],
     *,
-    layout: VisionLayout | None,
+    layout: ImageLayout | None,
     features: Callable[[ImageRef], ImageFeatures] | None,
 ) -> Microbatch:
     """Pack samples, on the CPU. Each distinct prompt and each distinct image appears once, whoever shows it.
@@ -165,6 +123,9 @@ def pack(
             raise ValueError("some samples of a microbatch carry log-probs and some do not")
         return _floats(present) if present else None
 
+    def zeros(sample: TrainingSample) -> Floats:
+        return np.zeros(sample.num_tokens, np.float32)
+
     def required(arrays: Sequence[Floats]) -> Tensor:
         return _floats([a[s.loss_mask] for a, s in zip(arrays, samples, strict=True)])
 
@@ -177,7 +138,7 @@ def pack(
         sequence_index=sequence_index,
         sequence_lengths=sequence_lengths,
         sampler_logprobs=required([s.sampler_logprobs for s in samples]),
-        advantages=required([np.zeros(s.num_tokens) if s.advantages is None else s.advantages for s in samples]),
+        advantages=required([zeros(s) if s.advantages is None else s.advantages for s in samples]),
         old_logprobs=of_trained([s.old_logprobs for s in samples]),
         log_kept=of_trained([s.log_kept for s in samples]),
         ref_logprobs=of_trained([s.ref_logprobs for s in samples]),
@@ -191,7 +152,7 @@ def pack(
 
 def _read_images(
     samples: Sequence[TrainingSample],
-    layout: VisionLayout | None,
+    layout: ImageLayout | None,
     features: Callable[[ImageRef], ImageFeatures] | None,
 ) -> dict[str, ImageFeatures]:
     distinct = {image.sha256: image for sample in samples for image in sample.images}
@@ -203,26 +164,26 @@ def _read_images(
 
 
 def _places(
-    samples: Sequence[TrainingSample], images: Mapping[str, ImageFeatures], layout: VisionLayout | None
+    samples: Sequence[TrainingSample], images: Mapping[str, ImageFeatures], layout: ImageLayout | None
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Positions ([sum L], or [3, sum L] for M-RoPE) of the sequences end to end, and the row of the vision features
+    """Positions ([sum L], or [A, sum L] with A axes) of the sequences end to end, and the row of the vision features
     that each of their tokens takes (-1: none)."""
     if layout is None:
         return np.concatenate([np.arange(s.num_tokens) for s in samples]), np.full(
             sum(s.num_tokens for s in samples), -1
         )
-    counts = [_merged(image.grid_thw, layout) for image in images.values()]
+    counts = [layout.num_rows(image.grid_thw) for image in images.values()]
     first_row = dict(zip(images, np.cumsum([0, *counts]), strict=False))
     places, rows = [], []
     for sample in samples:
         grids = [images[image.sha256].grid_thw for image in sample.images]
-        places.append(mrope_positions(sample.token_ids, grids, layout))
+        places.append(layout.positions(sample.token_ids, grids))
         row = np.full(sample.num_tokens, -1)
         row[sample.token_ids == layout.image_token_id] = np.concatenate(
             [
                 np.empty(0, np.int64),
                 *(
-                    first_row[image.sha256] + np.arange(_merged(grid, layout))
+                    first_row[image.sha256] + np.arange(layout.num_rows(grid))
                     for image, grid in zip(sample.images, grids, strict=True)
                 ),
             ]
@@ -286,7 +247,8 @@ def on_device(batch: Microbatch, device: torch.device) -> Microbatch:
         return replace(part, **{k: moved(v, device) for k, v in found.items() if isinstance(v, Tensor)})
 
     share = None if batch.share is None else with_moved(batch.share)
-    return replace(with_moved(batch), segments=with_moved(batch.segments), share=share)
+    on_it: Microbatch = replace(with_moved(batch), segments=with_moved(batch.segments), share=share)
+    return on_it
 
 
 def moved(values: Tensor, device: torch.device) -> Tensor:
@@ -294,10 +256,6 @@ def moved(values: Tensor, device: torch.device) -> Tensor:
     if values.device.type == device.type:
         return values
     return values.pin_memory().to(device, non_blocking=True)
-
-
-def _merged(grid_thw: tuple[int, int, int], layout: VisionLayout) -> int:
-    return grid_thw[0] * grid_thw[1] * grid_thw[2] // layout.merge_size**2
 
 
 def trained_positions(loss_mask: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:

@@ -22,7 +22,7 @@ from tasks.retries import step
 from tasks.store.made import cache_key, kept, present
 
 Split = Literal["train", "validation"]
-_CODE = ("rlcore/data", "rlcore/config", "rlcore/specs.py")
+_CODE = ("rlcore/data", "rlcore/families", "rlcore/config", "rlcore/specs.py")
 _TIMEOUT_SECONDS = 6 * 3600
 
 

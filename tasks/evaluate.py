@@ -31,6 +31,7 @@ _CODE = (
     "rlcore/rollout",
     "rlcore/rewards",
     "rlcore/models",
+    "rlcore/families",
     "rlcore/data",
 )
 _LOGGED = (

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -28,6 +27,7 @@ from rlcore.data.prompts import template_text
 from rlcore.data.synthetic.sources import DRAWN, check_drawn
 from rlcore.errors import ConfigError, DataError, ModelError, RlflowError
 from rlcore.failures import OUTAGES
+from rlcore.families import family_in, is_of_tower
 from rlcore.types import Problem
 from tasks.data import Split, prepare_spec
 from tasks.driver.failures import failure_of
@@ -38,7 +38,6 @@ from tasks.store.made import store_of
 
 TINY_PARAMETERS = 4_000_000  # upper bound
 _MERGED_BYTES = 4  # per parameter: merged models are float32
-_TOWER = re.compile(r"(^|\.)visual\.")
 _FULL_DISK_RESERVE = 256 * 2**20
 
 Error = RlflowError | InfraError
@@ -157,7 +156,7 @@ def _check_model_folder(folder: Path) -> int:
     """Number of parameters.
 
     Raises:
-        ModelError: names every file that is missing.
+        ModelError: names every file that is missing; the model is of no supported family.
     """
     missing = []
     if not (folder / "config.json").exists():
@@ -174,6 +173,7 @@ def _check_model_folder(folder: Path) -> int:
             f"the model folder {folder} has no {' and no '.join(missing)}. "
             "Copy the missing files from the model's origin, or choose another model.path."
         )
+    family_in(folder)
     return sum(math.prod(shape) for path in weights for shape in _tensor_shapes(path).values())
 
 
@@ -283,7 +283,7 @@ def checkpoint_bytes(experiment: ExperimentConfig, shapes: Mapping[str, Sequence
     """
     # AdamW: weight and two moments in float32. In bfloat16 also the rounding error of each weight.
     frozen_bytes, trained_bytes = (2, 8) if experiment.training.optimizer == "adamw_bf16" else (4, 12)
-    in_tower = {name for name in shapes if _TOWER.search(name)}
+    in_tower = {name for name in shapes if is_of_tower(name)}
     lora = experiment.model.lora
     if lora is not None:
         linear = [

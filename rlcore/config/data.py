@@ -81,8 +81,8 @@ class DataConfig(Frozen):
     """System message of problems that have none of their own. null: no message, and the model's chat template may put
     in a text of its own; "": an empty one, which keeps it from that."""
     chat_template_arguments: dict[str, bool | int | float | str] = {}
-    """Variables of the model's chat template, such as ``{"enable_thinking": false}`` for Qwen3. One that the template
-    does not mention is an error."""
+    """Variables of the model's chat template, such as ``{"enable_thinking": false}``. One that the template does not
+    mention is an error."""
     min_pixels: int = Field(56 * 56, ge=1)
     """Smaller images are scaled up to it."""
     max_pixels: int = Field(1024 * 1024, ge=1)

@@ -16,8 +16,8 @@ class TinyModelConfig(Frozen):
     seed: int = 0
     """Of the first weights and of the warm start."""
     task: Literal["geometry", "sums", "countdown"] = "geometry"
-    """What the warm start teaches. geometry: a Qwen2.5-VL that begins to read drawn pictures; sums, countdown: a Qwen2
-    text model that begins to add numbers ("#### 42") or to find expressions."""
+    """What the warm start teaches. geometry: a vision-language model that begins to read drawn pictures; sums,
+    countdown: a text model that begins to add numbers ("#### 42") or to find expressions."""
     warm_start_steps: int = Field(600, ge=0)
     """Supervised steps at most; the warm start ends by itself once the format is certain and the reading begins. 0
     leaves the weights random."""

@@ -7,7 +7,6 @@ and every failure is an ``Unusable`` with a reason. Pillow's warnings never leav
 from __future__ import annotations
 
 import io
-import math
 import struct
 import warnings
 import zlib
@@ -19,11 +18,11 @@ import numpy as np
 from PIL import Image, UnidentifiedImageError
 
 from rlcore.data.rejects import Reason, Unusable
+from rlcore.families.protocol import Resizing
 
 # Not TIFF: its library writes about damaged files to stderr, past every Python filter.
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF")
 MAX_SOURCE_PIXELS = 64 * 2**20  # decoded that is 256 MiB as RGBA, per process
-MAX_ASPECT_RATIO = 200  # Qwen2-VL's image processor raises above it
 
 _ORIENTATION_TAG = 0x0112
 _UPRIGHT = {
@@ -52,31 +51,8 @@ class Header:
     ready: bool  # an upright RGB PNG without transparency: usable as it is where the size fits
 
 
-def target_size(width: int, height: int, factor: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
-    """Width and height on the patch grid for an image of this size, as Qwen2-VL's processor computes them.
-
-    Both sides become multiples of ``factor`` (patch size x merge size), the area lands in
-    [min_pixels, max_pixels] where the grid allows, and the aspect ratio is kept as far as the grid allows.
-
-    Raises:
-        ValueError: a side below 1, or an aspect ratio above MAX_ASPECT_RATIO.
-    """
-    if min(width, height) < 1 or max(width, height) / min(width, height) > MAX_ASPECT_RATIO:
-        raise ValueError(f"{width}x{height} has no side or an aspect ratio above {MAX_ASPECT_RATIO}")
-    wide, high = round(width / factor) * factor, round(height / factor) * factor
-    if wide * high > max_pixels:
-        shrink = math.sqrt((height * width) / max_pixels)
-        wide = max(factor, math.floor(width / shrink / factor) * factor)
-        high = max(factor, math.floor(height / shrink / factor) * factor)
-    elif wide * high < min_pixels:
-        grow = math.sqrt(min_pixels / (height * width))
-        wide = math.ceil(width * grow / factor) * factor
-        high = math.ceil(height * grow / factor) * factor
-    return wide, high
-
-
-def stable_target_size(width: int, height: int, factor: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
-    """``target_size``, with the promise that applying the rule to the result changes nothing.
+def stable_target_size(width: int, height: int, rule: Resizing, min_pixels: int, max_pixels: int) -> tuple[int, int]:
+    """``rule.target_size``, with the promise that applying the rule to the result changes nothing.
 
     Trainer and sampler apply the rule again to the stored image. Where a second pass would change the size
     (very long images, or bounds with no grid size between them) image-token counts would differ.
@@ -86,12 +62,12 @@ def stable_target_size(width: int, height: int, factor: int, min_pixels: int, ma
     """
     bounds = f"data.min_pixels {min_pixels}, data.max_pixels {max_pixels}"
     try:
-        size = target_size(width, height, factor, min_pixels, max_pixels)
-        again = target_size(*size, factor, min_pixels, max_pixels)
+        size = rule.target_size(width, height, min_pixels, max_pixels)
+        again = rule.target_size(*size, min_pixels, max_pixels)
     except ValueError as error:
         raise Unusable(Reason.IMAGE_SHAPE, f"{width}x{height} does not fit the patch grid: {error}") from None
     if again != size:
-        detail = f"{width}x{height} has no stable size on a grid of {factor} within {bounds}: {size}, then {again}"
+        detail = f"{width}x{height} has no stable size on a grid of {rule.factor} within {bounds}: {size}, then {again}"
         raise Unusable(Reason.IMAGE_SHAPE, detail)
     return size
 

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import jinja2
 import jinja2.meta
@@ -24,10 +24,16 @@ import numpy.typing as npt
 from rlcore.config import DataConfig, ModelConfig, TinyModelConfig
 from rlcore.data.pixels import IMAGE_MARKER, stable_target_size
 from rlcore.errors import ConfigError, DataError, ModelError
+from rlcore.families import PLACEHOLDERS, images_of
 from rlcore.process import make_transformers_lean
 from rlcore.types import ImageRef, Ints, Message, Problem
 
-_VISION_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>")
+if TYPE_CHECKING:
+    from PIL import Image
+    from torch import Tensor
+
+    from rlcore.families.protocol import Grid, Resizing
+
 _PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 
 
@@ -107,7 +113,7 @@ class PromptBuilder:
     Raises:
         ConfigError: no such template, or one that does not parse or uses other variables than ``content``; arguments
             that the chat template does not mention.
-        ModelError: an image processor without the grid of Qwen's vision models.
+        ModelError: an image processor of no supported family.
     """
 
     def __init__(
@@ -127,8 +133,9 @@ class PromptBuilder:
         self._processor = processor
         self._template = _compile(template)
         self._bounds = (min_pixels, max_pixels)
-        self._factor = None if processor.image_processor is None else _grid_factor(processor.image_processor)
-        self._image_token_id: int | None = None if self._factor is None else processor.image_token_id
+        images = processor.image_processor
+        self._resizing = None if images is None else images_of(images).resizing(images)
+        self._image_token_id: int | None = None if images is None else processor.image_token_id
         self._special = {str(t): i for i, t in self.tokenizer.added_tokens_decoder.items() if t.special}
 
     @classmethod
@@ -144,11 +151,6 @@ class PromptBuilder:
         )
 
     @property
-    def image_processor(self) -> Any:
-        """The model's own; None where it takes no images."""
-        return self._processor.image_processor
-
-    @property
     def image_token_id(self) -> int | None:
         """The placeholder's id; None where the model takes no images."""
         return self._image_token_id
@@ -157,18 +159,18 @@ class PromptBuilder:
     def banned_token_ids(self) -> tuple[int, ...]:
         """Vision tokens, ascending: a completion that held one would claim an image that is not there."""
         known = self.tokenizer.get_added_vocab()
-        return tuple(sorted(known[text] for text in _VISION_TOKENS if text in known))
+        return tuple(sorted(known[text] for text in PLACEHOLDERS if text in known))
 
     @property
-    def grid_factor(self) -> int:
-        """Patch size x merge size: one image token covers a square of this many pixels a side.
+    def resizing(self) -> Resizing:
+        """How the model's image processor resizes.
 
         Raises:
             ModelError: the model takes no images.
         """
-        if self._factor is None:
+        if self._resizing is None:
             raise ModelError("the model takes no images. Set model.path to a vision-language model.")
-        return self._factor
+        return self._resizing
 
     def target_size(self, width: int, height: int) -> tuple[int, int]:
         """Width and height that an original of this size is resized to.
@@ -176,11 +178,16 @@ class PromptBuilder:
         Raises:
             Unusable: no stable size on the grid within the bounds.
         """
-        return stable_target_size(width, height, self.grid_factor, *self._bounds)
+        return stable_target_size(width, height, self.resizing, *self._bounds)
+
+    def read(self, image: Image.Image) -> tuple[Tensor, Grid]:
+        """A resized image as the vision tower takes it: its pixels and its grid."""
+        pixels, (grid,) = self.resizing.read([image], *self._bounds)
+        return pixels, grid
 
     def image_tokens(self, width: int, height: int) -> int:
         """Placeholders that a resized image expands to."""
-        return (width // self.grid_factor) * (height // self.grid_factor)
+        return self.resizing.num_tokens(width, height)
 
     def special_tokens_in(self, text: str) -> list[str]:
         """Special tokens spelled out in a text, which the tokenizer would take for real ones."""
@@ -213,7 +220,7 @@ class PromptBuilder:
         return str(text)
 
     def _content(self, text: str) -> str | list[dict[str, str]]:
-        if self._factor is None:  # a language model's chat template takes plain text
+        if self._resizing is None:  # a language model's chat template takes plain text
             return text
         texts = [{"type": "text", "text": piece} for piece in text.split(IMAGE_MARKER)]
         parts = [part for piece in texts for part in ({"type": "image"}, piece)][1:]
@@ -290,16 +297,6 @@ def _compile(name_or_path: str) -> jinja2.Template:
             "Allowed is content, the problem's text, and a template has to use it."
         )
     return template
-
-
-def _grid_factor(image_processor: Any) -> int:
-    patch, merge = (getattr(image_processor, name, None) for name in ("patch_size", "merge_size"))
-    if not isinstance(patch, int) or not isinstance(merge, int):
-        raise ModelError(
-            f"{type(image_processor).__name__} has no patch_size and merge_size. Supported are models with "
-            "the image grid of Qwen2-VL, Qwen2.5-VL and Qwen3-VL: set model.path to one of them."
-        )
-    return patch * merge
 
 
 def _listing(folder: Path) -> str:

@@ -185,14 +185,7 @@ class Worker:
     def _read_features(self, image: ImageRef) -> ImageFeatures:
         from rlcore.batch import ImageFeatures
 
-        data = self._spec.config.data
-        out = self._prompts.image_processor(
-            images=[self._images.read(image)],
-            size={"shortest_edge": data.min_pixels, "longest_edge": data.max_pixels},  # pixels per image
-            return_tensors="pt",
-        )
-        time_, height, width = out["image_grid_thw"][0].tolist()
-        return ImageFeatures(out["pixel_values"], (time_, height, width))
+        return ImageFeatures(*self._prompts.read(self._images.read(image)))
 
     def generate(self, requests: Sequence[SampleRequest]) -> Iterator[dict[int, Answer]]:
         for request in requests:  # what training will want of these images is made while the sampler draws

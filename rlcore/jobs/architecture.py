@@ -12,13 +12,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from rlcore.config import LoraConfig, ModelConfig
+from rlcore.config import ModelConfig
 from rlcore.errors import ModelError
 from rlcore.estimate import Architecture, ArchitectureRef, ArchitectureSpec
+from rlcore.families import family_of
 from rlcore.jobs.entry import job_main
 from rlcore.models.loading import auto_class, load_hf_config
-from rlcore.models.lora import language_model, vision_tower
-from rlcore.models.packed import model_shape, tower_width
+from rlcore.models.lora import lora_targets, vision_tower
+from rlcore.models.packed import model_shape
 
 _ANSWER_SECONDS = "5"
 
@@ -36,7 +37,7 @@ def describe(spec: ArchitectureSpec) -> ArchitectureRef:
     return ArchitectureRef(architecture=architecture(hf, spec.model))
 
 
-def architecture(hf: nn.Module, model: ModelConfig) -> Architecture:
+def architecture(hf: Any, model: ModelConfig) -> Architecture:
     tower, text = vision_tower(hf), hf.config.get_text_config()
     if tower is not None and (model.freeze_vision_tower or (model.lora is not None and not model.lora.vision_tower)):
         tower.requires_grad_(False)
@@ -45,12 +46,13 @@ def architecture(hf: nn.Module, model: ModelConfig) -> Architecture:
     trained = sum(p.numel() for p in hf.parameters() if p.requires_grad)
     shape = model_shape(hf)
     if model.lora is not None:
-        trained = _adapter_elements(hf, model.lora)
+        targets = lora_targets(hf, model.lora)
+        trained = sum(model.lora.rank * (linear.in_features + linear.out_features) for _, _, linear in targets)
         for parameter in hf.parameters():
             parameter.requires_grad_(False)
         shape = model_shape(hf)
     head_size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    vision = getattr(hf.config, "vision_config", None)
+    images = family_of(hf.config).images
     return Architecture(
         shape=shape,
         parameters=total,
@@ -60,24 +62,10 @@ def architecture(hf: nn.Module, model: ModelConfig) -> Architecture:
         intermediate=text.intermediate_size,
         key_value_width=text.num_key_value_heads * head_size,
         vocabulary=text.vocab_size,
-        tower_hidden=0 if vision is None else tower_width(vision),
-        tower_intermediate=0 if vision is None else _tower_intermediate(vision),
-        tower_layers=0 if vision is None else vision.depth,
+        tower_hidden=0 if shape.tower is None else shape.tower.width,
+        tower_intermediate=0 if images is None or tower is None else images.intermediate(tower.config),
+        tower_layers=0 if shape.tower is None else shape.tower.full_layers + shape.tower.window_layers,
     )
-
-
-def _tower_intermediate(vision: Any) -> int:
-    if hasattr(vision, "intermediate_size"):
-        return int(vision.intermediate_size)
-    return int(tower_width(vision) * getattr(vision, "mlp_ratio", 4))  # Qwen2-VL
-
-
-def _adapter_elements(hf: nn.Module, lora: LoraConfig) -> int:
-    """rank * (in + out) of each linear layer that has an adapter."""
-    tower = vision_tower(hf)
-    parts = [language_model(hf).layers, *([tower] if lora.vision_tower and tower is not None else [])]
-    linear = [m for part in parts for m in part.modules() if isinstance(m, nn.Linear)]
-    return sum(lora.rank * (layer.in_features + layer.out_features) for layer in linear)
 
 
 def _elements(module: nn.Module) -> int:

@@ -8,6 +8,7 @@ from pathlib import Path
 from rlcore.artifacts import ModelRef
 from rlcore.config import ModelConfig, TinyModelConfig
 from rlcore.errors import ModelError
+from rlcore.families import family_in
 from rlcore.files import building
 from rlcore.jobs.entry import job_main
 from rlcore.models.folder import count_parameters, folder_digest
@@ -51,10 +52,12 @@ def _make_tiny(folder: Path, config: TinyModelConfig) -> None:
 
 
 def _download(model: ModelConfig) -> Path:
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import hf_hub_download, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
+        config = hf_hub_download(model.path, "config.json", revision=model.revision)
+        family_in(Path(config).parent)  # an unsupported family is refused before its weights are fetched
         return Path(snapshot_download(model.path, revision=model.revision, allow_patterns=list(DOWNLOADED)))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise ModelError(

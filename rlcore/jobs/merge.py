@@ -24,6 +24,7 @@ from rlcore.algorithms.logprobs import logprobs_and_entropy
 from rlcore.artifacts import CheckpointRef, ModelRef
 from rlcore.batch import trained_positions
 from rlcore.errors import ModelError
+from rlcore.families import family_of, images_of
 from rlcore.files import building, remove_whole
 from rlcore.jobs.entry import job_main
 from rlcore.models.canary import CANARY, CanarySequence, read_canary
@@ -223,9 +224,9 @@ def transformers_logprobs(
 ) -> list[list[float]]:
     """Log-probs [C] in nats, temperature 1, of each sequence's completion under a model folder."""
     model = load_hf_model(model_dir, dtype, trust_remote_code).to(device)
-    pixels = partial(_pixels, model_dir, read_image, min_pixels, max_pixels)
+    read = partial(_read, model_dir, read_image, min_pixels, max_pixels)
     with torch.no_grad():
-        found = [_sequence_logprobs(model, sequence, pixels).tolist() for sequence in sequences]
+        found = [_sequence_logprobs(model, sequence, read).tolist() for sequence in sequences]
     del model
     if device == "cuda":
         torch.cuda.empty_cache()  # vLLM, which comes next, measures what is free
@@ -259,16 +260,16 @@ def _verify_for(spec: MergeSpec, out: Path) -> VerifyReport:
 
 
 def _sequence_logprobs(
-    model: nn.Module, sequence: CanarySequence, pixels: Callable[[Sequence[ImageRef]], dict[str, Tensor]]
+    model: nn.Module, sequence: CanarySequence, read: Callable[[Sequence[ImageRef]], tuple[Tensor, Tensor]]
 ) -> Tensor:
     device = next(model.parameters()).device
     tokens = torch.tensor(sequence.token_ids)
     mask = torch.arange(len(tokens)) >= sequence.completion_start
     predict_from, token_index = trained_positions(mask, torch.tensor([0, len(tokens)]))
-    inputs: dict[str, Tensor] = {}
-    if sequence.images:
-        is_image = (tokens == model.config.image_token_id).int()
-        inputs = {**pixels(sequence.images), "mm_token_type_ids": is_image[None]}
+    images = family_of(model.config).images
+    inputs: dict[str, Any] = {}
+    if sequence.images and images is not None:
+        inputs = images.plain_arguments(images.layout(model.config), tokens, *read(sequence.images))
     logits = model(
         input_ids=tokens[None].to(device),
         use_cache=False,
@@ -278,20 +279,18 @@ def _sequence_logprobs(
     return logprobs_and_entropy(logits[0], tokens[token_index].to(device))[0]
 
 
-def _pixels(
+def _read(
     model_dir: Path,
     read_image: Callable[[ImageRef], Image.Image],
     min_pixels: int,
     max_pixels: int,
     images: Sequence[ImageRef],
-) -> dict[str, Tensor]:
+) -> tuple[Tensor, Tensor]:
+    """Pixels and grids [I, 3] of a sequence's images."""
     processor = AutoImageProcessor.from_pretrained(model_dir, local_files_only=True)
-    out = processor(
-        images=[read_image(image) for image in images],
-        size={"shortest_edge": min_pixels, "longest_edge": max_pixels},  # pixels, in spite of the names
-        return_tensors="pt",
-    )
-    return {"pixel_values": out["pixel_values"], "image_grid_thw": out["image_grid_thw"]}
+    resizing = images_of(processor).resizing(processor)
+    pixels, grids = resizing.read([read_image(image) for image in images], min_pixels, max_pixels)
+    return pixels, torch.tensor(grids)
 
 
 def _max_delta(

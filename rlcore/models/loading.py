@@ -12,6 +12,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from rlcore.errors import ModelError
+from rlcore.families import family_of
 
 
 def load_hf_model(
@@ -92,5 +93,4 @@ def empty_hf_model(folder: Path, trust_remote_code: bool = False) -> nn.Module:
 
 def auto_class(config: Any) -> Any:
     """transformers' loader for this configuration: with a vision tower, or text alone."""
-    vision = getattr(config, "vision_config", None) is not None
-    return AutoModelForImageTextToText if vision else AutoModelForCausalLM
+    return AutoModelForCausalLM if family_of(config).images is None else AutoModelForImageTextToText

@@ -10,12 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from rlcore.config import LoraConfig, ModelConfig
+from rlcore.families import family_of
 
 A, B = ".lora_A.weight", ".lora_B.weight"
 
@@ -56,27 +58,34 @@ def choose_trainable(hf: nn.Module, config: ModelConfig, seed: int) -> None:
         return
     hf.requires_grad_(False)
     generator = torch.Generator().manual_seed(seed)
-    _adapt(language_model(hf), config.lora, generator)
-    if config.lora.vision_tower and tower is not None:
-        _adapt(tower, config.lora, generator)
+    for part, name, linear in lora_targets(hf, config.lora):
+        parent, _, child = name.rpartition(".")
+        setattr(part.get_submodule(parent), child, AdaptedLinear(linear, config.lora, generator))
 
 
-def _adapt(part: nn.Module, config: LoraConfig, generator: torch.Generator) -> None:
-    for name, module in list(part.named_modules()):
-        if type(module) is nn.Linear:
-            parent, _, child = name.rpartition(".")
-            setattr(part.get_submodule(parent), child, AdaptedLinear(module, config, generator))
+def lora_targets(hf: nn.Module, config: LoraConfig) -> list[tuple[nn.Module, str, nn.Linear]]:
+    """Linear layers that get an adapter, with their names in the decoder or the vision tower."""
+    decoder, tower = decoder_of(hf), vision_tower(hf)
+    takes_adapter = family_of(hf.config).takes_adapter
+    targets = [(decoder, name, linear) for name, linear in _linear_layers(decoder) if takes_adapter(name)]
+    if config.vision_tower and tower is not None:
+        targets += [(tower, name, linear) for name, linear in _linear_layers(tower)]
+    return targets
 
 
-def language_model(hf: nn.Module) -> nn.Module:
-    """The decoder: embeddings and layers, without the head."""
-    inner: nn.Module = hf.model  # type: ignore[assignment]
-    return inner.language_model if hasattr(inner, "language_model") else inner  # type: ignore[return-value]
+def _linear_layers(part: nn.Module) -> list[tuple[str, nn.Linear]]:
+    return [(name, module) for name, module in part.named_modules() if type(module) is nn.Linear]
+
+
+def decoder_of(hf: nn.Module) -> Any:
+    """Embeddings and layers, without the head."""
+    return family_of(hf.config).decoder(hf)
 
 
 def vision_tower(hf: nn.Module) -> nn.Module | None:
-    """Patch embedding, blocks and merger; None in a text model."""
-    return getattr(getattr(hf, "model", None), "visual", None)
+    """None in a text model."""
+    images = family_of(hf.config).images
+    return None if images is None else images.tower(hf)
 
 
 def frozen_tower(hf: nn.Module) -> nn.Module | None:

@@ -1,4 +1,4 @@
-"""One forward pass over packed sequences, for any Hugging Face causal model with or without a vision tower."""
+"""One forward pass over packed sequences, for every model family of ``rlcore.families``."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ import torch
 from torch import Tensor, nn
 
 from rlcore.algorithms.logprobs import linear_logprobs
-from rlcore.batch import Microbatch, VisionLayout, moved
+from rlcore.batch import Microbatch
 from rlcore.errors import ModelError
-from rlcore.flops import ModelShape, TowerShape
+from rlcore.families import family_of
+from rlcore.families.protocol import Images
+from rlcore.flops import ModelShape
 from rlcore.models.attention import use_packed_attention
-from rlcore.models.lora import is_adapter, language_model, vision_tower
+from rlcore.models.lora import decoder_of, is_adapter, vision_tower
 from rlcore.models.sequence import SequenceGroup, gathered, of_all_trained
-from rlcore.models.vision import tower_inputs
+from rlcore.models.vision import tower_arguments
 
 
 class PackedModel(nn.Module):
@@ -32,7 +34,7 @@ class PackedModel(nn.Module):
 
     def __init__(
         self,
-        hf: nn.Module,
+        hf: Any,
         *,
         temperature: float,
         banned_token_ids: Sequence[int],
@@ -48,11 +50,12 @@ class PackedModel(nn.Module):
         use_packed_attention(hf)
         if hf.lm_head.bias is not None:
             raise ModelError(f"{type(hf).__name__} has a bias in its LM head; allowed are models without one.")
-        self.vision_layout = vision_layout(hf.config)
-        self.decoder = language_model(hf)
-        tower = vision_tower(hf)
+        self.images = family_of(hf.config).images
+        self.image_layout = None if self.images is None else self.images.layout(hf.config)
+        self.decoder, tower = decoder_of(hf), vision_tower(hf)
         self.tower_trains = tower is not None and any(p.requires_grad for p in tower.parameters())
         self.shape = model_shape(hf)
+        self.banned: Tensor
         self.register_buffer("banned", torch.tensor(list(banned_token_ids), dtype=torch.int64), persistent=False)
 
     def forward(self, batch: Microbatch, raw: bool = False, with_entropy: bool = True) -> tuple[Tensor, Tensor, Tensor]:
@@ -61,14 +64,9 @@ class PackedModel(nn.Module):
         Args:
             raw: the model's own distribution instead: temperature 1, nothing banned.
         """
-        embeddings = self.hf.get_input_embeddings()(batch.token_ids)  # [T, H]
-        if self.vision_layout is not None and not self.images_embedded:
-            embeddings = self._with_images(embeddings, batch, self.vision_layout)
-        elif batch.image_features is not None:
-            embeddings = _placed(embeddings, batch.image_features, batch)
         out = self.decoder(
-            inputs_embeds=embeddings[None],
-            position_ids=batch.position_ids[..., None, :],  # [3, 1, T] or [1, T]
+            **self._inputs(batch),
+            position_ids=batch.position_ids[..., None, :],  # [A, 1, T] or [1, T]
             attention_mask=None,
             use_cache=False,
             segments=batch.segments,
@@ -89,84 +87,51 @@ class PackedModel(nn.Module):
         logprobs, entropy, kept = of_all_trained(found, batch.share, self.sequence)
         return logprobs, entropy, kept
 
-    def _with_images(self, embeddings: Tensor, batch: Microbatch, layout: VisionLayout) -> Tensor:
-        if batch.pixel_values is not None:
-            features = self._features(batch.pixel_values.to(embeddings.dtype), batch.image_grid_thw)  # [R, H]
+    def _inputs(self, batch: Microbatch) -> dict[str, Any]:
+        """Token embeddings, with the vision features of their images."""
+        embeddings = self.hf.get_input_embeddings()(batch.token_ids)  # [T, H]
+        if self.images is None:
+            return {"inputs_embeds": embeddings[None]}
+        features = batch.image_features
+        if not self.images_embedded:
+            features = self._features(self.images, batch, embeddings)  # [R, F]
+            if batch.share is not None and batch.share.most_features and self.sequence is not None:
+                features = gathered(features, batch.share.most_features, self.sequence)
+            elif batch.pixel_values is None:  # of a blank image
+                embeddings, features = embeddings + 0.0 * features.sum(), None
+        if features is None:
+            return {"inputs_embeds": embeddings[None]}
+        return self.images.decoder_inputs(embeddings, features, batch.image_index, batch.image_rows)
+
+    def _features(self, images: Images, batch: Microbatch, embeddings: Tensor) -> Tensor:
+        """Of the row's images, or of a blank one where it has none."""
+        tower = images.tower(self.hf)
+        if batch.pixel_values is None or batch.image_grid_thw is None:
+            shape, grid = images.blank(tower.config)
+            pixels, grids = embeddings.new_zeros(shape), torch.tensor([grid])
         else:
-            side = layout.merge_size
-            pixels = embeddings.new_zeros(side * side, _patch_width(self.hf.config.vision_config))
-            features = self._features(pixels, torch.tensor([[1, side, side]]))
-        if batch.share is not None and batch.share.most_features and self.sequence is not None:
-            features = gathered(features, batch.share.most_features, self.sequence)
-        elif batch.pixel_values is None:
-            return embeddings + 0.0 * features.sum()
-        return _placed(embeddings, features, batch)
-
-    def _features(self, pixels: Tensor, grid: Tensor) -> Tensor:
+            pixels, grids = batch.pixel_values.to(embeddings.dtype), batch.image_grid_thw
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.tower_trains):
-            inputs = tower_inputs(self.hf.config.vision_config, grid, pixels.device)
-            return self.hf.model.visual(pixels, grid_thw=moved(grid, pixels.device), **inputs).pooler_output
+            return images.features(tower(pixels, **tower_arguments(images, tower.config, grids, pixels.device)))
 
 
-def _placed(embeddings: Tensor, features: Tensor, batch: Microbatch) -> Tensor:
-    rows = features.index_select(0, batch.image_rows).to(embeddings.dtype)  # [M, H]
-    return embeddings.index_copy(0, batch.image_index, rows)
-
-
-def vision_layout(config: object) -> VisionLayout | None:
-    """Where the model of this configuration puts images; None for a text model."""
-    vision = getattr(config, "vision_config", None)
-    if vision is None:
-        return None
-    return VisionLayout(image_token_id=config.image_token_id, merge_size=vision.spatial_merge_size)  # type: ignore[attr-defined]
-
-
-def model_shape(hf: nn.Module) -> ModelShape:
-    """What there is to compute. Only matrices count: a token meets each of their elements once."""
-    decoder, text, tower = language_model(hf), hf.config.get_text_config(), vision_tower(hf)
+def model_shape(hf: Any) -> ModelShape:
+    """What there is to compute. Only matrices count."""
+    family, text = family_of(hf.config), hf.config.get_text_config()
+    decoder, tower = decoder_of(hf), vision_tower(hf)
     head_size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     return ModelShape(
-        parameters=_matrix_elements(decoder.layers),
+        parameters=sum(family.active_elements(layer) for layer in decoder.layers),
         head_parameters=hf.lm_head.weight.numel(),
         layers=len(decoder.layers),
         width=text.num_attention_heads * head_size,
         weights_train=any(p.requires_grad and not is_adapter(name) for name, p in decoder.named_parameters()),
-        tower=None if tower is None else _tower_shape(tower, hf.config.vision_config),
+        tower=None if family.images is None or tower is None else family.images.shape(tower, tower.config),
     )
-
-
-def tower_width(vision: Any) -> int:
-    """Of the tower's layers. Qwen2-VL calls it ``embed_dim``, and the decoder's width ``hidden_size``."""
-    return int(getattr(vision, "embed_dim", None) or vision.hidden_size)
-
-
-def _tower_shape(tower: nn.Module, vision: Any) -> TowerShape:
-    width = tower_width(vision)
-    full = len(getattr(vision, "fullatt_block_indexes", range(vision.depth)))  # without windows all are
-    return TowerShape(
-        parameters=_matrix_elements(tower.blocks) + _patch_width(vision) * width,
-        merger_parameters=_matrix_elements(tower.merger),
-        merged=vision.spatial_merge_size**2,
-        patch_size=vision.patch_size,
-        width=width,
-        full_layers=full,
-        window_layers=vision.depth - full,
-        window=(getattr(vision, "window_size", 0) // vision.patch_size) ** 2,
-        trains=any(p.requires_grad for p in tower.parameters()),
-    )
-
-
-def _matrix_elements(part: nn.Module) -> int:
-    return sum(p.numel() for p in part.parameters() if p.dim() == 2)
 
 
 def transformer_blocks(hf: nn.Module) -> list[nn.Module]:
     """The units of sharding, compilation and activation checkpointing in the order they run: vision blocks, decoder
     layers."""
-    tower = vision_tower(hf)
-    return [*(tower.blocks if tower is not None else []), *language_model(hf).layers]
-
-
-def _patch_width(vision: Any) -> int:
-    channels = getattr(vision, "in_channels", None) or getattr(vision, "in_chans", 3)
-    return int(channels * vision.temporal_patch_size * vision.patch_size**2)
+    images = family_of(hf.config).images
+    return [*([] if images is None else images.tower_blocks(images.tower(hf))), *decoder_of(hf).layers]

@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import pad
 
-from rlcore.batch import Microbatch, RowShare, Segments, VisionLayout
+from rlcore.batch import Microbatch, RowShare, Segments
+from rlcore.families.protocol import ImageLayout
 
 _GROUPS: dict[str, dist.ProcessGroup] = {}  # an operator takes a name
 
@@ -47,7 +48,7 @@ def sequence_group(mesh: DeviceMesh, size: int) -> SequenceGroup | None:
 # --- shares of a row: index arithmetic on the CPU ---
 
 
-def cut(batch: Microbatch, rank: int, size: int, layout: VisionLayout | None) -> Microbatch:
+def cut(batch: Microbatch, rank: int, size: int, layout: ImageLayout | None) -> Microbatch:
     """The share of a packed microbatch (on the CPU) that ``rank`` of a group of ``size`` has.
 
     A row whose length ``size`` does not divide is filled up by tokens that see each other and nothing else.
@@ -72,10 +73,12 @@ def cut(batch: Microbatch, rank: int, size: int, layout: VisionLayout | None) ->
     )
     if batch.pixel_values is None or batch.image_grid_thw is None or layout is None:
         return found
-    patches = batch.image_grid_thw.prod(-1)  # [I]
+    grids = batch.image_grid_thw.tolist()
+    patches = torch.tensor([layout.num_inputs(grid) for grid in grids])  # [I]
+    rows = torch.tensor([layout.num_rows(grid) for grid in grids])  # [I]
     ends = patches.cumsum(0)
     maker = ((2 * ends - patches) * size // (2 * ends[-1])).long()  # [I] by where its middle lies among all patches
-    _, row_places, most_features = _shares(maker.repeat_interleave(patches // layout.merge_size**2), rank, size)
+    _, row_places, most_features = _shares(maker.repeat_interleave(rows), rank, size)
     made = maker == rank
     any_made = bool(made.any())
     return replace(
@@ -150,7 +153,10 @@ def heads_of_all_tokens(
     while key.shape[1] * copies % group.size:
         copies += 1
     key, value = (x.repeat_interleave(copies, 1) if copies > 1 else x for x in (key, value))
-    parts = [x.unflatten(1, (group.size, -1)) for x in (query, key, value)]  # [t, S, heads of a rank, D]
+    parts: list[Tensor] = [  # [t, S, heads of a rank, D]
+        x.unflatten(1, (group.size, -1))  # type: ignore[no-untyped-call]
+        for x in (query, key, value)
+    ]
     heads = [part.shape[2] for part in parts]
     found = EXCHANGE(torch.cat(parts, 2).transpose(0, 1), group.name)  # [S, t, heads, D]
     whole_query, whole_key, whole_value = found.flatten(0, 1).split(heads, 1)
@@ -159,7 +165,8 @@ def heads_of_all_tokens(
 
 def tokens_of_all_heads(out: Tensor, group: SequenceGroup) -> Tensor:
     """[T, Hq / S, D] of this rank's heads -> [t, Hq, D] of its tokens."""
-    found = EXCHANGE(out.unflatten(0, (group.size, -1)), group.name)  # [S, t, Hq / S, D]
+    parts: Tensor = out.unflatten(0, (group.size, -1))  # type: ignore[no-untyped-call]
+    found = EXCHANGE(parts, group.name)  # [S, t, Hq / S, D]
     return found.transpose(0, 1).flatten(1, 2)  # type: ignore[no-any-return]
 
 

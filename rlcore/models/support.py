@@ -7,16 +7,7 @@ from typing import Any
 
 from rlcore.config import ExperimentConfig
 from rlcore.errors import ModelError
-
-# Fields that change logits or attention scores, and the values with which they do not.
-_NEUTRAL: dict[str, tuple[object, ...]] = {
-    "final_logit_softcapping": (None,),  # Gemma 2
-    "attn_logit_softcapping": (None,),
-    "logits_soft_cap": (None,),  # RecurrentGemma
-    "logit_scale": (None, 1.0),  # Cohere
-    "logits_scaling": (None, 1.0),  # Granite
-    "lm_head_multiplier": (None, 1.0),  # Falcon-H1
-}
+from rlcore.families import family_of
 
 
 def require_supported(model: Any, *, longest: int, sequence_parallel: int, tensor_parallel: int = 1) -> None:
@@ -28,12 +19,11 @@ def require_supported(model: Any, *, longest: int, sequence_parallel: int, tenso
         tensor_parallel: ranks that hold an engine together.
 
     Raises:
-        ModelError: heads or widths that these ranks cannot have equally much of; vision features that go into layers
-            beside the first (deepstack); layers that are no attention over the whole sequence; a window that sequences
-            can be longer than; soft caps or scales of logits.
+        ModelError: no supported family; heads or widths that do not divide evenly over the ranks; layers without
+            attention over the whole sequence; a window shorter than a sequence can be; soft caps or scales of logits.
     """
-    name, text = model.model_type, model.get_text_config()
-    heads = text.num_attention_heads
+    family, name = family_of(model), model.model_type
+    heads = model.get_text_config().num_attention_heads
     if heads % sequence_parallel:
         raise ModelError(
             f"training.sequence_parallel is {sequence_parallel}, and {name} has {heads} attention heads, which it does "
@@ -44,28 +34,15 @@ def require_supported(model: Any, *, longest: int, sequence_parallel: int, tenso
             f"rollout.tensor_parallel is {tensor_parallel}, and the heads and widths of {name} cannot be cut into as "
             f"many equal parts. Allowed are {allowed}."
         )
-    deepstack = getattr(getattr(model, "vision_config", None), "deepstack_visual_indexes", None)
-    if deepstack:
+    family.require_plain(model)
+    masks = family.masks(model)
+    if unknown := [mask.kind for mask in masks if mask.kind not in ("full_attention", "sliding_attention")]:
         raise ModelError(
-            f"{name} feeds features of its vision layers {list(deepstack)} into the first layers of its decoder "
-            "(deepstack), which the packed forward pass does not. Allowed are models whose images enter as embeddings "
-            "alone, Qwen2-VL and Qwen2.5-VL among them."
-        )
-    kinds = set(getattr(text, "layer_types", None) or ())
-    if kinds - {"full_attention", "sliding_attention"}:
-        raise ModelError(
-            f"{name} has layers of the kinds {sorted(kinds)}: allowed are full_attention and, for sequences within the "
+            f"{name} has layers of the kinds {unknown}: allowed are full_attention and, for sequences within the "
             "window, sliding_attention. Others would let the sequences of a packed row see each other."
         )
-    for field, neutral in _NEUTRAL.items():
-        value = getattr(text, field, getattr(model, field, None))
-        if value not in neutral:
-            raise ModelError(
-                f"{name} sets {field} to {value}, which neither the packed attention nor the LM head computes: another "
-                f"model would be trained. Allowed is {' or '.join(map(str, neutral))}, or a model without that field."
-            )
-    window = getattr(text, "sliding_window", None)
-    if window is not None and (not kinds or "sliding_attention" in kinds) and longest > window:
+    window = min((mask.window for mask in masks if mask.window is not None), default=longest)
+    if longest > window:
         raise ModelError(
             f"{name} has layers that look back {window} tokens at most (sliding_window), and the packed attention lets "
             f"them see the whole sequence, which may have {longest} tokens. Lower data.max_prompt_tokens and "
@@ -76,9 +53,9 @@ def require_supported(model: Any, *, longest: int, sequence_parallel: int, tenso
 def tensor_parallel_degrees(model: Any) -> list[int]:
     """Over how many ranks vLLM can spread one engine: each has equally many query heads and rows of the feed-forward
     weights, in the tower as well; key-value heads are spread, or each is held by equally many ranks."""
-    text, tower = model.get_text_config(), getattr(model, "vision_config", None)
-    sizes = ("num_attention_heads", "num_heads", "intermediate_size")
-    cut = [getattr(part, size) for part in (text, tower) for size in sizes if hasattr(part, size)]
+    text, images = model.get_text_config(), family_of(model).images
+    cut = [getattr(text, size) for size in ("num_attention_heads", "intermediate_size") if hasattr(text, size)]
+    cut += [] if images is None else images.head_counts_and_widths(model)
     key_value = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     return [n for n in _divisors(math.gcd(*cut)) if key_value % n == 0 or n % key_value == 0]
 

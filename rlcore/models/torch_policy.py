@@ -85,9 +85,10 @@ class TorchPolicy:
         checkpoint_blocks(transformer_blocks(hf), config.model.gradient_checkpointing)
         self.model = self._shard(PackedModel(hf, **options), mesh)
         self._features = features
-        if self._frozen_tower is not None and features is not None:
+        if self._frozen_tower is not None and self.model.images is not None and features is not None:
             dtype = compute_dtype(config, mesh.device_type)
-            self._features = FrozenTower(self._frozen_tower, features, device=self.device, dtype=dtype).of
+            tower = FrozenTower(self._frozen_tower, self.model.images, features, device=self.device, dtype=dtype)
+            self._features = tower.of
         self.model.train()
         _without_dropout(self.model)
         self.reference = None
@@ -130,7 +131,7 @@ class TorchPolicy:
     def _pack(self, samples: Sequence[TrainingSample]) -> Microbatch:
         if self._frozen_tower is not None:  # it is at work here, for the reference as well
             self._weights.come_back()
-        layout, sequence = self.model.vision_layout, self._sequence
+        layout, sequence = self.model.image_layout, self._sequence
         batch = pack(samples, layout=layout, features=self._features)
         if sequence is not None:
             batch = cut(batch, sequence.rank, sequence.size, layout)

@@ -14,13 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from transformers.vision_utils import (
-    get_vision_attention_seqlens,
-    get_vision_position_ids,
-    get_vision_window_index,
-)
 
 from rlcore.batch import ImageFeatures, moved
+from rlcore.families.protocol import Images
 from rlcore.types import ImageRef
 
 _KEPT_BYTES = 2 << 30  # of features: 512 images of 1,000 tokens of a 7B model
@@ -36,6 +32,7 @@ class FrozenTower:
     def __init__(
         self,
         tower: nn.Module,
+        images: Images,
         read: Callable[[ImageRef], ImageFeatures],
         *,
         device: torch.device,
@@ -46,7 +43,7 @@ class FrozenTower:
         Args:
             tower: on ``device``; computed in ``dtype``, whatever dtype its weights are kept in.
         """
-        self._tower, self._read, self._device, self._dtype = tower, read, device, dtype
+        self._tower, self._images, self._read, self._device, self._dtype = tower, images, read, device, dtype
         self._kept: OrderedDict[ImageRef, ImageFeatures] = OrderedDict()
         self._room = kept_bytes
 
@@ -66,34 +63,13 @@ class FrozenTower:
 
     @torch.no_grad()
     def _embed(self, image: ImageFeatures) -> Tensor:
-        grid = torch.tensor([image.grid_thw])
-        inputs = tower_inputs(self._tower.config, grid, self._device)
+        arguments = tower_arguments(self._images, self._tower.config, torch.tensor([image.grid_thw]), self._device)
         weights = {name: weight.to(self._dtype) for name, weight in self._tower.named_parameters()}
         pixels = moved(image.pixel_values.to(self._dtype), self._device)
-        arguments = {"grid_thw": moved(grid, self._device), **inputs}
-        return functional_call(self._tower, weights, (pixels,), arguments).pooler_output  # type: ignore[no-any-return]
+        return self._images.features(functional_call(self._tower, weights, (pixels,), arguments))
 
 
-def tower_inputs(config: Any, grid_thw: Tensor, device: torch.device) -> dict[str, Any]:
-    """Keyword arguments of a tower's forward: positions, and the bounds of images and of windows where it has these.
-
-    Args:
-        config: of the vision tower, with packed attention set.
-        grid_thw: [I, 3] int64 on the CPU.
-    """
-    bounds, longest = get_vision_attention_seqlens(grid_thw, config)
-    found = {
-        "position_ids": moved(get_vision_position_ids(grid_thw, config.spatial_merge_size), device),
-        "cu_seqlens": moved(bounds, device),
-        "max_seqlen": longest,
-    }
-    if getattr(config, "window_size", None):
-        index, window_bounds = get_vision_window_index(
-            grid_thw, config.spatial_merge_size, config.window_size, config.patch_size
-        )
-        found |= {
-            "window_index": moved(index, device),
-            "cu_window_seqlens": moved(window_bounds, device),
-            "max_window_seqlen": int(window_bounds.diff().max()),
-        }
-    return found
+def tower_arguments(images: Images, config: Any, grids: Tensor, device: torch.device) -> dict[str, Any]:
+    """``Images.tower_arguments`` with their tensors on ``device``."""
+    arguments = images.tower_arguments(config, grids)
+    return {name: moved(value, device) if isinstance(value, Tensor) else value for name, value in arguments.items()}

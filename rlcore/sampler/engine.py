@@ -18,6 +18,7 @@ from torch import Tensor
 from rlcore.config import ExperimentConfig, LoraConfig
 from rlcore.data.image_store import ImageStore
 from rlcore.errors import SamplerError
+from rlcore.families import family_in, family_of
 from rlcore.process import importing_vllm
 from rlcore.types import ImageRef
 
@@ -71,9 +72,9 @@ def build_engine(
     if not join_world:
         _world_of_one()
     options: dict[str, Any] = {}
-    if images_per_prompt:
+    if images_per_prompt and (images := family_in(model).images) is not None:
         options["limit_mm_per_prompt"] = {"image": images_per_prompt, "video": 0}
-        options["mm_processor_kwargs"] = {"min_pixels": min_pixels, "max_pixels": max_pixels}
+        options["mm_processor_kwargs"] = images.engine_options(min_pixels, max_pixels)
         options["skip_mm_profiling"] = True
     if device == "cpu":
         options["kv_cache_memory_bytes"] = kv_cache_mib << 20
@@ -212,7 +213,8 @@ def vllm_sequence_logprobs(
     model: Path, sequences: Sequence[CanarySequence], dataset: Path, config: ExperimentConfig, device: str
 ) -> list[list[float]]:
     """Log-probs (nats, temperature 1) of each sequence's completion tokens under a model folder, as vLLM loads it."""
-    layout = json.loads((model / "config.json").read_text())
+    config_json = json.loads((model / "config.json").read_text())
+    images = family_of(config_json).images
     llm = build_engine(
         model,
         device=device,
@@ -223,16 +225,15 @@ def vllm_sequence_logprobs(
         kv_cache_mib=64,
         enforce_eager=True,
         seed=0,
-        images_per_prompt=config.data.max_images if "vision_config" in layout else 0,
+        images_per_prompt=config.data.max_images if images is not None else 0,
         min_pixels=config.data.min_pixels,
         max_pixels=config.data.max_pixels,
         trust_remote_code=config.model.trust_remote_code,
         dtype=engine_dtype(device),
     )
     store = ImageStore(dataset)
-    prompts = [
-        engine_prompt(collapse_images(s.token_ids, layout.get("image_token_id")), s.images, store) for s in sequences
-    ]
+    placeholder = config_json.get("image_token_id")
+    prompts = [engine_prompt(collapse_images(s.token_ids, placeholder), s.images, store) for s in sequences]
     outputs = llm.generate(
         cast(Any, prompts),
         sampling_params(max_tokens=1, temperature=0, prompt_logprobs=0, detokenize=False),

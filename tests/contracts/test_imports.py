@@ -44,7 +44,7 @@ LAYERS = {
     "rlcore": (
         ("types", "errors"),
         ("artifacts", "files", "flops", "ports", "process"),
-        ("config",),
+        ("config", "families"),
         ("adjustments", "batch", "failures", "specs"),
         ("algorithms", "estimate", "rewards"),
         ("data",),

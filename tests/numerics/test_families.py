@@ -1,4 +1,4 @@
-"""Text models of other families through the packed forward pass, against transformers' own attention."""
+"""Every model type of the table through the packed forward pass, against transformers' own."""
 
 from __future__ import annotations
 
@@ -11,18 +11,26 @@ import torch
 from torch.testing import assert_close
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    CohereConfig,
     Gemma2Config,
+    GraniteConfig,
     LlamaConfig,
     MistralConfig,
+    Olmo2Config,
     Phi3Config,
+    Qwen2_5_VLConfig,
     Qwen2Config,
+    Qwen2VLConfig,
     Qwen3Config,
 )
 
 from rlcore.batch import pack
 from rlcore.errors import ModelError
+from rlcore.families import FAMILIES
 from rlcore.models.packed import PackedModel
 from rlcore.types import TrainingSample
+from tests.numerics import toy
 
 SMALL = {
     "vocab_size": 50,
@@ -61,21 +69,71 @@ def logprobs(config: Any, samples: list[TrainingSample]) -> tuple[torch.Tensor, 
     return found, torch.cat(expected)
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        Qwen2Config(**SMALL),
-        Qwen2Config(**SMALL, **WINDOWS),
-        Qwen3Config(**SMALL, head_dim=16),
-        LlamaConfig(**SMALL),
-        MistralConfig(**SMALL, sliding_window=9),
-        Phi3Config(**SMALL),
-    ],
-    ids=["qwen2", "qwen2 with windows", "qwen3", "llama", "mistral", "phi3"],
-)
+TEXT = {
+    "qwen2": Qwen2Config(**SMALL),
+    "qwen2 with windows": Qwen2Config(**SMALL, **WINDOWS),
+    "qwen3": Qwen3Config(**SMALL, head_dim=16),
+    "llama": LlamaConfig(**SMALL),
+    "mistral": MistralConfig(**SMALL, sliding_window=9),
+    "phi3": Phi3Config(**SMALL),
+    "olmo2": Olmo2Config(**SMALL),
+    "gemma2": Gemma2Config(**SMALL, head_dim=8, final_logit_softcapping=None, attn_logit_softcapping=None),
+    "cohere": CohereConfig(**SMALL, logit_scale=1.0),
+    "granite": GraniteConfig(**SMALL, embedding_multiplier=3.0, residual_multiplier=0.5, logits_scaling=1.0),
+}
+WITH_IMAGES = {"qwen2_vl": Qwen2VLConfig, "qwen2_5_vl": Qwen2_5_VLConfig}
+
+
+def test_every_model_type_of_the_table_is_compared() -> None:
+    assert {config.model_type for config in TEXT.values()} | set(WITH_IMAGES) == set(FAMILIES)
+
+
+@pytest.mark.parametrize("config", TEXT.values(), ids=TEXT)
 def test_the_packed_pass_is_transformers_own(config: Any) -> None:
     """Nine tokens at most, so that windows of nine do not bind."""
     assert_close(*logprobs(config, [sample(4, 5, 0), sample(2, 3, 1)]), rtol=1e-4, atol=1e-5)
+
+
+def small_with_images(model_type: str) -> Any:
+    token = toy.PROCESSOR.tokenizer.convert_tokens_to_ids
+    names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+    texts = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
+    width = {"qwen2_vl": {"embed_dim": 32, "hidden_size": 32}, "qwen2_5_vl": {"hidden_size": 32, "out_hidden_size": 32}}
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
+    return WITH_IMAGES[model_type](
+        text_config={**SMALL, "vocab_size": len(toy.PROCESSOR.tokenizer), "rope_parameters": rope},
+        vision_config={"depth": 2, "num_heads": 2, "initializer_range": 0.3, **width[model_type]},
+        tie_word_embeddings=False,
+        **dict(zip(names, map(token, texts), strict=True)),
+    )
+
+
+@pytest.mark.parametrize("model_type", WITH_IMAGES)
+def test_the_packed_pass_with_pictures_is_transformers_own(model_type: str) -> None:
+    torch.manual_seed(0)
+    model = AutoModelForImageTextToText.from_config(small_with_images(model_type)).eval()
+    samples = [*toy.samples(4, group=2), *toy.samples(1, text_only=True, seed=1)]
+    packed = PackedModel(copy.deepcopy(model), temperature=1.0, banned_token_ids=())
+    with torch.no_grad():
+        found, _, _ = packed(pack(samples, layout=packed.image_layout, features=toy.features))
+        expected = torch.cat([of_transformers(model, item) for item in samples])
+        blind = torch.cat([of_transformers(model, item, brightness=0.0) for item in samples])
+    assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    assert float((blind - expected).abs().max()) > 1e-2  # the pictures are looked at
+
+
+def of_transformers(model: torch.nn.Module, item: TrainingSample, brightness: float = 1.0) -> torch.Tensor:
+    tokens = torch.from_numpy(item.token_ids).long()
+    inputs: dict[str, torch.Tensor] = {}
+    if item.images:
+        (image,) = map(toy.features, item.images)
+        inputs = {
+            "pixel_values": brightness * image.pixel_values,
+            "image_grid_thw": torch.tensor([image.grid_thw]),
+            "mm_token_type_ids": (tokens == model.config.image_token_id).int()[None],
+        }
+    values = model(input_ids=tokens[None], **inputs).logits[0].log_softmax(-1)[:-1].gather(1, tokens[1:, None])[:, 0]
+    return values[torch.from_numpy(item.loss_mask[1:])]
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from rlcore.algorithms.aggregation import StepTotals
 from rlcore.batch import ImageFeatures
 from rlcore.config import ExperimentConfig
+from rlcore.families.qwen2_vl import IMAGES
 from rlcore.models.torch_policy import TorchPolicy
 from rlcore.models.vision import FrozenTower
 from rlcore.types import ImageRef
@@ -103,7 +104,9 @@ def test_features_are_kept_up_to_a_limit_and_made_in_the_compute_dtype():
         return ImageFeatures(torch.full((4, 3), float(len(image.sha256))), (1, 2, 2))
 
     model = Doubling()
-    kept = FrozenTower(model, picture, device=torch.device("cpu"), dtype=torch.bfloat16, kept_bytes=16)  # 8 each
+    kept = FrozenTower(
+        model, IMAGES, picture, device=torch.device("cpu"), dtype=torch.bfloat16, kept_bytes=16
+    )  # 8 each
     a, bb, ccc = (ImageRef(name, 28, 28) for name in ("a", "bb", "ccc"))
     assert kept.of(a).embedded.flatten().tolist() == [6.0] * 4
     assert kept.of(bb).embedded.dtype == torch.bfloat16

@@ -14,9 +14,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from rlcore.algorithms.aggregation import StepTotals
-from rlcore.batch import Microbatch, VisionLayout, pack
+from rlcore.batch import Microbatch, pack
 from rlcore.config import ExperimentConfig, build_experiment
 from rlcore.errors import ConfigError
+from rlcore.families.qwen2_vl import GridLayout
 from rlcore.models import sequence
 from rlcore.models.sequence import SequenceGroup, cut
 from rlcore.types import TrainingSample
@@ -36,7 +37,7 @@ CASES = [
     ("pictures", "gspo", "whole"),
     *(("mixed", "ppo_clip", variant) for variant in VARIANTS),
 ]
-LAYOUT = VisionLayout(image_token_id=toy.PROCESSOR.tokenizer.convert_tokens_to_ids("<|image_pad|>"), merge_size=2)
+LAYOUT = GridLayout(image_token_id=toy.PROCESSOR.tokenizer.convert_tokens_to_ids("<|image_pad|>"), merge_size=2)
 
 
 def settings(degree: int, loss: str, model: dict[str, Any]) -> ExperimentConfig:

@@ -6,8 +6,9 @@ from transformers import Qwen2_5_VLConfig, Qwen2VLConfig
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel
 
+from rlcore.families.qwen2_vl import IMAGES
 from rlcore.models.attention import use_packed_attention
-from rlcore.models.vision import tower_inputs
+from rlcore.models.vision import tower_arguments
 
 
 def tower(kind: str) -> torch.nn.Module:
@@ -27,7 +28,7 @@ def test_the_features_are_the_same_to_the_last_bit(kind, grids):
     use_packed_attention(model)
     grid = torch.tensor(grids)
     pixels = torch.randn(int(grid.prod(-1).sum()), 3 * 2 * 14 * 14)
-    inputs = tower_inputs(model.config, grid, torch.device("cpu"))
+    arguments = tower_arguments(IMAGES, model.config, grid, torch.device("cpu"))
     with torch.no_grad():
         expected = model(pixels, grid_thw=grid).pooler_output
-        assert torch.equal(model(pixels, grid_thw=grid, **inputs).pooler_output, expected)
+        assert torch.equal(IMAGES.features(model(pixels, **arguments)), expected)

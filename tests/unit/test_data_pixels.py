@@ -6,6 +6,7 @@ import io
 import struct
 import warnings
 import zlib
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,10 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from rlcore.data.pixels import Header, load_rgb, read_header, stable_target_size, target_size
+from rlcore.data.pixels import Header, load_rgb, read_header, stable_target_size
 from rlcore.data.rejects import Reason, Unusable
+from rlcore.families.qwen2_vl import GridResizing, target_size
 
 SIDES = st.integers(1, 6000)
+
+
+def grid(factor: int) -> GridResizing:
+    return GridResizing(SimpleNamespace(patch_size=factor // 2, merge_size=2))
 
 
 def encode(image: Image.Image, format: str = "PNG", **options) -> bytes:
@@ -73,7 +79,7 @@ def test_target_size_is_the_rule_of_the_model_s_processor(width, height, factor,
 def test_every_ordinary_image_has_a_size_that_a_second_pass_leaves_alone(width, height, factor):
     if max(width, height) / min(width, height) > 50:
         return
-    size = stable_target_size(width, height, factor, 56 * 56, 1024 * 1024)
+    size = stable_target_size(width, height, grid(factor), 56 * 56, 1024 * 1024)
     assert target_size(*size, factor, 56 * 56, 1024 * 1024) == size
     assert 56 * 56 <= size[0] * size[1] <= 1024 * 1024
 
@@ -93,7 +99,7 @@ def test_every_ordinary_image_has_a_size_that_a_second_pass_leaves_alone(width, 
     ],
 )
 def test_a_size_that_a_second_pass_would_change_is_refused(width, height, low, high):
-    assert reason_of(stable_target_size, width, height, 28, low, high) == Reason.IMAGE_SHAPE
+    assert reason_of(stable_target_size, width, height, grid(28), low, high) == Reason.IMAGE_SHAPE
 
 
 RED, HALF_BLACK = (255, 0, 0), (0, 0, 0, 128)

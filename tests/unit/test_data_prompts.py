@@ -196,7 +196,7 @@ def test_tokens_are_those_of_the_processor_on_resized_images(sizes):
 
 def test_image_tokens_worked_out_by_hand(plain):
     prompts = builder(plain)
-    assert prompts.grid_factor == 28
+    assert prompts.resizing.factor == 28
     assert prompts.image_tokens(56, 84) == 6
     item = problem("a<image>b<image>", (56, 84), (28, 28))
     unexpanded = prompts.unexpanded_tokens(item.question, 2)
@@ -217,7 +217,7 @@ def test_a_language_model_needs_no_images():
     assert prompts.image_token_id is None
     assert prompts.tokens(problem("1+1?")).tolist() == builder().tokens(problem("1+1?")).tolist()
     with pytest.raises(ModelError, match="takes no images"):
-        _ = prompts.grid_factor
+        _ = prompts.resizing
 
 
 def test_marker_and_placeholder_counts_have_to_agree():

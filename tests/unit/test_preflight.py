@@ -41,7 +41,7 @@ def experiment(*overrides: str) -> ExperimentConfig:
 
 def model_folder(folder: Path, *, template: bool = True, weights: bool = True) -> Path:
     folder.mkdir()
-    (folder / "config.json").write_text("{}")
+    (folder / "config.json").write_text('{"model_type": "qwen2"}')
     tokenizer = {"chat_template": "{{ messages }}"} if template else {}
     (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer))
     if weights:
@@ -62,6 +62,13 @@ def test_the_default_experiment_passes(settings: Settings) -> None:
 def test_a_good_folder_is_measured(settings: Settings, tmp_path: Path) -> None:
     folder = model_folder(tmp_path / "model")
     assert "0.0 M parameters" in check(experiment(f"model.path={folder}"), settings).facts["model"]
+
+
+def test_an_unsupported_family_is_refused_with_what_is_supported(settings: Settings, tmp_path: Path) -> None:
+    folder = model_folder(tmp_path / "model")
+    (folder / "config.json").write_text('{"model_type": "mamba"}')
+    with pytest.raises(ModelError, match=r"model_type 'mamba'.* Supported are qwen2, .*own-family\.md"):
+        check(experiment(f"model.path={folder}"), settings)
 
 
 @pytest.mark.parametrize("path", ["./nowhere", "/nowhere/model", "qwen"])

@@ -4,7 +4,7 @@ Every question is two words; what it asks about is only in the picture. A pictur
 hash of its pixels falls into, so no picture of one split can appear in another, whatever the seeds are.
 
 Two things are easier than in a textbook, so that a model of a million parameters can learn to read in a
-minute: labels sit in cells of 14 pixels (the patch of Qwen2.5-VL), and figures are not to scale.
+minute: labels sit in cells of 14 pixels (one patch of the policy's vision tower), and figures are not to scale.
 """
 
 from __future__ import annotations

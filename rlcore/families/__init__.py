@@ -1,0 +1,99 @@
+"""The model families that can be trained: transformers' ``model_type`` -> ``Family``. See docs/howto/own-family.md.
+
+This package is the only place that knows model types. Importing it loads neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rlcore.errors import ModelError
+from rlcore.families import qwen2, qwen2_vl
+from rlcore.families.protocol import Family, Images
+
+FAMILIES: Mapping[str, Family] = {
+    "qwen2": qwen2.FAMILY,
+    "qwen3": qwen2.FAMILY,
+    "llama": qwen2.FAMILY,
+    "mistral": qwen2.FAMILY,
+    "phi3": qwen2.FAMILY,
+    "olmo2": qwen2.FAMILY,
+    "gemma2": qwen2.FAMILY,  # without its soft caps
+    "cohere": qwen2.FAMILY,  # with logit_scale 1
+    "granite": qwen2.FAMILY,  # with logits_scaling 1
+    "qwen2_vl": qwen2_vl.FAMILY,
+    "qwen2_5_vl": qwen2_vl.FAMILY,
+}
+_IMAGES = [family.images for family in FAMILIES.values() if family.images is not None]
+
+PLACEHOLDERS = tuple(dict.fromkeys(token for images in _IMAGES for token in images.placeholders))
+"""Every family's, because a text model's tokenizer may know those of its vision-language sibling."""
+
+
+def family_of(config: Any) -> Family:
+    """
+    Args:
+        config: transformers' configuration, or the contents of a config.json.
+
+    Raises:
+        ModelError: no family in the table has this model type.
+    """
+    fields: Mapping[str, Any] = config if isinstance(config, Mapping) else config.to_dict()
+    model_type = fields.get("model_type")
+    if (family := FAMILIES.get(str(model_type))) is not None:
+        return family
+    raise ModelError(
+        f"config.json has model_type {model_type!r}{_peculiarities(fields)}, and no supported family has this type. "
+        f"Supported are {', '.join(FAMILIES)}. Set model.path to a model of one of these, or add the family: "
+        "docs/howto/own-family.md."
+    )
+
+
+def family_in(folder: Path) -> Family:
+    """The family of a model folder.
+
+    Raises:
+        ModelError: as ``family_of``; config.json is missing or is no JSON object.
+    """
+    path = folder / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} cannot be read: {error}. model.path must be a Hugging Face model folder.") from error
+    if not isinstance(config, dict):
+        raise ModelError(f"{path} is no JSON object. Copy it again from the model's origin.")
+    return family_of(config)
+
+
+def images_of(image_processor: Any) -> Images:
+    """
+    Raises:
+        ModelError: no family in the table uses an image processor of this class.
+    """
+    name = type(image_processor).__name__
+    for images in _IMAGES:
+        if name in images.processors:
+            return images
+    supported = dict.fromkeys(known for images in _IMAGES for known in images.processors)
+    raise ModelError(
+        f"{name} is the image processor of no supported family. Supported are {', '.join(supported)}. Set "
+        "model.path to a model with one of these, or add the family: docs/howto/own-family.md."
+    )
+
+
+def is_of_tower(tensor: str) -> bool:
+    """Whether a tensor of this name belongs to a vision tower."""
+    return any(images.owns(tensor) for images in _IMAGES)
+
+
+def _peculiarities(config: Mapping[str, Any]) -> str:
+    """What is known to be unusual about an unsupported model, for the message."""
+    text, vision = (config.get(part) or {} for part in ("text_config", "vision_config"))
+    kinds = sorted(set(text.get("layer_types") or config.get("layer_types") or ()) - {"full_attention"})
+    deepstack = list(vision.get("deepstack_visual_indexes") or ())
+    layers = f" with {', '.join(kinds)} layers" if kinds else ""
+    features = f", feeds its vision layers {deepstack} into several decoder layers (deepstack)" if deepstack else ""
+    return layers + features

@@ -1,0 +1,180 @@
+"""What rlflow must know about a model family. Each other file of this package implements it for one family.
+
+Importing this package loads neither torch nor transformers. Only the methods that take modules or tensors need them.
+Letters as in ``rlcore.batch``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from rlcore.flops import TowerShape
+from rlcore.types import Ints
+
+if TYPE_CHECKING:
+    from PIL import Image
+    from torch import Tensor, nn
+
+Grid = tuple[int, int, int]  # one image in patches, before merging: frames (or tiles), rows, columns
+
+
+@dataclass(frozen=True, slots=True)
+class LayerMask:
+    """Which tokens a decoder layer sees. ``rlcore.models.support`` decides which of these the trainer can compute."""
+
+    kind: str  # transformers' name: full_attention, sliding_attention, linear_attention, ...
+    window: int | None = None  # tokens that the layer looks back; None: the whole sequence
+
+
+class Family(Protocol):
+    """A text family, or with ``images`` a vision-language family."""
+
+    @property
+    def images(self) -> Images | None:
+        """None: the family takes text only."""
+
+    def decoder(self, hf: Any) -> Any:
+        """The module with the embeddings and ``layers``, without the head."""
+
+    def takes_adapter(self, linear: str) -> bool:
+        """Whether LoRA adapts the linear layer of this name in ``decoder``. In a vision tower it adapts all of them."""
+
+    def require_plain(self, config: Any) -> None:
+        """
+        Raises:
+            ModelError: a setting changes logits or attention scores in a way that the trainer does not compute.
+        """
+
+    def masks(self, config: Any) -> list[LayerMask]:
+        """One for each kind of decoder layer."""
+
+    def active_elements(self, layer: nn.Module) -> int:
+        """Elements of a decoder layer's matrices that one token is multiplied with; of experts only those it uses."""
+
+
+class Images(Protocol):
+    """How a family takes images. A video is a list of images."""
+
+    @property
+    def processors(self) -> tuple[str, ...]:
+        """Class names of the image processors in transformers."""
+
+    @property
+    def placeholders(self) -> tuple[str, ...]:
+        """Special tokens that stand for images and videos. The sampler may not generate them."""
+
+    # --- before training: sizes and tokens, without torch ---
+
+    def resizing(self, image_processor: Any) -> Resizing:
+        """The size rule of a loaded image processor."""
+
+    def layout(self, config: Any) -> ImageLayout:
+        """Where a model of this configuration has images among its tokens."""
+
+    def engine_options(self, min_pixels: int, max_pixels: int) -> dict[str, int]:
+        """vLLM's ``mm_processor_kwargs``."""
+
+    # --- the vision tower ---
+
+    def owns(self, tensor: str) -> bool:
+        """Whether a tensor of this name belongs to the vision tower, in memory or in a safetensors file."""
+
+    def tower(self, hf: Any) -> Any:
+        """The module that turns patches into features."""
+
+    def tower_blocks(self, tower: Any) -> Sequence[nn.Module]:
+        """The tower's layers: units of sharding, compilation and activation checkpointing."""
+
+    def tower_arguments(self, config: Any, grids: Tensor) -> dict[str, Any]:
+        """Keyword arguments of the tower's forward pass beside the pixels, on the CPU.
+
+        Args:
+            config: of the tower, with packed attention set.
+            grids: [I, 3] int64 on the CPU.
+        """
+
+    def features(self, output: Any) -> Tensor:
+        """[R, F] from what the tower's forward pass returns. F is the decoder's width H, or a multiple of it where the
+        features enter several decoder layers."""
+
+    def blank(self, config: Any) -> tuple[tuple[int, ...], Grid]:
+        """Shape of the pixels of the smallest image, and its grid."""
+
+    def decoder_inputs(self, embeddings: Tensor, features: Tensor, index: Tensor, rows: Tensor) -> dict[str, Any]:
+        """Keyword arguments with which features enter the decoder, ``inputs_embeds`` [1, T, H] among them.
+
+        Args:
+            index: [M] position in the row of each image token.
+            rows: [M] row of ``features`` that it takes.
+        """
+
+    # --- transformers' own forward pass, which a merged model is compared with ---
+
+    def plain_arguments(self, layout: ImageLayout, token_ids: Tensor, pixels: Tensor, grids: Tensor) -> dict[str, Any]:
+        """Keyword arguments of transformers' model for one sequence [L] beside its ``input_ids``."""
+
+    # --- cost ---
+
+    def shape(self, tower: Any, config: Any) -> TowerShape:
+        """What the tower computes, for FLOPs.
+
+        Args:
+            config: of the tower.
+        """
+
+    def intermediate(self, config: Any) -> int:
+        """Width of the feed-forward layers of a tower of this configuration."""
+
+    def head_counts_and_widths(self, config: Any) -> list[int]:
+        """Of the tower. Tensor parallelism has to divide each of them.
+
+        Args:
+            config: of the whole model.
+        """
+
+
+class Resizing(Protocol):
+    """How one image processor resizes."""
+
+    @property
+    def factor(self) -> int:
+        """Pixels per side that become one token."""
+
+    def target_size(self, width: int, height: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
+        """Width and height that the processor resizes an image of this size to.
+
+        Raises:
+            ValueError: the processor refuses an image of this size.
+        """
+
+    def num_tokens(self, width: int, height: int) -> int:
+        """Placeholder tokens of a resized image."""
+
+    def read(self, images: Sequence[Image.Image], min_pixels: int, max_pixels: int) -> tuple[Tensor, list[Grid]]:
+        """Pixels as the tower takes them, and the grid of each image."""
+
+
+class ImageLayout(Protocol):
+    """Where one model has images among its tokens."""
+
+    @property
+    def image_token_id(self) -> int:
+        """The placeholder that stands for one row of features."""
+
+    def num_rows(self, grid: Grid) -> int:
+        """Rows of features that an image becomes: its placeholder tokens."""
+
+    def num_inputs(self, grid: Grid) -> int:
+        """Rows of pixels that the tower takes of an image."""
+
+    def positions(self, token_ids: Ints, grids: Sequence[Grid]) -> npt.NDArray[np.int64]:
+        """[L], or [A, L] for positions of A axes, of one sequence.
+
+        Raises:
+            ValueError: the image tokens do not match the grids.
+        """

@@ -1,0 +1,67 @@
+"""Text: Qwen2, Qwen2.5 and the families that differ from them only inside transformers' own modules.
+
+All of them have embeddings, a stack of ``layers`` with causal attention, and an LM head without bias, cap or scale.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rlcore.errors import ModelError
+from rlcore.families.protocol import Images, LayerMask
+
+if TYPE_CHECKING:
+    from torch import nn
+
+# Fields that change logits or attention scores, and the values with which they do not.
+_NEUTRAL: dict[str, tuple[object, ...]] = {
+    "final_logit_softcapping": (None,),  # Gemma 2
+    "attn_logit_softcapping": (None,),
+    "logits_soft_cap": (None,),  # RecurrentGemma
+    "logit_scale": (None, 1.0),  # Cohere
+    "logits_scaling": (None, 1.0),  # Granite
+    "lm_head_multiplier": (None, 1.0),  # Falcon-H1
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Qwen2:
+    """Implements ``Family``."""
+
+    decoder_path: str = "model"
+    images: Images | None = None
+
+    def decoder(self, hf: Any) -> Any:
+        return hf.get_submodule(self.decoder_path)
+
+    def takes_adapter(self, linear: str) -> bool:
+        return True
+
+    def require_plain(self, config: Any) -> None:
+        text = config.get_text_config()
+        for field, neutral in _NEUTRAL.items():
+            value = getattr(text, field, getattr(config, field, None))
+            if value not in neutral:
+                raise ModelError(
+                    f"{config.model_type} sets {field} to {value}, which neither the packed attention nor the LM head "
+                    f"computes: another model would be trained. Allowed is {' or '.join(map(str, neutral))}, or a "
+                    "model without that field."
+                )
+
+    def masks(self, config: Any) -> list[LayerMask]:
+        text = config.get_text_config()
+        window = getattr(text, "sliding_window", None)
+        kinds = getattr(text, "layer_types", None) or ["full_attention" if window is None else "sliding_attention"]
+        return [LayerMask(kind, window if kind == "sliding_attention" else None) for kind in sorted(set(kinds))]
+
+    def active_elements(self, layer: nn.Module) -> int:
+        return matrix_elements(layer)
+
+
+def matrix_elements(part: nn.Module) -> int:
+    """Elements of all matrices. A token meets each of them once."""
+    return sum(p.numel() for p in part.parameters() if p.dim() == 2)
+
+
+FAMILY = Qwen2()

@@ -1,0 +1,106 @@
+"""Model families: known to ``rlcore/families/`` alone, and asked without torch."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rlcore.errors import ModelError
+from rlcore.families import FAMILIES, family_in, family_of, images_of, is_of_tower
+
+ROOT = Path(__file__).resolve().parents[2]
+NAMES = "qwen|llama|mistral|mixtral|phi-?[34]|gemma|cohere|granite|olmo|llava|internvl|smolvlm|glm.?4|kimi.?vl|deepseek"
+INSIDES = r"vision_config|spatial_merge|\.visual\b|deepstack|mrope"
+COMPARISON = r"model_type\b.{0,20}?(==|!=|\bin\b|startswith)|(==|!=|\bin\b|match) *(\w+\.)?model_type"
+KNOWLEDGE = re.compile(f"{NAMES}|{INSIDES}|{COMPARISON}", re.IGNORECASE)
+# The embedded policies are models of two families, built from transformers' own classes.
+BUILD_ONE = ("rlcore/models/tiny.py", "rlcore/models/tiny_text.py", "rlcore/data/tiny.py")
+
+
+def knowledge_of_families(path: str, text: str) -> Iterator[str]:
+    if not path.startswith("rlcore/families/") and path not in BUILD_ONE:
+        for number, line in enumerate(text.splitlines(), start=1):
+            if match := KNOWLEDGE.search(line):
+                yield f"{path}:{number}: {match[0]}"
+
+
+def test_no_other_file_knows_a_family() -> None:
+    found = [
+        place
+        for package in ("rlcore", "tasks", "infra", "flows")
+        for path in sorted((ROOT / package).rglob("*.py"))
+        for place in knowledge_of_families(str(path.relative_to(ROOT)), path.read_text())
+    ]
+    assert not found
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        'if config.model_type == "mamba":',
+        'if config.model_type in ("mamba",):',
+        'if "mamba" == model_type:',
+        "match config.model_type:",
+        'if model_type.startswith("mamba"):',
+        "from transformers import Qwen2Config",
+        "hf.model.visual(pixels)",
+        "config.vision_config.patch_size",
+    ],
+)
+def test_knowledge_of_a_family_is_found(line: str) -> None:
+    assert list(knowledge_of_families("rlcore/models/packed.py", line))
+    assert not list(knowledge_of_families("rlcore/families/qwen2.py", line))
+
+
+def test_families_answer_without_torch() -> None:
+    code = """
+import json, sys
+from types import SimpleNamespace
+from rlcore.families import FAMILIES, PLACEHOLDERS
+sizes = []
+for family in {id(f): f for f in FAMILIES.values() if f.images}.values():
+    processor = SimpleNamespace(patch_size=14, merge_size=2)
+    config = SimpleNamespace(image_token_id=1, vision_config=SimpleNamespace(spatial_merge_size=2))
+    rule = family.images.resizing(processor)
+    sizes.append((rule.target_size(487, 427, 3136, 2**20), family.images.layout(config).num_rows((1, 4, 6))))
+print(json.dumps([sizes, len(PLACEHOLDERS), [n for n in ("torch", "transformers", "vllm") if n in sys.modules]]))
+"""
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert json.loads(answer.stdout) == [[[[476, 420], 6]], 5, []]
+
+
+def test_an_unsupported_family_is_refused_with_what_is_supported(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "mamba"}')
+    with pytest.raises(ModelError, match=r"'mamba'.* Supported are qwen2, .*docs/howto/own-family\.md"):
+        family_in(tmp_path)
+    with pytest.raises(ModelError, match="model_type None"):
+        family_of({})
+
+
+def test_a_config_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"config\.json cannot be read"):
+        family_in(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(ModelError, match=r"config\.json is no JSON object"):
+        family_in(tmp_path)
+
+
+def test_an_unknown_image_processor_is_refused() -> None:
+    with pytest.raises(ModelError, match=r"object is the image processor of no supported family"):
+        images_of(object())
+
+
+def test_every_vision_language_family_names_what_it_owns() -> None:
+    for model_type, family in FAMILIES.items():
+        if family.images is not None:
+            assert family.images.processors, model_type
+            assert family.images.placeholders, model_type
+    assert is_of_tower("model.visual.blocks.0.attn.proj.weight")
+    assert is_of_tower("visual.merger.mlp.0.weight")  # a folder of older transformers
+    assert not is_of_tower("model.layers.0.mlp.up_proj.weight")
