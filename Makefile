@@ -52,17 +52,17 @@ $(STAMP): pyproject.toml infra/requirements/$(EXTRA).txt infra/requirements/$(PI
 	.uv/bin/python -m pip install --quiet --disable-pip-version-check uv
 
 demo: $(STAMP)
-	@$(RUN) -m flows.train_grpo grpo-geo3k-tiny
+	@.venv/bin/rlflow train grpo-geo3k-tiny
 
 demo-gsm8k: $(STAMP)
-	@$(RUN) -m flows.train_grpo grpo-gsm8k-tiny
+	@.venv/bin/rlflow train grpo-gsm8k-tiny
 
 demo-countdown: $(STAMP)
-	@$(RUN) -m flows.train_grpo grpo-countdown-tiny
+	@.venv/bin/rlflow train grpo-countdown-tiny
 
 demo-geo3k: $(STAMP)
 	@test -n '$(DATA)' || { echo 'make: name the folder with the train and validation files, or its URI: make demo-geo3k DATA=FOLDER'; exit 1; }
-	@$(RUN) -m flows.train_grpo grpo-geo3k-demo-real --data '$(DATA)'
+	@.venv/bin/rlflow train grpo-geo3k-demo-real --data '$(DATA)'
 
 demo-algorithms: $(STAMP)
 	@OMP_NUM_THREADS=1 $(RUN) -W ignore -m tests.bench.algorithms
@@ -74,16 +74,16 @@ chaos: $(STAMP)
 	@OMP_NUM_THREADS=1 $(RUN) -m tests.chaos $(if $(SEED),--seed $(SEED))
 
 up down status: $(STAMP)
-	@$(RUN) -m infra.stack.control $@
+	@.venv/bin/rlflow $@
 
 tour: $(STAMP)
 	@OMP_NUM_THREADS=1 $(RUN) -W ignore -m tests.tour
 
 ui: $(STAMP)
-	@$(RUN) -m infra.stack.ui
+	@.venv/bin/rlflow ui
 
 docs: $(STAMP)
-	@$(RUN) -m tasks.cli.docs docs/reference.md
+	@.venv/bin/rlflow docs
 	@$(RUN) -m tests.bench.tables
 
 # A file's tests share their servers, so they stay together; files come in the order of tests/durations.json.

@@ -8,8 +8,7 @@ from rlcore.ablation.results import AblationSummary
 from tasks import parameters as form
 from tasks.ablation.runners import cancel_points
 from tasks.ablation.steps import choose_points, report_ablation, train_points
-from tasks.ablation.study import ablation_name, describe_parent, open_ablation, plan_ablation, share_inputs
-from tasks.cli import foreground
+from tasks.ablation.study import ablation_name, describe_parent, open_ablation, share_inputs
 from tasks.describe import tracked
 
 
@@ -37,7 +36,3 @@ def ablate(
             train_points(ablation, names, rung)
             names = choose_points(ablation, names, rung)
         return report_ablation(ablation)
-
-
-if __name__ == "__main__":
-    foreground.main(ablate, "flows.ablate", plan_ablation, options=form.ABLATION_OPTIONS)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-
 from prefect import flow
 
 from rlcore.ablation.plan import Job
 from rlcore.ablation.results import PointResult
 from tasks import parameters as form
 from tasks.ablation.study import describe_point, existing_ablation, point_name
-from tasks.cli import foreground
 from tasks.data import prepare_and_resize
 from tasks.describe import tracked
 from tasks.driver.jobs import end_what_is_left
@@ -40,9 +37,3 @@ def ablation_point(
             segments = train_all_segments(run, train, start)
             report = evaluate_and_log(run, config, segments[-1].checkpoint, start, validation)
         return study.note(job, run, mlflow_run_id, report)
-
-
-if __name__ == "__main__":
-    foreground.run_once(
-        lambda: ablation_point(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])), ends_with_parent=True
-    )

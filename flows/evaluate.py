@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from prefect import flow
 
-from infra.settings import Settings
 from rlcore.artifacts import EvalReport
 from tasks import parameters as form
-from tasks.cli import foreground
 from tasks.data import prepare_and_resize
 from tasks.evaluate import evaluate_and_log, suite_of
 from tasks.models import bootstrapped
 from tasks.open import find_checkpoint, find_run
-from tasks.run import existing_run
 
 
 @flow(name="evaluate", flow_run_name="evaluate-{run_id}")
@@ -25,11 +22,3 @@ def evaluate_run(
     base = bootstrapped(run.experiment.model)
     validation = prepare_and_resize(suite, "validation")
     return evaluate_and_log(run, suite, find_checkpoint(run), base, validation, experiment)
-
-
-if __name__ == "__main__":
-    foreground.main(
-        evaluate_run,
-        "flows.evaluate",
-        lambda run_id, experiment, overrides: suite_of(existing_run(run_id, Settings()), experiment, overrides),
-    )

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from prefect import flow
 
-from infra.settings import Settings
 from rlcore.artifacts import ModelRef
 from tasks import parameters as form
-from tasks.cli import foreground
 from tasks.data import prepare_and_resize
 from tasks.merge import merged, register
 from tasks.models import bootstrapped
 from tasks.open import find_checkpoint, find_run
-from tasks.run import existing_run
 
 
 @flow(name="merge", flow_run_name="merge-{run_id}")
@@ -23,7 +20,3 @@ def merge_run(run_id: form.ExistingRun) -> ModelRef:
     train = prepare_and_resize(run.experiment, "train")
     model = merged(run.experiment, checkpoint, bootstrapped(run.experiment.model), train)
     return register(run, model, checkpoint, None)
-
-
-if __name__ == "__main__":
-    foreground.main(merge_run, "flows.merge", lambda run_id: existing_run(run_id, Settings()))

@@ -7,7 +7,6 @@ from pydantic import BaseModel, ConfigDict
 
 from rlcore.artifacts import DatasetRef
 from tasks import parameters as form
-from tasks.cli import foreground
 from tasks.data import prepare_and_resize
 
 
@@ -32,7 +31,3 @@ def prepare_data(
         train=prepare_and_resize(config, "train"),
         validation=prepare_and_resize(config, "validation"),
     )
-
-
-if __name__ == "__main__":
-    foreground.main(prepare_data, "flows.prepare_data", form.chosen)

@@ -7,7 +7,6 @@ import time
 from prefect import flow
 
 from tasks import parameters as form
-from tasks.cli import foreground
 from tasks.data import prepare_and_resize
 from tasks.describe import describe_run, tracked
 from tasks.driver.jobs import end_what_is_left
@@ -54,7 +53,3 @@ def grpo_geo3k(
         after = evaluate_and_log(run, config, last, start, validation)
         merged_model = register(run, merged(config, last, start, train), last, after)
         return report(run, validation, before, after, segments, merged_model, time.monotonic() - started)
-
-
-if __name__ == "__main__":
-    foreground.main(grpo_geo3k, "flows.train_grpo", lambda allow_changes, **given: form.chosen(**given), estimates=True)

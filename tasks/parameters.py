@@ -7,7 +7,7 @@ experiment's own value.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 from pydantic import BaseModel, Field, GetJsonSchemaHandler
@@ -103,18 +103,6 @@ ExistingAblation = Annotated[
 PointName = Annotated[str, Help("Of the ablation's plan: base, p01, p02, ..."), Field(min_length=1)]
 PointSeed = Annotated[int, Help("One of the ablation's seeds.")]
 PointSteps = Annotated[int, Help("Optimizer steps to train to; the run goes on from what it has."), Field(ge=1)]
-
-ABLATION_OPTIONS: Mapping[str, Mapping[str, Any]] = {
-    "--grid": {"action": "append", "metavar": "KEY=[VALUE,...]", "help": "training.learning_rate=[1e-4,3e-4], say"},
-    "--point": {
-        "action": "append", "nargs": "+", "metavar": "KEY=VALUE", "dest": "points", "help": "one point's overrides",
-    },
-    "--seeds": {"nargs": "+", "type": int, "metavar": "SEED"},
-    "--rungs": {"type": int, "help": "compare this many times, and drop the worse points"},
-    "--keep": {"type": float, "help": "share of the points that goes on after a rung"},
-    "--retries": {"type": int, "help": "further tries of a point that failed"},
-}  # fmt: skip
-"""The ablation's parameters on a command line."""
 
 SETTINGS = {
     "steps": "training.steps",

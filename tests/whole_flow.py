@@ -21,7 +21,7 @@ def reward(text, problem, num_tokens, finish_reason):
 
 
 def run_flow(experiment: str, settings: Mapping[str, object], folder: Path) -> dict[str, Any]:
-    """Run ``flows.train_grpo`` to its end and return its last line. Each line is printed with the seconds so far.
+    """Run ``rlflow train`` to its end and return its last line. Each line is printed with the seconds so far.
 
     Args:
         settings: by dotted name, over the experiment's own.
@@ -33,7 +33,7 @@ def run_flow(experiment: str, settings: Mapping[str, object], folder: Path) -> d
     options = [text for name, value in values.items() for text in ("--set", f"{name}={value}")]
     began = time.monotonic()
     flow = subprocess.Popen(
-        [sys.executable, "-m", "flows.train_grpo", experiment, "--run-id", "whole", *options],
+        [sys.executable, "-m", "tasks.cli", "train", experiment, "--run-id", "whole", *options],
         env=os.environ | {"RLFLOW_DATA_DIR": str(folder / "data"), "PYTHONUNBUFFERED": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

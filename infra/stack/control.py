@@ -1,21 +1,21 @@
-"""``python -m infra.stack.control up|down|status``: Prefect, MLflow and workers on this machine."""
+"""Start, stop and describe Prefect, MLflow and workers on this machine, over the data folder."""
 
 from __future__ import annotations
 
-import argparse
-import shlex
+import signal
 import socket
 import sys
+import threading
 import time
 from datetime import UTC, datetime
 
 from infra import environment, processes
-from infra.errors import InfraError, ServerError
+from infra.errors import ServerError
 from infra.processes import is_running
 from infra.provenance import ROOT
 from infra.settings import Settings
 from infra.stack.login import how_to_log_in, login_file
-from infra.stack.servers import answers, end_of
+from infra.stack.servers import answers, end_of, mlflow_server, prefect_server
 from infra.stack.services import POOLS, Layout, StackState, read_state
 from infra.stack.supervisor import mark_of
 
@@ -141,27 +141,13 @@ def _wait_until_up(settings: Settings) -> StackState:
     raise ServerError(f"the stack did not start. {end_of(Layout.of(settings).log('supervisor'))}")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m infra.stack.control", description=__doc__)
-    parser.add_argument("command", choices=["up", "down", "status"])
-    command, settings = parser.parse_args().command, Settings()
-    try:
-        if command == "up":
-            state = up(settings)
-            sys.stdout.write(f"Prefect  {state.prefect}\nMLflow   {state.mlflow}\n")
-            sys.stdout.write(f"Login    {how_to_log_in(settings)}\n")
-            file = shlex.quote(str(login_file(settings)))
-            sys.stdout.write(
-                f"Elsewhere than here: export PREFECT_API_URL={state.prefect}/api "
-                f'PREFECT_API_AUTH_STRING="$(cat {file})"\n'
-            )
-        elif command == "down":
-            sys.stdout.write("The stack is down.\n" if down(settings) else "The stack was down already.\n")
-        else:
-            sys.stdout.write(f"{describe(settings)}\n")
-    except InfraError as error:
-        sys.exit(f"{type(error).__name__}: {error}")
-
-
-if __name__ == "__main__":
-    main()
+def show_pages(settings: Settings, prefect_port: int, mlflow_port: int) -> None:
+    """Serve Prefect's and MLflow's pages over the data folder until SIGINT or SIGTERM."""
+    over = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: over.set())
+    with prefect_server(settings, prefect_port) as prefect, mlflow_server(settings, mlflow_port) as mlflow:
+        sys.stdout.write(f"Prefect  {prefect}\nMLflow   {mlflow}\nLogin    {how_to_log_in(settings)}\n")
+        sys.stdout.write("Ctrl-C ends both.\n")
+        sys.stdout.flush()
+        over.wait()

@@ -1,4 +1,4 @@
-"""Keeps the local stack's processes running, and drains it when told to end. Started by ``infra.stack.control``."""
+"""Keeps the local stack's processes running, and drains it when told to end. Started by ``infra/stack/control.py``."""
 
 from __future__ import annotations
 

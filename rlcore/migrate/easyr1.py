@@ -348,7 +348,7 @@ def _trainer(ledger: Ledger, train: str, per_batch: int, rows: int | None) -> No
     ledger.same_if("trainer.critic_warmup", 0, otherwise="there is no critic")
     ledger.listed("trainer.val_freq", text="evaluated before and after; the deployment evaluate-latest does the rest")
     ledger.same_if("trainer.val_before_train", True, otherwise="evaluation comes first, always")
-    ledger.same_if("trainer.val_only", False, otherwise="python -m flows.evaluate NAME --run-id RUN")
+    ledger.same_if("trainer.val_only", False, otherwise="rlflow evaluate RUN")
     ledger.same("trainer.val_generations_to_log", text="completions of every batch are kept and shown")
     ledger.same_if("trainer.save_model_only", False, otherwise="a checkpoint holds all that a resume needs")
     ledger.same_if("trainer.find_last_checkpoint", True, otherwise="a run goes on from its newest whole checkpoint")

@@ -105,7 +105,7 @@ def point_runner(ablation: Ablation, settings: Settings) -> PointRunner:
 
 
 class LocalPoints:
-    """``python -m flows.ablation_point`` for each job, ``RLFLOW_GPU_SLOTS`` at a time."""
+    """``rlflow point`` for each job, ``RLFLOW_GPU_SLOTS`` at a time."""
 
     def __init__(self, ablation: Ablation, settings: Settings) -> None:
         self._ablation = ablation
@@ -127,7 +127,7 @@ class LocalPoints:
         mark = f"point-{uuid.uuid4().hex[:8]}"
         with log.open("ab") as output:
             child = processes.start(
-                [sys.executable, "-m", "flows.ablation_point", *words],
+                [sys.executable, "-m", "tasks.cli", "point", *words],
                 env=env,
                 mark=mark,
                 output=output,

@@ -1,0 +1,3 @@
+"""The command line: ``rlflow``."""
+
+from tasks.cli.commands import app as app

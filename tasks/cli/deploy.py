@@ -1,14 +1,12 @@
-"""Files for clusters, of an experiment by its name: ``python -m tasks.cli.deploy WHERE EXPERIMENT > FILE``.
+"""Files for clusters, of an experiment by its name.
 
-WHERE is ``rayjob`` (KubeRay: one run with a cluster of its own), ``raycluster`` (KubeRay: a cluster that stays, with a
-Prefect worker on it) or ``vemlp`` (a custom task). What differs between clusters is in the folder's values.yaml, or in
-a copy of it that --values names. docs/howto/cluster.md.
+``rayjob`` (KubeRay: one run with a cluster of its own), ``raycluster`` (KubeRay: a cluster that stays, with a Prefect
+worker on it) or ``vemlp`` (a custom task). What differs between clusters is in the folder's values.yaml, or in a copy
+of it. docs/howto/cluster.md.
 """
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,9 +15,8 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from infra.deploy import Shape, k8s, vemlp
-from infra.errors import DeploymentError, InfraError
+from infra.errors import DeploymentError
 from rlcore.config import ExperimentConfig
-from rlcore.errors import RlflowError
 from tasks.experiments import load_experiment
 from tasks.run import checked_run_id, new_run_id
 
@@ -33,7 +30,7 @@ def shape_of(experiment: ExperimentConfig, run_id: str, settings: Sequence[str])
         name=experiment.name,
         gpus=experiment.resources.devices,
         together=experiment.training.sequence_parallel,
-        command=("python", "-m", "flows.train_grpo", experiment.name, "--run-id", run_id, *chosen),
+        command=("rlflow", "train", experiment.name, "--run-id", run_id, *chosen),
     )
 
 
@@ -61,22 +58,10 @@ def _read(model: type[V], path: Path) -> V:
         raise DeploymentError(f"{path} cannot be used: {error}") from error
 
 
-def main(words: Sequence[str]) -> str:
-    parser = argparse.ArgumentParser(prog="python -m tasks.cli.deploy", description=__doc__)
-    parser.add_argument("where", choices=("rayjob", "raycluster", "vemlp"))
-    parser.add_argument("experiment", help="a name in prefect.yaml")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change a value of it")
-    parser.add_argument("--run-id", help="name the run; default: a new name")
-    parser.add_argument("--values", type=Path, help="instead of the folder's values.yaml")
-    options = parser.parse_args(words)
-    experiment = load_experiment(options.experiment, options.set)
-    run_id = checked_run_id(options.run_id or new_run_id(options.experiment))
-    shape = shape_of(experiment, run_id, options.set)
-    return yaml.safe_dump_all(documents(options.where, shape, options.values), sort_keys=False, width=120)
-
-
-if __name__ == "__main__":
-    try:
-        sys.stdout.write(main(sys.argv[1:]))
-    except (RlflowError, InfraError) as error:
-        sys.exit(str(error))
+def cluster_files(
+    where: str, experiment: str, overrides: Sequence[str], run_id: str | None, values: Path | None
+) -> str:
+    """YAML for KubeRay or veMLP. Without a ``run_id`` the run gets a new name."""
+    config = load_experiment(experiment, overrides)
+    shape = shape_of(config, checked_run_id(run_id or new_run_id(experiment)), overrides)
+    return yaml.safe_dump_all(documents(where, shape, values), sort_keys=False, width=120)

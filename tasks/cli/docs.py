@@ -1,11 +1,10 @@
-"""``python -m tasks.cli.docs FILE``: write docs/reference.md, every setting as the code has it (``make docs``)."""
+"""docs/reference.md: every setting as the code has it."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType, UnionType
@@ -96,7 +95,7 @@ def _row(key: str, field: FieldInfo) -> tuple[str, ...]:
     return f"`{key}`", _type(field), _default(field), _text(field.description or ""), free
 
 
-def _table(columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+def _table(columns: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
     lines = [columns, ("---",) * len(columns), *rows]
     return "".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |\n" for line in lines)
 
@@ -137,7 +136,7 @@ def _named(annotation: Any) -> str:
         return f"list of {' and '.join(dict.fromkeys(map(_named, listed)))}"
     if origin is dict:
         return "mapping"
-    return _WORDS.get(annotation, annotation.__name__)
+    return _WORDS.get(annotation) or str(annotation.__name__)
 
 
 def _default(field: FieldInfo) -> str:
@@ -152,13 +151,3 @@ def _default(field: FieldInfo) -> str:
 
 def _text(text: str) -> str:
     return " ".join(text.replace("``", "`").split())
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tasks.cli.docs", description=__doc__)
-    parser.add_argument("file", type=Path, help="the page to write")
-    parser.parse_args().file.write_text(page())
-
-
-if __name__ == "__main__":
-    main()

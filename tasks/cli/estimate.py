@@ -1,4 +1,4 @@
-"""``--dry-run``: memory per GPU and time per step of an experiment, without a GPU, weights or data."""
+"""Memory per GPU and time per step of an experiment, without a GPU, weights or data."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict
 
 from infra.settings import Settings
 from rlcore.config import ExperimentConfig
+from rlcore.errors import ConfigError
 from rlcore.estimate import (
     BANDWIDTH,
     GIB,
@@ -82,21 +83,20 @@ class DryRun(BaseModel):
 
 
 def dry_run(experiment: ExperimentConfig, device: str) -> DryRun:
-    """Estimate, and say it.
+    """Estimate, and print the estimate for people to stderr.
 
     Raises:
-        ModelError: the model's config.json is not to be had.
-        KeyError: no such device (``DEVICES``).
+        ConfigError: no such device.
+        ModelError: the model's config.json cannot be read.
     """
+    if device not in MEMORY:
+        raise ConfigError(f"no device {device!r}. Allowed: {', '.join(sorted(MEMORY))}.")
     settings = Settings()
     spec = ArchitectureSpec(result=new_result_path(settings, "architecture"), model=experiment.model)
     model = run_job("rlcore.jobs.architecture", spec, ArchitectureRef, settings, quiet=True).architecture
     found = estimated(experiment, model, device)
     sys.stderr.write(f"{found.text()}\n")
     return found
-
-
-DEVICES = tuple(sorted(MEMORY))
 
 
 def estimated(experiment: ExperimentConfig, model: Architecture, device: str) -> DryRun:

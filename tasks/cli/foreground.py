@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import shlex
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
-from prefect import Flow
 from prefect.events.worker import EventsWorker
 from prefect.exceptions import ParameterTypeError, TerminationSignal
 from prefect.logging.handlers import APILogHandler
@@ -28,8 +25,6 @@ from infra.settings import Settings
 from infra.stack.login import login_of
 from infra.stack.servers import check_prefect, prefect_answers, prefect_server
 from rlcore.errors import RlflowError
-from tasks.cli.estimate import DEVICES, dry_run
-from tasks.run import new_run_id
 
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
@@ -38,37 +33,12 @@ _ALIVE_SECONDS = 5.0  # in which a server answers
 _PATIENCE_SECONDS = 10.0  # for what ends by itself
 
 
-def main(
-    run_flow: Flow[..., Any],
-    command: str,
-    check: Callable[..., Any],
-    *,
-    estimates: bool = False,
-    options: Mapping[str, Mapping[str, Any]] | None = None,
-) -> None:
-    """Parse the command line, call the flow, print its result as the last line.
-
-    The command line follows the flow's parameters: NAME is ``experiment``, --run-id is ``run_id``, --set and --data are
-    ``overrides``, --allow-changes is ``allow_changes``. A parameter without a default is required. The parser refuses
-    what the flow does not take.
-
-    Args:
-        check: called with the flow's arguments before a server starts; raises what is wrong with them.
-        estimates: there is --dry-run, for the experiment that ``check`` then returns.
-        options: further ones, as argparse takes them; each is passed to the flow under its name.
-    """
-    chosen = _parser(run_flow, command, options or {}, estimates=estimates).parse_args()
-    device = vars(chosen).pop("dry_run", None)
-    try:
-        arguments = _arguments(chosen)
-        checked = check(**arguments)
-        if device:
-            log_to_console()
-            sys.stdout.write(dry_run(checked, device).model_dump_json() + "\n")
-            return
-    except (RlflowError, InfraError) as error:
-        sys.exit(_say(error))
-    run_once(lambda: run_flow(**arguments), lambda: _say_how_to_continue(command, arguments.get("run_id")))
+def overrides_of(given: Sequence[str] | None, data: str | None) -> list[str]:
+    """What --set and --data say, as ``key=value``."""
+    if data is not None and "://" not in data:
+        data = str(Path(data).expanduser().absolute())
+    splits = [] if data is None else [f"data.{split}={data}" for split in ("train", "validation")]
+    return [*splits, *(given or ())]
 
 
 def run_once(
@@ -126,48 +96,6 @@ def prefect_api(settings: Settings) -> Iterator[None]:
             EventsWorker.drain_all(timeout=_DRAIN_SECONDS)
 
 
-def _parser(
-    run_flow: Flow[..., Any], command: str, options: Mapping[str, Mapping[str, Any]], *, estimates: bool
-) -> argparse.ArgumentParser:
-    """One argument for each of the flow's parameters that a command line has."""
-    parser = argparse.ArgumentParser(prog=f"python -m {command}")
-    required, shown = run_flow.parameters.required, run_flow.parameters.properties
-    if "experiment" in shown:
-        text = shown["experiment"]["description"]
-        parser.add_argument("experiment", nargs=None if "experiment" in required else "?", metavar="NAME", help=text)
-    if "run_id" in shown:
-        text = shown["run_id"]["description"]
-        parser.add_argument("--run-id", metavar="RUN", required="run_id" in required, help=text)
-    if "overrides" in shown:
-        parser.add_argument(
-            "--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides", help="training.steps=40, say"
-        )
-        text = "folder with train and validation files in place of the named ones, or its URI (s3://bucket/folder)"
-        parser.add_argument("--data", metavar="FOLDER", help=text)
-    for flag, values in options.items():
-        parser.add_argument(flag, **values)
-    if "allow_changes" in shown:
-        parser.add_argument("--allow-changes", action="store_true", help=shown["allow_changes"]["description"])
-    if estimates:
-        text = f"only estimate memory and time, on {', '.join(DEVICES)} (H100 unless named), and do nothing"
-        parser.add_argument("--dry-run", nargs="?", const="H100", choices=DEVICES, metavar="DEVICE", help=text)
-    return parser
-
-
-def _arguments(chosen: argparse.Namespace) -> dict[str, Any]:
-    """The flow's arguments. A new run gets its name here, so that an interrupt can say how to continue it."""
-    arguments = vars(chosen)
-    if "overrides" in arguments:
-        folder = arguments.pop("data")
-        if folder is not None and "://" not in folder:
-            folder = Path(folder).expanduser().absolute()
-        splits = [] if folder is None else [f"data.{split}={folder}" for split in ("train", "validation")]
-        arguments["overrides"] = [*splits, *arguments["overrides"]]
-    if "run_id" in arguments and arguments["run_id"] is None:
-        arguments["run_id"] = new_run_id(arguments["experiment"])
-    return arguments
-
-
 def _interrupt(*_: object) -> None:
     raise KeyboardInterrupt
 
@@ -186,19 +114,22 @@ def _end_without_server(url: str | None, parent: int) -> None:
             os._exit(EXIT_INTERRUPTED)
 
 
-def _say(error: Exception) -> int:
+def _say(error: Exception) -> None:
     sys.stderr.write(f"\n{type(error).__name__}: {error}\n")
     for note in getattr(error, "__notes__", []):
         get_logger().debug(note)
-    return EXIT_FAILED
 
 
-def _say_how_to_continue(command: str, run_id: str | None) -> None:
-    """A flow without a run begins anew; what it has cached stays."""
-    words = [word for word in sys.argv[1:] if not word.startswith("--run-id")]
-    if "--run-id" in sys.argv:
-        words.remove(sys.argv[sys.argv.index("--run-id") + 1])
+def say_how_to_continue(run_id: str | None = None) -> None:
+    """Repeat what was typed, with the run's name. A flow without a run begins anew; what it has cached stays."""
+    typed = sys.argv[1:]
+    words = [word for word in typed if not word.startswith("--run-id")]
+    if "--run-id" in typed:
+        words.remove(typed[typed.index("--run-id") + 1])
+    python = [sys.executable, *sys.orig_argv[1 : len(sys.orig_argv) - len(typed)]]
+    program = [sys.argv[0]] if Path(sys.argv[0]).name == "rlflow" else python
     data = os.environ.get("RLFLOW_DATA_DIR")
     prefix = f"RLFLOW_DATA_DIR={shlex.quote(data)} " if data else ""
-    again = shlex.join([sys.executable, "-m", command, *words, *(["--run-id", run_id] if run_id else [])])
-    sys.stderr.write(f"Continue with: {prefix}{again}\n")
+    sys.stderr.write(
+        f"Continue with: {prefix}{shlex.join([*program, *words, *(['--run-id', run_id] if run_id else [])])}\n"
+    )

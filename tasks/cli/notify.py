@@ -1,4 +1,4 @@
-"""Tell people of runs that failed or finished: ``python -m tasks.cli.notify BLOCK_TYPE/NAME``.
+"""Tell people of runs that failed or finished.
 
 Makes, or brings up to date, one automation for each on the Prefect server that is set. They hand a message to a block
 of the user's: a ``webhook``, or any notification block of Prefect's (slack-webhook, ms-teams-webhook, sendgrid-email
@@ -7,8 +7,6 @@ and others), which alone knows the address and its secrets.
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from uuid import UUID
@@ -19,7 +17,7 @@ from prefect.events.schemas.automations import AutomationCore, EventTrigger, Pos
 from prefect.exceptions import ObjectNotFound
 from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL
 
-from infra.errors import InfraError, ServerError
+from infra.errors import ServerError
 from infra.settings import Settings
 from infra.stack.servers import check_prefect
 
@@ -105,7 +103,7 @@ def automation(occasion: Occasion, kind: str, document: UUID, flows: Sequence[st
     )
     core = AutomationCore(
         name=occasion.automation,
-        description="Made by python -m tasks.cli.notify.",
+        description="Made by rlflow notify.",
         enabled=True,
         trigger=EventTrigger(
             posture=Posture.Reactive,
@@ -134,32 +132,11 @@ def _block_id(client: SyncPrefectClient, kind: str, name: str) -> UUID:
         ) from None
 
 
-def main(words: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m tasks.cli.notify", description=__doc__)
-    parser.add_argument("block", nargs="?", help="TYPE/NAME of a block of the Prefect server's: webhook/team")
-    parser.add_argument("--on", default=",".join(OCCASIONS), help=f"with commas between: {', '.join(OCCASIONS)} (both)")
-    parser.add_argument("--flow", action="append", help=f"names of flows instead of {FLOW}")
-    parser.add_argument("--remove", action="store_true", help="delete the automations instead")
-    options = parser.parse_args(words)
-    occasions = options.on.split(",")
-    if unknown := [key for key in occasions if key not in OCCASIONS]:
-        parser.error(f"--on {','.join(unknown)}: allowed are {', '.join(OCCASIONS)}")
-    if not options.remove and options.block is None:
-        parser.error("name the block that is told, webhook/team for example, or --remove")
-    try:
-        url = PREFECT_API_URL.value()
-        if not url:
-            raise ServerError("no Prefect server is set: make up starts one here, PREFECT_API_URL names another.")
-        check_prefect(url, Settings().server_timeout_seconds, PREFECT_API_AUTH_STRING.value())
-        with get_client(sync_client=True) as client:
-            if options.remove:
-                lines = remove(client, occasions)
-            else:
-                lines = apply(client, options.block, occasions, options.flow or (FLOW,))
-    except InfraError as error:
-        sys.exit(f"{type(error).__name__}: {error}")
-    sys.stdout.write("\n".join(lines) + "\n")
-
-
-if __name__ == "__main__":
-    main()
+def notify_through(block: str | None, occasions: Sequence[str], flows: Sequence[str]) -> list[str]:
+    """Make the automations on the Prefect server that is set; without a block, delete them."""
+    url = PREFECT_API_URL.value()
+    if not url:
+        raise ServerError("no Prefect server is set: rlflow up starts one here, PREFECT_API_URL names another.")
+    check_prefect(url, Settings().server_timeout_seconds, PREFECT_API_AUTH_STRING.value())
+    with get_client(sync_client=True) as client:
+        return remove(client, occasions) if block is None else apply(client, block, occasions, flows)

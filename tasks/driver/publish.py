@@ -3,20 +3,17 @@ never the training."""
 
 from __future__ import annotations
 
-import argparse
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Protocol
 
-from infra.errors import InfraError, ServerError, ServerRefusedError
-from infra.logs import get_logger, log_to_console
+from infra.errors import ServerError, ServerRefusedError
+from infra.logs import get_logger
 from infra.settings import Settings, TrackerName
 from infra.tracking.extra import ExtraTracker, check_installed
 from infra.tracking.tracker import StepMetrics
-from rlcore.errors import RlflowError
 from tasks.driver.outbox import Outbox
 from tasks.run import Run, existing_run, tracker_of
 
@@ -133,7 +130,7 @@ class Publishers:
         """
         Raises:
             ServerError: MLflow did not take the last steps. A tracker beside it that did not is a warning: what it
-                lacks it gets when the run is continued, or by ``python -m tasks.driver.publish RUN``.
+                lacks it gets when the run is continued, or by ``rlflow publish RUN``.
         """
         self._outbox.flush()  # each of its requests has a bounded time
         self._publish(through_step)  # the other trackers start before MLflow is waited for
@@ -187,22 +184,10 @@ def _publisher_of(name: str, tracker: ExtraTracker, run: Run) -> Publisher:
     return Publisher(lambda: tracker, run.journal, name=name, wait_setting="")
 
 
-def main() -> None:
-    """``python -m tasks.driver.publish RUN``: what MLflow and the named trackers lack of a run's committed steps."""
-    parser = argparse.ArgumentParser(prog="python -m tasks.driver.publish", description=main.__doc__)
-    parser.add_argument("run_id", help="name of a run, as its folder is called")
-    options = parser.parse_args()
-    log_to_console()
-    settings = Settings()
-    try:
-        run = existing_run(options.run_id, settings)
-        for name in settings.trackers:
-            check_installed(name, settings.tracker_python)
-        with publishers_of(run, settings) as publishers:
-            publishers.publish_last(run.committed_step())
-    except (RlflowError, InfraError) as error:
-        sys.exit(f"{type(error).__name__}: {error}")
-
-
-if __name__ == "__main__":
-    main()
+def publish_run(run_id: str, settings: Settings) -> None:
+    """Send what MLflow and the named trackers lack of a run's committed steps."""
+    run = existing_run(run_id, settings)
+    for name in settings.trackers:
+        check_installed(name, settings.tracker_python)
+    with publishers_of(run, settings) as publishers:
+        publishers.publish_last(run.committed_step())

@@ -1,26 +1,21 @@
-"""From a registered model to all that it was made from: ``python -m tasks.provenance.lineage MODEL[@ALIAS|/VERSION]``.
-
-``--step K`` adds the rows and pictures that optimizer step K was trained on; ``--json`` prints it for programs.
-"""
+"""From a registered model to everything that it was made from."""
 
 from __future__ import annotations
 
-import argparse
-import json
-import sys
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
+from json import dumps
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
-from infra.errors import InfraError, RegistryError
+from infra.errors import RegistryError
 from infra.settings import Settings
 from infra.tracking.registry import RegisteredVersion, find_model, read_text
 from rlcore.artifacts import CheckpointRef, DatasetRef, ModelRef
 from rlcore.config import ExperimentConfig
 from rlcore.data.table import PreparedRow, load_rows
-from rlcore.errors import RlflowError, StorageError
+from rlcore.errors import StorageError
 from rlcore.segment.batch_log import trained_problems
 from rlcore.segment.store import read_manifest
 from tasks.driver.failures import FailureLog, FailureRecord
@@ -182,36 +177,24 @@ def artifact_name(model: str, version: str) -> str:
     return f"lineage/{model}-{version}.json"
 
 
-def main(words: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m tasks.provenance.lineage", description="What a registered model was made from."
-    )
-    parser.add_argument("model", help="NAME (its newest version), NAME@ALIAS or NAME/VERSION")
-    parser.add_argument(
-        "--step", type=int, help="the rows and pictures that this optimizer step was trained on as well"
-    )
-    parser.add_argument("--json", action="store_true", help="one JSON object")
-    options = parser.parse_args(words)
-    try:
-        lineage, run = find_lineage(options.model, Settings())
-        trained = None
-        if options.step is not None:
-            if run is None:
-                raise StorageError(f"the run's folder {lineage.run_dir} is not here, and it alone knows its steps.")
-            trained = trained_rows(lineage, run, options.step)
-    except (RlflowError, InfraError) as error:
-        sys.exit(f"{type(error).__name__}: {error}")
-    if options.json:
-        tree = lineage.model_dump(mode="json")
-        tree["trained"] = None if trained is None else [row.model_dump(mode="json") for row in trained]
-        sys.stdout.write(json.dumps(tree) + "\n")
-        return
+def shown_lineage(model: str, settings: Settings, *, step: int | None = None, json: bool = False) -> str:
+    """The lineage of a registered model as lines or as one JSON object; with ``step``, also the rows and images that
+    this optimizer step was trained on."""
+    lineage, run = find_lineage(model, settings)
+    trained = None
+    if step is not None:
+        if run is None:
+            raise StorageError(f"the run's folder {lineage.run_dir} is not here, and it alone knows its steps.")
+        trained = trained_rows(lineage, run, step)
+    if json:
+        rows = None if trained is None else [row.model_dump(mode="json") for row in trained]
+        return dumps({**lineage.model_dump(mode="json"), "trained": rows})
     width = max(len(name) for name, _ in lineage.rows())
     lines = [f"{name:<{width}}  {text}" for name, text in lineage.rows()]
     for row in trained or ():
         lines.append(f"{row.problem_id:<{width}}  row {row.row} of {row.source}: {row.question!r} -> {row.answer!r}")
         lines += [f"{'':<{width}}  {image}" for image in row.images]
-    sys.stdout.write("\n".join(lines) + "\n")
+    return "\n".join(lines)
 
 
 def _segments(run: Run, last_step: int) -> Iterator[SegmentLine]:
@@ -270,10 +253,6 @@ def _unwritten(found: RegisteredVersion) -> RegistryError:
     run = found.tags.get("rlflow.run_id")
     return RegistryError(
         f"{found.name} version {found.version} has no lineage in its MLflow run: "
-        + (f"it was registered before lineages were. Run .venv/bin/python -m flows.merge --run-id {run}." if run else
+        + (f"it was registered before lineages were. Run .venv/bin/rlflow merge {run}." if run else
            "rlflow did not register it.")
     )  # fmt: skip
-
-
-if __name__ == "__main__":
-    main()

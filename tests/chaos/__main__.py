@@ -68,7 +68,7 @@ class Bench:
     compared: dict[str, Comparison] = field(default_factory=dict)
     weights_equal: dict[str, bool] = field(default_factory=dict)
 
-    def undisturbed(self, name: str, module: str, settings: tuple[str, ...], steps: int) -> Job:
+    def undisturbed(self, name: str, module: tuple[str, ...], settings: tuple[str, ...], steps: int) -> Job:
         """The same run in one segment, when nobody kills anything."""
         values = (_TWO_RANKS, *settings, f"training.steps={steps}", f"segment.steps={steps}")
         job = Job(f"{_UNDISTURBED}-{name}", self.out / _UNDISTURBED, module, values, self.servers)

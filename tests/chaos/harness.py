@@ -27,7 +27,7 @@ from tests.ports import reserved_port
 from tests.shell import new_shell
 
 EXPERIMENT = "grpo-gsm8k-tiny"
-WHOLE, TRAINING = "flows.train_grpo", "tests.long.train_only"
+WHOLE, TRAINING = ("tasks.cli", "train"), ("tests.long.train_only",)
 SMALL = (
     "model.tiny.warm_start_steps=200",
     "segment.steps=2",
@@ -110,7 +110,7 @@ class Job:
 
     run_id: str
     data_dir: Path
-    module: str
+    module: tuple[str, ...]
     settings: tuple[str, ...]
     servers: Servers
     variables: Mapping[str, str] = field(default_factory=dict)
@@ -125,7 +125,7 @@ class Job:
 
     def start(self) -> subprocess.Popen[bytes]:
         words = [word for setting in (*SMALL, *self.settings) for word in ("--set", setting)]
-        command = [sys.executable, "-m", self.module, EXPERIMENT, "--run-id", self.run_id, *words]
+        command = [sys.executable, "-m", *self.module, EXPERIMENT, "--run-id", self.run_id, *words]
         # short delays: this is about what comes back, not about how politely it waits
         own = {"RLFLOW_DATA_DIR": str(self.data_dir), "RLFLOW_RETRY_DELAY_SCALE": "0.1", **self.variables}
         self.data_dir.mkdir(parents=True, exist_ok=True)

@@ -22,7 +22,7 @@ import yaml
 from infra.deploy import Shape, k8s, vemlp
 from infra.errors import DeploymentError
 from infra.settings import Settings
-from tasks.cli.deploy import documents, main, shape_of
+from tasks.cli.deploy import cluster_files, documents, shape_of
 from tasks.experiments import load_experiment
 from tests.stores import postgres_server
 
@@ -40,7 +40,7 @@ VEMLP_SAMPLE = {
 }  # fmt: skip
 VEMLP_ROLE = {"RoleName", "RoleReplicas", "Flavor"}
 VEMLP_FRAMEWORKS = {"TensorFlowPS", "PyTorchDDP", "Horovod", "BytePS", "Custom"}
-SHAPE = Shape("grpo-test", gpus=16, together=2, command=("python", "-m", "flows.train_grpo", "grpo-test"))
+SHAPE = Shape("grpo-test", gpus=16, together=2, command=("rlflow", "train", "grpo-test"))
 
 
 def tool(*words: str) -> subprocess.CompletedProcess[str]:
@@ -256,17 +256,17 @@ def test_kubernetes_objects_keep_to_their_schemas(where: str) -> None:
 
 @pytest.mark.parametrize(("name", "workers"), [("grpo-geo3k", 0), ("grpo-geo3k-32b", 1), ("grpo-geo3k-72b", 3)])
 def test_an_experiment_gets_the_nodes_that_it_takes(name: str, workers: int) -> None:
-    _, job = yaml.safe_load_all(main(["rayjob", name, "--set", "seed=3", "--run-id", "mine"]))
+    _, job = yaml.safe_load_all(cluster_files("rayjob", name, ["seed=3"], "mine", None))
     groups = job["spec"]["rayClusterSpec"].get("workerGroupSpecs", [])
     assert [group["replicas"] for group in groups] == [workers] * bool(workers)
     words = shlex.split(job["spec"]["entrypoint"])
-    assert words == ["python", "-m", "flows.train_grpo", name, "--run-id", "mine", "--set", "seed=3"]
+    assert words == ["rlflow", "train", name, "--run-id", "mine", "--set", "seed=3"]
 
 
 def test_a_task_file_for_vemlp_has_head_and_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_AUTH_TOKEN", "a-secret")
     monkeypatch.delenv("HF_TOKEN", raising=False)
-    (task,) = yaml.safe_load_all(main(["vemlp", "grpo-geo3k-32b", "--run-id", "mine"]))
+    (task,) = yaml.safe_load_all(cluster_files("vemlp", "grpo-geo3k-32b", (), "mine", None))
     assert {key: type(task[key]) for key in VEMLP_SAMPLE} == VEMLP_SAMPLE
     assert task["Framework"] in VEMLP_FRAMEWORKS
     assert all(role.keys() == VEMLP_ROLE for role in task["TaskRoleSpecs"])
@@ -280,8 +280,8 @@ def test_a_task_file_for_vemlp_has_head_and_workers(monkeypatch: pytest.MonkeyPa
 
 
 def test_what_vemlp_runs_starts_ray_by_role(tmp_path: Path) -> None:
-    """The shell of the entry point, with a ``ray`` and a ``python`` that only write down how they were called."""
-    for name, more in (("ray", 'if [ "$1" = health-check ]; then exit 1; fi'), ("python", "exit 3"), ("sleep", "")):
+    """The shell of the entry point, with a ``ray`` and an ``rlflow`` that only write down how they were called."""
+    for name, more in (("ray", 'if [ "$1" = health-check ]; then exit 1; fi'), ("rlflow", "exit 3"), ("sleep", "")):
         script = tmp_path / name
         script.write_text(f'#!/bin/sh\necho {name} "$@" >> {tmp_path}/calls\n{more}\n')
         script.chmod(0o755)
@@ -295,7 +295,7 @@ def test_what_vemlp_runs_starts_ray_by_role(tmp_path: Path) -> None:
 
     code, calls = run(MLP_ROLE="head")
     assert code == 3  # the platform retries by it
-    assert calls == ["ray start --head --port=6379 --disable-usage-stats", "python -m flows.train_grpo grpo-test"]
+    assert calls == ["ray start --head --port=6379 --disable-usage-stats", "rlflow train grpo-test"]
     code, calls = run(MLP_ROLE="worker", MLP_HEAD_0_HOST="head-0")
     assert code == 0
     assert calls == [

@@ -33,7 +33,7 @@ EXPERIMENTS = experiment_values()
 DEPLOYMENTS = {item["name"]: item for item in yaml.safe_load(PREFECT_YAML.read_text())["deployments"]}
 SHELL = frozenset({"cat", "df", "dmesg", "free", "grep", "head", "ls", "tail", "touch", "unset"})
 INSTALLED = ".venv/bin/"  # where make puts programs
-OF_OUR_ENVIRONMENT = frozenset({"python", "prefect", "pytest", "torchrun", *OF_THE_ENVIRONMENT})
+OF_OUR_ENVIRONMENT = frozenset({"python", "prefect", "pytest", "rlflow", "torchrun", *OF_THE_ENVIRONMENT})
 _PLACEHOLDER = re.compile(r"[A-Z][A-Z_]*|\$\w+|.*\.\.\..*")  # NAME, $RUN, and what is left to the reader
 _ASSIGNMENT = re.compile(r"\w+=")
 
@@ -143,12 +143,14 @@ def _python(arguments: Sequence[str], own_files: frozenset[str]) -> None:
     if module == "pytest":
         _pytest(words)
         return
-    if modules.is_flow(module):
-        modules.call_flow(module, [modules.TINY if word == "NAME" else word.removeprefix("$") for word in words])
-        return
-    chosen = vars(modules.parse(module, words))
+    modules.check_module(module, words)
+
+
+def _rlflow(arguments: Sequence[str]) -> None:
+    words = [modules.TINY if word == "NAME" else word.removeprefix("$") for word in arguments]
+    chosen = modules.check_rlflow(words)
     if name := chosen.get("experiment"):
-        _experiment(module, name, chosen["set"], {})
+        _experiment("rlflow", name, chosen["overrides"] or (), {})
 
 
 def _experiment(where: str, name: str, sets: Sequence[str], of_ablation: dict[str, Any]) -> None:
@@ -235,6 +237,7 @@ _PROGRAMS: dict[str, Callable[[Sequence[str]], None]] = {
     "make": _make,
     "prefect": _prefect,
     "pytest": _pytest,
+    "rlflow": _rlflow,
     "torchrun": _torchrun,
     "export": _export,
     "cp": _copy,

@@ -6,10 +6,13 @@ import re
 from pathlib import Path
 
 import pytest
+from prefect import flow
+from typer.models import CommandInfo
 
+from tasks.cli import app
 from tests.docs.commands import check, is_command
 from tests.docs.finding import Finding
-from tests.docs.modules import call_flow
+from tests.docs.modules import check_rlflow
 from tests.docs.pages import MARKERS, PAGES, ROOT, Block, blocks, code_words, commands_of, simple_commands
 
 BLOCKS = [block for page in PAGES for block in blocks(page)]
@@ -38,6 +41,20 @@ def test_commands_in_sentences_can_be_what_they_say(page: Path) -> None:
             check(
                 words, own_files=own_files(), on_path=page.name == "design.md"
             )  # its commands are what our processes start
+
+
+@pytest.mark.parametrize("command", app.registered_commands, ids=lambda command: command.callback.__name__)
+def test_the_examples_of_a_commands_help_can_be_what_they_say(command: CommandInfo) -> None:
+    assert command.callback is not None
+    name = command.callback.__name__
+    examples = [
+        line for line in map(str.strip, str(command.callback.__doc__).splitlines()) if line.startswith("rlflow")
+    ]
+    assert bool(examples) == (name not in ("point", "up", "down", "status", "ui", "docs"))
+    for line in examples:
+        (words,) = simple_commands(line)
+        assert words[1] == name
+        check([f".venv/bin/{words[0]}", *words[1:]])
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -81,26 +98,31 @@ def test_the_tutorial_is_run_in_order() -> None:
         ("make demo DTAA=x", "no 'DTAA=x'"),
         ("RLFLOW_DATADIR=x make demo", "no RLFLOW_DATADIR"),
         ("export RLFLOW_STORAGE=x", "no RLFLOW_STORAGE"),
-        ("python -m flows.train_grpo grpo-geo3k", r"write \.venv/bin/python"),
+        ("rlflow train grpo-geo3k", r"write \.venv/bin/rlflow"),
+        ("python -m pytest", r"write \.venv/bin/python"),
         ("prefect deployment run grpo-geo3k", r"write \.venv/bin/prefect"),
-        (".venv/bin/python -m flows.train_grpo grpo-geo3k --sett seed=1", "unrecognized arguments: --sett"),
-        (".venv/bin/python -m flows.train_grpo grpo-geo4k", "no experiment 'grpo-geo4k'"),
-        (".venv/bin/python -m flows.train_grpo NAME --set training.step=4", "training.step: unknown key"),
-        (".venv/bin/python -m flows.train_grpo NAME --set training.steps=0", "greater than or equal to 1"),
+        (
+            ".venv/bin/rlflow train grpo-geo3k --sett seed=1",
+            "--sett.*Allowed: --allow-changes, --data, ",
+        ),
+        (".venv/bin/rlflow train grpo-geo4k", "no experiment 'grpo-geo4k'"),
+        (".venv/bin/rlflow train NAME --set training.step=4", "training.step: unknown key"),
+        (".venv/bin/rlflow train NAME --set training.steps=0", "greater than or equal to 1"),
         (".venv/bin/python my_script.py", "no file 'my_script.py'"),
-        (".venv/bin/python -m flows.train_grop grpo-geo3k", "no module flows.train_grop"),
-        (".venv/bin/python -m flows.train_grpo grpo-geo3k --dry-run H300", "invalid choice: 'H300'"),
-        (".venv/bin/python -m flows.ablate grpo-geo3k --gird 'seed=[1]'", "unrecognized arguments: --gird"),
-        (".venv/bin/python -m flows.ablate grpo-geo3k --grid 'seed=[1]'", "an ablation sets name, seed"),
-        (".venv/bin/python -m flows.ablate grpo-geo3k --point training.step=1", "training.step: unknown key"),
+        (".venv/bin/rlflow trian grpo-geo3k", "No such command 'trian'.*Allowed: train, prepare"),
+        (".venv/bin/python -m tests.bench.setp", "no module tests.bench.setp"),
+        (".venv/bin/rlflow estimate grpo-geo3k --device H300", "no device 'H300'. Allowed: "),
+        (".venv/bin/rlflow ablate grpo-geo3k --gird 'seed=[1]'", "No such option: --gird"),
+        (".venv/bin/rlflow ablate grpo-geo3k --grid 'seed=[1]'", "an ablation sets name, seed"),
+        (".venv/bin/rlflow ablate grpo-geo3k --point training.step=1", "training.step: unknown key"),
         (
             ".venv/bin/prefect deployment run ablate -p experiment=grpo-geo3k -p 'grid=[\"seed=[1]\"]'",
             "an ablation sets name",
         ),
-        (".venv/bin/python -m tasks.cli.deploy rayjobs grpo-geo3k", "invalid choice: 'rayjobs'"),
-        (".venv/bin/python -m tasks.cli.deploy rayjob grpo-geo4k", "no experiment 'grpo-geo4k'"),
-        (".venv/bin/python -m tasks.provenance.lineage", "required: model"),
-        (".venv/bin/python -m rlcore.migrate from-easyr2 config.yaml", "invalid choice: 'from-easyr2'"),
+        (".venv/bin/rlflow deploy rayjobs grpo-geo3k", "'rayjobs' is not one of 'rayjob'"),
+        (".venv/bin/rlflow deploy rayjob grpo-geo4k", "no experiment 'grpo-geo4k'"),
+        (".venv/bin/rlflow lineage", "Missing argument 'MODEL'"),
+        (".venv/bin/rlflow migrate easyr2 config.yaml", "'easyr2' is not one of 'easyr1', 'verl'"),
         (".venv/bin/python -m rlcore.jobs.segment start --spec=x", "has no option --spec"),
         (".venv/bin/prefect deployment run grpo-geo3k -p steps=0", "greater than or equal to 1"),
         (".venv/bin/prefect deployment run grpo-geo4k", "no deployment 'grpo-geo4k'"),
@@ -108,12 +130,12 @@ def test_the_tutorial_is_run_in_order() -> None:
         (".venv/bin/prefect deployment run grpo-geo3k -p step=4", "unexpected keyword argument 'step'"),
         (".venv/bin/prefect deployment run merge", "missing a required argument: 'run_id'"),
         (".venv/bin/prefect deployment run grpo-geo3k -p steps=four", "unable to parse string as an integer"),
-        (".venv/bin/python -m flows.evaluate NAME", "required: --run-id"),
-        (".venv/bin/python -m flows.evaluate NAME --run-id RUN --steps 4", "unrecognized arguments: --steps 4"),
-        (".venv/bin/python -m flows.merge NAME --run-id RUN", "unrecognized arguments: "),
-        (".venv/bin/python -m flows.merge --run-id RUN --set rollout.group_size=4", "unrecognized arguments: --set"),
-        (".venv/bin/python -m flows.merge --run-id RUN --data FOLDER", "unrecognized arguments: --data"),
-        (".venv/bin/python -m flows.prepare_data NAME --run-id RUN", "unrecognized arguments: --run-id"),
+        (".venv/bin/rlflow evaluate --on NAME", "Missing argument 'RUN'"),
+        (".venv/bin/rlflow evaluate RUN --on NAME --steps 4", "No such option: --steps"),
+        (".venv/bin/rlflow merge NAME RUN", "unexpected extra argument"),
+        (".venv/bin/rlflow merge RUN --set rollout.group_size=4", "No such option: --set"),
+        (".venv/bin/rlflow merge RUN --data FOLDER", "No such option: --data"),
+        (".venv/bin/rlflow prepare NAME --run-id RUN", "No such option: --run-id"),
         (".venv/bin/prefect flow-run stop ID", "prefect does not take"),
         (".venv/bin/pytest tests/nowhere", "no tests/nowhere"),
         (".venv/bin/pytest tests/unit/test_lease.py::test_nothing", "test_lease.py has no test test_nothing"),
@@ -134,8 +156,8 @@ def test_a_program_of_others_passes_where_the_page_says_that_it_is_elsewhere() -
     check(["kubectl", "apply", "--filename", "x.yaml"], elsewhere=True)
     with pytest.raises(Finding, match="no deployment 'grpo-geo4k'"):
         check(["docker", "compose", "exec", "worker", "prefect", "deployment", "run", "grpo-geo4k"], elsewhere=True)
-    with pytest.raises(Finding, match="unrecognized arguments: --sett"):
-        check([".venv/bin/python", "-m", "flows.train_grpo", "grpo-geo3k", "--sett", "seed=1"], elsewhere=True)
+    with pytest.raises(Finding, match="No such option: --sett"):
+        check([".venv/bin/rlflow", "train", "grpo-geo3k", "--sett", "seed=1"], elsewhere=True)
 
 
 def test_options_of_an_installed_program_of_others_are_checked() -> None:
@@ -144,19 +166,12 @@ def test_options_of_an_installed_program_of_others_are_checked() -> None:
         check(["openssl", "rand", "-hax", "32"], elsewhere=True)
 
 
-def test_a_command_that_calls_its_flow_wrongly_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_command_that_calls_its_flow_wrongly_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The parser takes these words, and the flow does not take what the command makes of them."""
-    monkeypatch.syspath_prepend(str(tmp_path))
-    lines = (
-        "from prefect import flow",
-        "from tasks.cli import foreground",
-        "@flow",
-        "def swapped(run_id: str, experiment: str): ...",
-        "call = lambda experiment, run_id: swapped(experiment, run_id=run_id)",
-        "call.parameters = swapped.parameters",
-        "swapped.parameters.properties.update(run_id={'description': ''}, experiment={'description': ''})",
-        "foreground.main(call, 'wrong_command', lambda **_: None)",
-    )
-    (tmp_path / "wrong_command.py").write_text("\n".join(lines))
-    with pytest.raises(Finding, match="multiple values for argument 'run_id'"):
-        call_flow("wrong_command", ["grpo-geo3k-tiny", "--run-id", "RUN"])
+
+    @flow
+    def swapped(experiment: str) -> None: ...
+
+    monkeypatch.setattr("flows.merge.merge_run", lambda run: swapped(run, experiment=run))
+    with pytest.raises(Finding, match="multiple values for argument 'experiment'"):
+        check_rlflow(["merge", "RUN"])

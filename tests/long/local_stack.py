@@ -36,7 +36,7 @@ class Place:
 
     def stack(self, command: str) -> str:
         """What ``make COMMAND`` runs; its output."""
-        words = [sys.executable, "-m", "infra.stack.control", command]
+        words = [sys.executable, "-m", "tasks.cli", command]
         answer = subprocess.run(words, env=self.env, cwd=ROOT, capture_output=True, text=True, check=False)
         logs = "".join(path.read_text()[-3000:] for path in self.settings.stack_dir.glob("*.log"))
         assert answer.returncode == 0, answer.stdout + answer.stderr + logs

@@ -44,7 +44,7 @@ def test_a_killed_ablation_goes_on_drops_the_worse_half_and_survives_a_point_tha
         "FAKE_FAILURE": "diverge",
         "FAKE_FAILURE_RATE": "0.01",
     }
-    command = [sys.executable, "-m", "flows.ablate", *WORDS]
+    command = [sys.executable, "-m", "tasks.cli", "ablate", *WORDS]
     results = tmp_path / "data" / "ablations" / "study" / "results"
     with (tmp_path / "output.txt").open("wb") as output:
         first = processes.start(command, env=environment, mark="ablate-test", output=output, cwd=ROOT,

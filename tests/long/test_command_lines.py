@@ -22,7 +22,7 @@ def test_evaluate_merge_and_prepare_data_work_as_the_readme_types_them(data_dir:
 
     def typed(*words: str, **more: str) -> tuple[dict[str, Any], str]:
         answer = subprocess.run(
-            [sys.executable, "-m", *words],
+            [sys.executable, "-m", "tasks.cli", *words],
             env=new_shell(variables, **more),
             cwd=ROOT,
             capture_output=True,
@@ -32,9 +32,9 @@ def test_evaluate_merge_and_prepare_data_work_as_the_readme_types_them(data_dir:
         assert answer.returncode == 0, answer.stderr[-3000:]
         return json.loads(answer.stdout.splitlines()[-1]), answer.stderr
 
-    assert typed("flows.evaluate", "grpo-gsm8k-tiny", "--run-id", "run")[0]["step"] == 2
+    assert typed("evaluate", "run", "--on", "grpo-gsm8k-tiny")[0]["step"] == 2
     server = {"PREFECT_API_URL": str(PREFECT_API_URL.value())}  # each would start one of its own, as the first has
-    assert typed("flows.evaluate", "--run-id", "run", "--set", "evaluation.samples=1", **server)[0]["step"] == 2
-    assert typed("flows.merge", "--run-id", "run", **server)[0]["registered_name"] == "grpo-geo3k-tiny"
-    prepared = typed("flows.prepare_data", "grpo-geo3k-tiny", "--data", str(data_dir), **server)[0]
+    assert typed("evaluate", "run", "--set", "evaluation.samples=1", **server)[0]["step"] == 2
+    assert typed("merge", "run", **server)[0]["registered_name"] == "grpo-geo3k-tiny"
+    prepared = typed("prepare", "grpo-geo3k-tiny", "--data", str(data_dir), **server)[0]
     assert prepared.keys() == {"train", "validation"}

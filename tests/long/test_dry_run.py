@@ -18,14 +18,14 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def dry_run(tmp_path: Path, *words: str) -> subprocess.CompletedProcess[str]:
     env = new_shell(RLFLOW_DATA_DIR=str(tmp_path / "data"), HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path))
-    command = [sys.executable, "-m", "flows.train_grpo", *words]
+    command = [sys.executable, "-m", "tasks.cli", "estimate", *words]
     return subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, check=False)
 
 
 def test_a_folder_with_config_json_gives_the_estimate(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     build_model("vl", False, torch.device("meta"), torch.float32).config.save_pretrained(folder)
-    answer = dry_run(tmp_path, "grpo-geo3k-3b", "--dry-run", "H200", "--set", f"model.path={folder}")
+    answer = dry_run(tmp_path, "grpo-geo3k-3b", "--device", "H200", "--set", f"model.path={folder}")
     assert answer.returncode == 0, answer.stderr
     found = json.loads(answer.stdout)
     assert found["device"] == "H200"
@@ -38,7 +38,7 @@ def test_a_folder_with_config_json_gives_the_estimate(tmp_path: Path) -> None:
 
 
 def test_without_config_json_it_says_what_it_needs(tmp_path: Path) -> None:
-    answer = dry_run(tmp_path, "grpo-geo3k", "--dry-run")
+    answer = dry_run(tmp_path, "grpo-geo3k")
     assert answer.returncode == 1
     assert "put it into a folder and add --set model.path=FOLDER" in answer.stderr
     assert "Traceback" not in answer.stderr

@@ -155,7 +155,7 @@ def test_a_pause_longer_than_the_trainer_s_patience_is_not_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = (
-        *("flows.train_grpo", "grpo-geo3k-tiny"),
+        *("tasks.cli", "train", "grpo-geo3k-tiny"),
         *(
             word
             for value in ("training.steps=120", "segment.steps=20", "data.template=math")
@@ -194,7 +194,7 @@ def test_five_minutes_without_an_answer_change_nothing_in_a_real_run(
 ) -> None:
     """With the default deadlines and a real trainer: the run that nobody disturbed, bit for bit."""
     values = (*SMALL, "training.steps=60", "segment.steps=10")
-    words = ("flows.train_grpo", EXPERIMENT, *(word for value in values for word in ("--set", value)))
+    words = ("tasks.cli", "train", EXPERIMENT, *(word for value in values for word in ("--set", value)))
     quiet = Command(tmp_path / "quiet" / "data", words, {})
     settings = Settings(data_dir=tmp_path / "data", mlflow_uri="")
     with servers_over(settings) as servers:

@@ -73,7 +73,7 @@ def test_a_webhook_hears_of_failed_and_finished_runs_once(
             **login_of(settings).for_prefect(),
             "PREFECT_API_URL": f"{address}/api", "PREFECT_HOME": str(tmp_path / "home"), "PREFECT_PLUGINS_ENABLED": "0",
         }  # fmt: skip
-        command = ("-m", "tasks.cli.notify", "webhook/team")
+        command = ("-m", "tasks.cli", "notify", "webhook/team")
         assert "no block webhook/team on this Prefect server. Found: none" in python(env, *command, code=1)
         python(env, "-c", BLOCK.format(url=url))
         assert "rlflow-failed: made" in python(env, *command)
@@ -98,11 +98,11 @@ def test_a_webhook_hears_of_failed_and_finished_runs_once(
         assert told["bad"]["experiment"] == "grpo-geo3k-tiny"
         assert told["bad"]["url"].startswith("http")
 
-        assert "rlflow-failed: removed" in python(env, "-m", "tasks.cli.notify", "--remove")
-        assert "there was none" in python(env, "-m", "tasks.cli.notify", "--remove")
+        assert "rlflow-failed: removed" in python(env, "-m", "tasks.cli", "notify", "--remove")
+        assert "there was none" in python(env, "-m", "tasks.cli", "notify", "--remove")
     assert "no Prefect server answers" in python(env, *command, code=1)
 
 
 def test_without_a_server_it_says_so(tmp_path: Path) -> None:
     env = new_shell(RLFLOW_DATA_DIR=str(tmp_path / "data"), PREFECT_PLUGINS_ENABLED="0")
-    assert "no Prefect server is set" in python(env, "-m", "tasks.cli.notify", "webhook/team", code=1)
+    assert "no Prefect server is set" in python(env, "-m", "tasks.cli", "notify", "webhook/team", code=1)

@@ -37,7 +37,7 @@ def test_the_example_of_the_page_runs(postgres: Postgres, s3: S3, tmp_path: Path
     example = re.search(r"<!-- elsewhere: PostgreSQL[^>]*-->\n```sh\n(.*?)```", page, re.DOTALL)
     assert example
     # make up is that command, after an installation
-    make = f'make() {{ "{sys.executable}" -m infra.stack.control "$@"; }}\n'
+    make = f'make() {{ "{sys.executable}" -m tasks.cli "$@"; }}\n'
     script = (
         "set -e\n" + make + example[1].replace("-p steps=4", """-p steps=4 -p 'overrides=["data.template=math"]'""")
     )

@@ -36,8 +36,7 @@ def test_a_tracker_that_is_away_stops_nothing_and_catches_up(
 
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setattr(publishing, "_LAST_WAIT_SECONDS", 60.0)
-    monkeypatch.setattr(sys, "argv", ["tasks.driver.publish", "tracked"])
-    publishing.main()
+    publishing.publish_run("tracked", Settings())
     assert json.loads((states / "wandb.json").read_text()) == {"published_step": 5}
     for name in ("tensorboard", "wandb"):
         assert not processes.marked(tracker_mark(data_dir / "runs" / "tracked", name))

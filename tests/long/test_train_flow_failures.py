@@ -130,7 +130,7 @@ def test_an_interrupted_command_commits_cleans_up_and_continues(tmp_path: Path) 
     }
     values = [*SMALL, "training.steps=9", "segment.steps=4"]
     words = [word for value in values for word in ("--set", value)]
-    command = [sys.executable, "-m", "flows.train_grpo", "grpo-geo3k-tiny", *words, "--run-id", "stopped"]
+    command = [sys.executable, "-m", "tasks.cli", "train", "grpo-geo3k-tiny", *words, "--run-id", "stopped"]
     run_dir, output = tmp_path / "data" / "runs" / "stopped", tmp_path / "output.txt"
 
     def steps() -> list[int]:

@@ -41,7 +41,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str, 
     _run_a_flow(env)
     prefect, mlflow = reserved_port(), reserved_port()
     command = [
-        *(sys.executable, "-m", "infra.stack.ui"),
+        *(sys.executable, "-m", "tasks.cli", "ui"),
         *("--prefect-port", str(prefect), "--mlflow-port", str(mlflow)),
     ]
     with (folder / "ui.log").open("wb") as log:

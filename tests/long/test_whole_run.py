@@ -27,7 +27,7 @@ from prefect.exceptions import PrefectHTTPStatusError
 from infra import processes
 from rlcore.data.synthetic.geometry import draw_problem
 from rlcore.segment.store import LocalCheckpointStore
-from tasks.provenance.lineage import main as show_lineage
+from tasks.cli import app
 from tasks.run import existing_run
 from tests.long.prefect_stack import ROOT, Stack, assert_whole, prefect_stack
 from tests.stores import BUCKET, Parts, postgres_programs
@@ -126,7 +126,7 @@ def test_a_killed_run_ends_whole_evaluated_and_registered(place: Place, ended: U
 
 
 def lineage(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
-    show_lineage([*words, "--json"])
+    app(["lineage", *words, "--json"], standalone_mode=False)
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
     return found
 
@@ -191,11 +191,11 @@ def test_unknown_models_aliases_and_steps_are_named(ended: UUID) -> None:
         (["grpo-geo3k-tiny", "--step", "9"], "nothing is known of step 9: batches up to step 4 are noted"),
     ):
         with pytest.raises(SystemExit, match=re.escape(said)):
-            show_lineage(words)
+            app(["lineage", *words], standalone_mode=False)
 
 
 def test_the_command_shows_its_lineage_to_people(place: Place, ended: UUID) -> None:
-    command = [sys.executable, "-m", "tasks.provenance.lineage", "grpo-geo3k-tiny", "--step", "1"]
+    command = [sys.executable, "-m", "tasks.cli", "lineage", "grpo-geo3k-tiny", "--step", "1"]
     said = subprocess.run(command, env=place.stack.env, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert re.search(r"^segment 1 +steps 3 to 4", said, re.MULTILINE)
     assert re.search(r"^code .* commit", said, re.MULTILINE)

@@ -1,8 +1,11 @@
 """Only the training of an experiment, by the tasks that the flows have: ``python -m tests.long.train_only NAME
---run-id RUN --set ...``, as flows.train_grpo is called."""
+--run-id RUN --set ...``, as ``rlflow train`` is called."""
 
 from __future__ import annotations
 
+from typing import Annotated
+
+import typer
 from prefect import flow
 
 from rlcore.segment.spec import SegmentManifest
@@ -26,5 +29,13 @@ def train_only(experiment: form.Experiment, overrides: form.Overrides, run_id: f
         return train_all_segments(run, train, start)[-1]
 
 
+def main(
+    experiment: str,
+    overrides: Annotated[list[str], typer.Option("--set")],
+    run_id: Annotated[str, typer.Option("--run-id")],
+) -> None:
+    foreground.run_once(lambda: train_only(experiment, overrides, run_id))
+
+
 if __name__ == "__main__":
-    foreground.main(train_only, "tests.long.train_only", form.chosen)
+    typer.run(main)

@@ -53,7 +53,7 @@ class Tour:
         self.seconds[name] = round(time.monotonic() - start, 1)
 
     def stack(self, command: str) -> None:
-        subprocess.run([sys.executable, "-m", "infra.stack.control", command], env=self.env, cwd=ROOT, check=True)
+        subprocess.run([sys.executable, "-m", "tasks.cli", command], env=self.env, cwd=ROOT, check=True)
 
     def deployment(self, name: str, **parameters: object) -> None:
         """As a person types it in the repository's root.

@@ -240,7 +240,7 @@ def test_local_points_are_processes_as_many_as_there_are_slots(
     ablation: Ablation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program = tmp_path / "python"
-    program.write_text('#!/bin/sh\necho "$@"\n[ "$5" = 1 ] && exec sleep 600\nexit 0\n')
+    program.write_text('#!/bin/sh\necho "$@"\n[ "$6" = 1 ] && exec sleep 600\nexit 0\n')
     program.chmod(0o755)
     monkeypatch.setattr(ablation_points.sys, "executable", str(program))
     points = LocalPoints(ablation, Settings(data_dir=tmp_path, gpu_slots=2, stop_grace_seconds=30))
@@ -257,7 +257,7 @@ def test_local_points_are_processes_as_many_as_there_are_slots(
     points.stop()
     assert points.ended(long)
     said = [log.read_text() for log in logs]
-    assert said == [f"-m flows.ablation_point study base {seed} {short.steps}\n" for seed in (0, 1)]
+    assert said == [f"-m tasks.cli point study base {seed} {short.steps}\n" for seed in (0, 1)]
 
 
 def test_a_worker_runs_the_points_of_its_ablation_and_a_terminal_its_own(ablation: Ablation) -> None:

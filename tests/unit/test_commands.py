@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shlex
+import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from uuid import UUID
@@ -16,7 +19,7 @@ from pydantic import BaseModel
 
 from infra.errors import ServerError
 from rlcore.errors import ConfigError, TrainerFailedError
-from tasks.cli import foreground
+from tasks.cli import app, foreground
 from tasks.cli import notify as notifications
 from tasks.report import rollouts as notebook
 
@@ -24,23 +27,30 @@ from tasks.report import rollouts as notebook
 @pytest.mark.parametrize(
     ("words", "run_id", "data_dir", "said"),
     [
-        (["toy", "--set", "a=b c"], "r", None, "-m flows.toy toy --set 'a=b c' --run-id r"),
-        (["toy", "--run-id", "old", "--data", "x"], "old", None, "-m flows.toy toy --data x --run-id old"),
-        (["toy", "--run-id=old"], "old", "/my data", "-m flows.toy toy --run-id old"),
-        (["toy"], None, None, "-m flows.toy toy"),
+        (["train", "toy", "--set", "a=b c"], "r", None, "train toy --set 'a=b c' --run-id r"),
+        (["train", "toy", "--run-id", "old", "--data", "x"], "old", None, "train toy --data x --run-id old"),
+        (["train", "toy", "--run-id=old"], "old", "/my data", "train toy --run-id old"),
+        (["prepare", "toy"], None, None, "prepare toy"),
     ],
 )
+@pytest.mark.parametrize("program", [["/env/bin/rlflow"], [sys.executable, "-m", "tasks.cli"]], ids=["rlflow", "-m"])
 def test_an_interrupted_command_says_how_to_continue(
-    words: list[str], run_id: str | None, data_dir: str | None, said: str,
+    words: list[str], run_id: str | None, data_dir: str | None, said: str, program: list[str],
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(sys, "argv", ["toy.py", *words])
+    file = "/src/tasks/cli/__main__.py" if "-m" in program else program[0]
+    monkeypatch.setattr(sys, "argv", [file, *words])
+    monkeypatch.setattr(sys, "orig_argv", [*(program if "-m" in program else [sys.executable, file]), *words])
     monkeypatch.delenv("RLFLOW_DATA_DIR", raising=False)
     if data_dir is not None:
         monkeypatch.setenv("RLFLOW_DATA_DIR", data_dir)
-    foreground._say_how_to_continue("flows.toy", run_id)
+    foreground.say_how_to_continue(run_id)
     prefix = "" if data_dir is None else "RLFLOW_DATA_DIR='/my data' "
-    assert capsys.readouterr().err == f"Continue with: {prefix}{shlex.quote(sys.executable)} {said}\n"
+    assert capsys.readouterr().err == f"Continue with: {prefix}{shlex.join(program)} {said}\n"
+
+
+def rlflow(*words: str) -> None:
+    app(list(words), standalone_mode=False)
 
 
 class Answer(BaseModel):
@@ -144,10 +154,10 @@ def test_the_automations_of_a_command_line(monkeypatch: pytest.MonkeyPatch, caps
     monkeypatch.setattr(notifications, "check_prefect", lambda *words: checked.append(words))
     monkeypatch.setattr(notifications, "apply", lambda *words: asked.append(words) or ["one", "two"])
     monkeypatch.setattr(notifications, "remove", lambda *words: asked.append(words) or ["gone"])
-    notifications.main(["webhook/team"])
+    rlflow("notify", "webhook/team")
     assert capsys.readouterr().out == "one\ntwo\n"
-    notifications.main(["webhook/team", "--on", "failed", "--flow", "a", "--flow", "b"])
-    notifications.main(["--remove", "--on", "finished"])
+    rlflow("notify", "webhook/team", "--on", "failed", "--flow", "a", "--flow", "b")
+    rlflow("notify", "--remove", "--on", "finished")
     assert asked == [
         ("the client", "webhook/team", ["failed", "finished"], ("grpo-geo3k",)),
         ("the client", "webhook/team", ["failed"], ["a", "b"]),
@@ -160,6 +170,26 @@ def test_the_automations_of_a_command_line(monkeypatch: pytest.MonkeyPatch, caps
 
 
 def test_automations_need_a_server() -> None:
-    said = r"^ServerError: no Prefect server is set: make up starts one here, PREFECT_API_URL names another\.$"
+    said = r"^ServerError: no Prefect server is set: rlflow up starts one here, PREFECT_API_URL names another\.$"
     with temporary_settings(restore_defaults={PREFECT_API_URL}), pytest.raises(SystemExit, match=said):
-        notifications.main(["webhook/team"])
+        rlflow("notify", "webhook/team")
+
+
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [
+        (["train", "grpo-gsm8k-t"], ["grpo-gsm8k-tiny"]),
+        (["merge", "lr"], ["lr-3"]),
+        (["train", "grpo-gsm8k-tiny", "--set", "training.learning_r"], ["training.learning_rate="]),
+        (["tra"], ["train"]),
+    ],
+)
+def test_the_shell_completes(words: list[str], offered: list[str], tmp_path: Path) -> None:
+    (tmp_path / "runs" / "lr-3").mkdir(parents=True)
+    (tmp_path / "runs" / "lr-3" / "experiment.json").touch()
+    typed = {"COMP_WORDS": shlex.join(["rlflow", *words]), "COMP_CWORD": str(len(words))}
+    answer = subprocess.run(
+        [sys.executable, "-m", "tasks.cli"], capture_output=True, text=True, check=False,
+        env={**os.environ, **typed, "_RLFLOW_COMPLETE": "complete_bash", "RLFLOW_DATA_DIR": str(tmp_path)},
+    )  # fmt: skip
+    assert answer.stdout.split() == offered

@@ -21,6 +21,7 @@ from tasks import merge as merging
 from tasks.ablation import steps as ablating
 from tasks.ablation import study as ablation
 from tasks.ablation.study import Ablation, open_ablation
+from tasks.cli import app
 from tasks.cli import docs as reference
 from tasks.driver import publish as publishing
 from tasks.driver.publish import Publisher, Publishers, extra_tracker
@@ -281,17 +282,14 @@ def test_missing_steps_are_published_by_a_command(
     monkeypatch.setattr(publishing, "check_installed", lambda *words: checked.append(words))
     monkeypatch.setattr(Run, "committed_step", lambda _: 7)
     monkeypatch.setenv("RLFLOW_TRACKERS", "tensorboard")
-    monkeypatch.setattr("sys.argv", ["publishing", "run"])
-    publishing.main()
+    app(["publish", "run"], standalone_mode=False)
     assert published == [7]
     assert checked == [("tensorboard", Settings().tracker_python)]
-    monkeypatch.setattr("sys.argv", ["publishing", "gone"])
     with pytest.raises(SystemExit, match=r"^ConfigError: no run 'gone' under .*Found: run\.$"):
-        publishing.main()
-    monkeypatch.setattr("sys.argv", ["publishing"])
+        app(["publish", "gone"], standalone_mode=False)
     with pytest.raises(SystemExit):
-        publishing.main()
-    assert "python -m tasks.driver.publish" in capsys.readouterr().err
+        app(["publish"], prog_name="rlflow")
+    assert "rlflow publish" in capsys.readouterr().err
 
 
 def test_another_tracker_is_told_of_the_runs_experiment(run: Run) -> None:
@@ -337,16 +335,9 @@ def test_a_benchmark_that_is_not_there_is_named_with_those_that_are() -> None:
         benchmarks.load_benchmarks(["b", known[0], "a"])
 
 
-def test_the_reference_is_written_to_a_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("sys.argv", ["reference", str(tmp_path / "page.md")])
-    reference.main()
+def test_the_reference_is_written_to_a_file(tmp_path: Path) -> None:
+    app(["docs", str(tmp_path / "page.md")], standalone_mode=False)
     assert (tmp_path / "page.md").read_text() == reference.page()
-    monkeypatch.setattr("sys.argv", ["reference"])
-    with pytest.raises(SystemExit):
-        reference.main()
-    assert "python -m tasks.cli.docs" in capsys.readouterr().err
 
 
 def test_a_trainer_of_another_driver_that_is_gone_has_no_exit_code(tmp_path: Path) -> None:

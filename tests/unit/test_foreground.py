@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -14,8 +12,8 @@ import pytest
 
 from rlcore.config import build_experiment
 from tasks.ablation import study as ablation
-from tasks.cli import foreground
-from tasks.cli.foreground import EXIT_INTERRUPTED
+from tasks.cli import app, foreground
+from tasks.cli.foreground import EXIT_INTERRUPTED, overrides_of
 from tasks.experiments import load_experiment
 
 ORPHAN = """
@@ -43,29 +41,27 @@ def typed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     """Runs a command's words up to where a server would start; returns whether they got there."""
     monkeypatch.setenv("RLFLOW_DATA_DIR", str(tmp_path))
 
-    def run(module: str, *words: str) -> bool:
+    def run(*words: str) -> bool:
         started: list[object] = []
         monkeypatch.setattr(foreground, "run_once", lambda *_: started.append(_))
-        monkeypatch.setattr(sys, "argv", [module, *words])
         with contextlib.suppress(SystemExit):
-            runpy.run_module(module, run_name="__main__")
+            app(list(words), standalone_mode=False)
         return bool(started)
 
     return run
 
 
-@pytest.mark.filterwarnings("ignore")  # the module is imported already
 def test_a_run_and_an_ablation_go_on_after_prefect_yaml_has_lost_their_experiment(
     typed: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gone = load_experiment("grpo-geo3k-tiny").model_copy(update={"name": "grpo-gone"})
     (tmp_path / "runs" / "old").mkdir(parents=True)
     (tmp_path / "runs" / "old" / "experiment.json").write_text(gone.model_dump_json())
-    assert typed("flows.train_grpo", "grpo-gone", "--run-id", "old", "--set", "training.steps=240")
-    assert not typed("flows.train_grpo", "grpo-gone", "--run-id", "new")
-    assert not typed("flows.train_grpo", "grpo-gone", "--run-id", "old", "--set", "training.step=240")
+    assert typed("train", "grpo-gone", "--run-id", "old", "--set", "training.steps=240")
+    assert not typed("train", "grpo-gone", "--run-id", "new")
+    assert not typed("train", "grpo-gone", "--run-id", "old", "--set", "training.step=240")
 
-    asked = ("flows.ablate", "grpo-gone", "--point", "training.learning_rate=1e-4", "--run-id")
+    asked = ("ablate", "grpo-gone", "--point", "training.learning_rate=1e-4", "--run-id")
     values = gone.model_dump(mode="json")
     with monkeypatch.context() as patch:
         patch.setattr(ablation, "load_experiment", lambda _, given=(): build_experiment(values, given))
@@ -79,5 +75,4 @@ def test_a_run_and_an_ablation_go_on_after_prefect_yaml_has_lost_their_experimen
     [("s3://lab/geo3k", "s3://lab/geo3k"), ("sums", f"{Path.cwd() / 'sums'}"), ("~/sums", f"{Path.home() / 'sums'}")],
 )
 def test_data_may_be_a_folder_in_a_bucket(given: str, meant: str) -> None:
-    chosen = argparse.Namespace(experiment="toy", data=given, overrides=["seed=1"], run_id="r")
-    assert foreground._arguments(chosen)["overrides"] == [f"data.train={meant}", f"data.validation={meant}", "seed=1"]
+    assert overrides_of(["seed=1"], given) == [f"data.train={meant}", f"data.validation={meant}", "seed=1"]

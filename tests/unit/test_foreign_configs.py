@@ -203,7 +203,7 @@ def test_epochs_of_unknown_data_ask_for_the_number_of_rows(easyr1: Path) -> None
 
 
 def test_the_command_prints_yaml_that_is_an_experiment(easyr1: Path) -> None:
-    command = [sys.executable, "-m", "rlcore.migrate", "from-easyr1", str(easyr1), "worker.rollout.n=6"]
+    command = [sys.executable, "-m", "tasks.cli", "migrate", "easyr1", str(easyr1), "worker.rollout.n=6"]
     answer = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
     tree = yaml.safe_load(answer.stdout)
     (deployment,) = tree.pop("deployments")

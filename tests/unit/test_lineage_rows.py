@@ -14,6 +14,7 @@ from rlcore.data.table import PreparedRow, write_rows
 from rlcore.errors import StorageError
 from rlcore.segment.batch_log import write_trained
 from rlcore.types import ImageRef, Problem
+from tasks.cli import app
 from tasks.experiments import load_experiment
 from tasks.provenance import lineage as lineage_module
 from tasks.provenance.lineage import Lineage, TrainedRow, trained_rows
@@ -67,19 +68,19 @@ def test_a_command_prints_the_rows_of_a_step_below_the_lineage(
     found = SimpleNamespace(rows=lambda: [("model", "toy version 1")], run_dir="/gone")
     monkeypatch.setattr(lineage_module, "find_lineage", lambda *_: (found, run))
     monkeypatch.setattr(lineage_module, "trained_rows", lambda *words: [row] if words == (found, run, 2) else [])
-    lineage_module.main(["toy", "--step", "2"])
+    app(["lineage", "toy", "--step", "2"], standalone_mode=False)
     assert capsys.readouterr().out.splitlines() == [
         "model  toy version 1", "p1     row 3 of files: '2+2?' -> '4'", "       /a.png", "       /b.png",
     ]  # fmt: skip
     monkeypatch.setattr(lineage_module, "find_lineage", lambda *_: (found, None))
     with pytest.raises(SystemExit, match=r"^StorageError: the run's folder /gone is not here, and it alone knows"):
-        lineage_module.main(["toy", "--step", "2"])
+        app(["lineage", "toy", "--step", "2"], standalone_mode=False)
 
 
 @pytest.mark.parametrize(
     ("tags", "said"),
     [
-        ({"rlflow.run_id": "r"}, r"was registered before lineages were\. Run .* -m flows\.merge --run-id r\.$"),
+        ({"rlflow.run_id": "r"}, r"was registered before lineages were\. Run \.venv/bin/rlflow merge r\.$"),
         ({}, "rlflow did not register it"),
     ],
 )

@@ -25,7 +25,7 @@ from infra.stack.services import StackState
         ("python /venv/bin/prefect --profile lab deployment run grpo-geo3k", True),
         ("python /venv/bin/prefect deployment ls", False),
         ("python -m prefect worker start --pool gpu", False),
-        ("python -m flows.train_grpo deployment run", False),
+        ("rlflow train deployment run", False),
     ],
 )
 def test_it_is_for_one_command(command: str, expected: bool) -> None:

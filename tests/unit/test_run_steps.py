@@ -28,6 +28,7 @@ from tasks import evaluate as evaluation
 from tasks import merge as merging
 from tasks import train as training
 from tasks.champion import Evaluation, Todo, evaluate_todo, evaluations, newest_unevaluated, promote, show_leaderboard
+from tasks.cli import app
 from tasks.data import _usable, prepare, resize
 from tasks.describe import describe_run, finish_run, open_tracking
 from tasks.evaluate import evaluate, log_evaluation
@@ -35,7 +36,6 @@ from tasks.experiments import load_benchmarks, load_experiment
 from tasks.merge import merge, register
 from tasks.models import bootstrap
 from tasks.provenance.lineage import Lineage, artifact_name, find_lineage
-from tasks.provenance.lineage import main as lineage_main
 from tasks.provenance.origins import read_origins
 from tasks.report import result as reporting
 from tasks.report.result import report
@@ -208,11 +208,11 @@ def test_a_run_from_its_opening_to_its_registered_model(
         (0, 2, True), (2, 4, True), (4, 5, True),
     ]  # fmt: skip
     capsys.readouterr()
-    lineage_main(["grpo-geo3k-tiny@verified", "--json"])
+    app(["lineage", "grpo-geo3k-tiny@verified", "--json"], standalone_mode=False)
     tree = json.loads(capsys.readouterr().out)
     assert tree.pop("trained") is None
     assert Lineage.model_validate_json(json.dumps(tree)) == lineage
-    lineage_main(["grpo-geo3k-tiny/1"])
+    app(["lineage", "grpo-geo3k-tiny/1"], standalone_mode=False)
     lines = capsys.readouterr().out.splitlines()
     width = len("code 2026-11-23T08:19:44+00:00")
     assert lines == [f"{row:<{width}}  {text}" for row, text in lineage.rows()]
@@ -224,9 +224,9 @@ def test_a_run_from_its_opening_to_its_registered_model(
     assert told_rows["machine"] == facts.hardware
     assert re.fullmatch(r"1: \d{4}-\d\d-\d\dT[\d:]+\+00:00 on \S+", told_rows["starts"])
     with pytest.raises(SystemExit, match="^RegistryError: .*grpo-geo3k-tiny"):
-        lineage_main(["grpo-geo3k-tiny/7"])
+        app(["lineage", "grpo-geo3k-tiny/7"], standalone_mode=False)
     with pytest.raises(SystemExit, match="^StorageError: "):
-        lineage_main(["grpo-geo3k-tiny/1", "--step", "3"])
+        app(["lineage", "grpo-geo3k-tiny/1", "--step", "3"], standalone_mode=False)
     (origin,) = read_origins(run.run_dir)
     assert (origin.train, origin.validation, origin.base) == (DATASET, validation, START)
     assert origin.reward is None

@@ -22,7 +22,7 @@ from rlcore.segment.spec import segment_path
 from tasks import describe as tracking
 from tasks import parameters as form
 from tasks.ablation.study import existing_ablation, plan_ablation
-from tasks.cli import deploy as deploying
+from tasks.cli.deploy import cluster_files
 from tasks.describe import tracked
 from tasks.driver.outages import noted_outages, read_outage
 from tasks.experiments import load_experiment
@@ -79,7 +79,7 @@ def test_prefect_refuses_such_a_name_before_it_stores_it(schema: object, name: s
 
 def test_a_file_for_a_cluster_names_no_run_that_would_be_refused_there() -> None:
     with pytest.raises(ConfigError, match="cannot be the name of a run"):
-        deploying.main(["rayjob", "grpo-geo3k", "--run-id", "../x"])
+        cluster_files("rayjob", "grpo-geo3k", (), "../x", None)
 
 
 class Tracker:

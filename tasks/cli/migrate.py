@@ -1,10 +1,7 @@
-"""``python -m rlcore.migrate from-easyr1 [CONFIG.yaml] [KEY=VALUE ...]`` and ``from-verl``: another trainer's
-configuration as an experiment for prefect.yaml, with an account of every key. What it prints is YAML."""
+"""Another trainer's configuration as an experiment for prefect.yaml, with an account of every key."""
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,10 +13,9 @@ from rlcore.migrate.easyr1 import from_easyr1
 from rlcore.migrate.foreign import Note, Translation, read_foreign
 from rlcore.migrate.verl import from_verl
 
-Translate = Callable[[Mapping[str, Any], int | None], Translation]
-COMMANDS: Mapping[str, tuple[Translate, str]] = {
-    "from-easyr1": (from_easyr1, "EasyR1's YAML, dotted arguments over it"),
-    "from-verl": (from_verl, "verl's GRPO YAML, or the Hydra arguments of its scripts"),
+TRANSLATE: Mapping[str, Callable[[Mapping[str, Any], int | None], Translation]] = {
+    "easyr1": from_easyr1,  # its YAML, dotted arguments over it
+    "verl": from_verl,  # its GRPO YAML, or the Hydra arguments of its scripts
 }
 
 
@@ -49,24 +45,14 @@ def _comments(title: str, notes: Sequence[Note]) -> Iterator[str]:
     yield from (f"#   {note}" for note in notes)
 
 
-def main(words: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m rlcore.migrate", description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True)
-    for name, (_, about) in COMMANDS.items():
-        command = commands.add_parser(name, help=about)
-        command.add_argument("words", nargs="+", metavar="CONFIG.yaml or KEY=VALUE")
-        command.add_argument("--rows", type=int, help="training problems; an epoch is rows // batch rollout batches")
-    options = parser.parse_args(words)
-    files = [word for word in options.words if "=" not in word]
+def translated(trainer: str, words: Sequence[str], rows: int | None) -> str:
+    """
+    Args:
+        words: at most one file, and ``key=value`` over it.
+        rows: training problems; an epoch is rows // batch rollout batches.
+    """
+    files = [word for word in words if "=" not in word]
     if len(files) > 1:
-        parser.error(f"found {len(files)} files, {', '.join(files)}; one is allowed, and key=value over it")
-    translate, _ = COMMANDS[options.command]
-    try:
-        given = read_foreign(Path(files[0]) if files else None, [word for word in options.words if "=" in word])
-        sys.stdout.write(printed(translate(given, options.rows)))
-    except ConfigError as error:
-        sys.exit(f"{type(error).__name__}: {error}")
-
-
-if __name__ == "__main__":
-    main()
+        raise ConfigError(f"found {len(files)} files, {', '.join(files)}; one is allowed, and key=value over it")
+    given = read_foreign(Path(files[0]) if files else None, [word for word in words if "=" in word])
+    return printed(TRANSLATE[trainer](given, rows))

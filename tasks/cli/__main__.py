@@ -1,0 +1,3 @@
+from tasks.cli import app
+
+app(prog_name="rlflow")
