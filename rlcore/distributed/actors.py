@@ -8,29 +8,32 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 from ray.exceptions import OutOfMemoryError, RayError, RayTaskError
 
 from rlcore.config import ExperimentConfig, ResourceConfig
 from rlcore.distributed import placement
-from rlcore.distributed.blame import Failed, first_of, portable
 from rlcore.distributed.cluster import package_versions
 from rlcore.distributed.placement import Listing, Seat
+from rlcore.distributed.rank_failure import RankFailure, first_of, portable
 from rlcore.distributed.worker import WorkerSpec
 from rlcore.errors import MemoryExhaustedError, RlflowError, WorkerLostError
 from rlcore.process import dump_on_signal, making_what_stays, oom_kills
 
+A = TypeVar("A")
+R = TypeVar("R")
+
 _CLOSE_SECONDS = 1.0  # that ``close`` may have to wait
-_BLAME_SECONDS = 5.0  # in which a death shows that other ranks have already failed of
+_FAILURE_SECONDS = 5.0  # other ranks that failed of the same cause report within this time
 
 
 class WorkerActor:
     """Constructs, forwards, returns."""
 
     def seat(self, shared: Mapping[Path, Listing]) -> Seat:
-        """Where this is, with free ports for rank 0 to host what all ranks meet at."""
+        """Where this actor runs, with two free ports for rank 0 to listen on."""
         with socket.socket() as one, socket.socket() as other:
             one.bind(("", 0))
             other.bind(("", 0))
@@ -40,7 +43,7 @@ class WorkerActor:
 
     def build(
         self, make: Callable[[WorkerSpec], object], spec: WorkerSpec, stacks: Path | None, several_nodes: bool
-    ) -> Failed | None:
+    ) -> RankFailure | None:
         self._rank = spec.rank
         if stacks is not None:
             dump_on_signal(stacks, f"rank-{spec.rank}", os.getpid())
@@ -51,77 +54,91 @@ class WorkerActor:
             with making_what_stays():
                 self._worker = make(spec)
         except Exception as error:  # noqa: BLE001 - the driver raises it, without Ray's wrapper
-            return Failed.of(spec.rank, error)
+            return RankFailure.of(spec.rank, error)
         return None
 
-    def call(self, method: str, *arguments: Any) -> Any:
+    def call(self, action: Callable[[Any, A], R], argument: A) -> R | RankFailure:
         try:
-            return getattr(self._worker, method)(*arguments)
+            return action(self._worker, argument)
         except Exception as error:  # noqa: BLE001 - the driver raises it, without Ray's wrapper
-            return Failed.of(self._rank, error)
+            return RankFailure.of(self._rank, error)
 
-    def stream(self, method: str, *arguments: Any) -> Iterator[Any]:
+    def stream(self, action: Callable[[Any, A], Iterator[R]], argument: A) -> Iterator[R | RankFailure]:
         try:
-            yield from getattr(self._worker, method)(*arguments)
+            yield from action(self._worker, argument)
         except Exception as error:  # noqa: BLE001 - the driver raises it, without Ray's wrapper
-            yield Failed.of(self._rank, error)
+            yield RankFailure.of(self._rank, error)
+
+
+def start_ranks(
+    make: Callable[[WorkerSpec], object],
+    *,
+    model: Path,
+    dataset: Path,
+    config: ExperimentConfig,
+    device: str,
+    stacks: Path | None = None,
+) -> RayRanks:
+    """Start an actor for each rank, and wait until all have built their workers. Takes minutes.
+
+    Args:
+        make: builds what each actor holds; ``make_worker`` for training.
+        stacks: folder for the stacks of an actor that gets SIGUSR1.
+    """
+    kills_before = oom_kills()
+    group, sizes = placement.reserve(config, device), placement.bundle_sizes(config)
+    options: dict[str, Any] = {"num_gpus": 1, "num_cpus": 1} if device == "cuda" else {"num_cpus": 1}
+    options["runtime_env"] = {"env_vars": worker_environment(device, config.resources)}
+    actor = ray.remote(**options)(WorkerActor)
+    actors = [actor.options(scheduling_strategy=place.strategy()).remote() for place in placement.places(group, sizes)]
+    folders = [folder for folder in (model, dataset, stacks) if folder is not None and folder.is_dir()]
+    shared = {folder: placement.listing(folder) for folder in folders}
+    try:
+        seats: list[Seat] = ray.get([a.seat.remote(shared) for a in actors])
+    except RayError as error:
+        raise WorkerLostError(f"a worker ended while it started. Ray says: {str(error).strip()}") from None
+    placement.check_seats(seats)
+    order = placement.by_node([seat.address for seat in seats], sizes, config.resources.workers)
+    ranks = RayRanks([actors[i] for i in order], [seats[i] for i in order], kills_before)
+    ranks.build(make, worker_specs(ranks.seats, config, model=model, dataset=dataset, device=device), stacks)
+    return ranks
 
 
 class RayRanks:
     """The ranks as Ray actors. Implements ``Ranks``."""
 
-    def __init__(
-        self,
-        make: Callable[[WorkerSpec], object],
-        *,
-        model: Path,
-        dataset: Path,
-        config: ExperimentConfig,
-        device: str,
-        stacks: Path | None = None,
-    ) -> None:
+    def __init__(self, actors: Sequence[Any], seats: Sequence[Seat], kills_before: int) -> None:
         """
         Args:
-            make: builds what each actor holds; ``make_worker`` for training.
-            stacks: folder for the stacks of an actor that gets SIGUSR1.
+            kills_before: processes that this machine's kernel had killed for memory before the actors started.
         """
-        self._oom_kills = oom_kills()
+        self._actors, self.seats, self._oom_kills = actors, seats, kills_before
         self._streaming, self._closed = threading.Lock(), False
-        self.size = config.resources.devices
-        group, sizes = placement.reserve(config, device), placement.bundle_sizes(config)
-        options: dict[str, Any] = {"num_gpus": 1, "num_cpus": 1} if device == "cuda" else {"num_cpus": 1}
-        options["runtime_env"] = {"env_vars": worker_environment(device, config.resources)}
-        actor = ray.remote(**options)(WorkerActor)
-        actors = [
-            actor.options(scheduling_strategy=place.strategy()).remote() for place in placement.places(group, sizes)
-        ]
-        folders = [folder for folder in (model, dataset, stacks) if folder is not None and folder.is_dir()]
-        shared = {folder: placement.listing(folder) for folder in folders}
-        try:
-            seats: list[Seat] = ray.get([a.seat.remote(shared) for a in actors])
-        except RayError as error:
-            raise WorkerLostError(f"a worker ended while it started. Ray says: {str(error).strip()}") from None
-        placement.check_seats(seats)
-        order = placement.by_node([seat.address for seat in seats], sizes, config.resources.workers)
-        self._actors, self._seats = [actors[i] for i in order], [seats[i] for i in order]
-        specs = worker_specs(self._seats, config, model=model, dataset=dataset, device=device)
-        several = len({seat.address for seat in seats}) > 1
+        self.size = len(actors)
+
+    def build(
+        self, make: Callable[[WorkerSpec], object], specs: Sequence[WorkerSpec], stacks: Path | None = None
+    ) -> None:
+        """Make each actor's worker; before any call."""
+        several = len({seat.address for seat in self.seats}) > 1
         self._get([a.build.remote(make, spec, stacks, several) for a, spec in zip(self._actors, specs, strict=True)])
 
     @property
     def pids(self) -> list[int]:
         """Of each rank, on its node."""
-        return [seat.pid for seat in self._seats]
+        return [seat.pid for seat in self.seats]
 
-    def call(self, method: str, arguments: Sequence[tuple[Any, ...]], first: int = 0) -> list[Any]:
+    def call(self, action: Callable[[Any, A], R], arguments: Sequence[A], first: int = 0) -> list[R]:
         actors = self._actors[first : first + len(arguments)]
-        return self._get([a.call.remote(method, *args) for a, args in zip(actors, arguments, strict=True)], first)
+        return self._get([a.call.remote(action, own) for a, own in zip(actors, arguments, strict=True)], first)
 
-    def stream(self, method: str, arguments: Sequence[tuple[Any, ...]], first: int = 0) -> Iterator[tuple[int, Any]]:
+    def stream(
+        self, action: Callable[[Any, A], Iterator[R]], arguments: Sequence[A], first: int = 0
+    ) -> Iterator[tuple[int, R]]:
         actors = self._actors[first : first + len(arguments)]
         streams = {
-            actor.stream.options(num_returns="streaming").remote(method, *args): place
-            for place, (actor, args) in enumerate(zip(actors, arguments, strict=True))
+            actor.stream.options(num_returns="streaming").remote(action, own): place
+            for place, (actor, own) in enumerate(zip(actors, arguments, strict=True))
         }
         while streams:
             with self._streaming:
@@ -135,15 +152,15 @@ class RayRanks:
                     del streams[ready[0]]
                     continue
                 outcome = self._outcome(first + place, reference)
-            if isinstance(outcome, Failed):
+            if isinstance(outcome, RankFailure):
                 raise outcome.raised()
             yield place, outcome
 
     def close(self) -> None:
-        """End what another thread still streams; before ``stop_ray``, behind which Ray would start anew for it."""
+        """End what another thread still streams. Call it before ``stop_ray``: that thread would start Ray again."""
         self._closed = True
-        with self._streaming:  # it looks again before it asks Ray for more
-            return
+        with self._streaming:  # wait until that thread looks at ``_closed`` again
+            pass
 
     def _get(self, references: list[Any], first: int = 0) -> list[Any]:
         """Results in order, the first one of rank ``first``; if some fail, the error of the one that failed first,
@@ -154,10 +171,10 @@ class RayRanks:
         while pending:
             (done,), pending = ray.wait(pending, num_returns=1)
             outcome = results[ranks[done]] = self._outcome(ranks[done], done)
-            if isinstance(outcome, Failed):
-                late = [] if outcome.died else _done_within(pending, _BLAME_SECONDS)
+            if isinstance(outcome, RankFailure):
+                late = [] if outcome.died else _done_within(pending, _FAILURE_SECONDS)
                 others = [self._outcome(ranks[reference], reference) for reference in late]
-                raise first_of([outcome, *(other for other in others if isinstance(other, Failed))]).raised()
+                raise first_of([outcome, *(other for other in others if isinstance(other, RankFailure))]).raised()
         return [results[rank] for rank in ranks.values()]
 
     def _outcome(self, rank: int, reference: Any) -> Any:
@@ -165,14 +182,14 @@ class RayRanks:
             return ray.get(reference)
         except RayTaskError as error:  # outside of the worker's own code: an argument that cannot be read, say
             cause = portable(error.cause if isinstance(error.cause, Exception) else error)
-            return Failed(rank, self._where(rank), time.time(), cause, str(error))
+            return RankFailure(rank, self._where(rank), time.time(), cause, str(error))
         except RayError as error:
-            return Failed(rank, self._where(rank), time.time(), self._loss(rank, error), "", died=True)
+            return RankFailure(rank, self._where(rank), time.time(), self._loss(rank, error), "", died=True)
 
     def _loss(self, rank: int, error: RayError) -> RlflowError:
         """What to raise for a process that is gone."""
         said = f"rank {rank} ({self._where(rank)}) is gone. Ray says: {type(error).__name__}: {str(error).strip()}"
-        here = self._seats[rank].address == ray.util.get_node_ip_address()
+        here = self.seats[rank].address == ray.util.get_node_ip_address()
         kills = oom_kills() - self._oom_kills if here else 0  # another node's kernel counts for itself
         if isinstance(error, OutOfMemoryError) or "low on memory" in str(error):
             return MemoryExhaustedError(f"{said}\nIts node was short of memory.")
@@ -181,7 +198,7 @@ class RayRanks:
         return WorkerLostError(said)
 
     def _where(self, rank: int) -> str:
-        return f"pid {self._seats[rank].pid} on {self._seats[rank].address}"
+        return f"pid {self.seats[rank].pid} on {self.seats[rank].address}"
 
 
 def worker_specs(

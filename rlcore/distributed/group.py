@@ -2,34 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
 
 from rlcore.algorithms.aggregation import StepTotals
 from rlcore.algorithms.objective import UpdateResult
 from rlcore.batch import prompt_key
 from rlcore.config import ExperimentConfig
-from rlcore.distributed.lockstep import agreed
 from rlcore.distributed.plan import SequenceSize, plan_microbatches
 from rlcore.distributed.ranks import RankRange, Ranks
+from rlcore.distributed.tensor_parallel import verified
+from rlcore.distributed.trace import StepTrace
+from rlcore.distributed.worker import RolloutWorker, Worker
 from rlcore.errors import SamplerError
 from rlcore.flops import NOTHING, GroupSize, ModelShape, Work, pass_work
 from rlcore.ports import SampledGroup, SampleRequest, ScoredTokens
 from rlcore.types import Floats, Problem, TrainingSample
 
-if TYPE_CHECKING:
-    from rlcore.distributed.worker import Synced
-
 
 class SamplerGroup:
     """The samplers of all ranks as one. Implements ``ports.Sampler``."""
 
-    def __init__(self, ranks: Ranks, tensor_parallel: int = 1) -> None:
+    def __init__(self, ranks: RankRange[Worker | RolloutWorker], tensor_parallel: int = 1) -> None:
         """
         Args:
-            tensor_parallel: ranks, one behind the other, that hold each engine together.
+            tensor_parallel: consecutive ranks that hold each engine together.
         """
         self._ranks, self._tensor_parallel = ranks, tensor_parallel
 
@@ -37,49 +35,63 @@ class SamplerGroup:
         """Engine e of E takes requests e, e + E, ...: neighbours in the stream spread over the engines.
 
         Raises:
-            SamplerError: ranks of one engine drew other tokens.
+            SamplerError: ranks of one engine sampled different tokens.
         """
         size, width = self._ranks.size, self._tensor_parallel
-        parts = [(list(requests[rank // width :: size // width]),) for rank in range(size)]
-        yield from agreed(self._ranks.stream("generate", parts), requests, size, width)
+        parts = [list(requests[rank // width :: size // width]) for rank in range(size)]
+        answers = self._ranks.stream(lambda worker, own: worker.generate(own), parts)
+        yield from verified(answers, requests, size, width)
 
 
 class WorkerGroup:
     """Policy and samplers of all ranks as one, wherever they are placed. Implements ``ports.Sampler``."""
 
-    def __init__(self, ranks: Ranks, config: ExperimentConfig) -> None:
+    def __init__(
+        self,
+        ranks: Ranks,
+        config: ExperimentConfig,
+        *,
+        on_progress: Callable[[], None] = lambda: None,
+        run_dir: Path | None = None,
+    ) -> None:
+        """
+        Args:
+            on_progress: called whenever the ranks have finished something.
+            run_dir: where traces are requested and written; None: no traces.
+        """
         self._config = config
-        self._everyone = self._trainers = self._samplers = ranks
+        resources = config.resources
         # sampling then takes nothing from training: both can go on at once
-        self.apart = config.resources.rollout_workers > 0
+        self.apart = resources.rollout_workers > 0
+        self._everyone = RankRange[Worker | RolloutWorker](ranks, 0, ranks.size, on_progress)
+        self._trainers = RankRange[Worker](ranks, 0, resources.workers if self.apart else ranks.size, on_progress)
+        samplers = self._everyone
         if self.apart:
-            self._trainers = RankRange(ranks, 0, config.resources.workers)
-            self._samplers = RankRange(ranks, config.resources.workers, config.resources.rollout_workers)
+            samplers = RankRange(ranks, resources.workers, resources.rollout_workers, on_progress)
+        self._sampler = SamplerGroup(samplers, config.rollout.tensor_parallel)
+        self._trace = StepTrace(self._trainers, run_dir)
 
     @cached_property
     def _model_shape(self) -> ModelShape:
-        return cast(ModelShape, self._train("model_shape")[0])
+        return self._trainers.each(lambda worker: worker.policy.model_shape())[0]
 
     @cached_property
     def device_name(self) -> str:
         """Of rank 0's device; the others are taken to be the same."""
-        return str(self._train("device_name")[0])
+        return self._trainers.each(lambda worker: worker.policy.device_name())[0]
 
     @property
     def size(self) -> int:
         """Ranks that train."""
         return self._trainers.size
 
-    def _train(self, method: str, *arguments: Any) -> list[Any]:
-        return _on_each(self._trainers, method, *arguments)
-
     def generate(self, requests: Sequence[SampleRequest]) -> Iterator[dict[int, SampledGroup]]:
-        return SamplerGroup(self._samplers, self._config.rollout.tensor_parallel).generate(requests)
+        return self._sampler.generate(requests)
 
     def release_sampler(self) -> None:
         """Nothing more is sampled before the next sync: hand the samplers' memory to training, where the two share."""
         if not self.apart:
-            _on_each(self._samplers, "release_sampler")
+            self._trainers.each(lambda worker: worker.release_sampler())
 
     def logprobs(self, samples: Sequence[TrainingSample]) -> list[ScoredTokens]:
         return self._logprobs(samples, reference=False)
@@ -89,11 +101,15 @@ class WorkerGroup:
 
     def _logprobs(self, samples: Sequence[TrainingSample], *, reference: bool) -> list[ScoredTokens]:
         plan = self._plan(samples)
-        results = self._call_planned("logprobs", [(_pick(samples, rank), reference) for rank in plan])
+        self._trace.begin()
+        results = self._trainers.call(
+            lambda worker, microbatches: worker.policy.logprobs(microbatches, reference=reference),
+            self._for_each_rank(samples, plan),
+        )
         values: list[ScoredTokens | None] = [None] * len(samples)
-        for rank, result in zip(plan, results, strict=True):
-            for indices, found in zip(rank, result, strict=True):
-                for index, value in zip(indices, found, strict=True):
+        for rank, result in zip(plan, results[:: self._config.training.sequence_parallel], strict=True):
+            for indices, scored in zip(rank, result, strict=True):
+                for index, value in zip(indices, scored, strict=True):
                     values[index] = value
         return [value for value in values if value is not None]
 
@@ -106,21 +122,19 @@ class WorkerGroup:
         trained = sum(s.num_trained for s in samples)
         totals = StepTotals(tokens=max(1, trained), sequences=len(samples))  # 0 where every completion is masked
         samples = [s for s in samples if has_gradient(s)] or samples[:1]  # AdamW's own step goes on without gradient
-        plan = self._plan(samples)
-        arguments = [(_pick(samples, rank), totals, learning_rate, kl_coefficient) for rank in plan]
-        result: UpdateResult = self._call_planned("update", arguments)[0]
-        return result
+        microbatches_of_ranks = self._for_each_rank(samples, self._plan(samples))
+        self._trace.begin()
+        results = self._trainers.call(
+            lambda worker, microbatches: worker.update(microbatches, totals, learning_rate, kl_coefficient),
+            microbatches_of_ranks,
+        )
+        return results[0]
 
     def work(self, samples: Sequence[TrainingSample]) -> Work:
         """What ``update`` computes for these samples, on all ranks together."""
         samples = [s for s in samples if has_gradient(s)] or samples[:1]
         microbatches = [[samples[i] for i in micro] for rank in self._plan(samples) for micro in rank if micro]
         return sum((microbatch_work(self._model_shape, micro) for micro in microbatches), NOTHING)
-
-    def _call_planned(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """By sequence group: its ranks all get the group's arguments, and its first rank's result counts."""
-        size = self._config.training.sequence_parallel
-        return self._trainers.call(method, [own for own in arguments for _ in range(size)])[::size]
 
     def _plan(self, samples: Sequence[TrainingSample]) -> list[list[list[int]]]:
         """Microbatches of each sequence group."""
@@ -132,13 +146,25 @@ class WorkerGroup:
             attention_weight=self._model_shape.attention_weight,
         )
 
+    def _for_each_rank(
+        self, samples: Sequence[TrainingSample], plan: Sequence[Sequence[Sequence[int]]]
+    ) -> list[list[list[TrainingSample]]]:
+        """Microbatches of each rank: the ranks of a sequence group get the same ones, and the first one's result
+        counts."""
+        return [
+            [[samples[i] for i in indices] for indices in microbatches]
+            for microbatches in plan
+            for _ in range(self._config.training.sequence_parallel)
+        ]
+
     def sync_weights(self, version: int) -> float:
         """Returns the seconds that the slowest engine took of it to get its memory back after sleeping.
 
         Raises:
             SamplerError: the ranks' samplers do not all hold the same weights.
         """
-        synced: list[Synced] = _on_each(self._everyone, "sync_weights", version)
+        synced = self._everyone.each(lambda worker: worker.sync_weights(version))
+        self._trace.end(version)
         checksums = {rank.checksum for rank in synced}
         if len(checksums) != 1:
             raise SamplerError(
@@ -148,29 +174,25 @@ class WorkerGroup:
 
     def canary_samples(self, problems: Sequence[Problem]) -> list[TrainingSample]:
         """Fixed inputs made of ``problems``, by which weights are known again."""
-        (found,) = self._trainers.call("canary_samples", [(list(problems),)])
-        return cast(list[TrainingSample], found)
+        chosen = list(problems)
+        return self._trainers.each(lambda worker: worker.canary_samples(chosen))[0]
 
     def canary(self, samples: Sequence[TrainingSample]) -> list[Floats]:
         """[L] log-probs of fixed inputs at temperature 1 with no token banned, to know these weights by."""
-        results: list[list[Floats]] = self._train("canary", list(samples))
-        return results[0]
+        chosen = list(samples)
+        return self._trainers.each(lambda worker: worker.policy.raw_logprobs(chosen))[0]
 
     def begin_save(self, folder: Path) -> None:
-        self._train("begin_save", folder)
+        self._trainers.each(lambda worker: worker.policy.begin_save(folder))
 
     def saved(self) -> bool:
-        return all(self._train("saved"))
+        return all(self._trainers.ask(lambda worker: worker.policy.saved()))
 
     def load(self, folder: Path) -> None:
-        self._train("load", folder)
+        self._trainers.each(lambda worker: worker.policy.load(folder))
 
     def peak_memory_bytes(self) -> int:
-        return max(_on_each(self._everyone, "peak_memory_bytes"))
-
-
-def _on_each(ranks: Ranks, method: str, *arguments: Any) -> list[Any]:
-    return ranks.call(method, [arguments] * ranks.size)
+        return max(self._everyone.each(lambda worker: worker.peak_memory_bytes()))
 
 
 def has_gradient(sample: TrainingSample) -> bool:
@@ -194,7 +216,3 @@ def microbatch_work(shape: ModelShape, samples: Sequence[TrainingSample]) -> Wor
     ]
     images = {image.sha256: (image.width, image.height) for sample in samples for image in sample.images}
     return pass_work(shape, sizes, list(images.values()))
-
-
-def _pick(samples: Sequence[TrainingSample], microbatches: Sequence[Sequence[int]]) -> list[list[TrainingSample]]:
-    return [[samples[i] for i in indices] for indices in microbatches]

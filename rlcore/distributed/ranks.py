@@ -1,25 +1,33 @@
-"""The ranks of a run, as one object to call."""
+"""The ranks of a run, as one object to call. An action is a function of a rank's worker: ``lambda worker: ...``."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
 
-if TYPE_CHECKING:
-    pass
+W = TypeVar("W")
+A = TypeVar("A")
+R = TypeVar("R")
 
 
 class Ranks(Protocol):
     """How the ranks are reached: Ray actors, or one object in this process."""
 
-    size: int
+    @property
+    def size(self) -> int: ...
 
-    def call(self, method: str, arguments: Sequence[tuple[Any, ...]], first: int = 0) -> list[Any]:
-        """Call ``method(*arguments[i])`` on rank ``first + i``, for all i at once; results in this order. The first
-        failure is raised."""
+    def call(self, action: Callable[[Any, A], R], arguments: Sequence[A], first: int = 0) -> list[R]:
+        """Call ``action(worker, arguments[i])`` on rank ``first + i``, for all i at once; results in this order. Raises
+        the first failure.
 
-    def stream(self, method: str, arguments: Sequence[tuple[Any, ...]], first: int = 0) -> Iterator[tuple[int, Any]]:
-        """The same for a method that yields: i and item, as they come."""
+        The action travels to the rank with everything that it refers to, so it should refer to little.
+        """
+
+    def stream(
+        self, action: Callable[[Any, A], Iterator[R]], arguments: Sequence[A], first: int = 0
+    ) -> Iterator[tuple[int, R]]:
+        """The same for an action that yields: i and item, in the order of arrival."""
 
 
 class LocalRanks:
@@ -30,46 +38,47 @@ class LocalRanks:
     def __init__(self, worker: object) -> None:
         self._worker = worker
 
-    def call(self, method: str, arguments: Sequence[tuple[Any, ...]], first: int = 0) -> list[Any]:
+    def call(self, action: Callable[[Any, A], R], arguments: Sequence[A], first: int = 0) -> list[R]:
         (only,) = arguments
-        return [getattr(self._worker, method)(*only)]
+        return [action(self._worker, only)]
 
-    def stream(self, method: str, arguments: Sequence[tuple[Any, ...]], first: int = 0) -> Iterator[tuple[int, Any]]:
+    def stream(
+        self, action: Callable[[Any, A], Iterator[R]], arguments: Sequence[A], first: int = 0
+    ) -> Iterator[tuple[int, R]]:
         (only,) = arguments
-        return ((0, item) for item in getattr(self._worker, method)(*only))
+        return ((0, item) for item in action(self._worker, only))
 
 
-_QUESTIONS = frozenset({"saved"})  # asked again and again while something is under way: an answer is no progress
+def _nothing() -> None:
+    pass
 
 
-class WatchedRanks:
-    """Ranks that say after every call that does something, and every item of a stream, that there was progress."""
+@dataclass(frozen=True, slots=True)
+class RankRange(Generic[W]):
+    """Consecutive ranks that hold workers of type ``W``."""
 
-    def __init__(self, ranks: Ranks, on_progress: Callable[[], None]) -> None:
-        self._ranks = ranks
-        self._on_progress = on_progress
-        self.size = ranks.size
+    ranks: Ranks
+    first: int
+    size: int
+    on_progress: Callable[[], None] = _nothing  # called after every call, and every item of a stream
 
-    def call(self, method: str, arguments: Sequence[tuple[Any, ...]], first: int = 0) -> list[Any]:
-        results = self._ranks.call(method, arguments, first)
-        if method not in _QUESTIONS:
-            self._on_progress()
+    def call(self, action: Callable[[W, A], R], arguments: Sequence[A]) -> list[R]:
+        """As ``Ranks.call``, with an argument for each rank."""
+        results = self.ranks.call(action, arguments, self.first)
+        self.on_progress()
         return results
 
-    def stream(self, method: str, arguments: Sequence[tuple[Any, ...]], first: int = 0) -> Iterator[tuple[int, Any]]:
-        for item in self._ranks.stream(method, arguments, first):
-            self._on_progress()
+    def each(self, action: Callable[[W], R]) -> list[R]:
+        """The same action on every rank."""
+        results = self.ask(action)
+        self.on_progress()
+        return results
+
+    def ask(self, action: Callable[[W], R]) -> list[R]:
+        """The same for a question that is repeated while something is under way: an answer is no progress."""
+        return self.ranks.call(lambda worker, _: action(worker), [None] * self.size, self.first)
+
+    def stream(self, action: Callable[[W, A], Iterator[R]], arguments: Sequence[A]) -> Iterator[tuple[int, R]]:
+        for item in self.ranks.stream(action, arguments, self.first):
+            self.on_progress()
             yield item
-
-
-class RankRange:
-    """Some ranks that follow each other, as if they were all."""
-
-    def __init__(self, ranks: Ranks, start: int, size: int) -> None:
-        self._ranks, self._start, self.size = ranks, start, size
-
-    def call(self, method: str, arguments: Sequence[tuple[Any, ...]], first: int = 0) -> list[Any]:
-        return self._ranks.call(method, arguments, self._start + first)
-
-    def stream(self, method: str, arguments: Sequence[tuple[Any, ...]], first: int = 0) -> Iterator[tuple[int, Any]]:
-        return self._ranks.stream(method, arguments, self._start + first)

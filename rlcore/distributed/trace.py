@@ -1,4 +1,4 @@
-"""A profiler trace of one training step, asked for while the run goes on: ``touch RUN_FOLDER/profile_step``.
+"""A profiler trace of one training step, requested while the run goes on: ``touch RUN_FOLDER/profile_step``.
 
 The next step's work of the trainer (log-probs, update, weight sync; the sampler's thousands of decode steps would bury
 it) is recorded on every rank and written as Chrome traces to ``profiles/`` of the run's folder, for Perfetto or
@@ -9,50 +9,50 @@ from __future__ import annotations
 
 import logging
 import tempfile
-from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
+
+from rlcore.distributed.ranks import RankRange
 
 if TYPE_CHECKING:
     from torch.profiler import profile
 
-    from rlcore.distributed.ranks import Ranks
-
 logger = logging.getLogger(__name__)
 
 REQUEST, FOLDER = "profile_step", "profiles"  # in a run's folder; tasks/report/result.py knows the second
-_FIRST, _LAST = ("logprobs", "update"), "sync_weights"
 
 
-class ProfiledRanks:
-    """Ranks of which those that train are recorded in their next step when the request lies in the run's folder.
-    Implements ``Ranks``."""
+class Traced(Protocol):
+    trace: Trace
 
-    def __init__(self, ranks: Ranks, run_dir: Path) -> None:
-        self._ranks, self._request, self._folder = ranks, run_dir / REQUEST, run_dir / FOLDER
-        self.size = ranks.size
-        self._recorded = 0  # ranks, from the first on
 
-    def call(self, method: str, arguments: Sequence[tuple[Any, ...]], first: int = 0) -> list[Any]:
-        if not self._recorded and method in _FIRST and self._request.exists():
-            self._request.unlink()
-            self._recorded = len(arguments)
-            self._ranks.call("start_trace", [()] * self._recorded)
-        results = self._ranks.call(method, arguments, first)
-        if self._recorded and method == _LAST:
-            traces = self._ranks.call("stop_trace", [()] * self._recorded)
-            self._recorded = 0
-            self._write(step=arguments[0][0], traces=traces)
-        return results
+class StepTrace:
+    """Records the ranks that train for one step, when the request lies in the run's folder."""
 
-    def stream(self, method: str, arguments: Sequence[tuple[Any, ...]], first: int = 0) -> Iterator[tuple[int, Any]]:
-        return self._ranks.stream(method, arguments, first)
+    def __init__(self, trainers: RankRange[Any], run_dir: Path | None) -> None:
+        self._trainers: RankRange[Traced] = trainers
+        self._run_dir = run_dir
+        self._recording = False
 
-    def _write(self, step: int, traces: Sequence[bytes]) -> None:
-        self._folder.mkdir(exist_ok=True)
+    def begin(self) -> None:
+        """Start recording if that was requested; before any work of a step."""
+        if self._recording or self._run_dir is None or not (self._run_dir / REQUEST).exists():
+            return
+        (self._run_dir / REQUEST).unlink()
+        self._recording = True
+        self._trainers.each(lambda worker: worker.trace.start())
+
+    def end(self, step: int) -> None:
+        """Write what was recorded; after the work of a step."""
+        if not self._recording or self._run_dir is None:
+            return
+        self._recording = False
+        folder = self._run_dir / FOLDER
+        traces = self._trainers.each(lambda worker: worker.trace.stop())
+        folder.mkdir(exist_ok=True)
         for rank, trace in enumerate(traces):
-            (self._folder / f"step-{step:06d}-rank-{rank}.json.gz").write_bytes(trace)
-        logger.info("step %d is in %s", step, self._folder)
+            (folder / f"step-{step:06d}-rank-{rank}.json.gz").write_bytes(trace)
+        logger.info("the trace of step %d is in %s", step, folder)
 
 
 class Trace:
@@ -74,7 +74,7 @@ class Trace:
             RuntimeError: not started.
         """
         if self._profile is None:
-            raise RuntimeError("stop_trace was called before start_trace")
+            raise RuntimeError("stop was called before start: nothing is being traced")
         self._profile.stop()
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "trace.json.gz"

@@ -1,5 +1,5 @@
 """What one rank holds: a shard of the policy and, on the same device, a sampler; or one of them, where the two are
-placed apart. Runs with or without Ray."""
+disaggregated. Runs with or without Ray."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 from rlcore.config import ExperimentConfig
-from rlcore.distributed.lockstep import Answer, answers
+from rlcore.distributed.tensor_parallel import Answer, answers
 from rlcore.distributed.trace import Trace
 from rlcore.errors import SamplerError
 from rlcore.models.canary import canary_samples
-from rlcore.ports import SampleRequest, ScoredTokens
-from rlcore.types import Floats, ImageRef, Problem, TrainingSample
+from rlcore.ports import SampleRequest
+from rlcore.types import ImageRef, Problem, TrainingSample
 
 if TYPE_CHECKING:
     import torch
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from rlcore.algorithms.objective import UpdateResult
     from rlcore.batch import ImageFeatures
     from rlcore.data.prompts import PromptBuilder
-    from rlcore.flops import ModelShape
     from rlcore.sampler.channel import WeightChannel, WeightSender
     from rlcore.sampler.vllm_sampler import VllmSampler
 
@@ -136,8 +135,8 @@ def make_worker(spec: WorkerSpec) -> Worker | RolloutWorker:
 
 
 class Worker:
-    """One rank that trains, and samples unless other ranks do. Every method that touches the policy is collective: all
-    ranks that train call it in the same order."""
+    """One rank that trains, and samples unless other ranks do. Whatever touches the policy is collective: all ranks
+    that train call it in the same order."""
 
     def __init__(self, spec: WorkerSpec) -> None:
         _enter_world(spec, spec.rank, spec.world_size, spec.master_address, spec.master_port)
@@ -162,8 +161,8 @@ class Worker:
         self._images = ImageStore(spec.dataset)
         self._features = ReadAhead(self._read_features)
         self._base_checked = self._has_trained = False
-        self._trace = Trace()
         self._sender: WeightSender | None = None
+        self.trace = Trace()
         self.sampler: VllmSampler | None = None
         if not config.resources.rollout_workers:
             # before the policy: on a GPU the engine measures free memory, which a shard must not have taken yet
@@ -188,10 +187,12 @@ class Worker:
         return ImageFeatures(*self._prompts.read(self._images.read(image)))
 
     def generate(self, requests: Sequence[SampleRequest]) -> Iterator[dict[int, Answer]]:
-        for request in requests:  # what training will want of these images is made while the sampler draws
+        """What this rank's engine samples; see ``tensor_parallel.answers``."""
+        for request in requests:  # what training will want of these images is made while the engine samples
             for image in request.problem.images:
                 self._features.start(image)
-        return answers(self._own_sampler.generate(requests), self._spec.rank, self._spec.config.rollout.tensor_parallel)
+        groups = self._own_sampler.generate(requests)
+        return answers(groups, self._spec.rank, self._spec.config.rollout.tensor_parallel)
 
     def release_sampler(self) -> None:
         """Hand the sampler's memory to training."""
@@ -203,21 +204,6 @@ class Worker:
             raise SamplerError(f"rank {self._spec.rank} only trains: ask the ranks from {self._spec.world_size} on")
         return self.sampler
 
-    def logprobs(self, microbatches: Sequence[Sequence[TrainingSample]], reference: bool) -> list[list[ScoredTokens]]:
-        return self.policy.logprobs(microbatches, reference=reference)
-
-    def model_shape(self) -> ModelShape:
-        return self.policy.model_shape()
-
-    def device_name(self) -> str:
-        return self.policy.device_name()
-
-    def canary_samples(self, problems: Sequence[Problem]) -> list[TrainingSample]:
-        return canary_samples(problems, self._prompts)
-
-    def canary(self, samples: Sequence[TrainingSample]) -> list[Floats]:
-        return self.policy.raw_logprobs(samples)
-
     def update(
         self,
         microbatches: Sequence[Sequence[TrainingSample]],
@@ -225,6 +211,7 @@ class Worker:
         learning_rate: float,
         kl_coefficient: float,
     ) -> UpdateResult:
+        """``TorchPolicy.update``, finished on the device too when it returns."""
         self._has_trained = True
         result = self.policy.update(microbatches, totals, learning_rate, kl_coefficient)
         if self._spec.device == "cuda":  # the optimizer's kernels are only queued: they belong to this phase's time
@@ -243,11 +230,10 @@ class Worker:
             return Synced(checksum, 0.0)
         if self._has_trained:
             self.sampler.sleep_no_more_if_there_is_room()
-        stops = self.sampler.wake()
-        waking = _seconds_of(lambda: next(stops))
+        waking = _seconds_of(self.sampler.wake_weights)
         checksum = self._give(self.sampler, version)
         self.policy.rest()  # before the engine takes the memory for its cache
-        return Synced(checksum, waking + _seconds_of(lambda: next(stops)))
+        return Synced(checksum, waking + _seconds_of(self.sampler.wake_cache))
 
     def _make_sender(self) -> WeightSender:
         """At the first sync, when all ranks are up: it waits for those that sample."""
@@ -260,38 +246,25 @@ class Worker:
         from rlcore.sampler.weights import unsharded
 
         dtype = None if self._spec.device == "cpu" else self.policy.sync_dtype
-        if self._spec.config.model.lora is None:
-            whole = self.policy.full_weights(dtype)
-            if self._spec.world_size == 1:
-                whole = unsharded(self.policy.tensors().items(), dtype)
-            return taker.load_weights(whole, version)
-        if not self._base_checked:
-            taker.check_base(self.policy.full_weights(dtype))
-            self._base_checked = True
-        return taker.load_adapter(self.policy.adapter_weights(dtype), version)
+        if self._spec.config.model.lora is not None:
+            if not self._base_checked:
+                taker.check_base(self.policy.full_weights(dtype))
+                self._base_checked = True
+            return taker.load_adapter(self.policy.adapter_weights(dtype), version)
+        if self._spec.world_size == 1:
+            return taker.load_weights(unsharded(self.policy.tensors().items(), dtype), version)
+        return taker.load_weights(self.policy.full_weights(dtype), version)
 
-    def begin_save(self, folder: Path) -> None:
-        self.policy.begin_save(folder)
-
-    def saved(self) -> bool:
-        return self.policy.saved()
-
-    def load(self, folder: Path) -> None:
-        self.policy.load(folder)
-
-    def start_trace(self) -> None:
-        self._trace.start()
-
-    def stop_trace(self) -> bytes:
-        return self._trace.stop()
+    def canary_samples(self, problems: Sequence[Problem]) -> list[TrainingSample]:
+        return canary_samples(problems, self._prompts)
 
     def peak_memory_bytes(self) -> int:
         return _peak_memory_bytes(self._spec.device)
 
 
 class RolloutWorker:
-    """One rank that samples, with weights that come from rank 0, and does not train. Collective is ``sync_weights``,
-    and what ranks of one engine do."""
+    """One rank that samples and does not train: an engine, or a part of one. Collective is ``sync_weights``, and what
+    ranks of one engine do."""
 
     def __init__(self, spec: WorkerSpec) -> None:
         from rlcore.sampler.engine import set_engine_environment
@@ -317,10 +290,11 @@ class RolloutWorker:
         )
 
     def generate(self, requests: Sequence[SampleRequest]) -> Iterator[dict[int, Answer]]:
+        """What this rank's engine samples; see ``tensor_parallel.answers``."""
         return answers(self.sampler.generate(requests), self._spec.rank, self._spec.config.rollout.tensor_parallel)
 
     def sync_weights(self, version: int) -> Synced:
-        """Take what ``Worker.sync_weights`` sends."""
+        """Take what rank 0 sends in ``Worker.sync_weights``."""
         if self._channel is None:
             self._channel = _channel(self._spec, 1 + self._spec.rank - self._spec.world_size)
         if self._spec.config.model.lora is None:
@@ -334,48 +308,29 @@ class RolloutWorker:
         return _peak_memory_bytes(self._spec.device)
 
 
-class SamplingWorker:
-    """One rank of an evaluation: an engine, or a part of one, and no policy. Only what ranks of one engine do is
-    collective."""
+def evaluation_worker(
+    spec: WorkerSpec, *, checkpoint: Path | None, version: int, temperature: float, top_p: float
+) -> RolloutWorker:
+    """One rank of an evaluation, with the weights that it evaluates.
 
-    def __init__(
-        self, spec: WorkerSpec, *, checkpoint: Path | None, version: int, temperature: float, top_p: float
-    ) -> None:
-        """
-        Args:
-            checkpoint: committed checkpoint whose weights are sampled from; None: those of ``spec.model``.
-            version: policy version to stamp completions with.
-        """
-        from rlcore.sampler.engine import set_engine_environment
-        from rlcore.sampler.vllm_sampler import VllmSampler
+    Args:
+        checkpoint: committed checkpoint whose weights are sampled from; None: those of ``spec.model``.
+        version: policy version to stamp completions with.
+    """
+    from rlcore.models.checkpoint import load_hf_state_dict
 
-        set_engine_environment(spec.device)
-        import torch
-
-        from rlcore.data.image_store import ImageStore
-        from rlcore.models.checkpoint import load_hf_state_dict
-
-        torch.set_num_threads(spec.threads)
-        self._spec = spec
-        self.sampler = VllmSampler(
-            spec.model,
-            spec.config,
-            prompts=_prompts(spec),
-            images=ImageStore(spec.dataset),
-            device=spec.device,
-            temperature=temperature,
-            top_p=top_p,
-            join_world=_joined_engine_world(spec),
-        )
-        if checkpoint is None:
-            self.sampler.keep_loaded_weights(version)
-        else:
-            # adapters merged: nothing is to be synced later, and the engine needs no second kernel
-            weights = load_hf_state_dict(checkpoint, spec.model, trust_remote_code=spec.config.model.trust_remote_code)
-            self.sampler.load_weights(weights.items(), version)
-
-    def generate(self, requests: Sequence[SampleRequest]) -> Iterator[dict[int, Answer]]:
-        return answers(self.sampler.generate(requests), self._spec.rank, self._spec.config.rollout.tensor_parallel)
+    config = spec.config
+    update = {
+        "rollout": config.rollout.model_copy(update={"temperature": temperature, "top_p": top_p}),
+        "model": config.model.model_copy(update={"lora": None}),  # a checkpoint's adapters are merged below
+    }
+    worker = RolloutWorker(replace(spec, config=config.model_copy(update=update)))
+    if checkpoint is None:
+        worker.sampler.keep_loaded_weights(version)
+    else:
+        weights = load_hf_state_dict(checkpoint, spec.model, trust_remote_code=config.model.trust_remote_code)
+        worker.sampler.load_weights(weights.items(), version)
+    return worker
 
 
 def _channel(spec: WorkerSpec, member: int) -> WeightChannel:

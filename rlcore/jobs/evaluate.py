@@ -16,7 +16,8 @@ def run(spec: EvaluateSpec) -> EvalReport:
     with making_what_stays():
         from rlcore.data.table import load_problems
         from rlcore.distributed.group import SamplerGroup
-        from rlcore.distributed.worker import SamplingWorker
+        from rlcore.distributed.ranks import RankRange
+        from rlcore.distributed.worker import RolloutWorker, evaluation_worker
         from rlcore.evaluation.evaluate import evaluate, summarise, write_rows
         from rlcore.training.assemble import graded_samplers
 
@@ -25,7 +26,7 @@ def run(spec: EvaluateSpec) -> EvalReport:
     trained = isinstance(spec.policy, CheckpointRef)
     step = spec.policy.step if isinstance(spec.policy, CheckpointRef) else 0
     make = partial(
-        SamplingWorker,
+        evaluation_worker,
         checkpoint=Path(spec.policy.path) if trained else None,
         version=step,
         temperature=settings.temperature,
@@ -34,7 +35,8 @@ def run(spec: EvaluateSpec) -> EvalReport:
     dataset = Path(spec.dataset.path)
     model = Path(spec.base.path if trained else spec.policy.path)
     with graded_samplers(spec.experiment, make, model=model, dataset=dataset) as (ranks, grader):
-        sampler = SamplerGroup(ranks, spec.experiment.rollout.tensor_parallel)
+        samplers = RankRange[RolloutWorker](ranks, 0, ranks.size)
+        sampler = SamplerGroup(samplers, spec.experiment.rollout.tensor_parallel)
         rows = evaluate(sampler, grader, load_problems(dataset), settings)
     table = spec.out_dir / "completions.parquet"
     write_rows(rows, table)

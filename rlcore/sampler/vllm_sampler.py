@@ -55,15 +55,12 @@ class VllmSampler:
         prompts: PromptBuilder,
         images: ImageStore,
         device: str,
-        temperature: float | None = None,
-        top_p: float | None = None,
         join_world: bool = True,
         lora: LoraConfig | None = None,
     ) -> None:
         """
         Args:
             lora: sample with an adapter, which ``load_adapter`` brings, on the weights of ``model``.
-            temperature, top_p: of this sampler, where they differ from ``config.rollout`` (evaluation).
             join_world: the calling process is one rank of a torch.distributed world, which the engine joins. With
                 ``rollout.tensor_parallel`` it has to be, and that many neighbours in it hold each engine together: they
                 make every call alike.
@@ -80,8 +77,8 @@ class VllmSampler:
         self._ahead = 0 if device == "cpu" else min(4, self._burst // 2)
         self._lora, self._adapter = lora, None  # the second is what requests carry
         self._params = {
-            "temperature": rollout.temperature if temperature is None else temperature,
-            "top_p": rollout.top_p if top_p is None else top_p,
+            "temperature": rollout.temperature,
+            "top_p": rollout.top_p,
             "top_k": rollout.top_k,
             "max_tokens": rollout.max_completion_tokens,
             "logprobs": 0,  # of the sampled token alone
@@ -269,17 +266,18 @@ class VllmSampler:
         )
         self._sleep_is_auto = False
 
-    def wake(self) -> Iterator[None]:
-        """A generator of two stops: weights are back (load them now), then the key-value cache is back."""
+    def wake_weights(self) -> None:
+        """After ``sleep``: take back the memory of the weights, to be loaded next. ``wake_cache`` follows."""
         if self._asleep:
             if self._can_sleep:
-                torch.cuda.empty_cache()  # what training took in between; else there was room beside it
+                torch.cuda.empty_cache()  # what training took in between; else both fit together
             self._llm.wake_up(tags=["weights"])
-        yield
+
+    def wake_cache(self) -> None:
+        """Take back the memory of the key-value cache: the engine can sample again."""
         if self._asleep:
             self._llm.wake_up(tags=["kv_cache"])
             self._asleep = False
-        yield
 
 
 def _free_memory() -> int:

@@ -10,11 +10,10 @@ from pathlib import Path
 from rlcore.adjustments import Adjustments
 from rlcore.config import ExperimentConfig
 from rlcore.data.table import load_problems
-from rlcore.distributed.actors import RayRanks, worker_environment
+from rlcore.distributed.actors import RayRanks, start_ranks, worker_environment
 from rlcore.distributed.cluster import cluster_address, has_gpus, start_ray, stop_ray
 from rlcore.distributed.group import WorkerGroup
-from rlcore.distributed.ranks import LocalRanks, Ranks, WatchedRanks
-from rlcore.distributed.trace import ProfiledRanks
+from rlcore.distributed.ranks import LocalRanks, Ranks
 from rlcore.distributed.worker import WorkerSpec, make_worker
 from rlcore.models.support import pick_device
 from rlcore.ports import MetricSink
@@ -40,15 +39,15 @@ def training_run(
     """Workers up, run wired; on exit everything that was started here is gone.
 
     Args:
-        on_progress: called after everything that all ranks have done.
-        run_dir: where requests for a trace are looked for and traces are left.
+        on_progress: called whenever the ranks have finished something.
+        run_dir: where traces are requested and written.
         stacks: folder for the stacks of a worker that gets SIGUSR1.
     """
     with graded_ranks(config, make_worker, model=model, dataset=dataset, stacks=stacks) as (ranks, grader):
         yield TrainingRun(
             config=config,
             problems=load_problems(dataset),
-            workers=WorkerGroup(ProfiledRanks(WatchedRanks(ranks, on_progress), run_dir), config),
+            workers=WorkerGroup(ranks, config, on_progress=on_progress, run_dir=run_dir),
             grader=grader,
             sink=sink,
             on_batch=on_batch,
@@ -71,7 +70,7 @@ def graded_ranks(
     try:
         # the machine of the driver may be one of a cluster that has no GPU
         device = "cuda" if config.resources.device == "auto" and address and has_gpus() else pick_device(config)
-        ranks = RayRanks(make, model=model, dataset=dataset, config=config, device=device, stacks=stacks)
+        ranks = start_ranks(make, model=model, dataset=dataset, config=config, device=device, stacks=stacks)
         try:
             yield ranks, grader
         finally:

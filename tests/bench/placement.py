@@ -74,6 +74,16 @@ def placements(arguments: argparse.Namespace) -> dict[str, list[str]]:
     return {name: every[name] for name in arguments.only or PLACEMENTS}
 
 
+class Timed:
+    """What a worker holds, with the seconds of its calls counted by the worker."""
+
+    def __init__(self, timed: TimedWorker, part: Any) -> None:
+        self._timed, self._part = timed, part
+
+    def __getattr__(self, name: str) -> Any:
+        return self._timed.counted(getattr(self._part, name))
+
+
 class TimedWorker:
     """A worker that counts the seconds of its calls."""
 
@@ -94,9 +104,11 @@ class TimedWorker:
         busy, self._busy = self._busy, 0.0
         return busy
 
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        method = getattr(self._worker, name)
+    def __getattr__(self, name: str) -> Any:
+        member = getattr(self._worker, name)
+        return self.counted(member) if callable(member) else Timed(self, member)
 
+    def counted(self, method: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*arguments: Any) -> Any:
             start = time.perf_counter()
             try:
@@ -138,7 +150,7 @@ class Recorder:
 
 def placed(arguments: argparse.Namespace, case: Case, overrides: Sequence[str]) -> dict[str, Any]:
     """Medians of one placement's steps."""
-    from rlcore.distributed.actors import RayRanks
+    from rlcore.distributed.actors import start_ranks
     from rlcore.distributed.cluster import start_ray, stop_ray
     from rlcore.distributed.group import WorkerGroup
     from rlcore.models.support import pick_device
@@ -160,10 +172,10 @@ def placed(arguments: argparse.Namespace, case: Case, overrides: Sequence[str]) 
     make = functools.partial(TimedWorker, arguments.regime, end_bias(arguments.cap / 2, arguments.cap, case))
     start_ray(None, config.resources.devices)
     try:
-        ranks = RayRanks(make, model=case.model, dataset=case.dataset, config=config, device=pick_device(config))
+        ranks = start_ranks(make, model=case.model, dataset=case.dataset, config=config, device=pick_device(config))
         workers = WorkerGroup(ranks, config)
         workers.sync_weights(0)
-        recorder = Recorder(lambda: ranks.call("busy_seconds", [()] * ranks.size))
+        recorder = Recorder(lambda: ranks.call(lambda worker, _: worker.busy_seconds(), [None] * ranks.size))
         grader = CrcGrader()
         run = TrainingRun(
             config, case.problems, workers, grader, recorder, on_batch=lambda step, generated, trained: None

@@ -180,7 +180,7 @@ def measure(arguments: argparse.Namespace) -> None:
         slept, woken = [], []
         for _ in range(4):
             slept.append(median_seconds(sampler.sleep, 1, settle)["median"])
-            woken.append(median_seconds(lambda: list(sampler.wake()), 1, settle)["median"])
+            woken.append(median_seconds(lambda: (sampler.wake_weights(), sampler.wake_cache()), 1, settle)["median"])
         result["sleep"], result["wake"] = slept, woken
         sampler.load_weights(weights.items(), next(versions))
         result["after_waking"] = draw(32, 1)

@@ -13,17 +13,22 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, TypeVar
+
+from ray import cloudpickle
 
 from rlcore.config import ExperimentConfig
 from rlcore.distributed.actors import worker_environment, worker_specs
-from rlcore.distributed.blame import Failed
 from rlcore.distributed.placement import Seat
+from rlcore.distributed.rank_failure import RankFailure
 from rlcore.distributed.worker import WorkerSpec
 from rlcore.errors import WorkerLostError
 from tests.ports import reserved_port
 
 _BUILT = 0  # the number of the answer that says that a rank is built
+
+A = TypeVar("A")
+R = TypeVar("R")
 
 Answers = SimpleQueue[tuple[int, bool, Any]]  # rank, whether it is the rank's last answer, result
 
@@ -52,15 +57,17 @@ class ForkedRanks:
             threading.Thread(target=self._read, args=(rank,), daemon=True).start()
         self._results(self._answers[_BUILT], self.size)
 
-    def call(self, method: str, arguments: Sequence[tuple[Any, ...]], first: int = 0) -> list[Any]:
-        results = self._results(self._ask(method, arguments, first), len(arguments))
+    def call(self, action: Callable[[Any, A], R], arguments: Sequence[A], first: int = 0) -> list[R]:
+        results = self._results(self._ask(action, arguments, first, streams=False), len(arguments))
         return [results[rank] for rank in sorted(results)]
 
-    def stream(self, method: str, arguments: Sequence[tuple[Any, ...]], first: int = 0) -> Iterator[tuple[int, Any]]:
-        answers, left = self._ask(f"*{method}", arguments, first), len(arguments)
+    def stream(
+        self, action: Callable[[Any, A], Iterator[R]], arguments: Sequence[A], first: int = 0
+    ) -> Iterator[tuple[int, R]]:
+        answers, left = self._ask(action, arguments, first, streams=True), len(arguments)
         while left:
             rank, is_last, item = answers.get()
-            if isinstance(item, Failed):
+            if isinstance(item, RankFailure):
                 raise item.raised()
             if is_last:
                 left -= 1
@@ -72,20 +79,20 @@ class ForkedRanks:
             process.kill()  # an engine takes seconds to shut down, and there is nothing left to keep
             process.join()
 
-    def _ask(self, method: str, arguments: Sequence[tuple[Any, ...]], first: int) -> Answers:
-        """The ranks take calls one after the other, as Ray's actors do. A star before the method: it yields."""
+    def _ask(self, action: Callable[[Any, A], object], arguments: Sequence[A], first: int, *, streams: bool) -> Answers:
+        """The ranks take calls one after the other, as Ray's actors do."""
         with self._lock:
             number = len(self._answers)
             self._answers[number] = SimpleQueue()
             for rank, own in enumerate(arguments, first):
-                self._pipes[rank].send_bytes(pickle.dumps((number, method, own)))
+                self._pipes[rank].send_bytes(cloudpickle.dumps((number, action, own, streams)))
         return self._answers[number]
 
     def _results(self, answers: Answers, count: int) -> dict[int, Any]:
         results = {}
         for _ in range(count):
             rank, _, result = answers.get()
-            if isinstance(result, Failed):
+            if isinstance(result, RankFailure):
                 raise result.raised()
             results[rank] = result
         return results
@@ -95,7 +102,7 @@ class ForkedRanks:
             while True:
                 number, is_last, result = pickle.loads(self._pipes[rank].recv_bytes())
                 self._answers[number].put((rank, is_last, result))
-        lost = Failed(rank, "", time.time(), WorkerLostError(f"rank {rank} is gone"), "", died=True)
+        lost = RankFailure(rank, "", time.time(), WorkerLostError(f"rank {rank} is gone"), "", died=True)
         for answers in list(self._answers.values()):
             answers.put((rank, True, lost))
 
@@ -113,20 +120,20 @@ def _serve(
     try:
         worker = make(spec)
     except Exception as error:  # noqa: BLE001 - the driver raises it
-        answer(_BUILT, True, Failed.of(spec.rank, error))
+        answer(_BUILT, True, RankFailure.of(spec.rank, error))
         return
     answer(_BUILT, True, None)
     while True:
         try:
-            number, method, arguments = pickle.loads(pipe.recv_bytes())
+            number, action, argument, streams = pickle.loads(pipe.recv_bytes())
         except EOFError:
             os._exit(0)  # the driver is gone
         try:
-            result = getattr(worker, method.removeprefix("*"))(*arguments)
-            if method.startswith("*"):
+            result = action(worker, argument)
+            if streams:
                 for item in result:
                     answer(number, False, item)
                 result = None
             answer(number, True, result)
         except Exception as error:  # noqa: BLE001 - the driver raises it
-            answer(number, True, Failed.of(spec.rank, error))
+            answer(number, True, RankFailure.of(spec.rank, error))

@@ -44,8 +44,9 @@ class ToyWorker:
         while flag.exists():
             time.sleep(0.2)
 
-    def count(self, victim: int, how: str) -> Iterator[int]:
+    def count(self, victim_and_how: tuple[int, str]) -> Iterator[int]:
         """0, 1, 2; the victim does not get to 2."""
+        victim, how = victim_and_how
         yield 0
         time.sleep(0.2)
         yield 1

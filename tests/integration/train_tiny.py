@@ -21,7 +21,7 @@ from rlcore.process import making_what_stays
 with making_what_stays():
     from rlcore.config import ExperimentConfig
     from rlcore.data.table import load_problems
-    from rlcore.distributed.actors import RayRanks
+    from rlcore.distributed.actors import start_ranks
     from rlcore.distributed.cluster import start_ray, stop_ray
     from rlcore.distributed.group import WorkerGroup
     from rlcore.distributed.worker import make_worker
@@ -70,9 +70,9 @@ def main(settings: dict[str, object]) -> None:
         if settings["through_ray"]:
             start_ray(None, config.resources.devices)
             ends.callback(stop_ray)
-        kind = RayRanks if settings["through_ray"] else ForkedRanks
+        start = start_ranks if settings["through_ray"] else ForkedRanks
         device = config.resources.device
-        ranks = kind(make_worker, model=Path(str(settings["model"])), dataset=dataset, config=config, device=device)
+        ranks = start(make_worker, model=Path(str(settings["model"])), dataset=dataset, config=config, device=device)
         ends.callback(ranks.close)
         workers = WorkerGroup(ranks, config)
         state = TrainState()

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rlcore.config import ExperimentConfig
-from rlcore.distributed.actors import RayRanks
+from rlcore.distributed.actors import RayRanks, start_ranks
 from rlcore.distributed.cluster import start_ray, stop_ray
 from tests.integration.toy_worker import ToyWorker
 from tests.long.cluster_run import ADDRESS, join, ray_start
@@ -71,7 +71,7 @@ def ranks(dataset: Path, workers: int) -> RayRanks:
     config = ExperimentConfig.model_validate(
         {"name": "toy", "resources": resources, "training": {"problems_per_step": 6}}
     )
-    return RayRanks(ToyWorker, model=SHARED, dataset=dataset, config=config, device="cpu")
+    return start_ranks(ToyWorker, model=SHARED, dataset=dataset, config=config, device="cpu")
 
 
 def be_killed() -> None:
@@ -81,7 +81,7 @@ def be_killed() -> None:
 
 
 def _while_a_node_is_cut_off() -> None:
-    ranks(SHARED, 2).call("stuck", [(SHARED,)] * 2)
+    ranks(SHARED, 2).call(ToyWorker.stuck, [SHARED] * 2)
 
 
 def _with_another_token() -> None:

@@ -25,10 +25,10 @@ def configured(workers: int = 2, **model: Any) -> ExperimentConfig:
 
 def _evaluated(config: ExperimentConfig, dataset: Path, checkpoint: Path, model: Path) -> dict[str, Any]:
     """What an evaluation's engine samples from the checkpoint, against the policy that the checkpoint was taken of."""
-    from rlcore.distributed.worker import SamplingWorker, WorkerSpec
+    from rlcore.distributed.worker import WorkerSpec, evaluation_worker
 
     spec = WorkerSpec.alone(model, dataset, config, "cpu")
-    worker = SamplingWorker(spec, checkpoint=checkpoint, version=7, temperature=0.8, top_p=1.0)
+    worker = evaluation_worker(spec, checkpoint=checkpoint, version=7, temperature=0.8, top_p=1.0)
 
     import numpy as np
 

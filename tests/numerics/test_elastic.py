@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from rlcore.algorithms.aggregation import StepTotals
 from rlcore.algorithms.objective import UpdateResult
 from rlcore.data.stream import ProblemStream
 from rlcore.distributed.group import SamplerGroup
+from rlcore.distributed.ranks import RankRange
 from rlcore.models.torch_policy import TorchPolicy
 from rlcore.ports import SampledGroup, SampleRequest
 from rlcore.rollout.collect import in_order, sample_requests
@@ -80,16 +81,19 @@ class EchoRanks:
         self.size = size
         self.loads: list[int] = []
 
-    def stream(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> Iterator[tuple[int, Any]]:
-        assert method == "generate"
-        self.loads = [len(requests) for (requests,) in arguments]
-        for rank, (requests,) in reversed([*enumerate(arguments)]):  # the last one is done first
-            for place, request in enumerate(requests):
-                yield rank, {place: SampledGroup(_echo(request), ())}
+    def stream(
+        self, action: Callable[[Any, Any], Iterator[Any]], arguments: Sequence[Any], first: int = 0
+    ) -> Iterator[tuple[int, Any]]:
+        self.loads = [len(requests) for requests in arguments]
+        for rank, requests in reversed([*enumerate(arguments)]):  # the last one is done first
+            for item in action(Echo(), requests):
+                yield rank, item
 
 
-def _echo(request: SampleRequest) -> np.ndarray:
-    return np.array([int(request.problem.problem_id), request.seed])
+class Echo:
+    def generate(self, requests: Sequence[SampleRequest]) -> Iterator[dict[int, SampledGroup]]:
+        for place, request in enumerate(requests):
+            yield {place: SampledGroup(np.array([int(request.problem.problem_id), request.seed]), ())}
 
 
 def test_the_order_and_seeds_of_the_data_do_not_know_the_ranks() -> None:
@@ -99,7 +103,8 @@ def test_the_order_and_seeds_of_the_data_do_not_know_the_ranks() -> None:
         stream = ProblemStream.at({"num_problems": 10, "seed": 3, "position": 12})  # as a checkpoint says
         requests = sample_requests([problems[i] for i in stream.take(8)], 4, seed=7, batch="3")
         ranks = EchoRanks(world)
-        seen[world] = [group.prompt_token_ids.tolist() for group in in_order(SamplerGroup(ranks).generate(requests))]
+        groups = in_order(SamplerGroup(RankRange(ranks, 0, world)).generate(requests))
+        seen[world] = [group.prompt_token_ids.tolist() for group in groups]
         assert ranks.loads == [8 // world] * world
     assert seen[1] == seen[2] == seen[4]
     assert len({problem for problem, _ in seen[1]}) > 1

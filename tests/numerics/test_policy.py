@@ -211,7 +211,7 @@ def test_no_metric_of_the_step_depends_on_the_kl_coefficient(tiny_model: Path) -
     def metrics(coefficient: float, *, old: bool, samples: list[TrainingSample] = samples) -> dict[str, float]:
         settings = toy.config(kl={"coefficient": coefficient})
         policy = toy.policy(tiny_model, settings)
-        workers = WorkerGroup(LocalRanks(policy), settings)
+        workers = WorkerGroup(LocalRanks(toy.Rank(policy)), settings)
         if coefficient > 0:
             reference = policy.logprobs([samples], reference=True)[0]
             samples = [replace(s, ref_logprobs=r.logprobs) for s, r in zip(samples, reference, strict=True)]
@@ -249,7 +249,7 @@ def test_leaving_out_samples_without_gradient_changes_nothing(tiny_model: Path) 
     plain = toy.policy(tiny_model, settings)
     everything = plain.update([samples], StepTotals(sum(s.num_trained for s in samples), len(samples)), 1e-3, 0.0)
     grouped = toy.policy(tiny_model, settings)
-    result = WorkerGroup(LocalRanks(grouped), settings).update(samples, 1e-3, 0.0)
+    result = WorkerGroup(LocalRanks(toy.Rank(grouped)), settings).update(samples, 1e-3, 0.0)
     assert result.grad_norm == pytest.approx(everything.grad_norm, rel=1e-6)
     assert float(result.sums.totals["policy_loss"]) == pytest.approx(
         float(everything.sums.totals["policy_loss"]), rel=1e-5
@@ -259,5 +259,5 @@ def test_leaving_out_samples_without_gradient_changes_nothing(tiny_model: Path) 
 
     still = [flat(s) for s in samples]
     assert (
-        WorkerGroup(LocalRanks(grouped), settings).update(still, 1e-3, 0.0).grad_norm == 0.0
+        WorkerGroup(LocalRanks(toy.Rank(grouped)), settings).update(still, 1e-3, 0.0).grad_norm == 0.0
     )  # AdamW's step is still taken

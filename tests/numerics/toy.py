@@ -109,6 +109,13 @@ def policy(folder: Path, settings: ExperimentConfig, mesh: object | None = None)
     return TorchPolicy(hf, settings, mesh=mesh or one_rank_mesh(), banned_token_ids=BANNED, features=features)
 
 
+class Rank:
+    """A rank's worker that holds a policy and no sampler."""
+
+    def __init__(self, policy: TorchPolicy) -> None:
+        self.policy, self.update = policy, policy.update
+
+
 def in_one_vector(policy: TorchPolicy, gradients: dict[str, Tensor]) -> Tensor:
     """Those that were kept, in the order of the policy's parameters, each of which has one."""
     return torch.cat([gradients[name].flatten() for name, _ in policy.model.named_parameters()])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,28 +11,44 @@ from rlcore.config import build_experiment
 from rlcore.distributed.group import WorkerGroup
 from rlcore.flops import ModelShape
 from rlcore.ports import ScoredTokens
+from rlcore.types import TrainingSample
 from tests.numerics import toy
 
 SHAPE = ModelShape(parameters=1000, head_parameters=500, layers=2, width=8, weights_train=True, tower=None)
+
+
+class Policy:
+    """Of one rank: its log-probs say which rank it is."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self.seen: list[list[bytes]] = []
+        self.policy = self
+
+    def model_shape(self) -> ModelShape:
+        return SHAPE
+
+    def logprobs(
+        self, microbatches: Sequence[Sequence[TrainingSample]], *, reference: bool
+    ) -> list[list[ScoredTokens]]:
+        self.seen = [[s.token_ids.tobytes() for s in micro] for micro in microbatches]
+        return [
+            [ScoredTokens(s.token_ids + self._rank / 10, s.token_ids * 0.0) for s in micro] for micro in microbatches
+        ]
 
 
 class FourRanks:
     size = 4
 
     def __init__(self) -> None:
-        self.seen: list[list[list[bytes]]] = []
+        self._workers = [Policy(rank) for rank in range(self.size)]
 
-    def call(self, method: str, arguments: Sequence[tuple[Any, ...]], first: int = 0) -> list[Any]:
-        assert len(arguments) == self.size
-        if method == "model_shape":
-            return [SHAPE] * self.size
-        self.seen = [
-            [[s.token_ids.tobytes() for s in micro] for micro in microbatches] for microbatches, _ in arguments
-        ]
-        return [
-            [[ScoredTokens(s.token_ids + rank / 10, s.token_ids * 0.0) for s in micro] for micro in microbatches]
-            for rank, (microbatches, _) in enumerate(arguments)
-        ]
+    @property
+    def seen(self) -> list[list[list[bytes]]]:
+        return [worker.seen for worker in self._workers]
+
+    def call(self, action: Callable[[Any, Any], Any], arguments: Sequence[Any], first: int = 0) -> list[Any]:
+        return [action(worker, own) for worker, own in zip(self._workers, arguments, strict=True)]
 
 
 def test_neighbours_of_a_sequence_group_get_the_same_rows_and_the_first_one_answers():

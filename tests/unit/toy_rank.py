@@ -25,7 +25,7 @@ Microbatches = list[list[TrainingSample]]
 
 @dataclasses.dataclass
 class ToyRank:
-    """What ``WorkerGroup`` calls on a rank. ``calls`` has their names in order."""
+    """A rank's worker, and its policy. ``calls`` has the names of what ``WorkerGroup`` calls, in order."""
 
     before_update: Callable[[int], object] = lambda number: None  # gets the number of this process's update
     weights: float = 1.0
@@ -34,6 +34,10 @@ class ToyRank:
     seeds: list[int] = dataclasses.field(default_factory=list)
     microbatches: list[int] = dataclasses.field(default_factory=list)  # of each update
     folder: Path | None = None
+
+    @property
+    def policy(self) -> ToyRank:
+        return self
 
     def device_name(self) -> str:
         return "cpu"
@@ -68,7 +72,7 @@ class ToyRank:
     def release_sampler(self) -> None:
         return
 
-    def logprobs(self, microbatches: Microbatches, reference: bool) -> list[list[ScoredTokens]]:
+    def logprobs(self, microbatches: Microbatches, *, reference: bool) -> list[list[ScoredTokens]]:
         value = 1.0 if reference else self.weights
         return [
             [
@@ -104,7 +108,7 @@ class ToyRank:
             for problem in problems
         ]
 
-    def canary(self, samples: Sequence[TrainingSample]) -> list[Floats]:
+    def raw_logprobs(self, samples: Sequence[TrainingSample]) -> list[Floats]:
         return [np.array([0.0, -self.weights], np.float32) for _ in samples]
 
     def begin_save(self, folder: Path) -> None:

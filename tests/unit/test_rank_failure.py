@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from rlcore.distributed.blame import Failed, first_of, portable
-from rlcore.distributed.ranks import LocalRanks, WatchedRanks
+from rlcore.distributed.rank_failure import RankFailure, first_of, portable
+from rlcore.distributed.ranks import LocalRanks, RankRange
 from rlcore.errors import (
     MemoryExhaustedError,
     SamplerError,
@@ -28,8 +28,8 @@ class Unpicklable(Exception):
         super().__init__(reason)
 
 
-def failed(rank: int, at: float, error: Exception, *, died: bool = False) -> Failed:
-    return Failed(rank, f"pid {rank} on node", at, error, f"Traceback of rank {rank}", died)
+def failed(rank: int, at: float, error: Exception, *, died: bool = False) -> RankFailure:
+    return RankFailure(rank, f"pid {rank} on node", at, error, f"Traceback of rank {rank}", died)
 
 
 def test_a_gone_process_comes_before_the_errors_that_it_made() -> None:
@@ -49,7 +49,7 @@ def test_the_error_is_raised_with_the_traceback_of_its_rank() -> None:
     try:
         raise SamplerError("weights differ")
     except SamplerError as error:
-        travelled = pickle.loads(pickle.dumps(Failed.of(2, error)))
+        travelled = pickle.loads(pickle.dumps(RankFailure.of(2, error)))
     raised = travelled.raised()
     assert type(raised) is SamplerError
     assert isinstance(raised.__cause__, WorkerTraceback)
@@ -86,10 +86,12 @@ def test_every_finished_call_is_progress() -> None:
             return False
 
     progress: list[int] = []
-    ranks = WatchedRanks(LocalRanks(Worker()), lambda: progress.append(1))
-    assert ranks.call("add", [(1, 2)]) == [3]
-    assert (ranks.size, len(progress)) == (1, 1)
-    assert list(ranks.stream("count", [(2,)])) == [(0, 0), (0, 1)]
+    ranks = RankRange[Worker](LocalRanks(Worker()), 0, 1, lambda: progress.append(1))
+    assert ranks.call(lambda worker, own: worker.add(*own), [(1, 2)]) == [3]
+    assert len(progress) == 1
+    assert list(ranks.stream(Worker.count, [2])) == [(0, 0), (0, 1)]
     assert len(progress) == 3
-    assert ranks.call("saved", [()]) == [False]  # asked every moment while a checkpoint is written, or hangs
+    assert ranks.ask(Worker.saved) == [False]  # asked every moment while a checkpoint is written, or hangs
     assert len(progress) == 3
+    assert ranks.each(Worker.saved) == [False]
+    assert len(progress) == 4

@@ -16,18 +16,18 @@ from rlcore.failures import Failure, classify
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
-    """A call that failed on one rank, as it travels to the driver: returned, so that no wrapper hides it."""
+class RankFailure:
+    """A call that failed on one rank. Returned to the driver instead of raised, so that Ray does not wrap it."""
 
     rank: int
     where: str  # pid and node
     at: float  # seconds since the epoch, by the clock of that node
     error: Exception
     traceback: str
-    died: bool = False  # the process is gone, and this is what Ray says of it
+    died: bool = False  # the process is gone; ``error`` quotes Ray
 
     @classmethod
-    def of(cls, rank: int, error: Exception) -> Failed:
+    def of(cls, rank: int, error: Exception) -> RankFailure:
         """Call it where ``error`` is being handled."""
         where = f"pid {os.getpid()} on {socket.gethostname()}"
         return cls(rank, where, time.time(), portable(error), traceback.format_exc())
@@ -38,8 +38,8 @@ class Failed:
         return self.error
 
 
-def first_of(failures: Sequence[Failed]) -> Failed:
-    """A process that is gone comes before any error: an error leaves its process alive, and a gone one makes errors."""
+def first_of(failures: Sequence[RankFailure]) -> RankFailure:
+    """The cause: a process that died, else the earliest error. A dead process makes the other ranks raise errors."""
     return min(failures, key=lambda failure: (not failure.died, failure.at))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,8 @@ import pytest
 from rlcore.config import build_experiment
 from rlcore.config.changes import changes
 from rlcore.distributed.group import SamplerGroup
-from rlcore.distributed.lockstep import answers, drawn
+from rlcore.distributed.ranks import RankRange
+from rlcore.distributed.tensor_parallel import answers, fingerprint
 from rlcore.errors import ConfigError, SamplerError
 from rlcore.ports import SampledGroup, SampleRequest
 from rlcore.rollout.collect import in_order
@@ -21,6 +22,21 @@ from rlcore.types import Completion, Problem
 def group(number: int, *completions: list[int]) -> SampledGroup:
     found = [Completion(np.array(ids), np.zeros(len(ids), np.float32), "", "stop", 0) for ids in completions]
     return SampledGroup(np.array([number]), tuple(found))
+
+
+class Engine:
+    """One rank of an engine."""
+
+    def __init__(self, rank: int, wrong: bool) -> None:
+        self._rank, self._wrong = rank, wrong
+
+    def generate(self, requests: Sequence[SampleRequest]) -> Iterator[dict[int, Any]]:
+        return answers(self._ended(requests), self._rank, 2)
+
+    def _ended(self, requests: Sequence[SampleRequest]) -> Iterator[dict[int, SampledGroup]]:
+        for place, request in enumerate(requests):
+            name = int(request.problem.problem_id)
+            yield {place: group(name, [1, 2], [name + self._wrong])}
 
 
 class FourRanks:
@@ -33,23 +49,18 @@ class FourRanks:
         self.asked: list[list[str]] = []
 
     def stream(
-        self, method: str, arguments: Sequence[tuple[Any, ...]], first: int = 0
-    ) -> Iterator[tuple[int, dict[int, Any]]]:
-        assert method == "generate"
-        self.asked = [[request.problem.problem_id for request in requests] for (requests,) in arguments]
+        self, action: Callable[[Engine, Any], Iterator[Any]], arguments: Sequence[Any], first: int = 0
+    ) -> Iterator[tuple[int, Any]]:
+        self.asked = [[request.problem.problem_id for request in requests] for requests in arguments]
         for rank in (3, 0, 2, 1):
             if rank != self._silent:
-                for said in answers(self._ended(rank), rank, 2):
-                    yield rank, said
-
-    def _ended(self, rank: int) -> Iterator[dict[int, SampledGroup]]:
-        for place, name in enumerate(self.asked[rank]):
-            yield {place: group(int(name), [1, 2], [int(name) + (rank == self._wrong)])}
+                for answer in action(Engine(rank, rank == self._wrong), arguments[rank]):
+                    yield rank, answer
 
 
 def generate(ranks: FourRanks) -> list[SampledGroup]:
     requests = [SampleRequest(Problem(str(n), "", (), "", ""), 2, n) for n in range(5)]
-    return in_order(SamplerGroup(ranks, 2).generate(requests))
+    return in_order(SamplerGroup(RankRange(ranks, 0, 4), 2).generate(requests))
 
 
 def test_both_ranks_of_an_engine_get_its_requests_and_one_answers():
@@ -62,7 +73,7 @@ def test_both_ranks_of_an_engine_get_its_requests_and_one_answers():
 
 @pytest.mark.parametrize("wrong", [2, 3])
 def test_ranks_that_drew_different_tokens_are_named(wrong: int):
-    with pytest.raises(SamplerError, match=r"problem 1: rank 2 drew tokens of crc \w{8}, rank 3 .* of crc \w{8}\."):
+    with pytest.raises(SamplerError, match=r"problem 1: rank 2 sampled tokens of crc \w{8}, rank 3 .* of crc \w{8}\."):
         generate(FourRanks(wrong=wrong))
 
 
@@ -72,10 +83,10 @@ def test_a_rank_that_says_nothing_is_missed():
 
 
 def test_what_was_drawn_depends_on_every_token_and_on_where_completions_end():
-    same = drawn(group(1, [2, 3], [4]))
-    assert drawn(group(1, [2, 3], [4])) == same
+    same = fingerprint(group(1, [2, 3], [4]))
+    assert fingerprint(group(1, [2, 3], [4])) == same
     others = [group(0, [2, 3], [4]), group(1, [2], [3, 4]), group(1, [2, 3], [5]), group(1, [4], [2, 3])]
-    assert same not in {drawn(other) for other in others}
+    assert same not in {fingerprint(other) for other in others}
 
 
 def built(**workers: object) -> object:
