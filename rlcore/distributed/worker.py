@@ -147,6 +147,7 @@ class Worker:
         from rlcore.models.loading import load_hf_config, load_hf_model
         from rlcore.models.support import require_supported
         from rlcore.models.torch_policy import TorchPolicy, weights_dtype
+        from rlcore.sampler.engine import Engine
         from rlcore.sampler.vllm_sampler import VllmSampler
 
         config = spec.config
@@ -166,10 +167,9 @@ class Worker:
         self.sampler: VllmSampler | None = None
         if not config.resources.rollout_workers:
             # before the policy: on a GPU the engine measures free memory, which a shard must not have taken yet
-            self.sampler = VllmSampler(
-                spec.model, config, prompts=prompts, images=self._images, device=spec.device, lora=config.model.lora
-            )
-            self.sampler.sleep()
+            engine = Engine(spec.model, config, spec.device, join_world=True)
+            self.sampler = VllmSampler(engine, prompts=prompts, images=self._images)
+            self.sampler.memory.sleep()
         torch.set_num_threads(spec.threads)  # vLLM changes it
         self.policy = TorchPolicy(
             load_hf_model(
@@ -196,7 +196,7 @@ class Worker:
 
     def release_sampler(self) -> None:
         """Hand the sampler's memory to training."""
-        self._own_sampler.sleep()
+        self._own_sampler.memory.sleep()
 
     @property
     def _own_sampler(self) -> VllmSampler:
@@ -228,12 +228,13 @@ class Worker:
             checksum = self._give(self._sender, version)
             self.policy.rest()
             return Synced(checksum, 0.0)
+        memory = self.sampler.memory
         if self._has_trained:
-            self.sampler.sleep_no_more_if_there_is_room()
-        waking = _seconds_of(self.sampler.wake_weights)
+            memory.decide()
+        waking = _seconds_of(memory.wake_weights)
         checksum = self._give(self.sampler, version)
         self.policy.rest()  # before the engine takes the memory for its cache
-        return Synced(checksum, waking + _seconds_of(self.sampler.wake_cache))
+        return Synced(checksum, waking + _seconds_of(memory.wake_cache))
 
     def _make_sender(self) -> WeightSender:
         """At the first sync, when all ranks are up: it waits for those that sample."""
@@ -267,7 +268,7 @@ class RolloutWorker:
     ranks of one engine do."""
 
     def __init__(self, spec: WorkerSpec) -> None:
-        from rlcore.sampler.engine import set_engine_environment
+        from rlcore.sampler.engine import Engine, set_engine_environment
 
         set_engine_environment(spec.device)
         import torch
@@ -279,15 +280,8 @@ class RolloutWorker:
         self._spec = spec
         self._channel: WeightChannel | None = None
         self._base_checked = False
-        self.sampler = VllmSampler(
-            spec.model,
-            spec.config,
-            prompts=_prompts(spec),
-            images=ImageStore(spec.dataset),
-            device=spec.device,
-            join_world=_joined_engine_world(spec),
-            lora=spec.config.model.lora,
-        )
+        engine = Engine(spec.model, spec.config, spec.device, join_world=_joined_engine_world(spec))
+        self.sampler = VllmSampler(engine, prompts=_prompts(spec), images=ImageStore(spec.dataset))
 
     def generate(self, requests: Sequence[SampleRequest]) -> Iterator[dict[int, Answer]]:
         """What this rank's engine samples; see ``tensor_parallel.answers``."""

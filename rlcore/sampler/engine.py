@@ -15,15 +15,14 @@ import torch._dynamo
 import torch.distributed as dist
 from torch import Tensor
 
-from rlcore.config import ExperimentConfig, LoraConfig
+from rlcore.config import ExperimentConfig, RolloutConfig
 from rlcore.data.image_store import ImageStore
 from rlcore.errors import SamplerError
-from rlcore.families import family_in, family_of
+from rlcore.families import family_in
 from rlcore.process import importing_vllm
 from rlcore.types import ImageRef
 
 if TYPE_CHECKING:
-    from vllm import LLM
     from vllm.lora.request import LoRARequest
 
     from rlcore.models.canary import CanarySequence
@@ -34,84 +33,161 @@ _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM's adapter buffers c
 _ADAPTER = 1  # the one adapter's id
 
 
-def build_engine(
-    model: Path,
-    *,
-    device: str,
-    join_world: bool,
-    tensor_parallel: int = 1,
-    max_model_len: int,
-    max_num_seqs: int,
-    gpu_memory_utilization: float,
-    kv_cache_mib: int,
-    enforce_eager: bool,
-    seed: int,
-    images_per_prompt: int,
-    min_pixels: int,
-    max_pixels: int,
-    trust_remote_code: bool,
-    dtype: str,
-    can_sleep: bool = False,
-    lora: LoraConfig | None = None,
-) -> LLM:
-    """A vLLM engine in this process, with what every engine of ours shares.
+class Engine:
+    """One vLLM engine, in this process."""
 
-    Args:
-        join_world: RANK, WORLD_SIZE and MASTER_* are set and the engine is one rank of that world; else it makes a
-            world of one.
-        tensor_parallel: neighbours in that world that hold this engine together; each of them builds it.
-        can_sleep: its GPU memory can be given back for a while.
-        lora: makes room for one adapter of this shape.
-    """
-    set_engine_environment(device)
-    with importing_vllm():
-        from vllm import LLM
+    def __init__(self, model: Path, config: ExperimentConfig, device: str, *, join_world: bool) -> None:
+        """
+        Args:
+            join_world: RANK, WORLD_SIZE and MASTER_* are set and the engine is one rank of that world; else it makes a
+                world of one. With ``rollout.tensor_parallel`` that many neighbours in the world hold the engine
+                together: each of them builds it and makes every call alike.
+        """
+        set_engine_environment(device)
+        with importing_vllm():
+            from vllm import LLM
 
-    _register_model_class(model)
-    gc.freeze()  # vLLM looks for garbage five times while it starts, in what the imports have left and keep
-    if not join_world:
-        _world_of_one()
-    options: dict[str, Any] = {}
-    if images_per_prompt and (images := family_in(model).images) is not None:
-        options["limit_mm_per_prompt"] = {"image": images_per_prompt, "video": 0}
-        options["mm_processor_kwargs"] = images.engine_options(min_pixels, max_pixels)
-        options["skip_mm_profiling"] = True
-    if device == "cpu":
-        options["kv_cache_memory_bytes"] = kv_cache_mib << 20
-        # a prompt prefilled in parts draws a token that vLLM then takes back by rewinding the request's generator,
-        # which CPU generators cannot do
-        options["enable_chunked_prefill"] = False
-    else:
-        options["enable_sleep_mode"] = can_sleep
-        options["gpu_memory_utilization"] = gpu_memory_utilization
-        # its own kernels for that look for the other devices in this process, which sees one
-        options["disable_custom_all_reduce"] = tensor_parallel > 1
-        # vLLM's own sizes end at 512 sequences, and beyond the last one every layer is launched by itself
-        options["compilation_config"] = {"cudagraph_capture_sizes": capture_sizes(max_num_seqs)}
-    if lora is not None:
-        options |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": padded_rank(lora.rank)}
-        if lora.vision_tower:
-            options["enable_tower_connector_lora"] = True
-    return LLM(
-        model=str(model),
-        # not "dummy": that fills the buffers too, such as the means and deviations that images are normalised by,
-        # and no later weight sync would put them right
-        load_format="auto",
-        dtype=cast(Any, dtype),
-        max_model_len=max_model_len,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max(8192 if device == "cpu" else 16384, max_model_len),
-        enforce_eager=enforce_eager,
-        enable_prefix_caching=True,
-        logprobs_mode="processed_logprobs",
-        seed=seed,
-        trust_remote_code=trust_remote_code,
-        disable_log_stats=True,
-        tensor_parallel_size=tensor_parallel,
-        # this process is the worker; nothing is started
-        distributed_executor_backend=_launcher() if device == "cpu" and tensor_parallel > 1 else "external_launcher",
-        **options,
-    )
+        rollout, self.config, self.device = config.rollout, config, device
+        self.dtype = cast(torch.dtype, getattr(torch, engine_dtype(device, rollout.dtype)))
+        _register_model_class(model)
+        gc.freeze()  # vLLM collects garbage five times while it starts, among objects that the imports made and keep
+        if not join_world:
+            _world_of_one()
+        options: dict[str, Any] = {}
+        if (images := family_in(model).images) is not None:
+            options["limit_mm_per_prompt"] = {"image": config.data.max_images, "video": 0}
+            options["mm_processor_kwargs"] = images.engine_options(config.data.min_pixels, config.data.max_pixels)
+            options["skip_mm_profiling"] = True
+        if device == "cpu":
+            options["kv_cache_memory_bytes"] = rollout.kv_cache_mib << 20
+            # a prompt prefilled in parts samples a token that vLLM then takes back by rewinding the request's
+            # generator, which CPU generators cannot do
+            options["enable_chunked_prefill"] = False
+        else:
+            options["enable_sleep_mode"] = rollout.sleep != "never"
+            options["gpu_memory_utilization"] = rollout.gpu_memory_utilization
+            # its own kernels for that look for the other devices in this process, which sees one
+            options["disable_custom_all_reduce"] = rollout.tensor_parallel > 1
+            # vLLM's own sizes end at 512 sequences, and beyond the last one every layer is launched by itself
+            options["compilation_config"] = {"cudagraph_capture_sizes": capture_sizes(rollout.max_sequences)}
+        if (lora := config.model.lora) is not None:
+            options |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": padded_rank(lora.rank)}
+            if lora.vision_tower:
+                options["enable_tower_connector_lora"] = True
+        gloo = device == "cpu" and rollout.tensor_parallel > 1
+        self.llm = LLM(
+            model=str(model),
+            # not "dummy": that fills the buffers too, such as the means and deviations that images are normalised by,
+            # and no later weight sync would put them right
+            load_format="auto",
+            dtype=cast(Any, engine_dtype(device, rollout.dtype)),
+            max_model_len=config.max_sequence_tokens,
+            max_num_seqs=rollout.max_sequences,
+            max_num_batched_tokens=max(8192 if device == "cpu" else 16384, config.max_sequence_tokens),
+            enforce_eager=rollout.enforce_eager or device == "cpu",
+            enable_prefix_caching=True,
+            logprobs_mode="processed_logprobs",
+            seed=config.seed,
+            trust_remote_code=config.model.trust_remote_code,
+            disable_log_stats=True,
+            tensor_parallel_size=rollout.tensor_parallel,
+            # this process is the worker; nothing is started
+            distributed_executor_backend=_launcher() if gloo else "external_launcher",
+            **options,
+        )
+
+    @property
+    def core(self) -> Any:
+        """What schedules and runs the requests, in this process."""
+        return cast(Any, self.llm.llm_engine.engine_core).engine_core
+
+    def enqueue(
+        self, prompts: Sequence[dict[str, Any]], params: Sequence[Any], adapter: LoRARequest | None
+    ) -> list[list[str]]:
+        """Add requests to the engine without running it; the names of each one's samples, in their order."""
+        names = self.llm.enqueue(cast(Any, prompts), params, use_tqdm=False, lora_request=adapter)
+        return [
+            [name] if of.n == 1 else [f"{sample}_{name}" for sample in range(of.n)]
+            for name, of in zip(names, params, strict=True)
+        ]
+
+    def waiting_prompt(self, name: str) -> Sequence[int]:
+        """The prompt of an enqueued sample, as the engine expanded it."""
+        return cast(Sequence[int], self.core.scheduler.requests[name].prompt_token_ids)
+
+    def forget_outputs(self) -> None:
+        """Drop what the engine keeps of samples to turn into its own kind of output."""
+        outputs = self.llm.llm_engine.output_processor
+        outputs.abort_requests(list(outputs.request_states), internal=True)
+        outputs.abort_requests(list(outputs.parent_requests), internal=True)
+
+    def reset_caches(self) -> None:
+        """Drop everything that was computed with weights: key-value blocks, pictures, their features."""
+        self.llm.reset_prefix_cache()
+        self.llm.reset_mm_cache()
+        self.llm.llm_engine.reset_encoder_cache()
+
+    def install_adapter(self, tensors: Mapping[str, Tensor], rank: int) -> None:
+        """Put an adapter into the engine's buffers in the place of the one before, from memory to memory.
+
+        Args:
+            tensors: ``<module>.lora_A.weight`` and ``<module>.lora_B.weight`` by Hugging Face's module names, B times
+                alpha / rank. Owned by the engine from here on.
+
+        What a file on disk would go through is left out; the rest is vLLM's own way of adding an adapter: names and
+        fused layers (q, k, v -> qkv) are its model's mapping, and ``activate_adapter`` copies into the slot that
+        requests use.
+        """
+        from vllm.lora.lora_model import LoRAModel
+        from vllm.lora.peft_helper import PEFTHelper
+
+        manager = self._adapter_manager()
+        mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
+        for renames_alone in ("get_rename_mapper", "get_unstacked_mapper"):  # 0.32, 0.27: without fused layers
+            if hasattr(mapper, renames_alone):
+                mapper = getattr(mapper, renames_alone)()
+                break
+        adapter = LoRAModel.from_lora_tensors(
+            lora_model_id=_ADAPTER,
+            tensors={f"base_model.model.{name}": value for name, value in tensors.items()},
+            peft_helper=PEFTHelper(r=rank, lora_alpha=rank, target_modules=[]),  # their ratio is 1: the scale is in B
+            device=str(next(iter(tensors.values())).device),
+            dtype=manager.lora_config.lora_dtype,
+            weights_mapper=mapper,
+        )
+        manager.remove_adapter(_ADAPTER)
+        manager.add_adapter(adapter)
+        manager.activate_adapter(_ADAPTER)
+
+    def held_adapter(self) -> Iterator[Tensor]:
+        """Every adapter buffer that the engine computes with; what is padding, or of no adapted layer, holds zeros."""
+        for module in self._adapter_manager().modules.values():
+            yield from (*module.lora_a_stacked, *module.lora_b_stacked)
+
+    def _adapter_manager(self) -> Any:
+        """vLLM's LoRAModelManager of the worker that lives in this process."""
+        (manager,) = self.llm.collective_rpc(lambda worker: worker.model_runner.lora_manager._adapter_manager)
+        return manager
+
+    def held_weights(self) -> Iterator[Tensor]:
+        """Every weight that the engine computes with, a tied one once per use, as a Hugging Face state dict counts it.
+
+        On CPU vLLM packs linear weights into its kernels' own format and keeps, or drops, the parameter beside it. What
+        the kernel holds is read through the kernel: the identity matrix times the weight.
+        """
+        from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+
+        modules = list(self.llm.apply_model(lambda model: model)[0].modules())
+        tied = not any(isinstance(module, ParallelLMHead) for module in modules)
+        for module in modules:
+            for name, value in module.named_parameters(recurse=False):
+                packed = getattr(module, "cpu_linear", None) if name == "weight" else None
+                if isinstance(module, ParallelLMHead) or value.numel() == 0:
+                    yield _through_kernel(module, packed, value)
+                    continue
+                yield value
+                if tied and isinstance(module, VocabParallelEmbedding):
+                    yield _through_kernel(module, packed, value)
 
 
 def capture_sizes(max_num_seqs: int) -> list[int]:
@@ -164,17 +240,6 @@ def engine_prompt(token_ids: Sequence[int], images: Sequence[ImageRef], store: I
     return prompt
 
 
-def enqueue(
-    llm: LLM, prompts: Sequence[dict[str, Any]], params: Sequence[Any], adapter: LoRARequest | None
-) -> list[list[str]]:
-    """Add requests to the engine without running it; the names of each one's samples, in their order."""
-    names = llm.enqueue(cast(Any, prompts), params, use_tqdm=False, lora_request=adapter)
-    return [
-        [name] if of.n == 1 else [f"{sample}_{name}" for sample in range(of.n)]
-        for name, of in zip(names, params, strict=True)
-    ]
-
-
 def over_engine(value: T) -> list[T]:
     """What each rank that holds this process's engine gives. Collective, on the host."""
     from vllm.distributed.parallel_state import get_tp_group
@@ -185,54 +250,26 @@ def over_engine(value: T) -> list[T]:
     return values
 
 
-def engine_core(llm: LLM) -> Any:
-    """What schedules and runs the requests, in this process."""
-    return cast(Any, llm.llm_engine.engine_core).engine_core
-
-
-def waiting_prompt(llm: LLM, name: str) -> Sequence[int]:
-    """The prompt of an enqueued sample, as the engine expanded it."""
-    return cast(Sequence[int], engine_core(llm).scheduler.requests[name].prompt_token_ids)
-
-
-def forget_outputs(llm: LLM) -> None:
-    """Drop what the engine keeps of samples to turn into its own kind of output."""
-    outputs = llm.llm_engine.output_processor
-    outputs.abort_requests(list(outputs.request_states), internal=True)
-    outputs.abort_requests(list(outputs.parent_requests), internal=True)
-
-
-def reset_caches(llm: LLM) -> None:
-    """Drop everything that was computed with weights: key-value blocks, pictures, their features."""
-    llm.reset_prefix_cache()
-    llm.reset_mm_cache()
-    llm.llm_engine.reset_encoder_cache()
-
-
 def vllm_sequence_logprobs(
     model: Path, sequences: Sequence[CanarySequence], dataset: Path, config: ExperimentConfig, device: str
 ) -> list[list[float]]:
     """Log-probs (nats, temperature 1) of each sequence's completion tokens under a model folder, as vLLM loads it."""
-    config_json = json.loads((model / "config.json").read_text())
-    images = family_of(config_json).images
-    llm = build_engine(
-        model,
-        device=device,
-        join_world=False,
-        max_model_len=max(len(s.token_ids) for s in sequences) + 8,
-        max_num_seqs=16,
-        gpu_memory_utilization=0.5,
-        kv_cache_mib=64,
-        enforce_eager=True,
-        seed=0,
-        images_per_prompt=config.data.max_images if images is not None else 0,
-        min_pixels=config.data.min_pixels,
-        max_pixels=config.data.max_pixels,
-        trust_remote_code=config.model.trust_remote_code,
-        dtype=engine_dtype(device),
-    )
+    update = {
+        "seed": 0,
+        "data": config.data.model_copy(update={"max_prompt_tokens": max(len(s.token_ids) for s in sequences)}),
+        "model": config.model.model_copy(update={"lora": None}),
+        "rollout": RolloutConfig(
+            max_completion_tokens=8,
+            max_sequences=16,
+            gpu_memory_utilization=0.5,
+            kv_cache_mib=64,
+            enforce_eager=True,
+            sleep="never",
+        ),
+    }
+    llm = Engine(model, config.model_copy(update=update), device, join_world=False).llm
     store = ImageStore(dataset)
-    placeholder = config_json.get("image_token_id")
+    placeholder = json.loads((model / "config.json").read_text()).get("image_token_id")
     prompts = [engine_prompt(collapse_images(s.token_ids, placeholder), s.images, store) for s in sequences]
     outputs = llm.generate(
         cast(Any, prompts),
@@ -267,71 +304,6 @@ def adapter_request(version: int) -> LoRARequest:
     from vllm.lora.request import LoRARequest
 
     return LoRARequest(lora_name=f"policy-{version}", lora_int_id=_ADAPTER, lora_path="in memory, never read")
-
-
-def install_adapter(llm: LLM, tensors: Mapping[str, Tensor], rank: int) -> None:
-    """Put an adapter into the engine's buffers in the place of the one before, from memory to memory.
-
-    Args:
-        tensors: ``<module>.lora_A.weight`` and ``<module>.lora_B.weight`` by Hugging Face's module names, B times
-            alpha / rank. Owned by the engine from here on.
-
-    What a file on disk would go through is left out; the rest is vLLM's own way of adding an adapter: names and fused
-    layers (q, k, v -> qkv) are its model's mapping, and ``activate_adapter`` copies into the slot that requests use.
-    """
-    from vllm.lora.lora_model import LoRAModel
-    from vllm.lora.peft_helper import PEFTHelper
-
-    manager = _adapter_manager(llm)
-    mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
-    for renames_alone in ("get_rename_mapper", "get_unstacked_mapper"):  # 0.32, 0.27: the mapping without fused layers
-        if hasattr(mapper, renames_alone):
-            mapper = getattr(mapper, renames_alone)()
-            break
-    adapter = LoRAModel.from_lora_tensors(
-        lora_model_id=_ADAPTER,
-        tensors={f"base_model.model.{name}": value for name, value in tensors.items()},
-        peft_helper=PEFTHelper(r=rank, lora_alpha=rank, target_modules=[]),  # their ratio is 1: the scale is in B
-        device=str(next(iter(tensors.values())).device),
-        dtype=manager.lora_config.lora_dtype,
-        weights_mapper=mapper,
-    )
-    manager.remove_adapter(_ADAPTER)
-    manager.add_adapter(adapter)
-    manager.activate_adapter(_ADAPTER)
-
-
-def held_adapter(llm: LLM) -> Iterator[Tensor]:
-    """Every adapter buffer that the engine computes with; what is padding, or of no adapted layer, holds zeros."""
-    for module in _adapter_manager(llm).modules.values():
-        yield from (*module.lora_a_stacked, *module.lora_b_stacked)
-
-
-def _adapter_manager(llm: LLM) -> Any:
-    """vLLM's LoRAModelManager of the worker that lives in this process."""
-    (manager,) = llm.collective_rpc(lambda worker: worker.model_runner.lora_manager._adapter_manager)
-    return manager
-
-
-def held_weights(llm: LLM) -> Iterator[Tensor]:
-    """Every weight that the engine computes with, a tied one once per use, as a Hugging Face state dict counts it.
-
-    On CPU vLLM packs linear weights into its kernels' own format and keeps, or drops, the parameter beside it. What
-    the kernel holds is read through the kernel: the identity matrix times the weight.
-    """
-    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
-
-    modules = list(llm.apply_model(lambda model: model)[0].modules())
-    tied = not any(isinstance(module, ParallelLMHead) for module in modules)
-    for module in modules:
-        for name, value in module.named_parameters(recurse=False):
-            packed = getattr(module, "cpu_linear", None) if name == "weight" else None
-            if isinstance(module, ParallelLMHead) or value.numel() == 0:
-                yield _through_kernel(module, packed, value)
-                continue
-            yield value
-            if tied and isinstance(module, VocabParallelEmbedding):
-                yield _through_kernel(module, packed, value)
 
 
 def _through_kernel(module: Any, kernel: Any, weight: Tensor) -> Tensor:

@@ -2,42 +2,22 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import cast
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from rlcore.config import ExperimentConfig, LoraConfig
 from rlcore.data.image_store import ImageStore
 from rlcore.data.prompts import PromptBuilder
 from rlcore.errors import SamplerError
 from rlcore.ports import SampledGroup, SampleRequest
 from rlcore.sampler.decoding import Decoded, decode
-from rlcore.sampler.engine import (
-    adapter_request,
-    build_engine,
-    engine_core,
-    engine_dtype,
-    engine_prompt,
-    enqueue,
-    forget_outputs,
-    held_adapter,
-    held_weights,
-    install_adapter,
-    over_engine,
-    reset_caches,
-    sampling_params,
-    waiting_prompt,
-)
+from rlcore.sampler.engine import Engine, adapter_request, engine_prompt, over_engine, sampling_params
 from rlcore.sampler.proof import Parts, checksum
+from rlcore.sampler.sleep import EngineSleep
 from rlcore.sampler.weights import WeightLoader
 from rlcore.types import Completion, FinishReason, Ints
-
-logger = logging.getLogger(__name__)
 
 
 class VllmSampler:
@@ -47,35 +27,15 @@ class VllmSampler:
     version.
     """
 
-    def __init__(
-        self,
-        model: Path,
-        config: ExperimentConfig,
-        *,
-        prompts: PromptBuilder,
-        images: ImageStore,
-        device: str,
-        join_world: bool = True,
-        lora: LoraConfig | None = None,
-    ) -> None:
-        """
-        Args:
-            lora: sample with an adapter, which ``load_adapter`` brings, on the weights of ``model``.
-            join_world: the calling process is one rank of a torch.distributed world, which the engine joins. With
-                ``rollout.tensor_parallel`` it has to be, and that many neighbours in it hold each engine together: they
-                make every call alike.
-        """
-        rollout = config.rollout
-        self._prompts, self._images, self._device = prompts, images, device
-        self._dtype = cast(torch.dtype, getattr(torch, dtype := engine_dtype(device, rollout.dtype)))
+    def __init__(self, engine: Engine, *, prompts: PromptBuilder, images: ImageStore) -> None:
+        rollout = engine.config.rollout
+        self._engine, self._prompts, self._images = engine, prompts, images
         self._version: int | None = None
-        self._asleep, self._can_sleep = False, rollout.sleep != "never" and device != "cpu"
-        self._sleep_is_auto = rollout.sleep == "auto"
-        self._slept_bytes = 0
+        self._lora = engine.config.model.lora
+        self.memory = EngineSleep(engine)
         # on CPU a step takes longer than a look of the scheduler, and the same core does both
-        self._burst = rollout.tokens_per_burst or (1 if device == "cpu" else 16)
-        self._ahead = 0 if device == "cpu" else min(4, self._burst // 2)
-        self._lora, self._adapter = lora, None  # the second is what requests carry
+        self._burst = rollout.tokens_per_burst or (1 if engine.device == "cpu" else 16)
+        self._ahead = 0 if engine.device == "cpu" else min(4, self._burst // 2)
         self._params = {
             "temperature": rollout.temperature,
             "top_p": rollout.top_p,
@@ -85,26 +45,9 @@ class VllmSampler:
             "detokenize": False,
             "logit_bias": {token: -100.0 for token in prompts.banned_token_ids} or None,
         }
-        self._llm = build_engine(
-            model,
-            device=device,
-            join_world=join_world,
-            tensor_parallel=rollout.tensor_parallel,
-            max_model_len=config.max_sequence_tokens,
-            max_num_seqs=rollout.max_sequences,
-            gpu_memory_utilization=rollout.gpu_memory_utilization,
-            kv_cache_mib=rollout.kv_cache_mib,
-            enforce_eager=rollout.enforce_eager or device == "cpu",
-            seed=config.seed,
-            images_per_prompt=config.data.max_images if prompts.image_token_id is not None else 0,
-            min_pixels=config.data.min_pixels,
-            max_pixels=config.data.max_pixels,
-            trust_remote_code=config.model.trust_remote_code,
-            dtype=dtype,
-            can_sleep=self._can_sleep,
-            lora=lora,
+        self._loader = WeightLoader(
+            engine.llm, engine.device, Parts(over_engine) if rollout.tensor_parallel > 1 else None
         )
-        self._loader = WeightLoader(self._llm, device, Parts(over_engine) if rollout.tensor_parallel > 1 else None)
 
     def generate(self, requests: Sequence[SampleRequest]) -> Iterator[dict[int, SampledGroup]]:
         """Sample every request; groups come when their last completion ends, as ``ports.Sampler`` says.
@@ -112,7 +55,7 @@ class VllmSampler:
         Raises:
             SamplerError: no weights yet, asleep, or the engine expanded a prompt to other tokens than the trainer will.
         """
-        if self._version is None or self._asleep:
+        if self._version is None or self.memory.asleep:
             raise SamplerError("the sampler holds no current weights: call load_weights (and wake) before generate")
         params = [sampling_params(n=r.count, **self._params | self._draw(r)) for r in requests]
         bare = [self._prompts.unexpanded(r.problem) for r in requests]
@@ -120,12 +63,13 @@ class VllmSampler:
             engine_prompt([*t.tolist(), *r.drawn.tolist()], r.problem.images, self._images)
             for r, t in zip(requests, bare, strict=True)
         ]
-        named = enqueue(self._llm, asked, params, self._adapter)
+        adapter = None if self._lora is None else adapter_request(self._version)
+        named = self._engine.enqueue(asked, params, adapter)
         prompts = [self._expanded(r, t, names[0]) for r, t, names in zip(requests, bare, named, strict=True)]
         place = {name: index for index, names in enumerate(named) for name in names}
         missing = [len(names) for names in named]
         done: dict[str, Completion] = {}
-        for ended in decode(engine_core(self._llm), self._burst, self._ahead):
+        for ended in decode(self._engine.core, self._burst, self._ahead):
             asking = [requests[place[found.request_id]] for found in ended]
             texts = self._prompts.texts(
                 [np.concatenate([r.drawn, found.token_ids]) for r, found in zip(asking, ended, strict=True)]
@@ -136,10 +80,10 @@ class VllmSampler:
             whole = dict.fromkeys(index for found in ended if not missing[index := place[found.request_id]])
             if whole:
                 yield {i: SampledGroup(prompts[i], tuple(done.pop(name) for name in named[i])) for i in whole}
-        forget_outputs(self._llm)
+        self._engine.forget_outputs()
 
     def _expanded(self, request: SampleRequest, bare: Ints, name: str) -> Ints:
-        prompt, found = self._prompts.expand(bare, request.problem.images), waiting_prompt(self._llm, name)
+        prompt, found = self._prompts.expand(bare, request.problem.images), self._engine.waiting_prompt(name)
         expected = np.concatenate([prompt, request.drawn])
         if not np.array_equal(expected, found):
             raise SamplerError(
@@ -182,9 +126,10 @@ class VllmSampler:
                 ranks, this rank's part of them that of what it took, or no rank took some element.
         """
         # lm_head.weight included, tied or not: vLLM on CPU holds a second copy
-        sent, due = self._loader.load((name, value.to(self._device, self._dtype)) for name, value in weights)
-        reset_caches(self._llm)
-        held = checksum(held_weights(self._llm))
+        device, dtype = self._engine.device, self._engine.dtype
+        sent, due = self._loader.load((name, value.to(device, dtype)) for name, value in weights)
+        self._engine.reset_caches()
+        held = checksum(self._engine.held_weights())
         if due != held:
             raise SamplerError(
                 f"after the weight sync to version {version} the bits of the sampler's parameters sum to {held}, those "
@@ -200,8 +145,8 @@ class VllmSampler:
         Raises:
             SamplerError: their checksums differ.
         """
-        theirs = checksum(value.to(self._dtype) for _, value in weights)
-        held = checksum(held_weights(self._llm))
+        theirs = checksum(value.to(self._engine.dtype) for _, value in weights)
+        held = checksum(self._engine.held_weights())
         if theirs != held:
             raise SamplerError(
                 f"the bits of the sampler's weights sum to {held}, of those that the trainer's adapters change to "
@@ -222,66 +167,25 @@ class VllmSampler:
             SamplerError: the engine's adapter does not have the checksum of what was sent.
         """
         if self._lora is None:
-            raise SamplerError("this sampler was built without room for an adapter: give lora to VllmSampler")
+            raise SamplerError("this sampler has no room for an adapter: model.lora is null")
         # copies, because vLLM keeps them, and what came in may be the trainer's own memory
-        adapter = {name: value.detach().to(self._dtype, copy=True) for name, value in tensors}
+        adapter = {name: value.detach().to(self._engine.dtype, copy=True) for name, value in tensors}
         sent = checksum(adapter.values())
-        install_adapter(self._llm, adapter, self._lora.rank)
-        reset_caches(self._llm)
-        held = checksum(held_adapter(self._llm))
+        self._engine.install_adapter(adapter, self._lora.rank)
+        self._engine.reset_caches()
+        held = checksum(self._engine.held_adapter())
         if sent != held:
             raise SamplerError(
                 f"after the sync to version {version} the bits of the sampler's adapter sum to {held}, of the "
                 f"trainer's to {sent}: not every tensor arrived. Check that vLLM has adapters for each linear layer of "
                 "this architecture; model.lora.vision_tower needs it for the vision tower as well."
             )
-        self._version, self._adapter = version, adapter_request(version)
+        self._version = version
         return sent
 
     def keep_loaded_weights(self, version: int) -> None:
         """Sample from the weights of the model folder itself."""
         self._version = version
-
-    def sleep(self) -> None:
-        """Give the engine's GPU memory back until ``wake``, where it sleeps at all (``rollout.sleep``)."""
-        if self._can_sleep and not self._asleep:
-            free = _free_memory()
-            # a sync of all weights would overwrite them anyway; one of an adapter leaves them, so they go to the host
-            self._llm.sleep(level=2 if self._lora is None else 1)
-            self._asleep, self._slept_bytes = True, _free_memory() - free
-
-    def sleep_no_more_if_there_is_room(self) -> None:
-        """Under ``rollout.sleep: auto`` the engine stays awake from here on if it fits beside training.
-
-        To be called while it sleeps, after a step: torch then still holds as much as that step took at its most.
-        """
-        if not (self._asleep and self._sleep_is_auto):
-            return
-        free, total = torch.cuda.mem_get_info()
-        self._can_sleep = free - self._slept_bytes < total / 10
-        logger.info(
-            "the sampler needs %.1f GiB and training left %.1f of %.1f GiB free: it %s while the policy trains",
-            *(value / 2**30 for value in (self._slept_bytes, free, total)),
-            "sleeps" if self._can_sleep else "stays awake",
-        )
-        self._sleep_is_auto = False
-
-    def wake_weights(self) -> None:
-        """After ``sleep``: take back the memory of the weights, to be loaded next. ``wake_cache`` follows."""
-        if self._asleep:
-            if self._can_sleep:
-                torch.cuda.empty_cache()  # what training took in between; else both fit together
-            self._llm.wake_up(tags=["weights"])
-
-    def wake_cache(self) -> None:
-        """Take back the memory of the key-value cache: the engine can sample again."""
-        if self._asleep:
-            self._llm.wake_up(tags=["kv_cache"])
-            self._asleep = False
-
-
-def _free_memory() -> int:
-    return torch.cuda.mem_get_info()[0]
 
 
 def _finish_reason(reason: str | None) -> FinishReason:

@@ -180,12 +180,12 @@ def peer(arguments: argparse.Namespace) -> None:
 def helped(base: Any) -> None:
     from trl.generation.vllm_generation import VLLMGeneration
 
-    from rlcore.sampler.engine import reset_caches
-
     def sync_weights(self: Any) -> None:
         weights = {"weights_iterator": self._iter_named_params(), "is_checkpoint_format": True}
         self.llm.collective_rpc("reload_weights", kwargs=weights)
-        reset_caches(self.llm)
+        self.llm.reset_prefix_cache()
+        self.llm.reset_mm_cache()
+        self.llm.llm_engine.reset_encoder_cache()
 
     VLLMGeneration.sync_weights = sync_weights
     config = base.grpo_config

@@ -96,7 +96,7 @@ class TimedWorker:
             params = self._worker.sampler._params
             params["ignore_eos"] = regime == "fixed"
             if regime == "ragged":
-                eos = self._worker.sampler._llm.get_tokenizer().eos_token_id
+                eos = self._worker.sampler._engine.llm.get_tokenizer().eos_token_id
                 params["logit_bias"] = {**(params["logit_bias"] or {}), eos: bias}
 
     def busy_seconds(self) -> float:

@@ -84,7 +84,7 @@ def main() -> None:
 def measure(arguments: argparse.Namespace) -> None:
     import torch
 
-    from rlcore.sampler.engine import engine_core, engine_prompt, sampling_params, set_engine_environment
+    from rlcore.sampler.engine import Engine, engine_prompt, sampling_params, set_engine_environment
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     set_engine_environment(device)
@@ -110,13 +110,14 @@ def measure(arguments: argparse.Namespace) -> None:
     prompts = PromptBuilder.of(load_processor(config.model), config.data)
     started = time.perf_counter()
     images = ImageStore(case.dataset)
-    sampler = VllmSampler(case.model, config, prompts=prompts, images=images, device=device, join_world=False)
+    engine = Engine(case.model, config, device, join_world=False)
+    sampler = VllmSampler(engine, prompts=prompts, images=images)
     result: dict[str, Any] = {"device": torch.cuda.get_device_name() if device == "cuda" else "cpu"}
     settings = {key: value for key, value in vars(arguments).items() if not isinstance(value, Path)}
     result |= {"settings": settings, "start": time.perf_counter() - started}
     sampler._params["ignore_eos"] = True  # a fixed amount of work; no experiment has a setting for it
     sampler.keep_loaded_weights(0)
-    core = engine_core(sampler._llm)
+    core = engine.core
     places = {
         "schedule": (core.scheduler, "schedule"),
         "update": (core.scheduler, "update_from_output"),
@@ -126,7 +127,7 @@ def measure(arguments: argparse.Namespace) -> None:
 
     def draw(burst: int, seed: int) -> dict[str, Any]:
         sampler._burst, sampler._ahead = burst, min(4, burst // 2) if device == "cuda" else 0
-        sampler._llm.reset_prefix_cache()
+        engine.llm.reset_prefix_cache()
         inside: defaultdict[str, float] = defaultdict(float)
         requests = sample_requests(case.problems, arguments.group, seed=seed, batch="0")
         start = time.perf_counter()
@@ -139,7 +140,7 @@ def measure(arguments: argparse.Namespace) -> None:
         return row | {"inside": dict(inside), "mean_logprob": logprob, "crc": _crc(groups)}
 
     def own_loop() -> dict[str, Any]:
-        sampler._llm.reset_prefix_cache()
+        engine.llm.reset_prefix_cache()
         requests = sample_requests(case.problems, arguments.group, seed=1, batch="0")
         params = [sampling_params(n=r.count, seed=r.seed, flat_logprobs=True, **sampler._params) for r in requests]
         made = [
@@ -149,7 +150,7 @@ def measure(arguments: argparse.Namespace) -> None:
             for r in requests
         ]
         start = time.perf_counter()
-        outputs = sampler._llm.generate(made, params, use_tqdm=False)
+        outputs = engine.llm.generate(made, params, use_tqdm=False)
         seconds = time.perf_counter() - start
         tokens = sum(len(c.token_ids) for o in outputs for c in o.outputs)
         return {"seconds": seconds, "tokens": tokens, "tokens_per_s": tokens / seconds}
@@ -173,14 +174,14 @@ def measure(arguments: argparse.Namespace) -> None:
     result["sync_tensors"] = len(weights)
     if arguments.profile and device == "cuda":
         inside: defaultdict[str, float] = defaultdict(float)
-        with timed(inside, {"load": (sampler._loader, "load"), "caches": (sampler._llm, "reset_prefix_cache")}):
+        with timed(inside, {"load": (sampler._loader, "load"), "caches": (engine.llm, "reset_prefix_cache")}):
             sampler.load_weights(weights.items(), next(versions))
         result["sync_inside"] = dict(inside)
     if device == "cuda":
-        slept, woken = [], []
+        memory, slept, woken = sampler.memory, [], []
         for _ in range(4):
-            slept.append(median_seconds(sampler.sleep, 1, settle)["median"])
-            woken.append(median_seconds(lambda: (sampler.wake_weights(), sampler.wake_cache()), 1, settle)["median"])
+            slept.append(median_seconds(memory.sleep, 1, settle)["median"])
+            woken.append(median_seconds(lambda: (memory.wake_weights(), memory.wake_cache()), 1, settle)["median"])
         result["sleep"], result["wake"] = slept, woken
         sampler.load_weights(weights.items(), next(versions))
         result["after_waking"] = draw(32, 1)

@@ -41,6 +41,7 @@ class Bench:
         from rlcore.data.prompts import PromptBuilder, load_processor
         from rlcore.models.loading import load_hf_model
         from rlcore.models.torch_policy import TorchPolicy, weights_dtype
+        from rlcore.sampler.engine import Engine
         from rlcore.sampler.vllm_sampler import VllmSampler
         from tests.numerics import toy
 
@@ -52,9 +53,8 @@ class Bench:
         processor = load_processor(ModelConfig(path=str(model)))
         prompts = PromptBuilder(processor, "tiny", config.data.min_pixels, config.data.max_pixels)
         pictures: Any = Pictures()
-        self.sampler = VllmSampler(
-            model, config, prompts=prompts, images=pictures, device="cpu", join_world=ranks > 1, lora=config.model.lora
-        )
+        self.engine = Engine(model, config, "cpu", join_world=ranks > 1)
+        self.sampler = VllmSampler(self.engine, prompts=prompts, images=pictures)
         # the engine made a group of one, in which the policy can live as well
         self.policy = TorchPolicy(
             load_hf_model(model, weights_dtype(config, "cpu")),
@@ -79,9 +79,7 @@ class Bench:
         return max(float(np.abs(a.logprobs - s.sampler_logprobs).max()) for a, s in zip(found, samples, strict=True))
 
     def held(self) -> list[Any]:
-        from rlcore.sampler.engine import held_weights
-
-        return list(held_weights(self.sampler._llm))
+        return list(self.engine.held_weights())
 
     def greedy(self) -> list[list[int]]:
         from rlcore.ports import SampleRequest

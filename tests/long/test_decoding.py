@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from rlcore.config import build_experiment
 from tests.integration.engine_bench import measured
 
 BURSTS = ((1, 0), (4, 0), (4, 3), (16, 2), (100, 12))
@@ -15,32 +16,13 @@ BURSTS = ((1, 0), (4, 0), (4, 3), (16, 2), (100, 12))
 def drawn(model: Path) -> dict[str, Any]:
     """What 24 requests of 3 samples draw on 20 places, for bursts of several lengths and by vLLM's own loop."""
     from rlcore.sampler.decoding import decode
-    from rlcore.sampler.engine import (
-        build_engine,
-        engine_core,
-        enqueue,
-        forget_outputs,
-        sampling_params,
-        set_engine_environment,
-    )
+    from rlcore.sampler.engine import Engine, sampling_params, set_engine_environment
 
     set_engine_environment("cpu")
-    llm = build_engine(
-        model,
-        device="cpu",
-        join_world=False,
-        max_model_len=64,
-        max_num_seqs=20,
-        gpu_memory_utilization=0.5,
-        kv_cache_mib=8,
-        enforce_eager=True,
-        seed=0,
-        images_per_prompt=0,
-        min_pixels=1,
-        max_pixels=1,
-        trust_remote_code=False,
-        dtype="float32",
-    )
+    sizes = {"max_completion_tokens": 30, "max_sequences": 20, "kv_cache_mib": 8}
+    config = build_experiment({"name": "toy", "seed": 0, "data": {"max_prompt_tokens": 34}, "rollout": sizes})
+    engine = Engine(model, config, "cpu", join_world=False)
+    llm = engine.llm
     random = np.random.default_rng(0)
     prompts = [{"prompt_token_ids": random.integers(5, 40, size).tolist()} for size in range(4, 28)]
     often = {llm.get_tokenizer().eos_token_id: 3.0}  # ends some, not all, before the cap
@@ -51,14 +33,14 @@ def drawn(model: Path) -> dict[str, Any]:
 
     result: dict[str, Any] = {}
     for burst, ahead in BURSTS:
-        named = enqueue(llm, prompts, params(), None)
-        done = {found.request_id: found for some in decode(engine_core(llm), burst, ahead) for found in some}
-        forget_outputs(llm)
+        named = engine.enqueue(prompts, params(), None)
+        done = {found.request_id: found for some in decode(engine.core, burst, ahead) for found in some}
+        engine.forget_outputs()
         result[f"{burst} + {ahead}"] = [
             (f.token_ids.tolist(), f.logprobs.tolist(), f.finish_reason)
             for f in (done[name] for names in named for name in names)
         ]
-    core, outputs = engine_core(llm), llm.llm_engine.output_processor
+    core, outputs = engine.core, llm.llm_engine.output_processor
     result["left"] = len(core.scheduler.requests) + len(outputs.request_states) + len(outputs.parent_requests)
     core.scheduler.num_lookahead_tokens = 0
     plain = llm.generate(prompts, params(flat_logprobs=True), use_tqdm=False)

@@ -56,7 +56,7 @@ def one_of_two(rank: int, port: int, model: Path) -> dict[str, Any]:
 
     loader = sampler._loader
     if rank == 1:
-        sampler._loader = Damaged(loader, sampler._llm)  # type: ignore[assignment]
+        sampler._loader = Damaged(loader, bench.engine.llm)  # type: ignore[assignment]
     try:
         sampler.load_weights(policy.full_weights(), 2)
     except SamplerError as error:
