@@ -67,7 +67,7 @@ class MergeSpec(JobSpec):
     experiment: ExperimentConfig
     checkpoint: CheckpointRef
     base: ModelRef
-    dataset: DatasetRef  # holds the pictures of the canary
+    dataset: DatasetRef  # holds the pictures of the probe
     models_dir: Path
 
     @property

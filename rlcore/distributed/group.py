@@ -172,13 +172,13 @@ class WorkerGroup:
             )
         return max(rank.waking_seconds for rank in synced)
 
-    def canary_samples(self, problems: Sequence[Problem]) -> list[TrainingSample]:
-        """Fixed inputs made of ``problems``, by which weights are known again."""
+    def probe_samples(self, problems: Sequence[Problem]) -> list[TrainingSample]:
+        """Fixed inputs made of ``problems``; see ``models/probe.py``."""
         chosen = list(problems)
-        return self._trainers.each(lambda worker: worker.canary_samples(chosen))[0]
+        return self._trainers.each(lambda worker: worker.probe_samples(chosen))[0]
 
-    def canary(self, samples: Sequence[TrainingSample]) -> list[Floats]:
-        """[L] log-probs of fixed inputs at temperature 1 with no token banned, to know these weights by."""
+    def probe_logprobs(self, samples: Sequence[TrainingSample]) -> list[Floats]:
+        """[L] per fixed input, at temperature 1 with no token banned: they identify these weights."""
         chosen = list(samples)
         return self._trainers.each(lambda worker: worker.policy.raw_logprobs(chosen))[0]
 

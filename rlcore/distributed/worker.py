@@ -17,7 +17,7 @@ from rlcore.config import ExperimentConfig
 from rlcore.distributed.tensor_parallel import Answer, answers
 from rlcore.distributed.trace import Trace
 from rlcore.errors import SamplerError
-from rlcore.models.canary import canary_samples
+from rlcore.models.probe import probe_samples
 from rlcore.ports import SampleRequest
 from rlcore.types import ImageRef, Problem, TrainingSample
 
@@ -226,14 +226,14 @@ class Worker:
         if self.sampler is None:
             self._sender = self._sender or self._make_sender()
             checksum = self._give(self._sender, version)
-            self.policy.rest()
+            self.policy.offload()
             return Synced(checksum, 0.0)
         memory = self.sampler.memory
         if self._has_trained:
             memory.decide()
         waking = _seconds_of(memory.wake_weights)
         checksum = self._give(self.sampler, version)
-        self.policy.rest()  # before the engine takes the memory for its cache
+        self.policy.offload()  # before the engine takes the memory for its cache
         return Synced(checksum, waking + _seconds_of(memory.wake_cache))
 
     def _make_sender(self) -> WeightSender:
@@ -256,8 +256,8 @@ class Worker:
             return taker.load_weights(unsharded(self.policy.tensors().items(), dtype), version)
         return taker.load_weights(self.policy.full_weights(dtype), version)
 
-    def canary_samples(self, problems: Sequence[Problem]) -> list[TrainingSample]:
-        return canary_samples(problems, self._prompts)
+    def probe_samples(self, problems: Sequence[Problem]) -> list[TrainingSample]:
+        return probe_samples(problems, self._prompts)
 
     def peak_memory_bytes(self) -> int:
         return _peak_memory_bytes(self._spec.device)

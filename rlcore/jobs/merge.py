@@ -1,6 +1,6 @@
-"""A checkpoint becomes a Hugging Face folder, and the folder must prove that it is the same policy.
+"""A checkpoint becomes a Hugging Face folder, and the folder is verified to be the same policy.
 
-The proof is the checkpoint's canary: fixed sequences with the log-probs that the live trainer gave them.
+It is verified with the checkpoint's probe: fixed sequences with the log-probs that the live trainer gave them.
 ``python -m rlcore.jobs.merge spec.json`` merges and verifies with transformers and with vLLM.
 """
 
@@ -27,10 +27,10 @@ from rlcore.errors import ModelError
 from rlcore.families import family_of, images_of
 from rlcore.files import building, remove_whole
 from rlcore.jobs.entry import job_main
-from rlcore.models.canary import CANARY, CanarySequence, read_canary
 from rlcore.models.checkpoint import load_full_weights, untied_tensors
 from rlcore.models.folder import VERIFIED, folder_digest
 from rlcore.models.loading import empty_hf_model, load_hf_model
+from rlcore.models.probe import PROBE_FILE, ProbeSequence, read_probe
 from rlcore.segment.store import verify_checkpoint
 from rlcore.specs import MergeSpec
 from rlcore.types import ImageRef
@@ -80,7 +80,7 @@ class MergeRecord(BaseModel):
     report: VerifyReport
 
 
-LogProbsOf = Callable[[Path, list[CanarySequence]], list[list[float]]]
+LogProbsOf = Callable[[Path, list[ProbeSequence]], list[list[float]]]
 
 
 def merge_checkpoint(checkpoint: Path, base: Path, out: Path, *, trust_remote_code: bool = False) -> int:
@@ -108,7 +108,7 @@ def merge_checkpoint(checkpoint: Path, base: Path, out: Path, *, trust_remote_co
 
 def verify_merged(
     model_dir: Path,
-    canary: Path,
+    probe: Path,
     *,
     log_prob_with_vllm: LogProbsOf | None,
     read_image: Callable[[ImageRef], Image.Image],
@@ -119,18 +119,18 @@ def verify_merged(
     tolerance: float | None = None,
     trust_remote_code: bool = False,
 ) -> VerifyReport:
-    """Compare a model folder with a canary file, through transformers and, if given, through vLLM.
+    """Compare a model folder with a probe file, through transformers and, if given, through vLLM.
 
     Args:
         read_image: an image of the prepared dataset.
-        dtype: the one the live trainer computed the canary in.
+        dtype: the one the live trainer computed the probe in.
         tolerance: largest |delta log-prob| allowed, nats. None: 1e-3 in float32, 0.3 in bfloat16.
 
     Raises:
-        ModelError: a log-prob differs by more than the tolerance, with the numbers; or the canary is empty.
+        ModelError: a log-prob differs by more than the tolerance, with the numbers; or the probe is empty.
     """
     allowed = TOLERANCE[dtype] if tolerance is None else tolerance
-    sequences = read_canary(canary)
+    sequences = read_probe(probe)
     found = transformers_logprobs(
         model_dir,
         sequences,
@@ -213,7 +213,7 @@ def _merged_before(checkpoint: CheckpointRef, out: Path) -> ModelRef | None:
 
 def transformers_logprobs(
     model_dir: Path,
-    sequences: Sequence[CanarySequence],
+    sequences: Sequence[ProbeSequence],
     *,
     read_image: Callable[[ImageRef], Image.Image],
     min_pixels: int,
@@ -243,12 +243,12 @@ def _verify_for(spec: MergeSpec, out: Path) -> VerifyReport:
     device = pick_device(config)
     set_engine_environment(device)
 
-    def with_vllm(model: Path, sequences: list[CanarySequence]) -> list[list[float]]:
+    def with_vllm(model: Path, sequences: list[ProbeSequence]) -> list[list[float]]:
         return vllm_sequence_logprobs(model, sequences, dataset, config, device)
 
     return verify_merged(
         out,
-        Path(spec.checkpoint.path) / CANARY,
+        Path(spec.checkpoint.path) / PROBE_FILE,
         log_prob_with_vllm=with_vllm,
         read_image=ImageStore(dataset).read,
         min_pixels=config.data.min_pixels,
@@ -260,7 +260,7 @@ def _verify_for(spec: MergeSpec, out: Path) -> VerifyReport:
 
 
 def _sequence_logprobs(
-    model: nn.Module, sequence: CanarySequence, read: Callable[[Sequence[ImageRef]], tuple[Tensor, Tensor]]
+    model: nn.Module, sequence: ProbeSequence, read: Callable[[Sequence[ImageRef]], tuple[Tensor, Tensor]]
 ) -> Tensor:
     device = next(model.parameters()).device
     tokens = torch.tensor(sequence.token_ids)
@@ -294,7 +294,7 @@ def _read(
 
 
 def _max_delta(
-    sequences: Sequence[CanarySequence],
+    sequences: Sequence[ProbeSequence],
     found: Sequence[Sequence[float]],
     by: str,
     model_dir: Path,

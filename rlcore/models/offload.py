@@ -1,4 +1,4 @@
-"""Tensors that rest in host memory while nothing uses them."""
+"""Tensors offloaded to host memory while nothing uses them."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from torch.distributed.tensor import DTensor
 _SMALL = 1024  # bytes: what is smaller stays, its copy would cost more than it frees
 
 
-class HostRest:
-    """Moves the memory behind tensors away and back, bit for bit; the tensors and all views of them stay the same
-    objects, so whatever holds them (FSDP2, an optimizer) need not know. Local to a rank.
+class HostOffload:
+    """Moves the memory behind tensors to the host and back, bit for bit. The tensors and all views of them stay the
+    same objects, so FSDP2 and optimizers need not know. Local to a rank.
 
-    Not FSDP2's CPUOffloadPolicy, which keeps the weights on the host during the passes as well and steps there.
+    FSDP2's CPUOffloadPolicy is another thing: it keeps the weights on the host during the passes too and steps there.
     """
 
     def __init__(self, tensors: Callable[[], Iterable[Tensor]]) -> None:
         """
         Args:
-            tensors: those to move, asked for at each ``leave``; of sharded ones this rank's shard.
+            tensors: those to move, called at each ``offload``; of a sharded tensor this rank's shard moves.
         """
         self._tensors = tensors
-        self._away: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] = []  # where it belongs, where it is
-        self._host: list[torch.UntypedStorage] = []  # kept from one time to the next: page-locking takes long
+        self._offloaded: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] = []  # on the device, on the host
+        self._host: list[torch.UntypedStorage] = []  # kept between calls: page-locking takes long
 
-    def leave(self) -> None:
-        """Into host memory, page-locked where the tensors are a GPU's. Until ``come_back`` nothing may touch them."""
-        if self._away:
+    def offload(self) -> None:
+        """Into host memory, page-locked for tensors of a GPU. Until ``onload`` nothing may touch them."""
+        if self._offloaded:
             return
         found: dict[int, torch.UntypedStorage] = {}  # views of the same memory once
         on_gpu = False
@@ -45,24 +45,24 @@ class HostRest:
                     torch.empty(size, dtype=torch.uint8, pin_memory=on_gpu).untyped_storage()
                 ]
             self._host[place].copy_(storage, non_blocking=True)
-            self._away.append((storage, self._host[place]))
+            self._offloaded.append((storage, self._host[place]))
         if on_gpu:
             torch.cuda.synchronize()  # copied, and read by no other stream any more
-        for storage, _ in self._away:
+        for storage, _ in self._offloaded:
             storage.resize_(0)
 
-    def come_back(self) -> None:
-        """Does nothing where nothing is away."""
-        for storage, host in self._away:
+    def onload(self) -> None:
+        """Does nothing where nothing is offloaded."""
+        for storage, host in self._offloaded:
             storage.resize_(host.nbytes())
             storage.copy_(host, non_blocking=True)
-        self._away = []
+        self._offloaded = []
 
 
 class OffloadedOptimizer:
-    """Steps an optimizer whose state rests on the host, some parameters at a time, so that only their state is on the
-    device: never more than that of the largest parameter. An optimizer that treats each parameter by itself, as AdamW
-    does, takes the very step that it would take over all of them.
+    """Steps an optimizer whose state is offloaded, some parameters at a time: the device holds at most the state of the
+    largest parameter. An optimizer that treats each parameter by itself, as AdamW does, takes exactly the step that it
+    would take over all of them.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -70,12 +70,12 @@ class OffloadedOptimizer:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self._parts = [(part, self._state_of(part)) for part in in_parts(parameters)]
 
-    def _state_of(self, part: list[nn.Parameter]) -> HostRest:
+    def _state_of(self, part: list[nn.Parameter]) -> HostOffload:
         def tensors() -> Iterator[Tensor]:
             for parameter in part:  # of the dict that there is now: loading puts another in its place
                 yield from filter(torch.is_tensor, self._optimizer.state.get(parameter, {}).values())
 
-        return HostRest(tensors)
+        return HostOffload(tensors)
 
     def step(self) -> None:
         """Leaves no gradient behind, and the state on the host."""
@@ -84,19 +84,19 @@ class OffloadedOptimizer:
         for part, state in self._parts:
             for parameter in part:
                 parameter.grad = gradients.pop(parameter)
-            state.come_back()
+            state.onload()
             self._optimizer.step()
-            state.leave()
+            state.offload()
             self._optimizer.zero_grad(set_to_none=True)
 
-    def leave(self) -> None:
+    def offload(self) -> None:
         for _, state in self._parts:
-            state.leave()
+            state.offload()
 
-    def come_back(self) -> None:
-        """All of it, to be saved or loaded."""
+    def onload(self) -> None:
+        """The whole state, to be saved or loaded."""
         for _, state in self._parts:
-            state.come_back()
+            state.onload()
 
 
 def in_parts(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:

@@ -30,7 +30,7 @@ from rlcore.flops import ModelShape
 from rlcore.models.blocks import checkpoint_blocks, compile_blocks
 from rlcore.models.checkpoint import BackgroundSaver, load_train_state
 from rlcore.models.lora import B, adapters_off, choose_trainable, frozen_tower, is_adapter, lora_alpha
-from rlcore.models.offload import HostRest, OffloadedOptimizer
+from rlcore.models.offload import HostOffload, OffloadedOptimizer
 from rlcore.models.optimizer import make_optimizer
 from rlcore.models.packed import PackedModel, transformer_blocks
 from rlcore.models.sequence import cut, sequence_group
@@ -95,11 +95,11 @@ class TorchPolicy:
         if reference is not None:
             self.reference = self._shard(PackedModel(reference.requires_grad_(False), **options), mesh).eval()
         self.optimizer = make_optimizer(self.model.parameters(), config.training)
-        self._weights = HostRest(self.model.parameters)
-        self._reference_weights = HostRest(self._own_of_reference)
+        self._weights = HostOffload(self.model.parameters)
+        self._reference_weights = HostOffload(self._own_of_reference)
         self._optimizer_state = OffloadedOptimizer(self.optimizer)
         self._saver = BackgroundSaver()
-        self.rest()
+        self.offload()
 
     def _own_of_reference(self) -> list[nn.Parameter]:
         shared = {id(parameter) for parameter in self.model.parameters()}  # a frozen tower's
@@ -130,7 +130,7 @@ class TorchPolicy:
 
     def _pack(self, samples: Sequence[TrainingSample]) -> Microbatch:
         if self._frozen_tower is not None:  # it is at work here, for the reference as well
-            self._weights.come_back()
+            self._weights.onload()
         layout, sequence = self.model.image_layout, self._sequence
         batch = pack(samples, layout=layout, features=self._features)
         if sequence is not None:
@@ -148,17 +148,17 @@ class TorchPolicy:
         model = self.reference if reference else self.model
         if model is None:
             raise ValueError("this policy holds no reference model: algorithm.kl.coefficient is 0")
-        (self._reference_weights if reference else self._weights).come_back()
+        (self._reference_weights if reference else self._weights).onload()
         found = [self._logprobs_of(model, samples) for samples in microbatches]
         _reshard(model)
         if reference:
-            self._leave(self._reference_weights)
+            self._offload(self._reference_weights)
         return found
 
     @torch.no_grad()
     def raw_logprobs(self, samples: Sequence[TrainingSample]) -> list[Floats]:
         """[L] per sample of the model's own distribution: temperature 1, no token banned. One microbatch."""
-        self._weights.come_back()
+        self._weights.onload()
         found = [scored.logprobs for scored in self._logprobs_of(self.model, samples, raw=True)]
         _reshard(self.model)
         return found
@@ -189,7 +189,7 @@ class TorchPolicy:
             totals: counts over all microbatches and ranks of this step, the denominators of the loss.
             kl_coefficient: of the KL term in the loss.
         """
-        self._weights.come_back()
+        self._weights.onload()
         sums = StepSums()
         counts = self._sequence is None or self._sequence.rank == 0
         for number, samples in enumerate(microbatches, start=1):
@@ -220,7 +220,7 @@ class TorchPolicy:
 
     def tensors(self) -> dict[str, Tensor]:
         """The state dict as it is sharded, on the device."""
-        self._weights.come_back()
+        self._weights.onload()
         return self.model.hf.state_dict()
 
     def full_weights(
@@ -255,32 +255,31 @@ class TorchPolicy:
         """Dtype that the sampler takes weights in."""
         return compute_dtype(self.config, self.device.type)
 
-    def rest(self) -> None:
-        """Nothing of the policy is needed until the next call of another method: with ``training.offload`` it gives its
-        device memory back."""
+    def offload(self) -> None:
+        """With ``training.offload``: move weights and optimizer state to the host until another method needs them."""
         for part in (self._weights, self._reference_weights, self._optimizer_state):
-            self._leave(part)
+            self._offload(part)
         if self.config.training.offload and self.device.type == "cuda":
             torch.cuda.empty_cache()  # what the sampler takes is not torch's
 
-    def _leave(self, part: HostRest | OffloadedOptimizer) -> None:
+    def _offload(self, part: HostOffload | OffloadedOptimizer) -> None:
         if self.config.training.offload:
-            part.leave()
+            part.offload()
 
     def begin_save(self, folder: Path) -> None:
-        self._weights.come_back()
-        self._optimizer_state.come_back()
+        self._weights.onload()
+        self._optimizer_state.onload()
         self._saver.begin(self.model.hf, self.optimizer, folder)
-        self.rest()
+        self.offload()
 
     def saved(self) -> bool:
         return self._saver.done()
 
     def load(self, folder: Path) -> None:
-        self._weights.come_back()
-        self._optimizer_state.come_back()
+        self._weights.onload()
+        self._optimizer_state.onload()
         load_train_state(self.model.hf, self.optimizer, folder)
-        self.rest()
+        self.offload()
 
 
 def _reshard(model: nn.Module) -> None:

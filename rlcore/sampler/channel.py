@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlcore.sampler.proof import added, bit_sum
+from rlcore.sampler.verify import added, bit_sum
 from rlcore.sampler.weights import bucketed
 
 _TIMEOUT = timedelta(minutes=10)  # one end may still be at work when the other is ready

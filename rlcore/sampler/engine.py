@@ -25,7 +25,7 @@ from rlcore.types import ImageRef
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
 
-    from rlcore.models.canary import CanarySequence
+    from rlcore.models.probe import ProbeSequence
 
 T = TypeVar("T")
 
@@ -251,7 +251,7 @@ def over_engine(value: T) -> list[T]:
 
 
 def vllm_sequence_logprobs(
-    model: Path, sequences: Sequence[CanarySequence], dataset: Path, config: ExperimentConfig, device: str
+    model: Path, sequences: Sequence[ProbeSequence], dataset: Path, config: ExperimentConfig, device: str
 ) -> list[list[float]]:
     """Log-probs (nats, temperature 1) of each sequence's completion tokens under a model folder, as vLLM loads it."""
     update = {

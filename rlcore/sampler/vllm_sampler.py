@@ -1,4 +1,4 @@
-"""An engine that samples, takes new weights or a new adapter in place, and proves that they arrived."""
+"""An engine that samples, takes new weights or a new adapter in place, and verifies that they arrived."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from rlcore.errors import SamplerError
 from rlcore.ports import SampledGroup, SampleRequest
 from rlcore.sampler.decoding import Decoded, decode
 from rlcore.sampler.engine import Engine, adapter_request, engine_prompt, over_engine, sampling_params
-from rlcore.sampler.proof import Parts, checksum
 from rlcore.sampler.sleep import EngineSleep
+from rlcore.sampler.verify import Parts, checksum
 from rlcore.sampler.weights import WeightLoader
 from rlcore.types import Completion, FinishReason, Ints
 
@@ -116,7 +116,7 @@ class VllmSampler:
         )
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> int:
-        """Take Hugging Face tensors in place, drop every cache that depends on weights, and prove the result.
+        """Take Hugging Face tensors in place, drop every cache that depends on weights, and verify the result.
 
         Returns:
             The ``checksum`` of the tensors that came in.
@@ -140,7 +140,7 @@ class VllmSampler:
         return sent
 
     def check_base(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Prove once that the engine read the same weights from the model folder as the trainer.
+        """Verify once that the engine read the same weights from the model folder as the trainer.
 
         Raises:
             SamplerError: their checksums differ.
@@ -155,7 +155,7 @@ class VllmSampler:
             )
 
     def load_adapter(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> int:
-        """Take an adapter in place of the last one, drop every cache that depends on weights, and prove the result.
+        """Take an adapter in place of the last one, drop every cache that depends on weights, and verify the result.
 
         Args:
             tensors: ``lora_A.weight`` and ``lora_B.weight`` of Hugging Face's modules, B times alpha / rank.

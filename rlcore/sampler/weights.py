@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rlcore.sampler.proof import Copy, Parts, Took, added, bit_sum, taken
+from rlcore.sampler.verify import Copy, Parts, Took, added, bit_sum, taken
 
 
 class Loaded(NamedTuple):
@@ -55,7 +55,7 @@ class WeightLoader:
             self._parts.begin()
         self._load(counted(), bucket_bytes)
         sent = added(came)
-        return Loaded(sent, sent if self._parts is None else self._parts.due(prove=watched))
+        return Loaded(sent, sent if self._parts is None else self._parts.due(verify=watched))
 
     def _load(self, weights: Iterator[tuple[str, Tensor]], bucket_bytes: int) -> None:
         took = None if self._parts is None else self._parts.took

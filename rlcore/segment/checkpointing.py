@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from rlcore.artifacts import CheckpointRef
 from rlcore.errors import LeaseLostError
 from rlcore.files import write_json_atomically
-from rlcore.models.canary import Canary, CanaryPolicy
+from rlcore.models.probe import Probe, ProbePolicy
 from rlcore.segment.journal import read_journal
 from rlcore.segment.resume import ResumePoint, read_segments
 from rlcore.segment.retention import pinned
@@ -32,7 +32,7 @@ _POLL_SECONDS = 0.05
 _RENEW_SECONDS = 1.0
 
 
-class SavingPolicy(CanaryPolicy, Protocol):
+class SavingPolicy(ProbePolicy, Protocol):
     """What a checkpoint needs of the policy; ``distributed.group.WorkerGroup`` is one."""
 
     def begin_save(self, folder: Path) -> None:
@@ -73,13 +73,13 @@ class Checkpointer:
         spec: SegmentSpec,
         store: LocalCheckpointStore,
         policy: SavingPolicy,
-        canary: Canary,
+        probe: Probe,
         *,
         start: ResumePoint,
         seconds: CheckpointSeconds,
         lease: RenewedLease,
     ) -> None:
-        self._spec, self._store, self._policy, self._canary = spec, store, policy, canary
+        self._spec, self._store, self._policy, self._probe = spec, store, policy, probe
         self._last = start.checkpoint  # committed
         self._seconds, self._lease = seconds, lease
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -100,7 +100,7 @@ class Checkpointer:
             staging = self._store.stage(state.step)
             self._policy.begin_save(staging)
             state.save(staging)
-            self._canary.write(staging, self._policy)
+            self._probe.write(staging, self._policy)
             self._under_way = self._thread.submit(self._write, staging, state.scalars(), end)
 
     def check(self) -> None:

@@ -136,7 +136,7 @@ def main(spec_path: Path) -> int:
 
 def _train_segments(spec: SegmentSpec, stop: StopRequest, lease: Lease) -> int:
     with making_what_stays():
-        from rlcore.models.canary import Canary
+        from rlcore.models.probe import Probe
         from rlcore.segment.batch_log import BatchLog
         from rlcore.segment.checkpointing import Checkpointer, CheckpointSeconds
         from rlcore.training.assemble import training_run
@@ -164,8 +164,8 @@ def _train_segments(spec: SegmentSpec, stop: StopRequest, lease: Lease) -> int:
         stop.listen()
         state = _restored(run, store, start)
         run.workers.sync_weights(state.step)
-        canary = Canary.of(run.problems, run.workers)
-        with Checkpointer(spec, store, run.workers, canary, start=start, seconds=seconds, lease=lease) as checkpoints:
+        probe = Probe.of(run.problems, run.workers)
+        with Checkpointer(spec, store, run.workers, probe, start=start, seconds=seconds, lease=lease) as checkpoints:
             return _segments_from(start, state, run, stop, checkpoints, health)
 
 

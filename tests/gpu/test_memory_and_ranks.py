@@ -73,7 +73,7 @@ def test_a_resting_policy_holds_no_memory_and_comes_back_bit_for_bit() -> None:
     for _ in range(2):  # kernels that add in any order make two runs differ; a rest must not
         step(policy, samples)
         before = {name: weight.cpu() for name, weight in policy.full_weights()}
-        policy.rest()
+        policy.offload()
         torch._C._cuda_clearCublasWorkspaces()  # 32 MiB for each thread that multiplied: not the policy's
         assert torch.cuda.memory_allocated() < 64 << 20, torch.cuda.memory_summary(abbreviated=True)
         assert all(torch.equal(before[name], weight.cpu()) for name, weight in policy.full_weights())

@@ -14,13 +14,13 @@ from transformers import AutoModelForCausalLM
 from rlcore.config import TinyModelConfig
 from rlcore.errors import ModelError
 from rlcore.jobs.merge import verify_merged
-from rlcore.models.canary import CanarySequence, read_canary
+from rlcore.models.probe import ProbeSequence, read_probe
 from tests.integration.engine_bench import measured
 
 CHANGED = "model.layers.0.mlp.down_proj.weight"
 
 
-def canary_of(model: Path) -> Path:
+def probe_of(model: Path) -> Path:
     """What transformers says of two completions, row by row: the row of token t - 1 holds log p(token t)."""
     policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     sequences = []
@@ -28,7 +28,7 @@ def canary_of(model: Path) -> Path:
         with torch.no_grad():
             rows = policy(input_ids=torch.tensor([tokens])).logits[0].log_softmax(-1)
         logprobs = [float(rows[t - 1, tokens[t]]) for t in range(start, len(tokens))]
-        sequences.append(CanarySequence(token_ids=tokens, completion_start=start, images=(), logprobs=logprobs))
+        sequences.append(ProbeSequence(token_ids=tokens, completion_start=start, images=(), logprobs=logprobs))
     path = model / "canary.json"
     path.write_text(json.dumps({"sequences": [sequence.model_dump(mode="json") for sequence in sequences]}))
     return path
@@ -41,14 +41,14 @@ def verified(folder: Path) -> dict[str, Any]:
 
     set_engine_environment("cpu")
     merged, other = folder / "merged", folder / "other"
-    said = vllm_sequence_logprobs(merged, read_canary(canary_of(merged)), folder, toy.config(), "cpu")
+    said = vllm_sequence_logprobs(merged, read_probe(probe_of(merged)), folder, toy.config(), "cpu")
     result: dict[str, Any] = {}
     for name, model in (("merged", merged), ("other", other)):
-        canary = canary_of(model)
+        probe = probe_of(model)
         try:
             report = verify_merged(
                 model,
-                canary,
+                probe,
                 log_prob_with_vllm=lambda *_: said,
                 read_image=lambda image: None,
                 min_pixels=1,

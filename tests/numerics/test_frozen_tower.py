@@ -64,7 +64,7 @@ def test_the_step_is_the_one_of_a_tower_run_in_each_pass(tiny_model: Path, offlo
     assert float((a / a.norm() - b / b.norm()).norm()) < 2e-6
     for one, other in zip(frozen["values"], trained["values"], strict=True):
         torch.testing.assert_close(one, other, atol=1e-5, rtol=0)
-    policy.rest()
+    policy.offload()
     again = taken(policy)
     assert len(calls) == 2
     assert again["gradient"].equal(frozen["gradient"])

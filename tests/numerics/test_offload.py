@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from rlcore.algorithms.aggregation import StepTotals
 from rlcore.config import ExperimentConfig
-from rlcore.models.offload import HostRest, OffloadedOptimizer, in_parts
+from rlcore.models.offload import HostOffload, OffloadedOptimizer, in_parts
 from rlcore.models.torch_policy import TorchPolicy
 from tests.numerics import toy
 from tests.ranks import on_ranks
@@ -25,17 +25,17 @@ KL = 0.1
 def test_memory_goes_and_comes_back_under_the_same_tensors():
     base = torch.arange(1000.0)
     view, other, small = base[100:].view(30, 30), torch.ones(700, dtype=torch.bfloat16), torch.ones(3)
-    rest = HostRest(lambda: [base, view, other, small])
+    rest = HostOffload(lambda: [base, view, other, small])
     address = id(view)
     for _ in range(2):
-        rest.leave()
-        rest.leave()
+        rest.offload()
+        rest.offload()
         assert (
             base.untyped_storage().nbytes() == view.untyped_storage().nbytes() == other.untyped_storage().nbytes() == 0
         )
         assert small.sum() == 3
-        rest.come_back()
-        rest.come_back()
+        rest.onload()
+        rest.onload()
         assert id(view) == address
         assert base.equal(torch.arange(1000.0))
         assert view[0, 0] == 100
@@ -99,7 +99,7 @@ def train(policy: TorchPolicy, folder: Path, rank: int, world: int) -> list[Tens
         result = policy.update(mine, totals, 1e-3, KL)
         seen.append(torch.tensor([result.grad_norm, float(result.sums.totals["policy_loss"])]))
         seen += [weight.clone() for _, weight in policy.full_weights()]
-        policy.rest()
+        policy.offload()
         if policy.config.training.offload:
             state = [v for s in policy.optimizer.state.values() for v in s.values()]
             assert len(state) > 0

@@ -20,8 +20,8 @@ import torch
 from rlcore.artifacts import DatasetRef, ModelRef
 from rlcore.config import build_experiment
 from rlcore.errors import CheckpointError, DivergedError, LeaseLostError, StorageError
-from rlcore.models.canary import Canary
 from rlcore.models.checkpoint import BackgroundSaver
+from rlcore.models.probe import Probe
 from rlcore.segment import checkpointing
 from rlcore.segment.checkpointing import Checkpointer, CheckpointSeconds
 from rlcore.segment.journal import MetricJournal
@@ -58,7 +58,7 @@ class SlowPolicy:
         shard.write_bytes(SHARD)
         return True
 
-    def canary(self, samples: object) -> list[object]:
+    def probe_logprobs(self, samples: object) -> list[object]:
         return []
 
 
@@ -86,7 +86,7 @@ class Trainer:
             self.spec,
             self.store,
             self.policy,
-            Canary(()),
+            Probe(()),
             start=self.start,
             seconds=self.seconds,
             lease=self if lease is None else lease,

@@ -28,7 +28,7 @@ from rlcore.distributed.worker import _prompts as worker_prompts
 from rlcore.errors import DataError, StorageError
 from rlcore.files import building
 from rlcore.jobs.prepare import prepare
-from rlcore.models.canary import canary_samples
+from rlcore.models.probe import probe_samples
 from rlcore.specs import PrepareSpec
 from rlcore.types import ImageRef, Message, Problem
 
@@ -273,7 +273,7 @@ def test_the_system_prompt_counts_towards_the_length(tmp_path):
     assert longer.prompt_tokens > plain.prompt_tokens
 
 
-def test_workers_and_canary_put_the_question_as_preparation_did(tmp_path):
+def test_workers_and_probe_put_the_question_as_preparation_did(tmp_path):
     """Training, evaluation and merge ask through the worker's prompts."""
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"problem": chat(("user", "1?"), ("assistant", "1"), ("user", "1+1?")), "answer": "2"}))
@@ -292,7 +292,7 @@ def test_workers_and_canary_put_the_question_as_preparation_did(tmp_path):
         "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n1?<|im_end|>\n<|im_start|>assistant\n1<|im_end|>\n"
         "<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n<think></think>"
     )
-    (sample,) = canary_samples([row.problem], prompts)
+    (sample,) = probe_samples([row.problem], prompts)
     assert sample.token_ids[: row.prompt_tokens].tolist() == tokens.tolist()
 
 

@@ -22,12 +22,12 @@ from rlcore.artifacts import CheckpointRef, ModelRef
 from rlcore.config import LoraConfig, ModelConfig
 from rlcore.errors import CheckpointError, ModelError
 from rlcore.jobs.merge import VERIFIED, VerifyReport, merge_checkpoint, merge_once, transformers_logprobs, verify_merged
-from rlcore.models.canary import CanarySequence, read_canary
 from rlcore.models.checkpoint import save_train_state
 from rlcore.models.folder import folder_digest
 from rlcore.models.loading import load_hf_model
 from rlcore.models.lora import choose_trainable
 from rlcore.models.optimizer import KahanAdamW
+from rlcore.models.probe import ProbeSequence, read_probe
 from rlcore.segment.spec import SegmentEnd
 from rlcore.segment.store import LocalCheckpointStore
 from rlcore.types import ImageRef
@@ -118,20 +118,20 @@ def saved(tmp_path):
     return save
 
 
-def _write_canary(folder: Path, sequences: list[CanarySequence]) -> Path:
+def _write_probe(folder: Path, sequences: list[ProbeSequence]) -> Path:
     path = folder / "canary.json"
     path.write_text(json.dumps({"sequences": [sequence.model_dump(mode="json") for sequence in sequences]}))
     return path
 
 
-def _text_canary(policy: torch.nn.Module, folder: Path) -> Path:
+def _text_probe(policy: torch.nn.Module, folder: Path) -> Path:
     """What the live trainer would write, by hand: the row of token t - 1 holds log p(token t)."""
     tokens = torch.tensor([5, 9, 3, 17, 40, 2])
     with torch.no_grad():
         rows = policy(input_ids=tokens[None]).logits[0].log_softmax(-1)
     logprobs = [float(rows[t - 1, tokens[t]]) for t in range(3, 6)]
-    canary = CanarySequence(token_ids=tokens.tolist(), completion_start=3, images=(), logprobs=logprobs)
-    return _write_canary(folder, [canary])
+    probe = ProbeSequence(token_ids=tokens.tolist(), completion_start=3, images=(), logprobs=logprobs)
+    return _write_probe(folder, [probe])
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -149,7 +149,7 @@ def test_a_merged_text_model_is_the_policy(tmp_path, saved, tied):
     assert not (out / "pytorch_model.bin").exists()
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
     report = verify_merged(
-        out, _text_canary(policy, checkpoint), log_prob_with_vllm=None, read_image=_no_image, **PIXELS
+        out, _text_probe(policy, checkpoint), log_prob_with_vllm=None, read_image=_no_image, **PIXELS
     )
     assert (report.num_sequences, report.num_tokens, report.vllm_max_delta) == (1, 3, None)
     assert report.transformers_max_delta < 1e-5
@@ -179,10 +179,10 @@ def test_a_merged_vision_model_is_the_policy_with_images_and_without(tmp_path, s
             .log_softmax(-1)
         )
     logprobs = [float(rows[t - 1, tokens[0, t]]) for t in range(6, 9)]
-    with_image = CanarySequence(token_ids=tokens[0].tolist(), completion_start=6, images=(image,), logprobs=logprobs)
-    text = read_canary(_text_canary(policy, checkpoint))
-    canary = _write_canary(checkpoint, [with_image, *text])
-    verify = partial(verify_merged, out, canary, log_prob_with_vllm=None, **PIXELS)
+    with_image = ProbeSequence(token_ids=tokens[0].tolist(), completion_start=6, images=(image,), logprobs=logprobs)
+    text = read_probe(_text_probe(policy, checkpoint))
+    probe = _write_probe(checkpoint, [with_image, *text])
+    verify = partial(verify_merged, out, probe, log_prob_with_vllm=None, **PIXELS)
     report = verify(read_image=_picture)
     assert (report.num_sequences, report.num_tokens) == (2, 6)
     assert report.transformers_max_delta < 1e-5
@@ -190,7 +190,7 @@ def test_a_merged_vision_model_is_the_policy_with_images_and_without(tmp_path, s
         verify(read_image=lambda image: Image.new("RGB", (image.width, image.height)))
 
 
-def test_a_merged_adapter_is_held_to_the_policys_canary(tmp_path):
+def test_a_merged_adapter_is_held_to_the_policys_probe(tmp_path):
     torch.manual_seed(0)
     policy = _text_model(tied=True)
     base = _base(tmp_path / "base", policy)
@@ -201,9 +201,9 @@ def test_a_merged_adapter_is_held_to_the_policys_canary(tmp_path):
                 parameter.normal_(std=0.3)
     checkpoint, out = tmp_path / "checkpoint", tmp_path / "merged"
     save_train_state(policy, torch.optim.AdamW([p for p in policy.parameters() if p.requires_grad]), checkpoint)
-    canary = _text_canary(policy, checkpoint)
+    probe = _text_probe(policy, checkpoint)
     merge_checkpoint(checkpoint, base, out)
-    verify = partial(verify_merged, canary=canary, log_prob_with_vllm=None, read_image=_no_image, **PIXELS)
+    verify = partial(verify_merged, probe=probe, log_prob_with_vllm=None, read_image=_no_image, **PIXELS)
     assert verify(out).transformers_max_delta < 1e-5
     with pytest.raises(ModelError, match="through transformers"):
         verify(base)
@@ -226,23 +226,23 @@ def test_a_checkpoint_in_bfloat16_becomes_a_model_in_float32(tmp_path):
 
 def test_another_model_does_not_verify_and_the_numbers_are_given(tmp_path, saved):
     policy, checkpoint, base = saved(_text_model(tied=True))
-    canary = _text_canary(policy, checkpoint)
+    probe = _text_probe(policy, checkpoint)
     with pytest.raises(ModelError, match=r"through transformers a log-prob differs by .* allowed are 0.001"):
-        verify_merged(base, canary, log_prob_with_vllm=None, read_image=_no_image, **PIXELS)
+        verify_merged(base, probe, log_prob_with_vllm=None, read_image=_no_image, **PIXELS)
 
 
 @pytest.mark.parametrize(("shift", "fine"), [(0.0, True), (9e-4, True), (2e-3, False), (float("nan"), False)])
-def test_vllm_is_held_to_the_same_canary(tmp_path, saved, shift, fine):
+def test_vllm_is_held_to_the_same_probe(tmp_path, saved, shift, fine):
     policy, checkpoint, base = saved(_text_model(tied=True))
     out = tmp_path / "merged"
     merge_checkpoint(checkpoint, base, out)
-    canary = _text_canary(policy, checkpoint)
+    probe = _text_probe(policy, checkpoint)
 
-    def with_vllm(model_dir: Path, sequences: list[CanarySequence]) -> list[list[float]]:
+    def with_vllm(model_dir: Path, sequences: list[ProbeSequence]) -> list[list[float]]:
         assert model_dir == out
         return [[*sequence.logprobs[:-1], sequence.logprobs[-1] + shift] for sequence in sequences]
 
-    verify = partial(verify_merged, out, canary, log_prob_with_vllm=with_vllm, read_image=_no_image, **PIXELS)
+    verify = partial(verify_merged, out, probe, log_prob_with_vllm=with_vllm, read_image=_no_image, **PIXELS)
     if fine:
         assert verify().vllm_max_delta == pytest.approx(shift)
     else:
@@ -261,12 +261,12 @@ def test_a_checkpoint_of_another_architecture_is_refused_by_name(tmp_path, saved
     assert not (tmp_path / "merged").exists()
 
 
-def test_an_empty_or_missing_canary_verifies_nothing(tmp_path):
+def test_an_empty_or_missing_probe_verifies_nothing(tmp_path):
     with pytest.raises(ModelError, match="does not exist"):
-        read_canary(tmp_path / "canary.json")
-    empty = CanarySequence(token_ids=(1, 2), completion_start=2, images=(), logprobs=())
+        read_probe(tmp_path / "canary.json")
+    empty = ProbeSequence(token_ids=(1, 2), completion_start=2, images=(), logprobs=())
     with pytest.raises(ModelError, match="holds no log-probs"):
-        read_canary(_write_canary(tmp_path, [empty]))
+        read_probe(_write_probe(tmp_path, [empty]))
 
 
 @pytest.fixture
@@ -408,6 +408,6 @@ def test_weights_are_saved_under_the_names_of_the_base(tmp_path, saved):
 
 def test_logprobs_are_the_completions_alone(tmp_path, saved):
     policy, checkpoint, base = saved(_text_model(tied=True))
-    sequences = read_canary(_text_canary(policy, checkpoint))
+    sequences = read_probe(_text_probe(policy, checkpoint))
     found = transformers_logprobs(base, sequences, read_image=_no_image, **PIXELS)
     assert [len(values) for values in found] == [3]

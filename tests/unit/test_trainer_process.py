@@ -153,9 +153,9 @@ def test_a_run_ends_with_a_manifest_for_each_segment_and_nothing_held(
     assert [path.name for path in run.rank.folder.iterdir()] == [f"trainer-{os.getpid()}.txt"]
     manifest = run.manifest(2)
     assert (manifest.run_id, manifest.segment, manifest.dataset_digest) == ("run", 2, "d")
-    canary = json.loads((Path(manifest.checkpoint.path) / "canary.json").read_text())
-    assert [sequence["token_ids"] for sequence in canary["sequences"]] == [[1, 0], [1, 1], [1, 2], [1, 3]]
-    assert canary["sequences"][0]["logprobs"] == pytest.approx([-run.weights()["step-000005"]])
+    probe = json.loads((Path(manifest.checkpoint.path) / "canary.json").read_text())
+    assert [sequence["token_ids"] for sequence in probe["sequences"]] == [[1, 0], [1, 1], [1, 2], [1, 3]]
+    assert probe["sequences"][0]["logprobs"] == pytest.approx([-run.weights()["step-000005"]])
 
 
 @pytest.mark.parametrize("how", ["signal", "driver"])

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rlcore.sampler.channel import WeightChannel, WeightSender
-from rlcore.sampler.proof import checksum
+from rlcore.sampler.verify import checksum
 from rlcore.sampler.weights import bucketed
 from tests.ports import reserved_port
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from rlcore.sampler.engine import capture_sizes
-from rlcore.sampler.proof import checksum
+from rlcore.sampler.verify import checksum
 from rlcore.sampler.weights import replay_load, watched_load
 
 

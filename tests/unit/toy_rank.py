@@ -96,7 +96,7 @@ class ToyRank:
     def peak_memory_bytes(self) -> int:
         return 2**30
 
-    def canary_samples(self, problems: Sequence[Problem]) -> list[TrainingSample]:
+    def probe_samples(self, problems: Sequence[Problem]) -> list[TrainingSample]:
         return [
             TrainingSample(
                 token_ids=np.array([1, int(problem.answer)], np.int32),

@@ -1,4 +1,4 @@
-"""How it is known that an engine holds the weights that were sent, bit for bit. Nothing here imports vLLM."""
+"""Verify that an engine holds the weights that were sent, bit for bit. Nothing here imports vLLM."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Parts:
     """What this rank, of several that hold one engine, has to hold after a load: what its copies took.
 
     A rank takes a part of most tensors and all of some, so its sum is not that of what was sent. That the ranks
-    together took every element is proved by the places of their copies.
+    together took every element is verified by the places of their copies.
     """
 
     def __init__(self, gather: Callable[[Places], list[Places]]) -> None:
@@ -82,16 +82,16 @@ class Parts:
         self._wholes[name] = bit_sum(source)
         self._sums[name] = [bit_sum(part) for part in taken(source, copies)]
 
-    def due(self, *, prove: bool) -> int:
+    def due(self, *, verify: bool) -> int:
         """``checksum`` of what this rank has to hold after the load.
 
         Args:
-            prove: that the ranks took every element. Collective. Not needed again for the same copies.
+            verify: that the ranks took every element. Collective. Not needed again for the same copies.
 
         Raises:
             SamplerError: they did not, or a tensor that the engine ties to another one differs from it.
         """
-        if prove:
+        if verify:
             device = next(iter(self._wholes.values())).device
             self._tied = self._twins(nowhere(self._gather(self.places), device))
         for name, twin in self._tied.items():

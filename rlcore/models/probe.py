@@ -1,4 +1,4 @@
-"""Fixed inputs by which weights are known again: the live trainer's log-probs of them go into every checkpoint.
+"""Fixed inputs whose log-probs identify a set of weights: every checkpoint holds those of the live trainer.
 
 A merged model must give the same numbers, in transformers and in vLLM.
 """
@@ -19,25 +19,25 @@ from rlcore.errors import ModelError
 from rlcore.types import Floats, ImageRef, Problem, TrainingSample
 
 NUM_SEQUENCES = 4
-FILE = "canary.json"
+PROBE_FILE = "canary.json"  # in a checkpoint
 
 
-class CanaryPolicy(Protocol):
-    def canary_samples(self, problems: Sequence[Problem]) -> list[TrainingSample]: ...
-    def canary(self, samples: Sequence[TrainingSample]) -> list[Floats]: ...
+class ProbePolicy(Protocol):
+    def probe_samples(self, problems: Sequence[Problem]) -> list[TrainingSample]: ...
+    def probe_logprobs(self, samples: Sequence[TrainingSample]) -> list[Floats]: ...
 
 
 @dataclass(frozen=True, slots=True)
-class Canary:
+class Probe:
     samples: tuple[TrainingSample, ...]
 
     @classmethod
-    def of(cls, problems: Sequence[Problem], policy: CanaryPolicy) -> Self:
-        """The first problems of the dataset, as the policy's workers make them into sequences."""
-        return cls(tuple(policy.canary_samples(problems[:NUM_SEQUENCES])))
+    def of(cls, problems: Sequence[Problem], policy: ProbePolicy) -> Self:
+        """Made of the first problems of the dataset."""
+        return cls(tuple(policy.probe_samples(problems[:NUM_SEQUENCES])))
 
-    def write(self, folder: Path, policy: CanaryPolicy) -> None:
-        """Put ``canary.json`` into a checkpoint that is being staged."""
+    def write(self, folder: Path, policy: ProbePolicy) -> None:
+        """Write the policy's log-probs into a checkpoint that is being staged."""
         sequences = [
             {
                 "token_ids": sample.token_ids.tolist(),
@@ -45,12 +45,12 @@ class Canary:
                 "images": [{"sha256": i.sha256, "width": i.width, "height": i.height} for i in sample.images],
                 "logprobs": logprobs[sample.loss_mask].tolist(),
             }
-            for sample, logprobs in zip(self.samples, policy.canary(self.samples), strict=True)
+            for sample, logprobs in zip(self.samples, policy.probe_logprobs(self.samples), strict=True)
         ]
-        (folder / FILE).write_text(json.dumps({"sequences": sequences}))
+        (folder / PROBE_FILE).write_text(json.dumps({"sequences": sequences}))
 
 
-def canary_samples(problems: Sequence[Problem], prompts: PromptBuilder) -> list[TrainingSample]:
+def probe_samples(problems: Sequence[Problem], prompts: PromptBuilder) -> list[TrainingSample]:
     """Each problem with its answer in a box as the completion."""
     samples = []
     for problem in problems:
@@ -70,11 +70,8 @@ def canary_samples(problems: Sequence[Problem], prompts: PromptBuilder) -> list[
     return samples
 
 
-CANARY = "canary.json"
-
-
-class CanarySequence(BaseModel):
-    """One fixed input and what the live trainer says of it: L tokens, the last C of them completion."""
+class ProbeSequence(BaseModel):
+    """One fixed input and the live trainer's log-probs of it: L tokens, the last C of them completion."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -84,14 +81,14 @@ class CanarySequence(BaseModel):
     logprobs: tuple[float, ...]  # [C] nats, temperature 1
 
 
-def read_canary(path: Path) -> list[CanarySequence]:
+def read_probe(path: Path) -> list[ProbeSequence]:
     """
     Raises:
-        ModelError: there is no canary, or nothing in it to compare.
+        ModelError: there is no probe, or nothing in it to compare.
     """
     if not path.is_file():
-        raise ModelError(f"{path} does not exist: the checkpoint cannot be verified. Take one that has a canary.")
-    sequences = [CanarySequence.model_validate(item) for item in json.loads(path.read_text())["sequences"]]
+        raise ModelError(f"{path} does not exist: the checkpoint cannot be verified. Take one that has a probe.")
+    sequences = [ProbeSequence.model_validate(item) for item in json.loads(path.read_text())["sequences"]]
     if not any(sequence.logprobs for sequence in sequences):
         raise ModelError(f"{path} holds no log-probs, so that it verifies nothing. Take another checkpoint.")
     return sequences

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from rlcore.errors import SamplerError
-from rlcore.sampler.proof import Parts, Places, checksum
+from rlcore.sampler.verify import Parts, Places, checksum
 from rlcore.sampler.weights import replay_load, watched_load, watched_reload
 
 Weights = list[tuple[str, Tensor]]
@@ -62,9 +62,9 @@ def loaded(weights: Sequence[Weights]) -> list[tuple[Part, Parts]]:
 
 def test_each_rank_holds_the_sum_of_what_it_took():
     for model, parts in loaded([tensors(0), tensors(0)]):
-        assert parts.due(prove=True) == model.held() != checksum(value for _, value in tensors(0))
+        assert parts.due(verify=True) == model.held() != checksum(value for _, value in tensors(0))
         model.key.data[1, 2] += 1
-        assert parts.due(prove=False) != model.held()
+        assert parts.due(verify=False) != model.held()
 
 
 def test_a_repeated_load_counts_what_came_with_it():
@@ -72,7 +72,7 @@ def test_a_repeated_load_counts_what_came_with_it():
     copies = watched_load(model, iter(tensors(0)))
     parts.begin()
     replay_load(copies, iter(tensors(1)), 100, parts.took)
-    assert checksum([model.up, model.down, model.key, model.norm, model.embedding]) == parts.due(prove=False)
+    assert checksum([model.up, model.down, model.key, model.norm, model.embedding]) == parts.due(verify=False)
 
 
 def test_a_load_that_copies_at_its_end_is_watched_as_well():
@@ -99,20 +99,20 @@ def test_what_no_rank_took_is_named():
     without = [(name, value) for name, value in tensors(0) if name != "up"]
     for _, parts in loaded([tensors(0), without]):
         with pytest.raises(SamplerError, match="24 of the 48 elements of up were taken by no rank"):
-            parts.due(prove=True)
+            parts.due(verify=True)
     for _, parts in loaded([tensors(0), [*without, ("up", torch.zeros(10, 6))]]):
         with pytest.raises(SamplerError, match=r"the ranks saw up in the shapes \[\(8, 6\), \(10, 6\)\]"):
-            parts.due(prove=True)
+            parts.due(verify=True)
 
 
 def test_what_no_rank_takes_has_to_be_tied():
     changed = [(name, value + 1 if name == "head" else value) for name, value in tensors(0)]
     for _, parts in loaded([changed, changed]):
         with pytest.raises(SamplerError, match="78 of the 78 elements of head were taken by no rank"):
-            parts.due(prove=True)
+            parts.due(verify=True)
     for model, parts in loaded([tensors(0), tensors(0)]):
-        parts.due(prove=True)
+        parts.due(verify=True)
         parts.begin()
         watched_load(model, iter(changed), parts.took)
         with pytest.raises(SamplerError, match="ties head to embedding, and the trainer's two tensors differ"):
-            parts.due(prove=False)
+            parts.due(verify=False)
