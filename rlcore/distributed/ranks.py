@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
-W = TypeVar("W")
+W_co = TypeVar("W_co", covariant=True)
 A = TypeVar("A")
 R = TypeVar("R")
 
@@ -54,31 +54,31 @@ def _nothing() -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class RankRange(Generic[W]):
-    """Consecutive ranks that hold workers of type ``W``."""
+class RankRange(Generic[W_co]):
+    """Consecutive ranks that hold workers of type ``W_co``."""
 
     ranks: Ranks
     first: int
     size: int
     on_progress: Callable[[], None] = _nothing  # called after every call, and every item of a stream
 
-    def call(self, action: Callable[[W, A], R], arguments: Sequence[A]) -> list[R]:
+    def call(self, action: Callable[[W_co, A], R], arguments: Sequence[A]) -> list[R]:
         """As ``Ranks.call``, with an argument for each rank."""
         results = self.ranks.call(action, arguments, self.first)
         self.on_progress()
         return results
 
-    def each(self, action: Callable[[W], R]) -> list[R]:
+    def each(self, action: Callable[[W_co], R]) -> list[R]:
         """The same action on every rank."""
         results = self.ask(action)
         self.on_progress()
         return results
 
-    def ask(self, action: Callable[[W], R]) -> list[R]:
+    def ask(self, action: Callable[[W_co], R]) -> list[R]:
         """The same for a question that is repeated while something is under way: an answer is no progress."""
         return self.ranks.call(lambda worker, _: action(worker), [None] * self.size, self.first)
 
-    def stream(self, action: Callable[[W, A], Iterator[R]], arguments: Sequence[A]) -> Iterator[tuple[int, R]]:
+    def stream(self, action: Callable[[W_co, A], Iterator[R]], arguments: Sequence[A]) -> Iterator[tuple[int, R]]:
         for item in self.ranks.stream(action, arguments, self.first):
             self.on_progress()
             yield item

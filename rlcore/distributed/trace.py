@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from rlcore.distributed.ranks import RankRange
 
@@ -29,10 +29,8 @@ class Traced(Protocol):
 class StepTrace:
     """Records the ranks that train for one step, when the request lies in the run's folder."""
 
-    def __init__(self, trainers: RankRange[Any], run_dir: Path | None) -> None:
-        self._trainers: RankRange[Traced] = trainers
-        self._run_dir = run_dir
-        self._recording = False
+    def __init__(self, trainers: RankRange[Traced], run_dir: Path | None) -> None:
+        self._trainers, self._run_dir, self._recording = trainers, run_dir, False
 
     def begin(self) -> None:
         """Start recording if that was requested; before any work of a step."""
