@@ -25,7 +25,7 @@ from rlcore.process import dump_on_signal, making_what_stays, oom_kills
 A = TypeVar("A")
 R = TypeVar("R")
 
-_CLOSE_SECONDS = 1.0  # that ``close`` may have to wait
+_CLOSE_SECONDS = 1.0  # ``close`` waits at most this long
 _FAILURE_SECONDS = 5.0  # other ranks that failed of the same cause report within this time
 
 
@@ -50,7 +50,7 @@ class WorkerActor:
         try:
             if several_nodes:
                 for name, value in placement.network_variables(ray.util.get_node_ip_address()).items():
-                    os.environ.setdefault(name, value)  # who started the node may know better
+                    os.environ.setdefault(name, value)  # set values win
             with making_what_stays():
                 self._worker = make(spec)
         except Exception as error:  # noqa: BLE001 - the driver raises it, without Ray's wrapper
@@ -163,8 +163,8 @@ class RayRanks:
             pass
 
     def _get(self, references: list[Any], first: int = 0) -> list[Any]:
-        """Results in order, the first one of rank ``first``; if some fail, the error of the one that failed first,
-        although others may still wait in a collective."""
+        """Results in order, starting with rank ``first``. Raises the error of the rank that failed first, although
+        others may still wait in a collective."""
         ranks = {reference: rank for rank, reference in enumerate(references, first)}
         results: dict[int, Any] = {}
         pending = references
@@ -180,17 +180,17 @@ class RayRanks:
     def _outcome(self, rank: int, reference: Any) -> Any:
         try:
             return ray.get(reference)
-        except RayTaskError as error:  # outside of the worker's own code: an argument that cannot be read, say
+        except RayTaskError as error:  # outside the worker's code, such as an argument that cannot be unpickled
             cause = portable(error.cause if isinstance(error.cause, Exception) else error)
             return RankFailure(rank, self._where(rank), time.time(), cause, str(error))
         except RayError as error:
             return RankFailure(rank, self._where(rank), time.time(), self._loss(rank, error), "", died=True)
 
     def _loss(self, rank: int, error: RayError) -> RlflowError:
-        """What to raise for a process that is gone."""
+        """The error to raise for a process that died."""
         said = f"rank {rank} ({self._where(rank)}) is gone. Ray says: {type(error).__name__}: {str(error).strip()}"
         here = self.seats[rank].address == ray.util.get_node_ip_address()
-        kills = oom_kills() - self._oom_kills if here else 0  # another node's kernel counts for itself
+        kills = oom_kills() - self._oom_kills if here else 0  # another node's kernel has its own count
         if isinstance(error, OutOfMemoryError) or "low on memory" in str(error):
             return MemoryExhaustedError(f"{said}\nIts node was short of memory.")
         if kills > 0:

@@ -77,7 +77,7 @@ class WorkerGroup:
 
     @cached_property
     def device_name(self) -> str:
-        """Of rank 0's device; the others are taken to be the same."""
+        """Name of rank 0's device; the others are assumed to be the same."""
         return self._trainers.each(lambda worker: worker.policy.device_name())[0]
 
     @property
@@ -89,7 +89,7 @@ class WorkerGroup:
         return self._sampler.generate(requests)
 
     def release_sampler(self) -> None:
-        """Nothing more is sampled before the next sync: hand the samplers' memory to training, where the two share."""
+        """Hand the samplers' memory to training, if colocated, until the next sync."""
         if not self.apart:
             self._trainers.each(lambda worker: worker.release_sampler())
 
@@ -121,7 +121,8 @@ class WorkerGroup:
         """
         trained = sum(s.num_trained for s in samples)
         totals = StepTotals(tokens=max(1, trained), sequences=len(samples))  # 0 where every completion is masked
-        samples = [s for s in samples if has_gradient(s)] or samples[:1]  # AdamW's own step goes on without gradient
+        # without any gradient one sample is computed all the same, because AdamW's state still takes its step
+        samples = [s for s in samples if has_gradient(s)] or samples[:1]
         microbatches_of_ranks = self._for_each_rank(samples, self._plan(samples))
         self._trace.begin()
         results = self._trainers.call(
@@ -149,8 +150,8 @@ class WorkerGroup:
     def _for_each_rank(
         self, samples: Sequence[TrainingSample], plan: Sequence[Sequence[Sequence[int]]]
     ) -> list[list[list[TrainingSample]]]:
-        """Microbatches of each rank: the ranks of a sequence group get the same ones, and the first one's result
-        counts."""
+        """Microbatches of each rank. The ranks of a sequence group get the same ones; only the first one's result is
+        used."""
         return [
             [[samples[i] for i in indices] for indices in microbatches]
             for microbatches in plan
@@ -158,7 +159,7 @@ class WorkerGroup:
         ]
 
     def sync_weights(self, version: int) -> float:
-        """Returns the seconds that the slowest engine took of it to get its memory back after sleeping.
+        """Return the seconds that the slowest engine needed to get its memory back.
 
         Raises:
             SamplerError: the ranks' samplers do not all hold the same weights.

@@ -44,7 +44,7 @@ def first_of(failures: Sequence[RankFailure]) -> RankFailure:
 
 
 def portable(error: Exception) -> Exception:
-    """The error itself if another process can read it without loading a library for it; else one of ours."""
+    """The error itself if another process can unpickle it without importing a library; else one of ours."""
     ours = isinstance(error, RlflowError) or type(error).__module__ == builtins.__name__
     if ours and _picklable(error):
         return error
@@ -61,5 +61,5 @@ def portable(error: Exception) -> Exception:
 def _picklable(error: Exception) -> bool:
     try:
         return type(pickle.loads(pickle.dumps(error))) is type(error)
-    except Exception:  # noqa: BLE001 - whatever it holds, it cannot travel
+    except Exception:  # noqa: BLE001 - whatever it holds, it cannot be pickled
         return False

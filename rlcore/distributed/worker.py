@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 class WorkerSpec:
     """Everything a rank needs to build itself. Picklable; no torch."""
 
-    rank: int  # those that only sample come behind those that train
+    rank: int  # ranks that train come first, then ranks that only sample
     world_size: int  # ranks that train
     local_rank: int
     device: str  # "cpu" or "cuda"
@@ -46,8 +46,8 @@ class WorkerSpec:
     model: Path
     dataset: Path
     config: ExperimentConfig
-    channel_port: int = 0  # at the master's address, for weights that go to ranks that only sample
-    # where the ranks meet that hold this rank's engine together, unless they meet among all that train
+    channel_port: int = 0  # at the master's address, to send weights to ranks that only sample
+    # rendezvous of the ranks that hold one engine together and do not train
     engine_address: str = ""
     engine_port: int = 0
 
@@ -55,32 +55,32 @@ class WorkerSpec:
     def alone(
         cls, model: Path, dataset: Path, config: ExperimentConfig, device: str, master_port: int = 0
     ) -> WorkerSpec:
-        """Of the only rank there is, on the first device of this machine; one that trains needs a free port."""
+        """The spec of a single rank, on the first device of this machine. Training needs a free port."""
         threads = config.resources.threads_per_worker
         return cls(0, 1, 0, device, threads, "127.0.0.1", master_port, model, dataset, config)
 
 
-# Per rank. 80 images of 1024 x 1024 pixels, 340 of 512 x 512: a rank's share of a rollout batch of 512 problems on
-# eight ranks is 64 images, and each is wanted again for the reference's log-probs and for each epoch over the batch.
+# Per rank: 80 images of 1024 x 1024 pixels, or 340 of 512 x 512. A rank's share of a rollout batch of 512 problems on
+# eight ranks is 64 images. Each is needed again for the reference's log-probs and for each epoch over the batch.
 _KEPT_BYTES = 2 << 30
 
 
 def feature_bytes(image: ImageRef) -> int:
-    """Of an image's ``pixel_values``: each pixel in 3 channels and, for a still image, twice in time, as float32."""
+    """Size of an image's ``pixel_values``: float32, 3 channels, and each pixel of a still image twice in time."""
     return image.width * image.height * 3 * 2 * 4
 
 
 class ReadAhead:
-    """Features of images, read by a thread from ``start`` on, or when they are wanted; at most ``kept_bytes`` stay.
+    """Features of images: a thread reads them after ``start``, or on demand. Keeps at most ``kept_bytes``.
 
-    ``start`` pushes out only what was used before: a batch beyond the room would otherwise lose each image before
-    training comes to it.
+    ``start`` evicts only images that were used: a batch larger than the room would otherwise lose each image before it
+    is trained on.
     """
 
     def __init__(self, read: Callable[[ImageRef], ImageFeatures], kept_bytes: int = _KEPT_BYTES) -> None:
         self._read, self._room = read, kept_bytes
-        self._pool = ThreadPoolExecutor(1)  # what reads images is not made for several threads
-        self._futures: OrderedDict[ImageRef, Future[ImageFeatures]] = OrderedDict()  # those used longest ago first
+        self._pool = ThreadPoolExecutor(1)  # image processors are not thread-safe
+        self._futures: OrderedDict[ImageRef, Future[ImageFeatures]] = OrderedDict()  # least recently used first
         self._used: set[ImageRef] = set()
         self.held_bytes = 0
 
@@ -89,7 +89,7 @@ class ReadAhead:
             self._submit(image)
 
     def of(self, image: ImageRef) -> ImageFeatures:
-        """Waits for it; raises what reading it raised."""
+        """The features of an image. Waits until they are read; raises the error of the read."""
         if image not in self._futures:
             size = feature_bytes(image)
             if not self._make_room(size, self._used):
@@ -104,7 +104,7 @@ class ReadAhead:
         self.held_bytes += feature_bytes(image)
 
     def _make_room(self, size: int, removable: set[ImageRef]) -> bool:
-        """Whether ``size`` bytes fit, once as few as possible of ``removable`` are gone."""
+        """Evict as few images of ``removable`` as possible; return whether ``size`` bytes fit."""
         if self.held_bytes + size <= self._room:
             return True
         for image in [image for image in self._futures if image in removable]:
@@ -117,10 +117,10 @@ class ReadAhead:
 
 
 class Synced(NamedTuple):
-    """What one rank's weight sync came to."""
+    """The result of one rank's weight sync."""
 
     checksum: int  # of what was sent, and of what the engine holds
-    waking_seconds: float  # that its engine took to get its memory back
+    waking_seconds: float  # for its engine to get its memory back
 
 
 def _seconds_of(action: Callable[[], object]) -> float:
@@ -130,7 +130,7 @@ def _seconds_of(action: Callable[[], object]) -> float:
 
 
 def make_worker(spec: WorkerSpec) -> Worker | RolloutWorker:
-    """What the rank is in the experiment's placement."""
+    """The worker of this rank in the experiment's placement."""
     return Worker(spec) if spec.rank < spec.world_size else RolloutWorker(spec)
 
 
@@ -152,7 +152,7 @@ class Worker:
 
         config = spec.config
         self._spec = spec
-        require_supported(  # as the policy does, but before an engine is started for nothing
+        require_supported(  # the policy checks it too, but only after the engine has started
             load_hf_config(spec.model, config.model.trust_remote_code),
             longest=config.max_sequence_tokens,
             sequence_parallel=config.training.sequence_parallel,
@@ -188,7 +188,7 @@ class Worker:
 
     def generate(self, requests: Sequence[SampleRequest]) -> Iterator[dict[int, Answer]]:
         """What this rank's engine samples; see ``tensor_parallel.answers``."""
-        for request in requests:  # what training will want of these images is made while the engine samples
+        for request in requests:  # prepare these images for training while the engine samples
             for image in request.problem.images:
                 self._features.start(image)
         groups = self._own_sampler.generate(requests)
@@ -214,15 +214,15 @@ class Worker:
         """``TorchPolicy.update``, finished on the device too when it returns."""
         self._has_trained = True
         result = self.policy.update(microbatches, totals, learning_rate, kl_coefficient)
-        if self._spec.device == "cuda":  # the optimizer's kernels are only queued: they belong to this phase's time
+        if self._spec.device == "cuda":  # the optimizer's kernels are still queued; count them in this phase
             import torch
 
             torch.cuda.synchronize()
         return result
 
     def sync_weights(self, version: int) -> Synced:
-        """Policy -> sampler, in place, or to the ranks that sample: all weights, or the adapters if these are what
-        trains."""
+        """Send the policy's weights, or its adapters if only these train, to this rank's sampler or to the ranks that
+        sample."""
         if self.sampler is None:
             self._sender = self._sender or self._make_sender()
             checksum = self._give(self._sender, version)
@@ -237,7 +237,7 @@ class Worker:
         return Synced(checksum, waking + _seconds_of(memory.wake_cache))
 
     def _make_sender(self) -> WeightSender:
-        """At the first sync, when all ranks are up: it waits for those that sample."""
+        """Call it at the first sync, when all ranks are up: it waits for the ranks that sample."""
         from rlcore.sampler.channel import WeightSender
 
         channel = _channel(self._spec, 0) if self._spec.rank == 0 else None
@@ -264,8 +264,8 @@ class Worker:
 
 
 class RolloutWorker:
-    """One rank that samples and does not train: an engine, or a part of one. Collective is ``sync_weights``, and what
-    ranks of one engine do."""
+    """One rank that samples and does not train: an engine, or a part of one. ``sync_weights`` is collective over all
+    ranks, ``generate`` over the ranks of one engine."""
 
     def __init__(self, spec: WorkerSpec) -> None:
         from rlcore.sampler.engine import Engine, set_engine_environment
