@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import ray
 from ray.exceptions import OutOfMemoryError, RayError, RayTaskError
@@ -38,7 +38,7 @@ class WorkerActor:
             one.bind(("", 0))
             other.bind(("", 0))
             ports = one.getsockname()[1], other.getsockname()[1]
-        address = ray.util.get_node_ip_address()
+        address = _address()
         return Seat(address, ports, os.getpid(), package_versions(), placement.unseen(shared))
 
     def build(
@@ -49,7 +49,7 @@ class WorkerActor:
             dump_on_signal(stacks, f"rank-{spec.rank}", os.getpid())
         try:
             if several_nodes:
-                for name, value in placement.network_variables(ray.util.get_node_ip_address()).items():
+                for name, value in placement.network_variables(_address()).items():
                     os.environ.setdefault(name, value)  # set values win
             with making_what_stays():
                 self._worker = make(spec)
@@ -89,7 +89,7 @@ def start_ranks(
     group, sizes = placement.reserve(config, device), placement.bundle_sizes(config)
     options: dict[str, Any] = {"num_gpus": 1, "num_cpus": 1} if device == "cuda" else {"num_cpus": 1}
     options["runtime_env"] = {"env_vars": worker_environment(device, config.resources)}
-    actor = ray.remote(**options)(WorkerActor)
+    actor: Any = ray.remote(**options)(WorkerActor)
     actors = [actor.options(scheduling_strategy=place.strategy()).remote() for place in placement.places(group, sizes)]
     folders = [folder for folder in (model, dataset, stacks) if folder is not None and folder.is_dir()]
     shared = {folder: placement.listing(folder) for folder in folders}
@@ -147,7 +147,7 @@ class RayRanks:
                 ready, _ = ray.wait(list(streams), num_returns=1, timeout=_CLOSE_SECONDS)
                 if not ready:
                     continue
-                place, reference = streams[ready[0]], next(ready[0], None)
+                place, reference = streams[ready[0]], next(cast(Any, ready[0]), None)
                 if reference is None:  # that was its end
                     del streams[ready[0]]
                     continue
@@ -189,7 +189,7 @@ class RayRanks:
     def _loss(self, rank: int, error: RayError) -> RlflowError:
         """The error to raise for a process that died."""
         said = f"rank {rank} ({self._where(rank)}) is gone. Ray says: {type(error).__name__}: {str(error).strip()}"
-        here = self.seats[rank].address == ray.util.get_node_ip_address()
+        here = self.seats[rank].address == _address()
         kills = oom_kills() - self._oom_kills if here else 0  # another node's kernel has its own count
         if isinstance(error, OutOfMemoryError) or "low on memory" in str(error):
             return MemoryExhaustedError(f"{said}\nIts node was short of memory.")
@@ -235,6 +235,10 @@ def worker_environment(device: str, resources: ResourceConfig) -> dict[str, str]
     elif resources.deterministic:
         quiet |= {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     return quiet
+
+
+def _address() -> str:
+    return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
 
 
 def _done_within(references: list[Any], seconds: float) -> list[Any]:

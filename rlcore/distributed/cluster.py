@@ -107,7 +107,8 @@ def _local_ray() -> list[psutil.Process]:
 
 def has_gpus() -> bool:
     """Whether any node of the Ray that we are in has one."""
-    return bool(ray.cluster_resources().get("GPU", 0) > 0)
+    resources = ray.cluster_resources()  # type: ignore[no-untyped-call]
+    return bool(resources.get("GPU", 0) > 0)
 
 
 def steering(variables: Mapping[str, str]) -> dict[str, str]:

@@ -58,15 +58,15 @@ def bundle_sizes(config: ExperimentConfig) -> list[int]:
 
 
 def reserve(config: ExperimentConfig, device: str) -> PlacementGroup:
-    """Devices for all ranks or for none, on as few nodes as can be: neighbours talk most. They are ours until we leave
-    Ray, however we do.
+    """Reserve devices for all ranks or for none, on as few nodes as possible, because neighbours communicate most. Held
+    until this process disconnects from Ray, including on a crash.
 
     Raises:
         WorkerLostError: they are not all free within ``resources.wait_minutes``.
     """
     each = {"CPU": 1, "GPU": 1} if device == "cuda" else {"CPU": 1}
     bundles = [{name: float(count * size) for name, count in each.items()} for size in bundle_sizes(config)]
-    group = placement_group(bundles, strategy="PACK")
+    group: PlacementGroup = placement_group(bundles, strategy="PACK")
     if group.wait(_AT_ONCE_SECONDS):
         return group
     logger.warning("Ray has no room for %d worker(s) yet. Its nodes: %s", config.resources.devices, _nodes())
@@ -156,7 +156,7 @@ def network_variables(address: str) -> dict[str, str]:
 
 def _nodes() -> str:
     told = []
-    for node in ray.nodes():
+    for node in ray.nodes():  # type: ignore[no-untyped-call]
         has = {name: node["Resources"].get(name, 0) for name in ("CPU", "GPU") if name in node.get("Resources", {})}
         state = ", ".join(f"{value:g} {name}" for name, value in has.items()) if node["Alive"] else "dead"
         told.append(f"{node['NodeManagerAddress']} ({state or 'no devices'})")

@@ -53,7 +53,7 @@ def _nothing() -> None:
     pass
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # no slots: with them typing cannot mark RankRange[W](...), and Python 3.11 raises TypeError
 class RankRange(Generic[W_co]):
     """Consecutive ranks that hold workers of type ``W_co``."""
 

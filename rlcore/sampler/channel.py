@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Iterable, Iterator
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,8 +32,10 @@ class WeightChannel:
             dtype: of every tensor that is sent.
         """
         self._device, self._dtype = device, dtype
-        store = dist.TCPStore(address, port, size, is_master=member == 0, timeout=_TIMEOUT)
-        make = dist.ProcessGroupGloo if device == "cpu" else dist.ProcessGroupNCCL
+        store = dist.TCPStore(  # type: ignore[attr-defined]
+            address, port, size, is_master=member == 0, timeout=_TIMEOUT
+        )
+        make: Any = dist.ProcessGroupGloo if device == "cpu" else dist.ProcessGroupNCCL
         self._group = make(store, member, size, _TIMEOUT)
 
     def send(self, tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int = 512 << 20) -> None:
@@ -51,7 +54,7 @@ class WeightChannel:
             listed = [(name, shape, math.prod(shape)) for name, shape in json.loads(bytes(names.cpu().numpy()))]
             total = sum(count for _, _, count in listed)
             values = self._from_trainer(torch.empty(total, dtype=self._dtype, device=self._device))
-            parts = values.split([count for _, _, count in listed])
+            parts = torch.split(values, [count for _, _, count in listed])
             for (name, shape, _), part in zip(listed, parts, strict=True):
                 yield name, part.view(shape)
 
@@ -63,7 +66,7 @@ class WeightChannel:
 
 
 class WeightSender:
-    """Takes a trainer's weights, as a sampler beside it would, for samplers that are elsewhere."""
+    """Takes a trainer's weights, as a colocated sampler does, for samplers in other processes."""
 
     def __init__(self, channel: WeightChannel | None, dtype: torch.dtype) -> None:
         """

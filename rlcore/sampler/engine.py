@@ -18,7 +18,7 @@ from torch import Tensor
 from rlcore.config import ExperimentConfig, RolloutConfig
 from rlcore.data.image_store import ImageStore
 from rlcore.errors import SamplerError
-from rlcore.families import family_in
+from rlcore.families import family_of
 from rlcore.process import importing_vllm
 from rlcore.types import ImageRef
 
@@ -54,7 +54,8 @@ class Engine:
         if not join_world:
             _world_of_one()
         options: dict[str, Any] = {}
-        if (images := family_in(model).images) is not None:
+        layout = json.loads((model / "config.json").read_text())  # a text model of any family can be sampled from
+        if "vision_config" in layout and (images := family_of(layout).images) is not None:
             options["limit_mm_per_prompt"] = {"image": config.data.max_images, "video": 0}
             options["mm_processor_kwargs"] = images.engine_options(config.data.min_pixels, config.data.max_pixels)
             options["skip_mm_profiling"] = True
@@ -271,11 +272,8 @@ def vllm_sequence_logprobs(
     store = ImageStore(dataset)
     placeholder = json.loads((model / "config.json").read_text()).get("image_token_id")
     prompts = [engine_prompt(collapse_images(s.token_ids, placeholder), s.images, store) for s in sequences]
-    outputs = llm.generate(
-        cast(Any, prompts),
-        sampling_params(max_tokens=1, temperature=0, prompt_logprobs=0, detokenize=False),
-        use_tqdm=False,
-    )
+    params = sampling_params(max_tokens=1, temperature=0, prompt_logprobs=0, detokenize=False)
+    outputs: list[Any] = llm.generate(cast(Any, prompts), params, use_tqdm=False)
     return [
         [output.prompt_logprobs[t][s.token_ids[t]].logprob for t in range(s.completion_start, len(s.token_ids))]
         for s, output in zip(sequences, outputs, strict=True)

@@ -61,7 +61,7 @@ class WeightLoader:
         took = None if self._parts is None else self._parts.took
         if self._on_cpu and took is None:
             self._reload(weights)
-        elif self._on_cpu:
+        elif self._on_cpu and took is not None:
             watched_reload(self._reload, weights, took)
         elif self._copies is None:
             (self._copies,) = self._llm.apply_model(lambda model: watched_load(model, weights, took))
@@ -73,11 +73,11 @@ class WeightLoader:
         self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights, "is_checkpoint_format": True})
 
 
-class _CopyWatch(TorchDispatchMode):
+class _CopyWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Copies out of sources, which are told apart by the memory that they lie in."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.sources: dict[int, tuple[Tensor, list[Copy]]] = {}
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
