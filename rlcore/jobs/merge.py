@@ -100,7 +100,7 @@ def merge_checkpoint(checkpoint: Path, base: Path, out: Path, *, trust_remote_co
     parameters: int = sum(parameter.numel() for parameter in model.parameters())  # a tied one once
     tied = {alias: weights[name] for alias, name in aliases.items()}
     model.load_state_dict({**weights, **tied}, assign=True)
-    model.save_pretrained(out)
+    model.save_pretrained(out)  # type: ignore[operator]
     _copy_the_rest(base, out)
     _require_same_values(out, weights, trust_remote_code)
     return parameters
@@ -287,7 +287,7 @@ def _read(
     images: Sequence[ImageRef],
 ) -> tuple[Tensor, Tensor]:
     """Pixels and grids [I, 3] of a sequence's images."""
-    processor = AutoImageProcessor.from_pretrained(model_dir, local_files_only=True)
+    processor = AutoImageProcessor.from_pretrained(model_dir, local_files_only=True)  # type: ignore[no-untyped-call]
     resizing = images_of(processor).resizing(processor)
     pixels, grids = resizing.read([read_image(image) for image in images], min_pixels, max_pixels)
     return pixels, torch.tensor(grids)

@@ -34,6 +34,7 @@ def load_hf_model(
             f"{folder}: found {found or 'no weights'}, allowed are *.safetensors. "
             "Convert the weights (load and save_pretrained), or take a revision that has them."
         )
+    model: nn.Module
     try:
         model, info = auto_class(config).from_pretrained(
             folder,
