@@ -1,4 +1,4 @@
-"""grpo-geo3k: from raw data to a merged, verified, registered model. The order of steps; each is a task."""
+"""train-grpo: from raw data to a merged, verified, registered model. The order of steps; each is a task."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from tasks.preflight import preflight
 from tasks.report.page import RunSummary
 from tasks.report.result import report
 from tasks.run import flow_run_name
-from tasks.train import train_all_segments
+from tasks.train import is_trained, train_segment, training
 
 
-@flow(name="grpo-geo3k", flow_run_name=flow_run_name, on_cancellation=[end_what_is_left])
-def grpo_geo3k(
+@flow(name="train-grpo", flow_run_name=flow_run_name, on_cancellation=[end_what_is_left])
+def train_grpo(
     experiment: form.Experiment,
     steps: form.Steps = None,
     seed: form.Seed = None,
@@ -48,7 +48,9 @@ def grpo_geo3k(
         start = bootstrapped(config.model)
         describe_run(run, train, validation, start)
         before = evaluate_and_log(run, config, start, start, validation)
-        segments = train_all_segments(run, train, start)
+        with training(run) as segments:
+            while not is_trained(run, segments):
+                segments.append(train_segment(run, train, start, len(segments)))
         last = segments[-1].checkpoint
         after = evaluate_and_log(run, config, last, start, validation)
         merged_model = register(run, merged(config, last, start, train), last, after)

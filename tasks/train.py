@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -100,6 +100,7 @@ def _segment_trained(run: Run, settings: Settings, dataset: DatasetRef, model: M
         publishers.publish_last(manifest.last_step)
     else:
         publishers.publish(safe_step(run, settings))
+    get_logger().info("train: segment %d committed at step %d", manifest.segment, manifest.last_step)
     return manifest
 
 
@@ -121,26 +122,32 @@ def _found_done(run: Run, index: int) -> SegmentManifest | None:
     return manifest
 
 
-def train_all_segments(run: Run, dataset: DatasetRef, model: ModelRef) -> list[SegmentManifest]:
-    """Segments in order, until the last step; a segment that runs out of minutes makes one more of them."""
-    with _linked(run):
-        return _all_segments(run, dataset, model)
-
-
-def _all_segments(run: Run, dataset: DatasetRef, model: ModelRef) -> list[SegmentManifest]:
+@contextmanager
+def training(run: Run) -> Iterator[list[SegmentManifest]]:
+    """Around the loop over the segments of a run; gives the list that the loop fills. However training ends, the run's
+    threads end. A trainer that runs between two segments when an error or interrupt comes commits and stops."""
     segments: list[SegmentManifest] = []
-    try:
-        while not segments or segments[-1].last_step < run.experiment.training.steps:
+    with _linked(run):
+        try:
+            yield segments
+        except BaseException:
+            trainer = _running(run)
+            if trainer is None:
+                raise
+            with _stopped_on_interrupt(run, trainer, len(segments), Settings()):
+                raise
+
+
+def is_trained(run: Run, segments: Sequence[SegmentManifest]) -> bool:
+    """Whether the last step is done. A segment that runs out of minutes makes one more of them."""
+    return bool(segments) and segments[-1].last_step >= run.experiment.training.steps
+
+
+def train_all_segments(run: Run, dataset: DatasetRef, model: ModelRef) -> list[SegmentManifest]:
+    """The loop of ``flows/train_grpo.py``, for flows that do nothing between two segments."""
+    with training(run) as segments:
+        while not is_trained(run, segments):
             segments.append(train_segment(run, dataset, model, len(segments)))
-            manifest = segments[-1]
-            get_logger().info("train: segment %d committed at step %d", manifest.segment, manifest.last_step)
-    except BaseException:
-        trainer = _running(run)
-        if trainer is None:
-            raise
-        # Between two tasks (and Prefect may be away for a while) the trainer works on; nobody else would tell it.
-        with _stopped_on_interrupt(run, trainer, len(segments), Settings()):
-            raise
     return segments
 
 

@@ -134,7 +134,7 @@ def train(
     rlflow train grpo-geo3k-tiny --set training.steps=40 --set seed=1
     rlflow train grpo-geo3k-tiny --run-id NAME
     """
-    from flows.train_grpo import grpo_geo3k
+    from flows.train_grpo import train_grpo
     from tasks import parameters as form
     from tasks.cli.foreground import overrides_of, run_once, say_how_to_continue
     from tasks.run import new_run_id
@@ -142,7 +142,7 @@ def train(
     given, run_id = overrides_of(overrides, data), run_id or new_run_id(experiment)
     form.chosen(experiment, given, run_id=run_id)
     run_once(
-        lambda: grpo_geo3k(experiment, overrides=given, run_id=run_id, allow_changes=allow_changes),
+        lambda: train_grpo(experiment, overrides=given, run_id=run_id, allow_changes=allow_changes),
         lambda: say_how_to_continue(run_id),
     )
 

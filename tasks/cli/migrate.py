@@ -24,7 +24,7 @@ def printed(translation: Translation) -> str:
     has no equivalent and what rlflow does anyway."""
     name = translation.experiment.name
     deployment = {
-        "name": name, "entrypoint": "flows/train_grpo.py:grpo_geo3k", "tags": ["grpo"],
+        "name": name, "entrypoint": "flows/train_grpo.py:train_grpo", "tags": ["grpo"],
         "work_pool": {"name": "gpu"}, "parameters": {"experiment": name},
     }  # fmt: skip
     parts = [

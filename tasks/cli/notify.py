@@ -21,7 +21,7 @@ from infra.errors import ServerError
 from infra.settings import Settings
 from infra.stack.servers import check_prefect
 
-FLOW = "grpo-geo3k"  # of all training runs, whatever their deployment is
+FLOW = "train-grpo"  # of all training runs, whatever their deployment is
 _WEBHOOK = "webhook"
 _SUBJECT = "{{ flow_run.name }}: {{ flow_run.state.name }}"
 _BODY = (

@@ -42,7 +42,7 @@ def test_every_experiment_has_the_deployment_of_its_name() -> None:
 
 
 def trains(deployment: dict[str, Any]) -> bool:
-    return bool(deployment["entrypoint"] == "flows/train_grpo.py:grpo_geo3k")
+    return bool(deployment["entrypoint"] == "flows/train_grpo.py:train_grpo")
 
 
 @pytest.mark.parametrize("deployment", [item for item in DEPLOYMENTS if "experiment" in item.get("parameters", {})],
@@ -105,12 +105,12 @@ def test_a_deployment_asks_for_what_its_flow_needs(deployment: dict[str, Any]) -
 def test_recover_looks_at_runs_and_ablations_and_only_starts_itself() -> None:
     """Matched by flow name: heartbeats carry no deployment name. Its own crashes must not start it again."""
     from flows.ablate import ablate
-    from flows.train_grpo import grpo_geo3k
+    from flows.train_grpo import train_grpo
 
     (recover,) = [item for item in DEPLOYMENTS if item["name"] == "recover"]
     crashed, silent = recover["triggers"]
     for trigger in (crashed, silent):
-        names = [grpo_geo3k.name, ablate.name]
+        names = [train_grpo.name, ablate.name]
         assert trigger["match_related"] == {"prefect.resource.role": "flow", "prefect.resource.name": names}
         assert "actions" not in trigger
     assert crashed["expect"] == ["prefect.flow-run.Crashed"]
@@ -186,13 +186,13 @@ def test_the_tiny_text_policies_play_what_they_were_warmed_up_on(name: str) -> N
 
 
 def test_parameters_set_what_they_are_called_and_overrides_count_over_them() -> None:
-    from flows.train_grpo import grpo_geo3k
+    from flows.train_grpo import train_grpo
 
     given = {
         "steps": 80, "seed": 3, "learning_rate": 2e-4, "workers": 1, "model": "m", "train_data": "t",
         "validation_data": "v",
     }  # fmt: skip
-    assert given.keys() == SETTINGS.keys() <= inspect.signature(grpo_geo3k.fn).parameters.keys()
+    assert given.keys() == SETTINGS.keys() <= inspect.signature(train_grpo.fn).parameters.keys()
     flat = chosen("grpo-geo3k-tiny", **given).flat()
     assert {name: flat[SETTINGS[name]] for name in given} == given
     assert chosen("grpo-geo3k-tiny", ["training.steps=40"], steps=80, seed=None).training.steps == 40

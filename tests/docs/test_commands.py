@@ -126,7 +126,7 @@ def test_the_tutorial_is_run_in_order() -> None:
         (".venv/bin/python -m rlcore.jobs.segment start --spec=x", "has no option --spec"),
         (".venv/bin/prefect deployment run grpo-geo3k -p steps=0", "greater than or equal to 1"),
         (".venv/bin/prefect deployment run grpo-geo4k", "no deployment 'grpo-geo4k'"),
-        (".venv/bin/prefect deployment run grpo/grpo-geo3k", "is called 'grpo-geo3k'"),
+        (".venv/bin/prefect deployment run grpo/grpo-geo3k", "is called 'train-grpo'"),
         (".venv/bin/prefect deployment run grpo-geo3k -p step=4", "unexpected keyword argument 'step'"),
         (".venv/bin/prefect deployment run merge", "missing a required argument: 'run_id'"),
         (".venv/bin/prefect deployment run grpo-geo3k -p steps=four", "unable to parse string as an integer"),

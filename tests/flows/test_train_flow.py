@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from mlflow import MlflowClient
 
-from flows.train_grpo import grpo_geo3k
+from flows.train_grpo import train_grpo
 from infra import processes
 from infra.settings import Settings
 from rlcore.artifacts import DatasetRef, ModelRef
@@ -31,14 +31,14 @@ from tests.flows.outcome import (
 
 
 def test_steps_run_in_order_and_a_second_run_repeats_only_training(data_dir: Path) -> None:
-    summary = grpo_geo3k("grpo-geo3k-tiny", overrides=SMALL, run_id="first")
+    summary = train_grpo("grpo-geo3k-tiny", overrides=SMALL, run_id="first")
     assert calls(data_dir) == ORDER
     assert (summary.steps, summary.segments) == (5, 3)
     assert (summary.accuracy_before, summary.accuracy_after) == (0.25, 0.75)
     assert (summary.reward_first, summary.reward_last) == pytest.approx((0.1, 0.5))
     assert (data_dir / "runs" / "first" / "report" / "report.html").stat().st_size > 20_000
 
-    again = grpo_geo3k("grpo-geo3k-tiny", overrides=SMALL, run_id="first")
+    again = train_grpo("grpo-geo3k-tiny", overrides=SMALL, run_id="first")
     assert calls(data_dir) == ORDER  # everything was found done
     assert again.mlflow_run_id == summary.mlflow_run_id
     client = MlflowClient(tracking_uri=Settings().tracking_uri)
@@ -49,7 +49,7 @@ def test_steps_run_in_order_and_a_second_run_repeats_only_training(data_dir: Pat
     assert run.info.status == "FINISHED"
     assert run.data.tags["rlflow.dataset_digest"] == "resized-raw-train"
 
-    grpo_geo3k("grpo-geo3k-tiny", overrides=SMALL, run_id="second")
+    train_grpo("grpo-geo3k-tiny", overrides=SMALL, run_id="second")
     assert calls(data_dir) == [*ORDER, "train from segment 0", "evaluate 5", "merge 5"]
 
 
@@ -57,7 +57,7 @@ def test_a_killed_trainer_is_replaced_and_goes_on_from_its_checkpoint(
     data_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FAKE_FAILURE", "crash")
-    grpo_geo3k("grpo-geo3k-tiny", overrides=SMALL, run_id="crash")
+    train_grpo("grpo-geo3k-tiny", overrides=SMALL, run_id="crash")
     trained = [line for line in calls(data_dir) if line.startswith("train")]
     assert trained == ["train from segment 0", "train from segment 1"]
     (failure,) = (data_dir / "runs" / "crash" / "failures.jsonl").read_text().splitlines()
@@ -73,7 +73,7 @@ def test_a_killed_trainer_is_replaced_and_goes_on_from_its_checkpoint(
 def test_a_diverged_trainer_is_not_retried_and_says_why(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAKE_FAILURE", "diverge")
     with pytest.raises(DivergedError, match=r"(?s)^Traceback\nloop\.py line 7.*gradients are nan.*trainer\.log"):
-        grpo_geo3k("grpo-geo3k-tiny", overrides=SMALL, run_id="diverged")
+        train_grpo("grpo-geo3k-tiny", overrides=SMALL, run_id="diverged")
     assert [line for line in calls(data_dir) if line.startswith("train")] == ["train from segment 0"]
     (run,) = MlflowClient(tracking_uri=Settings().tracking_uri).search_runs(["1"])
     assert run.info.status == "FAILED"
@@ -81,7 +81,7 @@ def test_a_diverged_trainer_is_not_retried_and_says_why(data_dir: Path, monkeypa
 
 def test_a_stuck_trainer_tells_its_stacks_and_is_replaced(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAKE_FAILURE", "hang")
-    grpo_geo3k("grpo-geo3k-tiny", overrides=[*SMALL, "segment.hang_minutes=0.05"], run_id="hang")
+    train_grpo("grpo-geo3k-tiny", overrides=[*SMALL, "segment.hang_minutes=0.05"], run_id="hang")
     run_dir = data_dir / "runs" / "hang"
     assert failures(run_dir) == [("hang", 0)]
     (dump,) = (run_dir / "stacks" / "hang-1").glob("trainer-*.txt")
@@ -96,7 +96,7 @@ def test_a_rollback_goes_on_changed_and_pauses_after_too_many(data_dir: Path) ->
     rule = '[{"metric": "reward/mean", "above": 0.25, "action": "rollback", "max_rollbacks": 2}]'
     overrides = [*SMALL, f"health={rule}"]
     with pytest.raises(HealthError, match="The run has gone back 2 times already"):
-        grpo_geo3k("grpo-geo3k-tiny", overrides=overrides, run_id="back")
+        train_grpo("grpo-geo3k-tiny", overrides=overrides, run_id="back")
     run_dir = data_dir / "runs" / "back"
     assert failures(run_dir) == [("health: rollback", 0), ("health: rollback", 0), ("health: pause", None)]
     assert trainings(data_dir) == ["train from segment 0", "train from segment 1", "train from segment 1"]
@@ -124,11 +124,11 @@ def test_a_continued_run_must_be_the_same_science(data_dir: Path) -> None:
 
 
 def test_steps_replayed_after_damage_are_published_once(data_dir: Path) -> None:
-    grpo_geo3k("grpo-geo3k-tiny", overrides=SMALL, run_id="damaged")
+    train_grpo("grpo-geo3k-tiny", overrides=SMALL, run_id="damaged")
     run_dir = data_dir / "runs" / "damaged"
     (run_dir / "checkpoints" / "step-000005" / "weights").write_text("?")
     (run_dir / "checkpoints" / "step-000004" / "manifest.json").unlink()
-    summary = grpo_geo3k("grpo-geo3k-tiny", overrides=[*SMALL, "training.steps=7"], run_id="damaged")
+    summary = train_grpo("grpo-geo3k-tiny", overrides=[*SMALL, "training.steps=7"], run_id="damaged")
     assert [line for line in calls(data_dir) if line.startswith("train")][1:] == ["train from segment 1"]
     assert [path.name for path in sorted((run_dir / "segments").iterdir()) if path.suffix == ".json"] == [
         "0000.json", "0001.json", "0002.json", "0003.json",
@@ -150,11 +150,11 @@ def test_an_interrupt_between_two_segments_lets_the_trainer_commit_too(
             raise KeyboardInterrupt
         return whole(run, dataset, model, index)
 
-    monkeypatch.setattr(training, "train_segment", interrupted)
+    monkeypatch.setattr("flows.train_grpo.train_segment", interrupted)
     monkeypatch.setenv("FAKE_STEP_SECONDS", "0.3")
     overrides = ["training.steps=32", "segment.steps=2", "data.template=math"]
     with pytest.raises(KeyboardInterrupt):
-        grpo_geo3k("grpo-geo3k-tiny", overrides=overrides, run_id="between")
+        train_grpo("grpo-geo3k-tiny", overrides=overrides, run_id="between")
     run = existing_run("between", Settings())
     assert not processes.marked(run.trainer_mark)
     assert run.committed_step() == len(run.journal()) >= 4

@@ -67,7 +67,7 @@ class Stack:
 
     def submit(self, *overrides: str) -> UUID:
         values = ["training.steps=12", "segment.steps=4", "data.template=math", *overrides]
-        name = "grpo-geo3k/grpo-geo3k-tiny"
+        name = "train-grpo/grpo-geo3k-tiny"
         deployment = self.client.read_deployment_by_name(name)
         parameters = {**deployment.parameters, "overrides": values}
         return self.client.create_flow_run_from_deployment(deployment.id, parameters=parameters).id

@@ -10,14 +10,14 @@ from typing import Any
 
 from prefect.settings import PREFECT_API_URL
 
-from flows.train_grpo import grpo_geo3k
+from flows.train_grpo import train_grpo
 from tests.docs.pages import ROOT
 from tests.flows.interpreter import fake_interpreter
 from tests.shell import new_shell
 
 
 def test_evaluate_merge_and_prepare_data_work_as_the_readme_types_them(data_dir: Path) -> None:
-    grpo_geo3k("grpo-geo3k-tiny", steps=2, overrides=["segment.steps=2"], run_id="run")
+    train_grpo("grpo-geo3k-tiny", steps=2, overrides=["segment.steps=2"], run_id="run")
     variables = {"RLFLOW_DATA_DIR": str(data_dir), "RLFLOW_TRAINER_PYTHON": str(fake_interpreter(data_dir.parent))}
 
     def typed(*words: str, **more: str) -> tuple[dict[str, Any], str]:

@@ -13,7 +13,7 @@ from mlflow import MlflowClient
 from prefect.artifacts import Artifact
 
 from flows.evaluate_latest import evaluate_latest
-from flows.train_grpo import grpo_geo3k
+from flows.train_grpo import train_grpo
 from infra.logs import get_logger
 from infra.processes import alone
 from infra.settings import Settings
@@ -41,7 +41,7 @@ def test_the_newest_comes_first_once_and_only_more_than_chance_makes_a_champion(
 ) -> None:
     # the first seen, step 4, is champion: step 2 is worse; 6 is better by chance; 8 by six problems of eight
     monkeypatch.setenv("FAKE_RIGHT", json.dumps({"2": 1, "4": 2, "6": 3, "8": 8}))
-    summary = grpo_geo3k("grpo-geo3k-tiny", steps=4, overrides=SMALL, run_id="run")
+    summary = train_grpo("grpo-geo3k-tiny", steps=4, overrides=SMALL, run_id="run")
     before = len(evaluated(data_dir))
     evaluate_latest(benchmarks=["tiny-geometry"])
     assert evaluated(data_dir)[before:] == ["evaluate 4", "evaluate 2"]
@@ -50,10 +50,10 @@ def test_the_newest_comes_first_once_and_only_more_than_chance_makes_a_champion(
     evaluate_latest(benchmarks=["tiny-geometry"])
     assert len(evaluated(data_dir)) == before + 2, "each checkpoint once"
 
-    grpo_geo3k("grpo-geo3k-tiny", steps=6, overrides=SMALL, run_id="run")
+    train_grpo("grpo-geo3k-tiny", steps=6, overrides=SMALL, run_id="run")
     evaluate_latest(benchmarks=["tiny-geometry"])
     assert champion_step() == "4"
-    grpo_geo3k("grpo-geo3k-tiny", steps=8, overrides=SMALL, run_id="run")
+    train_grpo("grpo-geo3k-tiny", steps=8, overrides=SMALL, run_id="run")
     evaluate_latest(benchmarks=["tiny-geometry"])
     assert champion_step() == "8"
 
@@ -74,7 +74,7 @@ def test_the_newest_comes_first_once_and_only_more_than_chance_makes_a_champion(
 
 
 def test_another_one_at_the_same_folder_does_nothing(data_dir: Path) -> None:
-    grpo_geo3k("grpo-geo3k-tiny", steps=2, overrides=SMALL, run_id="run")
+    train_grpo("grpo-geo3k-tiny", steps=2, overrides=SMALL, run_id="run")
     before = evaluated(data_dir)
     with alone(Settings(), "evaluate-latest") as mine:
         assert mine
@@ -104,11 +104,11 @@ def test_a_champion_whose_run_is_gone_is_evaluated_again_or_taken_at_its_recorde
 ) -> None:
     caplog.set_level(logging.INFO, get_logger().name)
     monkeypatch.setenv("FAKE_RIGHT", json.dumps({"0": 1, "2": 2, "4": 8}))  # "0" is a merged model's as well
-    grpo_geo3k("grpo-geo3k-tiny", steps=2, overrides=SMALL, run_id="old")
+    train_grpo("grpo-geo3k-tiny", steps=2, overrides=SMALL, run_id="old")
     evaluate_latest(benchmarks=["tiny-geometry"])
     shutil.rmtree(data_dir / "runs" / "old")
     before = len(evaluated(data_dir))
-    grpo_geo3k("grpo-geo3k-tiny", steps=4, overrides=SMALL, run_id="new")
+    train_grpo("grpo-geo3k-tiny", steps=4, overrides=SMALL, run_id="new")
     evaluate_latest(benchmarks=["tiny-geometry"])
     assert evaluated(data_dir)[before:].count("evaluate 0") == 1, "the champion's merged model"
     assert champion_step() == "4"
@@ -117,7 +117,7 @@ def test_a_champion_whose_run_is_gone_is_evaluated_again_or_taken_at_its_recorde
     for folder in (data_dir / "models").glob("merged-*"):
         shutil.rmtree(folder)
     monkeypatch.setenv("FAKE_RIGHT", json.dumps({"2": 2}))
-    grpo_geo3k("grpo-geo3k-tiny", steps=2, overrides=[*SMALL, "seed=1"], run_id="third")
+    train_grpo("grpo-geo3k-tiny", steps=2, overrides=[*SMALL, "seed=1"], run_id="third")
     evaluate_latest(benchmarks=["tiny-geometry"])
     assert "against the champion's recorded accuracy" in judged(caplog)
     assert champion_step() == "4"
@@ -127,7 +127,7 @@ def test_an_alias_set_by_hand_stays_and_ends_nothing(
     data_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, get_logger().name)
-    grpo_geo3k("grpo-geo3k-tiny", steps=2, overrides=SMALL, run_id="run")
+    train_grpo("grpo-geo3k-tiny", steps=2, overrides=SMALL, run_id="run")
     client = MlflowClient(tracking_uri=Settings().tracking_uri, registry_uri=Settings().tracking_uri)
     version = client.create_model_version("grpo-geo3k-tiny", source=data_dir.as_uri()).version
     client.set_registered_model_alias("grpo-geo3k-tiny", "champion", version)

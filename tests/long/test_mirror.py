@@ -18,7 +18,7 @@ import s3fs
 from mlflow import MlflowClient
 from mlflow.store.artifact.s3_artifact_repo import _cached_get_s3_client
 
-from flows.train_grpo import grpo_geo3k
+from flows.train_grpo import train_grpo
 from infra.errors import StorageAwayError, StorageRefusedError
 from infra.settings import Settings
 from infra.store.bucket import Store
@@ -101,7 +101,7 @@ def published(mlflow_run_id: str, key: str = "reward/mean") -> list[int]:
 
 
 def test_a_machine_that_has_nothing_goes_on_from_the_store_as_the_same_run(store: Store, data_dir: Path) -> None:
-    first = grpo_geo3k("grpo-geo3k-tiny", overrides=SMALL, run_id="moved")
+    first = train_grpo("grpo-geo3k-tiny", overrides=SMALL, run_id="moved")
     assert store.sealed_below("runs/moved/checkpoints") == steps(2, 4, 5), "as on this disk: the fake trainer keeps all"
     names = store.files_below("runs/moved")
     assert {"finished", "journal.jsonl", "report/report.html", "segments/0002.json", "trainer.log"} <= set(names)
@@ -117,7 +117,7 @@ def test_a_machine_that_has_nothing_goes_on_from_the_store_as_the_same_run(store
     assert verify_checkpoint(found).step == 5
     assert fetched(Path(first.merged_model), Settings())
 
-    summary = grpo_geo3k("grpo-geo3k-tiny", steps=9, overrides=["segment.steps=3", *SMALL[2:]], run_id="moved")
+    summary = train_grpo("grpo-geo3k-tiny", steps=9, overrides=["segment.steps=3", *SMALL[2:]], run_id="moved")
     assert (summary.steps, summary.segments) == (9, 5)
     assert trainings(data_dir) == ["train from segment 3"]
     assert not [line for line in calls(data_dir) if line in ("evaluate 0", "merge 5")], "found in the store"
@@ -160,7 +160,7 @@ def test_an_absent_endpoint_holds_up_no_step_and_no_step_is_published_that_could
         watcher = threading.Thread(target=watch, args=(told,), daemon=True)
         watcher.start()
         try:
-            summary = grpo_geo3k("grpo-geo3k-tiny", overrides=SMALL, run_id="outage")
+            summary = train_grpo("grpo-geo3k-tiny", overrides=SMALL, run_id="outage")
         finally:
             ended.set()
             watcher.join()

@@ -23,7 +23,7 @@ from tests.shell import new_shell
 ROOT = Path(__file__).resolve().parents[2]
 RUN = """
 from prefect import flow
-@flow(name="grpo-geo3k", flow_run_name="{name}")
+@flow(name="train-grpo", flow_run_name="{name}")
 def run(experiment: str):
     if {fails}:
         raise ValueError('out of "luck"')

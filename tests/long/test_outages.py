@@ -140,7 +140,7 @@ class Outcome:
 
 
 def run_to_its_end(place: Place, run_id: str) -> Outcome:
-    summary = flow_module.grpo_geo3k("grpo-geo3k-tiny", overrides=SMALL, run_id=run_id)
+    summary = flow_module.train_grpo("grpo-geo3k-tiny", overrides=SMALL, run_id=run_id)
     run_dir = place.data_dir / "runs" / run_id
     assert (run_dir / "finished").exists()
     assert (run_dir / "report" / "report.html").exists()
@@ -189,7 +189,7 @@ STEPS: list[tuple[Any, str, int]] = [
     (flow_module, "describe_run", 1),
     (flow_module, "evaluate_and_log", 1),
     (evaluation, "log_evaluation", 1),
-    (flow_module, "train_all_segments", 1),
+    (flow_module, "train_segment", 1),
     (flow_module, "evaluate_and_log", 2),
     (evaluation, "log_evaluation", 2),
     (flow_module, "merged", 1),

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from mlflow import MlflowClient
 
-from flows.train_grpo import grpo_geo3k
+from flows.train_grpo import train_grpo
 from infra import processes
 from infra.settings import Settings
 from infra.tracking.extra import tracker_mark
@@ -27,7 +27,7 @@ def test_a_tracker_that_is_away_stops_nothing_and_catches_up(
     monkeypatch.setenv("WANDB_API_KEY", "local-" + 40 * "0")
     monkeypatch.setenv("WANDB_INIT_TIMEOUT", "3")
     monkeypatch.setattr(publishing, "_LAST_WAIT_SECONDS", 12.0)
-    summary = grpo_geo3k("grpo-geo3k-tiny", overrides=SMALL, run_id="tracked")
+    summary = train_grpo("grpo-geo3k-tiny", overrides=SMALL, run_id="tracked")
     assert MlflowClient(tracking_uri=Settings().tracking_uri).get_run(summary.mlflow_run_id).info.status == "FINISHED"
     assert "The run is complete without it; wandb may catch up later." in caplog.text
     states = data_dir / "runs" / "tracked" / "trackers"

@@ -13,7 +13,7 @@ import pytest
 from mlflow import MlflowClient
 from prefect import flow
 
-from flows.train_grpo import grpo_geo3k
+from flows.train_grpo import train_grpo
 from infra import processes
 from infra.settings import Settings
 from rlcore.config import ExperimentConfig
@@ -49,7 +49,7 @@ def test_a_removed_dataset_is_made_again(data_dir: Path) -> None:
 def test_out_of_memory_is_tried_again_with_half_the_tokens(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAKE_FAILURE", "memory")
     experiment = load_experiment("grpo-geo3k-tiny", SMALL)
-    grpo_geo3k("grpo-geo3k-tiny", overrides=SMALL, run_id="memory")
+    train_grpo("grpo-geo3k-tiny", overrides=SMALL, run_id="memory")
     run_dir = data_dir / "runs" / "memory"
     told = [item.tokens_per_microbatch for item in adjustments(run_dir)]
     assert told == [None, experiment.training.tokens_per_microbatch // 2]
@@ -58,7 +58,7 @@ def test_out_of_memory_is_tried_again_with_half_the_tokens(data_dir: Path, monke
 
 def test_a_full_disk_is_waited_for(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAKE_FAILURE", "disk")
-    grpo_geo3k("grpo-geo3k-tiny", overrides=SMALL, run_id="disk")
+    train_grpo("grpo-geo3k-tiny", overrides=SMALL, run_id="disk")
     assert failures(data_dir / "runs" / "disk") == [("storage outage", 0)]
     assert trainings(data_dir) == ["train from segment 0", "train from segment 1"]
 
@@ -69,18 +69,18 @@ def test_a_paused_run_goes_on_when_somebody_continues_it(data_dir: Path) -> None
     with pytest.raises(
         HealthError, match=r"step 3: reward/mean above 0\.25 for 1 step; its last values are 0\.1, 0\.2"
     ):
-        grpo_geo3k("grpo-geo3k-tiny", overrides=overrides, run_id="pause")
+        train_grpo("grpo-geo3k-tiny", overrides=overrides, run_id="pause")
     assert trainings(data_dir) == ["train from segment 0"]  # never by itself
     run_dir = data_dir / "runs" / "pause"
     manifest = SegmentManifest.model_validate_json((run_dir / "segments" / "0001.json").read_text())
     assert (manifest.last_step, manifest.complete) == (3, False)
     with pytest.raises(HealthError, match="step 4"):  # counted from there, and step 4 breaks it again
-        grpo_geo3k("grpo-geo3k-tiny", overrides=overrides, run_id="pause")
-    assert grpo_geo3k("grpo-geo3k-tiny", overrides=overrides, run_id="pause").steps == 5
+        train_grpo("grpo-geo3k-tiny", overrides=overrides, run_id="pause")
+    assert train_grpo("grpo-geo3k-tiny", overrides=overrides, run_id="pause").steps == 5
 
 
 def test_a_retry_goes_on_with_what_it_began_with_whatever_the_file_says_now(data_dir: Path) -> None:
-    @flow(name="grpo-geo3k", flow_run_name=flow_run_name)
+    @flow(name="train-grpo", flow_run_name=flow_run_name)
     def begins_twice(experiment: str) -> tuple[ExperimentConfig | None, ExperimentConfig | None]:
         first = begun_with(None)
         open_run(load_experiment(experiment, ["seed=3"]), None, Settings())
@@ -94,9 +94,9 @@ def test_a_retry_goes_on_with_what_it_began_with_whatever_the_file_says_now(data
 
 
 def test_a_run_goes_on_for_more_steps_in_other_segments_and_says_so(data_dir: Path) -> None:
-    grpo_geo3k("grpo-geo3k-tiny", overrides=SMALL, run_id="longer")
+    train_grpo("grpo-geo3k-tiny", overrides=SMALL, run_id="longer")
     # the rest of SMALL is the run's own by now
-    summary = grpo_geo3k("grpo-geo3k-tiny", steps=9, overrides=["segment.steps=3"], run_id="longer")
+    summary = train_grpo("grpo-geo3k-tiny", steps=9, overrides=["segment.steps=3"], run_id="longer")
     assert (summary.steps, summary.segments) == (9, 5)  # 2, 2, 1, then 3, 1
     run = existing_run("longer", Settings())
     assert [run.manifest(segment).last_step for segment in range(5)] == [2, 4, 5, 8, 9]
@@ -111,9 +111,9 @@ def test_a_run_goes_on_for_more_steps_in_other_segments_and_says_so(data_dir: Pa
 
 
 def test_a_damaged_end_of_the_run_is_trained_again(data_dir: Path) -> None:
-    summary = grpo_geo3k("grpo-geo3k-tiny", overrides=SMALL, run_id="end")
+    summary = train_grpo("grpo-geo3k-tiny", overrides=SMALL, run_id="end")
     (data_dir / "runs" / "end" / "checkpoints" / "step-000005" / "weights").write_text("?")
-    grpo_geo3k("grpo-geo3k-tiny", overrides=SMALL, run_id="end")
+    train_grpo("grpo-geo3k-tiny", overrides=SMALL, run_id="end")
     assert trainings(data_dir) == ["train from segment 0", "train from segment 2"]
     client = MlflowClient(tracking_uri=Settings().tracking_uri)
     points = client.get_metric_history(summary.mlflow_run_id, "reward/mean")

@@ -86,7 +86,7 @@ def _run_a_flow(env: dict[str, str]) -> None:
         "from prefect import flow\nfrom infra.settings import Settings\nfrom tasks.cli.foreground import prefect_api\n"
         "from prefect.artifacts import create_markdown_artifact\nfrom tasks.report.page import as_text\n"
         f"hostile = {' '.join(HOSTILE)!r}\n"
-        "@flow(name='grpo-geo3k', flow_run_name='ui-run')\ndef shown():\n"
+        "@flow(name='train-grpo', flow_run_name='ui-run')\ndef shown():\n"
         "    create_markdown_artifact('the end of it: ' + as_text(hostile), key='as-text')\n"
         "    create_markdown_artifact(f'the end of it\\n\\n![x](http://evil.example/p.png)', key='as-markup')\n"
         "with prefect_api(Settings()): shown()\n"

@@ -203,7 +203,7 @@ def test_the_command_shows_its_lineage_to_people(place: Place, ended: UUID) -> N
 
 
 def test_prefect_refuses_a_secret_among_the_parameters_and_does_not_keep_it(place: Place) -> None:
-    deployment = place.stack.client.read_deployment_by_name("grpo-geo3k/grpo-geo3k-tiny")
+    deployment = place.stack.client.read_deployment_by_name("train-grpo/grpo-geo3k-tiny")
     for override in (f"data.train=s3://me:{place.planted['HF_TOKEN']}@bucket/x", f"model.path={_token()}"):
         parameters = {**deployment.parameters, "overrides": [override]}
         with pytest.raises(PrefectHTTPStatusError, match="409"):

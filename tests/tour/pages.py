@@ -95,7 +95,7 @@ def take_pictures(prefect: str, mlflow: str, login: Login, runs: Sequence[RunDat
 def prefect_pages(address: str, login: Login, runs: Sequence[RunData]) -> list[Page]:
     ablation = next(run.tags["rlflow.ablation"] for run in runs if "rlflow.ablation" in run.tags)
     with SyncPrefectClient(api=f"{address}/api", auth_string=login.text) as client:
-        deployment = client.read_deployment_by_name("grpo-geo3k/grpo-geo3k-tiny")
+        deployment = client.read_deployment_by_name("train-grpo/grpo-geo3k-tiny")
         board, report = (_artifact(client, key) for key in (LEADERBOARD, f"{ablation}-report"))
     return [
         Page("prefect_runs", f"{address}/runs", ["grpo-geo3k-tiny", "evaluate-latest"]),

@@ -159,7 +159,7 @@ def test_the_automations_of_a_command_line(monkeypatch: pytest.MonkeyPatch, caps
     rlflow("notify", "webhook/team", "--on", "failed", "--flow", "a", "--flow", "b")
     rlflow("notify", "--remove", "--on", "finished")
     assert asked == [
-        ("the client", "webhook/team", ["failed", "finished"], ("grpo-geo3k",)),
+        ("the client", "webhook/team", ["failed", "finished"], ("train-grpo",)),
         ("the client", "webhook/team", ["failed"], ["a", "b"]),
         ("the client", ["finished"]),
     ]

@@ -67,7 +67,7 @@ def test_one_automation_for_each_occasion_however_often_they_are_applied() -> No
     assert failed.trigger.match_related.model_dump() == {
         "prefect.resource.role": "flow", "prefect.resource.name": ["evaluate-latest"],
     }  # fmt: skip
-    assert finished.trigger.match_related.model_dump()["prefect.resource.name"] == ["grpo-geo3k"]
+    assert finished.trigger.match_related.model_dump()["prefect.resource.name"] == ["train-grpo"]
     assert remove(client, ["finished"]) == ["rlflow-finished: removed"]  # type: ignore[arg-type]
     assert names(client) == ["rlflow-failed"]
     assert remove(client, ["finished"]) == ["there was none"]  # type: ignore[arg-type]
@@ -99,10 +99,10 @@ def test_a_message_is_json_whatever_an_error_says() -> None:
         "name": "run-1", "parameters": {"experiment": "toy"},
         "state": {"name": "Failed", "message": 'it said: "no"\n' + "x " * 300},
     }  # fmt: skip
-    said = json.loads(environment.from_string(action.payload).render(flow_run=run, flow={"name": "grpo-geo3k"}))
+    said = json.loads(environment.from_string(action.payload).render(flow_run=run, flow={"name": "train-grpo"}))
     assert said.pop("message").startswith('it said: "no"\nx x')
     assert said == {
-        "run": "run-1", "flow": "grpo-geo3k", "state": "Failed", "experiment": "toy", "url": "http://prefect/run-1",
+        "run": "run-1", "flow": "train-grpo", "state": "Failed", "experiment": "toy", "url": "http://prefect/run-1",
         "text": "run-1: Failed",
     }  # fmt: skip
     run["state"]["message"], run["parameters"] = None, {}
