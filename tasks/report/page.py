@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import base64
-import html
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from pydantic import BaseModel, ConfigDict
@@ -20,6 +20,11 @@ from tasks.provenance.cost import RunCost
 from tasks.provenance.lineage import Lineage
 from tasks.run import Run
 
+# Autoescape: whatever a model or a dataset wrote is shown as text.
+TEMPLATES = Environment(
+    loader=FileSystemLoader(Path(__file__).with_name("templates")), autoescape=True, undefined=StrictUndefined,
+    trim_blocks=True, lstrip_blocks=True,
+)  # fmt: skip
 _SAMPLES_SHOWN = 12
 _TEXT_SHOWN = 600
 _PHASES_LEFT_OUT = ("time/step", "time/generate_beside")  # the sum of the others; what takes none of it
@@ -174,11 +179,6 @@ def _markdown_rows(rows: Sequence[tuple[str, str]]) -> str:
     return f"| | |\n| --- | --- |\n{lines}\n"
 
 
-def _html_rows(rows: Iterable[tuple[str, str]]) -> str:
-    lines = "".join(f"<tr><td>{html.escape(name)}</td><td>{html.escape(text)}</td></tr>" for name, text in rows)
-    return f"<table>{lines}</table>"
-
-
 def _results(before: EvalReport, after: EvalReport) -> list[tuple[str, str, str]]:
     def interval(item: EvalReport, name: str) -> str:
         low, high = getattr(item, f"{name}_low"), getattr(item, f"{name}_high")
@@ -227,53 +227,24 @@ def html_page(
     lineage: Lineage,
 ) -> str:
     """One file with everything in it, pictures included: it can be sent to somebody."""
-    results = "".join(
-        f"<tr><td>{name}</td><td>{first}</td><td>{last}</td></tr>" for name, first, last in _results(before, after)
-    )
-    shown = "".join(_sample_row(run, item) for item in samples)
-    facts = _html_rows(
-        {
-            "run": run.run_id,
-            "steps, segments": f"{summary.steps}, {summary.segments}",
-            "training reward, first and last tenth": f"{summary.reward_first:.3f}, {summary.reward_last:.3f}",
-            "wall time": f"{summary.wall_seconds:.0f} s",
-            "model": f"{model.path} ({model.registered_name} version {model.registered_version})",
-            "checkpoint": summary.checkpoint,
-            "MLflow run": summary.mlflow_run_id,
-            "validation data": f"{validation.source} ({validation.digest})",
-        }.items()
-    )
-    return (
-        f"<!doctype html><html lang=en><meta charset=utf-8><title>{html.escape(run.run_id)}</title>"
-        f"<style>{_STYLE}</style><h1>{html.escape(run.run_id)}</h1>"
-        f"<table><tr><th></th><th>before</th><th>after</th></tr>{results}</table>"
-        f"<img class=curves alt='training curves' src='{data_uri(folder / 'curves.png')}'>"
-        f"{facts}<h2>Cost</h2>{_html_rows(cost.rows())}<h2>Lineage</h2>{_html_rows(lineage.rows())}"
-        "<h2>Completions</h2><table><tr><th>step</th><th>picture</th><th>question</th><th>answer</th>"
-        f"<th>completion</th><th>reward</th></tr>{shown}</table>"
-        f"<h2>Experiment</h2><pre>{html.escape(run.experiment.model_dump_json(indent=1))}</pre></html>"
-    )
-
-
-_STYLE = """
-body{font:15px/1.45 system-ui,sans-serif;max-width:1150px;margin:2rem auto;padding:0 1rem;color:#222}
-table{border-collapse:collapse;margin:1rem 0}
-td,th{border:1px solid #ddd;padding:.35rem .6rem;text-align:left;vertical-align:top;overflow-wrap:anywhere}
-th{background:#f4f4f4} img.curves{width:100%} td img{max-width:150px}
-pre{background:#f7f7f7;padding:1rem;overflow-x:auto;font-size:12px}
-"""
-
-
-def _sample_row(run: Run, item: Sample) -> str:
-    folder = image_folder(run)
-    pictures = "".join(
-        f"<img alt='' src='{data_uri(folder / f'{name}.png')}'>"
-        for name in item.images
-        if (folder / f"{name}.png").exists()
-    )
-    texts = (item.question, item.answer, item.completion)
-    cells = "".join(f"<td>{html.escape(text[:_TEXT_SHOWN])}</td>" for text in texts)
-    return f"<tr><td>{item.step}</td><td>{pictures}</td>{cells}<td>{item.reward:.2f}</td></tr>"
+    facts = {
+        "run": run.run_id,
+        "steps, segments": f"{summary.steps}, {summary.segments}",
+        "training reward, first and last tenth": f"{summary.reward_first:.3f}, {summary.reward_last:.3f}",
+        "wall time": f"{summary.wall_seconds:.0f} s",
+        "model": f"{model.path} ({model.registered_name} version {model.registered_version})",
+        "checkpoint": summary.checkpoint,
+        "MLflow run": summary.mlflow_run_id,
+        "validation data": f"{validation.source} ({validation.digest})",
+    }
+    images = image_folder(run)
+    shown = [
+        (item, [data_uri(path) for name in item.images if (path := images / f"{name}.png").exists()])
+        for item in samples
+    ]
+    return TEMPLATES.get_template("report.html.jinja").render(
+        run=run, results=_results(before, after), curves=data_uri(folder / "curves.png"), facts=facts.items(),
+        cost=cost.rows(), lineage=lineage.rows(), samples=shown, text_shown=_TEXT_SHOWN)  # fmt: skip
 
 
 def image_folder(run: Run) -> Path:

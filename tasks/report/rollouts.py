@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import json
 import time
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from prefect.client.schemas.objects import FlowRun
 from tqdm import tqdm
 
 from rlcore.errors import ConfigError, TrainerFailedError
-from tasks.report.page import data_uri, image_folder
+from tasks.report.page import TEMPLATES, data_uri, image_folder
 from tasks.run import Run
 
 _POLL_SECONDS = 1.0
@@ -117,27 +116,9 @@ def read_groups(run: Run, step: int) -> list[ShownGroup]:
 
 
 def as_html(group: ShownGroup) -> str:
-    """Picture and prompt on top, completions side by side, the best reward first; everything that was written by a
-    model or a dataset is escaped."""
-    pictures = "".join(f"<img alt='' style='max-width:220px' src='{data_uri(path)}'>" for path in group.pictures)
-    best_first = sorted(group.completions, key=lambda item: -item.reward)
-    cells = "".join(
-        f"<td style='{_CELL}background:{'#eaf6ef' if item.reward == best_first[0].reward else '#fff'}'>"
-        f"<b>{item.reward:.2f}</b> {_parts(item)}<pre style='{_TEXT}'>{html.escape(item.text)}</pre></td>"
-        for item in best_first
+    """Picture and prompt on top, completions side by side, the best reward first."""
+    return TEMPLATES.get_template("group.html.jinja").render(
+        group=group,
+        pictures=[data_uri(path) for path in group.pictures],
+        best_first=sorted(group.completions, key=lambda item: -item.reward),
     )
-    return (
-        f"<div><p><b>step {group.step}</b>, {html.escape(group.problem_id)}</p>{pictures}"
-        f"<pre style='{_TEXT}'>{html.escape(group.question)}</pre><p>answer: <b>{html.escape(group.answer)}</b></p>"
-        f"<div style='overflow-x:auto'><table><tr>{cells}</tr></table></div></div>"
-    )
-
-
-_TEXT = "white-space:pre-wrap;overflow-wrap:anywhere;background:none;text-align:left;margin:.3em 0"
-_CELL = "border:1px solid #ccc;vertical-align:top;text-align:left;min-width:170px;max-width:320px;padding:.5em;"
-
-
-def _parts(item: ShownCompletion) -> str:
-    parts = ", ".join(f"{html.escape(name)} {value:g}" for name, value in item.parts.items())
-    graded = "" if item.graded else ", not graded"
-    return f"<small>{parts}{graded}; {item.tokens} tokens, {html.escape(item.finish_reason)}</small>"

@@ -208,7 +208,7 @@ def test_both_pages_say_the_same_numbers(run: Run, tmp_path: Path) -> None:
         "<td>&lt;i&gt;4</td><td>&lt;u&gt;p1 1 of 2</td><td>0.50</td></tr>" in page
     )
     assert f"src='{data_uri(tmp_path / 'curves.png')}'" in page
-    assert "&quot;name&quot;: &quot;grpo-geo3k-tiny&quot;" in page
+    assert "&#34;name&#34;: &#34;grpo-geo3k-tiny&#34;" in page
 
 
 def test_a_long_text_is_cut_on_both_pages(run: Run, tmp_path: Path) -> None:
