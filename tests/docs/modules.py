@@ -62,6 +62,12 @@ def check_rlflow(words: Sequence[str]) -> dict[str, Any]:
     """
     said = io.StringIO()
     commands: Any = get_command(app)
+    if words[0].startswith("-"):  # such options act while they are parsed
+        if words[0] not in {
+            name for item in commands.get_params(commands.context_class(commands)) for name in item.opts
+        }:
+            raise Finding(f"rlflow has no option {words[0]}")
+        return {}
     try:
         with redirect_stderr(said), commands.make_context("rlflow", list(words)) as context:
             name, command, rest = commands.resolve_command(context, [*context._protected_args, *context.args])

@@ -121,6 +121,7 @@ def test_the_tutorial_is_run_in_order() -> None:
         ),
         (".venv/bin/rlflow deploy rayjobs grpo-geo3k", "'rayjobs' is not one of 'rayjob'"),
         (".venv/bin/rlflow deploy rayjob grpo-geo4k", "no experiment 'grpo-geo4k'"),
+        (".venv/bin/rlflow --hlep", "rlflow has no option --hlep"),
         (".venv/bin/rlflow lineage", "Missing argument 'MODEL'"),
         (".venv/bin/rlflow migrate easyr2 config.yaml", "'easyr2' is not one of 'easyr1', 'verl'"),
         (".venv/bin/python -m rlcore.jobs.segment start --spec=x", "has no option --spec"),
