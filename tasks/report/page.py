@@ -190,7 +190,8 @@ def _results(before: EvalReport, after: EvalReport) -> list[tuple[str, str, str]
         ("cut at the length limit", f"{before.truncated:.3f}", f"{after.truncated:.3f}"),
         (
             "problems x samples",
-            *(f"{item.num_problems} x {item.samples_per_problem}" for item in (before, after)),
+            f"{before.num_problems} x {before.samples_per_problem}",
+            f"{after.num_problems} x {after.samples_per_problem}",
         ),
     ]
 
