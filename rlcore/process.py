@@ -1,4 +1,5 @@
-"""Processes: a quick start with torch and vLLM, stack traces on a signal, kills for memory, work in a thread."""
+"""Processes: a quick start with torch and vLLM, stack traces on a signal, kills for memory, work in a thread, seconds
+per phase."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import faulthandler
 import gc
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -115,3 +117,32 @@ def in_background(work: Callable[[], T]) -> Future[T]:
 
     Thread(target=run, daemon=True, name="beside the training").start()
     return future
+
+
+class Clock:
+    """``with clock("generate"): ...`` adds to ``seconds["generate"]``; ``seconds["step"]`` counts from construction."""
+
+    def __init__(self) -> None:
+        self._start = time.perf_counter()
+        self._phases: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.note(phase, time.perf_counter() - start)
+
+    def note(self, phase: str, seconds: float) -> None:
+        """Add seconds that a phase took beside the others."""
+        self._phases[phase] = self._phases.get(phase, 0.0) + seconds
+
+    def move(self, seconds: float, phase: str, to: str) -> None:
+        """Count seconds of one phase as another's."""
+        self.note(phase, -seconds)
+        self.note(to, seconds)
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        return {**self._phases, "step": time.perf_counter() - self._start}

@@ -59,16 +59,45 @@ class Problem:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Turn:
+    """Consecutive tokens of a completion with one author: the policy or, if ``given``, the environment."""
+
+    token_ids: Ints  # [T], of the policy's last turn with the first EOS
+    logprobs: Floats  # [T], of the distribution sampled from (after temperature, top-p and top-k); 0 for given tokens
+    given: bool = False  # never trained on
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Completion:
     """One sampled answer."""
 
-    token_ids: Ints  # [C], the first EOS included
-    logprobs: Floats  # [C], of the distribution sampled from (after temperature, top-p and top-k)
+    turns: tuple[Turn, ...]  # today exactly one, the policy's
     text: str  # special tokens removed
     finish_reason: FinishReason
     policy_version: (
         int  # number of optimizer steps behind the weights that sampled it, its first token where they differ
     )
+
+    @classmethod
+    def one_turn(
+        cls, token_ids: Ints, logprobs: Floats, text: str, finish_reason: FinishReason, policy_version: int
+    ) -> Completion:
+        return cls((Turn(token_ids, logprobs),), text, finish_reason, policy_version)
+
+    @property
+    def token_ids(self) -> Ints:
+        """[C], of all turns."""
+        return self.turns[0].token_ids if len(self.turns) == 1 else np.concatenate([t.token_ids for t in self.turns])
+
+    @property
+    def logprobs(self) -> Floats:
+        """[C], as the turns'."""
+        return self.turns[0].logprobs if len(self.turns) == 1 else np.concatenate([t.logprobs for t in self.turns])
+
+    @property
+    def by_policy(self) -> Bools:
+        """[C], True on the tokens that the policy wrote."""
+        return np.concatenate([np.full(len(turn.token_ids), not turn.given) for turn in self.turns])
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,15 +113,6 @@ class Score:
 class Rollout:
     completion: Completion
     score: Score
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class RolloutGroup:
-    """The G scored completions of one problem."""
-
-    problem: Problem
-    prompt_token_ids: Ints  # [P], every image expanded to its image-token count
-    rollouts: tuple[Rollout, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -5,7 +5,7 @@ Formulas, sources and differences to other trainers: docs/algorithms.md.
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -245,15 +245,27 @@ ImportanceCorrection = Annotated[
 
 
 class DynamicSamplingConfig(Frozen):
-    """Groups without signal are replaced until the step is full; surplus groups wait in the checkpointed buffer."""
+    """Groups without signal are replaced until the batch is full; surplus groups wait, in the checkpoint too."""
 
     max_rounds: int = Field(10, ge=1)
-    """Rollout batches generated for one step at most."""
+    """How often new groups are sampled for one rollout batch, at most."""
     if_short: Literal["fill", "fail"] = "fill"
-    """After max_rounds: fill the step with groups without signal, which add exactly 0, or end the run."""
-    max_staleness: int = Field(1, ge=0)
-    """Optimizer steps between the policy that sampled a buffered group and the one that trains on it, at most;
-    older groups are dropped and counted. 0 keeps no buffer."""
+    """After max_rounds: fill the batch with groups without signal, which add exactly 0, or end the run."""
+    surplus_staleness: int = Field(1, ge=0)
+    """Policy versions (rollout batches) between the policy that sampled a surplus group and the one that trains on it,
+    at most; older groups are dropped and counted. 0 keeps no surplus. training.max_staleness above 0 is the bound for
+    surplus groups too."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _max_staleness_is_renamed(cls, values: Any) -> Any:
+        if isinstance(values, dict) and "max_staleness" in values:
+            raise ValueError(
+                "algorithm.dynamic_sampling.max_staleness, in optimizer steps, is now "
+                "algorithm.dynamic_sampling.surplus_staleness, in policy versions (rollout batches): divide it by "
+                "training.updates_per_batch * training.passes_per_batch."
+            )
+        return values
 
 
 class AlgorithmConfig(Frozen):
@@ -273,4 +285,4 @@ class AlgorithmConfig(Frozen):
     recompute_old_logprobs: bool = False
     """With one update per rollout batch the old log-probs, of the policy that the batch's updates start from, are the
     new ones and the extra forward pass is skipped. True runs it all the same. Several updates, KL in the reward
-    and a buffer of stale groups always run it."""
+    and surplus groups of dynamic sampling always run it."""

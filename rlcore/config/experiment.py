@@ -271,7 +271,7 @@ def check_staleness(config: ExperimentConfig) -> None:
     stale, algorithm = config.training.max_staleness, config.algorithm
     if config.rollout.partial is not None:
         _check_partial(config, config.rollout.partial)
-    elif stale > 1:
+    elif stale > 1 and algorithm.dynamic_sampling is None:
         raise ValueError(
             f"training.max_staleness is {stale} and rollout.partial null: only one batch is sampled ahead. Set "
             "max_staleness to 0 or 1, or rollout.partial.tokens_per_round."
@@ -281,11 +281,6 @@ def check_staleness(config: ExperimentConfig) -> None:
             f"training.max_staleness is {stale} and algorithm.correction null: the policy that trains would take "
             "another policy's completions for its own. Set algorithm.correction.name to truncate or mask, or "
             "max_staleness to 0."
-        )
-    if stale and algorithm.dynamic_sampling is not None:
-        raise ValueError(
-            f"training.max_staleness is {stale} and algorithm.dynamic_sampling is set, which has a staleness of its "
-            "own: the two do not go together. Set one of them to 0 or null."
         )
 
 

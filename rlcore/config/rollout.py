@@ -3,29 +3,26 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from pydantic import Field
 
 from rlcore.config.base import Frozen
 
-if TYPE_CHECKING:
-    pass
-
 
 class PartialRolloutConfig(Frozen):
-    """No rollout batch waits for a long completion: a round draws at most so many tokens of each, and what has not
+    """No rollout batch waits for a long completion: a round samples at most so many tokens of each, and what has not
     ended is continued by the policy of the next batch, within training.max_staleness. Partial rollouts, Kimi k1.5,
     arXiv:2501.12599."""
 
     tokens_per_round: int = Field(ge=1)
-    """Tokens of each completion that one round draws, at most rollout.max_completion_tokens."""
+    """Tokens of each completion that one round samples, at most rollout.max_completion_tokens."""
     in_flight: float = Field(1.5, ge=1)
-    """Groups that are under way, or whole and waiting, per group of a rollout batch. Where rollout/rounds is above 1,
-    too few of them end within a round: more in flight need fewer rounds. At most the rollout batches that a group has
-    time for: training.max_staleness + 1, or training.max_staleness with one_ahead."""
+    """Groups that are being sampled, or have ended and wait, per group of a rollout batch. If rollout/rounds is above
+    1, too few of them end within a round: more in flight need fewer rounds. At most the rollout batches that a group
+    has time for: training.max_staleness + 1, or training.max_staleness with one_ahead."""
     one_ahead: bool = False
-    """Also sample each batch by the policy that the batch before it starts from, beside the training on that one where
+    """Also sample each batch by the policy that the batch before it starts from, while that one trains where
     resources.rollout_workers are set. Takes 1 of training.max_staleness."""
 
     def groups(self, problems_per_step: int) -> int:
@@ -71,4 +68,4 @@ class RolloutConfig(Frozen):
     enforce_eager: bool = False
     """GPU only: no CUDA graphs, which saves some memory and the time of capturing them."""
     partial: PartialRolloutConfig | None = None
-    """null: every completion is drawn to its end by the policy that began it."""
+    """null: every completion is sampled to its end by the policy that began it."""

@@ -21,10 +21,10 @@ class TrainingConfig(Frozen):
     """Times that a rollout batch is gone through. From the second optimizer step on a batch, the policy that trains is
     no longer the one that sampled, and ratios and clipping do their work."""
     max_staleness: int = Field(0, ge=0)
-    """Rollout batches between the policy that drew a sample's oldest token and the one that trains on it, at most. 1:
-    batch t + 1 is sampled by the policy that batch t starts from, beside the training on batch t where
-    resources.rollout_workers are set. With rollout.partial: what a completion that is carried over may reach. The
-    difference of the policies is weighted by algorithm.correction."""
+    """Policy versions (rollout batches) between the policy that sampled a sample's oldest token and the one that trains
+    on it, at most. Above 0 without rollout.partial: batch t + 1 is sampled by the policy that batch t starts from,
+    while batch t trains where resources.rollout_workers are set. With rollout.partial: what a completion that is
+    carried over may reach. algorithm.correction weighs the difference of the policies."""
     tokens_per_microbatch: int = Field(16384, ge=1)
     """Packed tokens per forward pass and worker. Changes memory and speed, never the gradient."""
     sequence_parallel: int = Field(1, ge=1)

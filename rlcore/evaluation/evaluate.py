@@ -19,7 +19,7 @@ from rlcore.errors import RewardError
 from rlcore.evaluation.intervals import bootstrap_interval
 from rlcore.files import write_atomically
 from rlcore.ports import Grader, Sampler, SampleRequest
-from rlcore.rollout.collect import in_order
+from rlcore.rollout.groups import in_order
 from rlcore.types import Completion, FinishReason, Problem, Score
 
 

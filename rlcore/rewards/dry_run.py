@@ -69,7 +69,7 @@ def _texts(problem: Problem) -> tuple[str, str, str]:
 
 def _completion(text: str, max_tokens: int) -> Completion:
     tokens = min(max_tokens, -(-len(text) // 4))
-    return Completion(
+    return Completion.one_turn(
         token_ids=np.zeros(tokens, np.int32),
         logprobs=np.zeros(tokens, np.float32),
         text=text,

@@ -1,75 +1,408 @@
-"""From problems to scored groups, and from groups to training samples."""
+"""The one loop that fills a rollout batch: sample, grade while sampling, admit to training, add log-probs.
+
+What is sampled and trained when is decided in ``schedule.py``.
+"""
 
 from __future__ import annotations
 
-import hashlib
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Protocol
 
-import numpy as np
-
-from rlcore.ports import SampledGroup, SampleRequest
-from rlcore.types import Completion, Ints, Problem, Rollout, RolloutGroup, Score, TrainingSample
-
-
-def sample_requests(problems: Sequence[Problem], group_size: int, *, seed: int, batch: str) -> list[SampleRequest]:
-    """One request per problem; its seed depends on (run seed, rollout batch, problem, how often the problem was among
-    those before it) and nothing else."""
-    return [
-        SampleRequest(p, group_size, sampling_seed(seed, batch_key(batch, occurrence), p.problem_id))
-        for p, occurrence in zip(problems, occurrences(p.problem_id for p in problems), strict=True)
-    ]
-
-
-def occurrences(ids: Iterable[str]) -> list[int]:
-    """How often each id was among those before it."""
-    seen: Counter[str] = Counter()
-    found = []
-    for id_ in ids:
-        found.append(seen[id_])
-        seen[id_] += 1
-    return found
+from rlcore.adjustments import Adjustments
+from rlcore.config import ExperimentConfig
+from rlcore.config.algorithm import RemaxAdvantage
+from rlcore.data.curriculum import next_problems
+from rlcore.data.stream import ProblemStream
+from rlcore.distributed.group import WorkerGroup
+from rlcore.errors import StarvedError, UngradedError
+from rlcore.ports import Grader, SampleRequest
+from rlcore.process import Clock, in_background
+from rlcore.rollout.advantages import has_signal
+from rlcore.rollout.groups import Group, new_groups
+from rlcore.rollout.schedule import Schedule
+from rlcore.rollout.state import RolloutState
+from rlcore.types import Problem, Score, TrainingSample
 
 
-def batch_key(batch: str, occurrence: int) -> str:
-    """A problem that is in a batch again is sampled with another seed, or its completions would be the same."""
-    return f"{batch}#{occurrence}" if occurrence else batch
+class RolloutRun(Protocol):
+    """What this module needs of a training run."""
+
+    @property
+    def config(self) -> ExperimentConfig: ...
+    @property
+    def problems(self) -> Sequence[Problem]: ...
+    @property
+    def workers(self) -> WorkerGroup: ...
+    @property
+    def grader(self) -> Grader: ...
+    @property
+    def adjustments(self) -> Adjustments: ...
 
 
-def sampling_seed(seed: int, batch: str, problem_id: str) -> int:
-    """31 bits. vLLM gives completion i of a request this seed + i, so completions of a group differ."""
-    digest = hashlib.sha256(f"{seed}/{batch}/{problem_id}".encode()).digest()
-    return int.from_bytes(digest[:4], "big") >> 1
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """What the sampler did during one batch, and what was wasted."""
+
+    rounds: int = 0
+    tokens: int = 0  # of completions
+    continued: int = 0  # completions that an older policy had begun
+    dropped_stale: int = 0  # groups that would have been trained too late
+
+    def __add__(self, other: Counts) -> Counts:
+        return Counts(
+            self.rounds + other.rounds,
+            self.tokens + other.tokens,
+            self.continued + other.continued,
+            self.dropped_stale + other.dropped_stale,
+        )
 
 
-def in_order(ended: Iterable[Mapping[int, SampledGroup]]) -> list[SampledGroup]:
-    """Everything that a sampler yields, in the order of the requests."""
-    groups = {index: group for some in ended for index, group in some.items()}
-    return [groups[index] for index in sorted(groups)]
+@dataclass(frozen=True, slots=True, eq=False)
+class RolloutBatch:
+    """The groups to train on, and what became of everything that was sampled for them."""
+
+    groups: Sequence[Group]
+    generated: Sequence[Group]  # kept or not; empty where surplus groups alone fill the batch
+    counts: Counts
+    rollouts: RolloutState  # without these groups
+    age_max: int = 0  # policy versions between the oldest token and the policy that trains on it
+    stale: bool = False  # the sampler's log-probs are those of older policies
+    filled: int = 0  # groups without signal that take the place of groups with signal
+    from_buffer: int = 0  # surplus groups of earlier batches
+    following: Future[Filled] | None = None  # the batch that is sampled ahead
 
 
-def to_sample(
-    problem: Problem, prompt: Ints, completion: Completion, *, mask_truncated: bool = False
-) -> TrainingSample:
-    """Prompt and completion as one sequence; its advantages are not known yet.
+@dataclass(frozen=True, slots=True, eq=False)
+class Filled:
+    """The state once enough groups are ready for a batch: these come first among its groups."""
 
-    Args:
-        mask_truncated: train no token of a completion that was cut at its budget.
+    state: RolloutState
+    counts: Counts
+    generated: Sequence[Group] = ()  # by dynamic sampling: groups with signal, then groups without
+    gradings: Sequence[Grading] = ()  # not waited for yet
+    ungraded: Collection[tuple[str, int]] = ()  # keys of the ready groups whose scores nobody has looked at
+    seconds: float = 0.0  # of sampling while the batch before was trained; 0 without prefetching on other devices
+
+    def without(self, size: int) -> RolloutState:
+        """The state after a batch of ``size`` groups has been taken from it."""
+        return replace(self.state, groups=self.state.groups[size:])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Grading:
+    """Completions that ended at the same time, and their scores, which may not be there yet."""
+
+    places: list[tuple[tuple[str, int], int | None]]  # key of the group, and which completion; None: the baseline
+    scores: Future[list[Score]]
+
+
+def collect(run: RolloutRun, state: RolloutState, step: int, clock: Clock) -> RolloutBatch:
+    """The rollout batch to train on after ``step`` optimizer steps. With prefetching, the next batch is started too.
+
+    Raises:
+        StarvedError: dynamic sampling gave too few groups with signal, and the config says to end the run then.
+        UngradedError: more of the groups than the config allows could not be graded.
     """
-    answer = completion.token_ids
-    is_answer = np.arange(len(prompt) + len(answer)) >= len(prompt)
-    sampler_logprobs = np.zeros(len(is_answer), np.float32)
-    sampler_logprobs[is_answer] = completion.logprobs
-    truncated = mask_truncated and completion.finish_reason == "length"
-    return TrainingSample(
-        token_ids=np.concatenate([prompt, answer]),
-        loss_mask=is_answer & np.bool_(not truncated),
-        sampler_logprobs=sampler_logprobs,
-        images=problem.images,
-        policy_version=completion.policy_version,
+    schedule = Schedule.of(run.config)
+    filled = _fill(run, schedule, state, clock, step=step, version=step)
+    following = None
+    if schedule.prefetch:
+        filled = _graded(run, filled, clock)
+        following = _prefetch(run, schedule, filled.without(schedule.size), clock, step)
+    if not (schedule.prefetch and run.workers.apart):
+        with clock("generate"):
+            run.workers.release_sampler()
+    filled = _graded(run, _with_policy_logprobs(run, schedule, filled, clock), clock)  # grading goes on meanwhile
+    groups = filled.state.groups[: schedule.size]
+    age = max(schedule.age(group, step) for group in groups)
+    return RolloutBatch(
+        groups,
+        filled.generated if schedule.needs_signal else groups,
+        filled.counts,
+        filled.without(schedule.size),
+        age_max=age,
+        stale=schedule.asynchronous and age > 0,
+        filled=sum(not has_signal(group, run.config.algorithm) for group in groups) if schedule.needs_signal else 0,
+        from_buffer=sum(group.surplus for group in groups),
+        following=following,
     )
 
 
-def to_group(problem: Problem, sampled: SampledGroup, scores: Sequence[Score]) -> RolloutGroup:
-    rollouts = tuple(Rollout(c, s) for c, s in zip(sampled.completions, scores, strict=True))
-    return RolloutGroup(problem, sampled.prompt_token_ids, rollouts)
+def with_prefetched(batch: RolloutBatch, clock: Clock) -> RolloutBatch:
+    """The batch with the state that holds the next one, once that is sampled and graded: the sampler gets new weights
+    after this, and a checkpoint needs no policy that is gone.
+
+    Raises:
+        StarvedError, UngradedError: as ``collect``, for the next batch.
+    """
+    if batch.following is None:
+        return batch
+    with clock("wait_for_batch"):
+        following = batch.following.result()
+    if following.seconds:
+        clock.note("generate_beside", following.seconds)
+    return replace(
+        batch,
+        rollouts=following.state,
+        counts=batch.counts + following.counts,
+        generated=[*batch.generated, *following.generated],
+        following=None,
+    )
+
+
+def _prefetch(run: RolloutRun, schedule: Schedule, state: RolloutState, clock: Clock, step: int) -> Future[Filled]:
+    """Start the batch after the one for ``step``, with the same policy: while that one trains if the sampler has
+    devices of its own, else now."""
+    next_step = step + schedule.steps_per_version
+
+    def fill(clock: Clock) -> Filled:
+        return _graded(run, _fill(run, schedule, state, clock, step=next_step, version=step), clock)
+
+    def fill_beside() -> Filled:
+        own = Clock()
+        return replace(fill(own), seconds=own.seconds.get("generate", 0.0))
+
+    if run.workers.apart:
+        return in_background(fill_beside)
+    done: Future[Filled] = Future()
+    done.set_result(fill(clock))
+    return done
+
+
+def _fill(run: RolloutRun, schedule: Schedule, state: RolloutState, clock: Clock, *, step: int, version: int) -> Filled:
+    """Sample until a batch of groups is ready.
+
+    Args:
+        step: optimizer steps before the batch is trained.
+        version: of the policy that samples.
+    """
+    algorithm = run.config.algorithm
+    admit = partial(Group.admitted, mask_truncated=algorithm.mask_truncated)
+    usable = [group for group in state.groups if schedule.usable(group, step)]
+    waiting = [group for group in usable if group.state != "ready"]
+    ready = [group for group in usable if group.state == "ready"]
+    if schedule.asynchronous:  # log-probs are taken when the groups train
+        ready = [admit(group) for group in ready]
+    before, needed = len(ready), schedule.size - len(ready)
+    counts = Counts(dropped_stale=len(state.groups) - len(usable))
+    if needed > 0:
+        counts += Counts(continued=sum(len(group.unfinished) for group in waiting))
+    gradings: list[Grading] = []
+    with_signal: list[Group] = []
+    without_signal: list[Group] = []
+    for attempt in range(schedule.max_attempts):
+        room = schedule.size - len(ready)
+        if room <= 0:
+            break
+        batch, others = f"{step}+{attempt}" if attempt else str(step), [*ready, *waiting, *without_signal]
+        judged = {group.key for group in waiting if not group.unfinished}
+        state, new = _next_groups(run, state, schedule.missing(len(ready) + len(waiting)), batch, others, version)
+        first = schedule.due(ready, [*waiting, *new], step)
+        waiting, sampled = _sample(run, schedule, [*waiting, *new], first, room, step, gradings, clock)
+        counts += sampled
+        if schedule.needs_signal:
+            waiting, gradings = _scored(waiting, gradings, clock), []
+            ended = [admit(group) for group in waiting if not group.unfinished and group.key not in judged]
+            state = _judged(run, state, ended)
+            replaced = {group.key for group in ended if not has_signal(group, algorithm)}
+            with_signal += [group for group in ended if group.key not in replaced]
+            without_signal += [group for group in ended if group.key in replaced]
+            waiting = [group for group in waiting if group.key not in replaced]
+        places = schedule.chosen(waiting, room)
+        ready += [admit(waiting[place]) for place in places]
+        waiting = [group for place, group in enumerate(waiting) if place not in places]
+    short = max(0, schedule.size - len(ready))
+    if short and not schedule.fills:
+        raise StarvedError(
+            f"step {step + 1}: {len(with_signal) + len(without_signal)} groups in {counts.rounds} rounds gave "
+            f"{len(with_signal)} with signal, and {needed} were needed. Raise algorithm.dynamic_sampling.max_rounds, "
+            "take easier or harder problems, or set algorithm.dynamic_sampling.if_short to fill."
+        )
+    ready += without_signal[:short]
+    surplus = [replace(group, surplus=True) for group in ready[schedule.size :]] if schedule.keeps_surplus else []
+    return Filled(
+        replace(state, groups=(*ready[: schedule.size], *surplus, *waiting)),
+        counts,
+        generated=[*with_signal, *without_signal],
+        gradings=gradings,
+        ungraded=() if schedule.needs_signal else {group.key for group in ready[before:]},
+    )
+
+
+def _next_groups(
+    run: RolloutRun, state: RolloutState, count: int, batch: str, others: Sequence[Group], version: int
+) -> tuple[RolloutState, list[Group]]:
+    """New groups of the next problems of the stream.
+
+    Args:
+        others: groups whose problems are not taken as long as there are others.
+    """
+    data, epoch = run.config.data, state.problems_seen // len(run.problems)
+    stream = ProblemStream.at(
+        {"num_problems": len(run.problems), "seed": data.shuffle_seed, "position": state.problems_seen}
+    )
+    avoid = {group.index for group in others}
+    found = next_problems(stream, count, state.pass_rates, data.curriculum, postponed=state.postponed, avoid=avoid)
+    groups = new_groups(
+        [(index, run.problems[index]) for index in found.indices],
+        run.config.rollout.group_size,
+        batch=batch,
+        epoch=epoch,
+        policy_version=version,
+        taken=[group.key for group in others],
+    )
+    return replace(state, problems_seen=stream.taken, postponed=found.postponed), groups
+
+
+def _sample(
+    run: RolloutRun,
+    schedule: Schedule,
+    groups: Sequence[Group],
+    first: int,
+    room: int,
+    step: int,
+    gradings: list[Grading],
+    clock: Clock,
+) -> tuple[list[Group], Counts]:
+    """Rounds until ``room`` groups have ended. A round adds at most ``tokens_per_round`` tokens to each completion,
+    but samples the ``first`` groups to their ends. What has ended is submitted to the grader at once.
+    """
+    seed = run.adjustments.seed(step + 1, run.config.seed)
+    current, counts = {group.key: group for group in groups}, Counts()
+    while counts.rounds == 0 or sum(not group.unfinished for group in current.values()) < room:
+        asked: list[tuple[Group, tuple[int, ...] | None, SampleRequest]] = []
+        for place, group in enumerate(current.values()):
+            budget = None if place < first else schedule.tokens_per_round
+            asked += [(group, which, request) for which, request in group.requests(seed, budget)]
+        if isinstance(run.config.algorithm.advantage, RemaxAdvantage):
+            begun = [group for group in current.values() if group.state == "new"]
+            asked += [(group, None, SampleRequest(group.problem, 1, 0, greedy=True)) for group in begun]
+        tokens = 0
+        with clock("generate"):
+            for answers in run.workers.generate([request for _, _, request in asked]):
+                places: list[tuple[tuple[str, int], int | None]] = []
+                completions = []
+                for number, answer in answers.items():
+                    key, which = asked[number][0].key, asked[number][1]
+                    tokens += sum(len(piece.token_ids) for piece in answer.completions)
+                    if which is None:
+                        places.append((key, None))
+                        completions.append(answer.completions[0])
+                        continue
+                    group = current[key] = current[key].continued(answer, which)
+                    ended = [i for i in which if i not in group.unfinished]
+                    places += [(key, i) for i in ended]
+                    completions += [group.completions[i] for i in ended]
+                if places:
+                    problems = [current[key].problem for key, _ in places]
+                    gradings.append(Grading(places, run.grader.submit(problems, completions)))
+        counts += Counts(rounds=1, tokens=tokens)
+    return list(current.values()), counts
+
+
+def _graded(run: RolloutRun, filled: Filled, clock: Clock) -> Filled:
+    """With all scores, once the grader has finished."""
+    if not filled.ungraded:
+        return filled
+    groups = _scored(filled.state.groups, filled.gradings, clock)
+    state = _judged(run, filled.state, [group for group in groups if group.key in filled.ungraded])
+    return replace(filled, state=replace(state, groups=tuple(groups)), gradings=(), ungraded=())
+
+
+def _scored(groups: Sequence[Group], gradings: Sequence[Grading], clock: Clock) -> list[Group]:
+    with clock("reward"):  # only what grading takes longer than sampling
+        results = [(grading.places, grading.scores.result()) for grading in gradings]
+    scores: defaultdict[tuple[str, int], dict[int | None, Score]] = defaultdict(dict)
+    for places, values in results:
+        for (key, which), score in zip(places, values, strict=True):
+            scores[key][which] = score
+    return [group.scored(scores[group.key]) if group.key in scores else group for group in groups]
+
+
+def _judged(run: RolloutRun, state: RolloutState, groups: Sequence[Group]) -> RolloutState:
+    """The state with the pass rates of newly graded groups, in the order of the stream.
+
+    Raises:
+        UngradedError: too few of them could be graded.
+    """
+    baselines = [group.baseline for group in groups if group.baseline is not None]
+    scores = [rollout.score for group in groups for rollout in group.rollouts]
+    require_graded([*scores, *baselines], run.config.reward.max_ungraded_share, run.grader)
+    return state if run.config.data.curriculum is None else state.with_pass_rates(groups)
+
+
+def require_graded(scores: Sequence[Score], max_share: float, grader: Grader) -> None:
+    """
+    Raises:
+        UngradedError: more than ``max_share`` of ``scores`` are ungraded.
+    """
+    ungraded = sum(not score.graded for score in scores)
+    if ungraded > max_share * len(scores):
+        last = "\n- ".join(grader.last_failures())
+        raise UngradedError(
+            f"{ungraded} of {len(scores)} completions could not be graded, allowed is a share of {max_share:g} "
+            f"(reward.max_ungraded_share). The last ones:\n- {last}\nMend the reward, give it more "
+            "reward.deadline_seconds or reward.processes, or raise the share."
+        )
+
+
+def _with_policy_logprobs(run: RolloutRun, schedule: Schedule, filled: Filled, clock: Clock) -> Filled:
+    """With old and reference log-probs for the batch, and for its surplus unless that is corrected when it trains."""
+    batch, rest = filled.state.groups[: schedule.size], filled.state.groups[schedule.size :]
+    groups = _scored_by_policies(run, batch, clock, run.config.training.updates_per_batch)
+    if not schedule.asynchronous and rest:
+        groups += _scored_by_policies(run, rest, clock, 1)
+    else:
+        groups += rest
+    return replace(filled, state=replace(filled.state, groups=tuple(groups)))
+
+
+def _scored_by_policies(run: RolloutRun, groups: Sequence[Group], clock: Clock, parts: int) -> list[Group]:
+    """Groups whose samples have old and reference log-probs, as far as the config needs them. Samples that have them
+    keep them: they are those of the policy that sampled.
+
+    Args:
+        parts: optimizer steps that the groups are split into.
+    """
+    samples: Sequence[TrainingSample] = [sample for group in groups for sample in group.samples]
+    with clock("old_logprobs"):
+        if needs_old_logprobs(run.config):
+            samples = [sample for part in split(samples, parts) for sample in _with_old_logprobs(run, part)]
+    with clock("ref_logprobs"):
+        missing = [sample for sample in samples if sample.ref_logprobs is None]
+        if run.config.algorithm.kl.coefficient > 0 and missing:
+            reference = iter(run.workers.reference_logprobs(missing))
+            samples = [
+                s if s.ref_logprobs is not None else replace(s, ref_logprobs=next(reference).logprobs) for s in samples
+            ]
+    rest = iter(samples)
+    return [replace(group, samples=tuple(next(rest) for _ in group.samples)) for group in groups]
+
+
+def _with_old_logprobs(run: RolloutRun, update: Sequence[TrainingSample]) -> Sequence[TrainingSample]:
+    """The samples of one update. All of them go through the pass, also those whose values stay: the microbatches are
+    then those of the update, so that its ratio starts at exactly 1."""
+    if all(sample.old_logprobs is not None for sample in update):
+        return update
+    return [
+        s if s.old_logprobs is not None else replace(s, old_logprobs=scored.logprobs, log_kept=scored.log_kept)
+        for s, scored in zip(update, run.workers.logprobs(update), strict=True)
+    ]
+
+
+def needs_old_logprobs(config: ExperimentConfig) -> bool:
+    """Whether the policy that updates may be another than the one that sampled, or its log-probs are needed first."""
+    schedule, algorithm = Schedule.of(config), config.algorithm
+    surplus = schedule.needs_signal and schedule.keeps_surplus and not schedule.asynchronous
+    kl_in_reward = algorithm.kl.place == "reward" and algorithm.kl.coefficient > 0
+    return config.training.steps_per_batch > 1 or surplus or kl_in_reward or algorithm.recompute_old_logprobs
+
+
+def split(samples: Sequence[TrainingSample], parts: int) -> list[Sequence[TrainingSample]]:
+    """Equal parts in order; whole groups, because ``parts`` divides the problems of a batch."""
+    size = len(samples) // parts
+    return [samples[start : start + size] for start in range(0, len(samples), size)]

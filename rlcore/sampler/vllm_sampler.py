@@ -107,7 +107,7 @@ class VllmSampler:
     def _completion(self, request: SampleRequest, done: Decoded, text: str) -> Completion:
         more = len(request.drawn) + len(done.token_ids) < self._budget
         cut = done.finish_reason == "length" and len(done.token_ids) == request.max_tokens and more
-        return Completion(
+        return Completion.one_turn(
             token_ids=done.token_ids,
             logprobs=done.logprobs,
             text=text,

@@ -9,7 +9,7 @@ from pathlib import Path
 from rlcore.config import TrainingConfig
 from rlcore.errors import StorageError
 from rlcore.files import write_json_atomically
-from rlcore.types import RolloutGroup
+from rlcore.rollout.groups import Group
 
 PROBLEMS_KEPT = 2
 
@@ -22,11 +22,11 @@ class BatchLog:
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
 
-    def __call__(self, step: int, generated: Sequence[RolloutGroup], trained: Sequence[RolloutGroup]) -> None:
+    def __call__(self, step: int, generated: Sequence[Group], trained: Sequence[Group]) -> None:
         write_trained(self._run_dir, step, [group.problem.problem_id for group in trained])
         self._write_samples(step, generated)
 
-    def _write_samples(self, step: int, groups: Sequence[RolloutGroup]) -> None:
+    def _write_samples(self, step: int, groups: Sequence[Group]) -> None:
         rows = [
             {
                 "problem_id": group.problem.problem_id,

@@ -25,7 +25,7 @@ from rlcore.segment.resume import ResumePoint, read_segments
 from rlcore.segment.retention import pinned
 from rlcore.segment.spec import SegmentEnd, SegmentManifest, SegmentSpec, segment_path
 from rlcore.segment.store import LocalCheckpointStore
-from rlcore.training.state import TrainState
+from rlcore.training.run import TrainState
 
 logger = logging.getLogger(__name__)
 _POLL_SECONDS = 0.05

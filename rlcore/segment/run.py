@@ -32,8 +32,7 @@ from rlcore.specs import JobError
 
 if TYPE_CHECKING:
     from rlcore.segment.checkpointing import Checkpointer, CheckpointSeconds
-    from rlcore.training.run import TrainingRun
-    from rlcore.training.state import TrainState
+    from rlcore.training.run import TrainingRun, TrainState
 
 logger = logging.getLogger(__name__)
 _RENEW_SECONDS = 1.0
@@ -171,7 +170,7 @@ def _train_segments(spec: SegmentSpec, stop: StopRequest, lease: Lease) -> int:
 
 def _restored(run: TrainingRun, store: LocalCheckpointStore, start: ResumePoint) -> TrainState:
     """The state to go on from, its weights in the workers."""
-    from rlcore.training.state import TrainState
+    from rlcore.training.run import TrainState
 
     if start.checkpoint is None:
         return TrainState()

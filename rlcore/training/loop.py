@@ -18,9 +18,9 @@ from rlcore.config import TrainingConfig
 from rlcore.config.algorithm import KlConfig
 from rlcore.errors import DivergedError
 from rlcore.flops import NOTHING
-from rlcore.training.advantages import attach_advantages
-from rlcore.training.clock import Clock
-from rlcore.training.collection import collect, split, with_following
+from rlcore.process import Clock
+from rlcore.rollout.advantages import attach_advantages
+from rlcore.rollout.collect import collect, split, with_prefetched
 from rlcore.training.metrics import (
     collection_metrics,
     mismatch_alarm,
@@ -28,20 +28,19 @@ from rlcore.training.metrics import (
     rollout_metrics,
     update_metrics,
 )
-from rlcore.training.run import TrainingRun
-from rlcore.training.state import TrainState
+from rlcore.training.run import TrainingRun, TrainState
 
 
 def train(run: TrainingRun, state: TrainState, *, until_step: int, should_stop: Callable[[], bool]) -> TrainState:
     """Train from ``state`` to ``until_step`` optimizer steps, or to the end of the batch in which
     ``should_stop`` turns true. The sampler must hold the weights of ``state.step``.
 
-    With ``training.max_staleness`` the next batch is sampled while this one trains, by the policy that it starts from;
-    or, with ``rollout.partial``, what was too long for this batch is continued in the next.
+    ``rlcore/rollout/schedule.py`` decides what is sampled and trained when: only groups with signal, one batch ahead,
+    completions that are continued in the next batch.
 
     Raises:
         DivergedError: non-finite gradients in more consecutive steps than the config allows.
-        StarvedError: dynamic sampling found too few groups with signal, and the config says to end the run then.
+        StarvedError: dynamic sampling gave too few groups with signal, and the config says to end the run then.
         UngradedError: more of a rollout batch than the config allows could not be graded.
     """
     config, workers = run.config, run.workers
@@ -51,8 +50,9 @@ def train(run: TrainingRun, state: TrainState, *, until_step: int, should_stop: 
     while state.step < until_step and not should_stop():
         clock = Clock()
         kl_coefficient = kl.coefficient if state.kl_coefficient is None else state.kl_coefficient
-        collected, state = collect(run, state, clock)
-        advantages = attach_advantages(collected.groups, config.algorithm, kl_coefficient=kl_coefficient)
+        batch = collect(run, state.rollouts, state.step, clock)
+        state = replace(state, rollouts=batch.rollouts)
+        advantages = attach_advantages(batch.groups, config.algorithm, kl_coefficient=kl_coefficient)
 
         metrics: list[dict[str, float]] = []
         work = NOTHING
@@ -64,7 +64,7 @@ def train(run: TrainingRun, state: TrainState, *, until_step: int, should_stop: 
             work += workers.work(part)
             streak = state.nonfinite_in_a_row + 1 if result.skipped else 0
             state = replace(state, step=state.step + 1, nonfinite_in_a_row=streak)
-            found = update_metrics(result, kl_coefficient, alarm_above=alarm_above, stale=collected.stale)
+            found = update_metrics(result, kl_coefficient, alarm_above=alarm_above, stale=batch.stale)
             metrics.append(found | {"optim/learning_rate": rate})
             if streak > training.max_nonfinite_steps:
                 break
@@ -72,18 +72,17 @@ def train(run: TrainingRun, state: TrainState, *, until_step: int, should_stop: 
         if not diverged:
             kls = [m["loss/kl_ref"] for m in metrics] if advantages.kl_penalty is None else [advantages.kl_penalty]
             state = replace(state, kl_coefficient=adapted(kl, kl_coefficient, kls, len(advantages.samples)))
-            state, collected = with_following(state, collected, clock)
+            batch = with_prefetched(batch, clock)
+            state = replace(state, rollouts=batch.rollouts)
             with clock("weight_sync"):
                 waking = workers.sync_weights(state.step)
             clock.move(waking, "weight_sync", "wake")
 
-        drawn, peak = collected.drawn.tokens, workers.peak_memory_bytes()
-        metrics[-1] |= rollout_metrics(collected.generated, config.algorithm, drawn, clock.seconds, peak)
+        sampled, peak = batch.counts.tokens, workers.peak_memory_bytes()
+        metrics[-1] |= rollout_metrics(batch.generated, config.algorithm, sampled, clock.seconds, peak)
         metrics[-1] |= performance_metrics(work, clock.seconds["update"], workers.size, workers.device_name)
-        metrics[-1] |= collection_metrics(collected, advantages, state)
-        run.on_batch(
-            last_step, *([scored.group for scored in groups] for groups in (collected.generated, collected.groups))
-        )
+        metrics[-1] |= collection_metrics(batch, advantages)
+        run.on_batch(last_step, batch.generated, batch.groups)
         for step, values in enumerate(metrics, start=state.step - len(metrics) + 1):
             run.sink.step(step, values)
         if diverged:  # only now, so that the journal holds the steps that explain it

@@ -27,10 +27,10 @@ from rlcore.algorithms.objective import UpdateResult
 from rlcore.algorithms.outcomes import GroupOutcome, count_outcomes, group_outcome
 from rlcore.config import AlgorithmConfig, ExperimentConfig
 from rlcore.flops import Work, utilisation
-from rlcore.training.advantages import ScoredGroup, StepAdvantages
-from rlcore.training.run import Collected
-from rlcore.training.state import TrainState
-from rlcore.types import RolloutGroup, Score
+from rlcore.rollout.advantages import StepAdvantages, has_signal
+from rlcore.rollout.collect import RolloutBatch
+from rlcore.rollout.groups import Group
+from rlcore.types import Score
 
 
 def mismatch_alarm(config: ExperimentConfig, device: str) -> float:
@@ -95,24 +95,25 @@ def performance_metrics(work: Work, seconds: float, devices: int, device_name: s
     return found if mfu is None else {**found, "perf/update_mfu": mfu}
 
 
-def collection_metrics(collected: Collected, advantages: StepAdvantages, state: TrainState) -> dict[str, float]:
+def collection_metrics(batch: RolloutBatch, advantages: StepAdvantages) -> dict[str, float]:
     """What was kept of what was generated, and what the trained groups were worth."""
-    scores = [rollout.score for group in collected.groups for rollout in group.group.rollouts]
+    waiting = batch.rollouts.groups
+    scores = [rollout.score for group in batch.groups for rollout in group.rollouts]
     rewards = [score.reward for score in scores if score.graded]
     found = {
         **({"reward/trained_mean": float(np.mean(rewards))} if rewards else {}),
         "rollout/trained_zero_signal": 1 - sum(advantages.signal) / len(advantages.signal),
-        "rollout/groups_generated": float(len(collected.generated)),
-        "rollout/groups_trained": float(len(collected.groups)),
-        "rollout/groups_filled": float(collected.filled),
-        "rollout/groups_from_buffer": float(collected.from_buffer),
-        "rollout/groups_buffered": float(len(state.buffer)),
-        "rollout/groups_in_flight": float(len(state.in_flight)),
-        "rollout/groups_dropped_stale": float(collected.drawn.dropped_stale),
-        "rollout/rounds": float(collected.drawn.rounds),
-        "rollout/completions_continued": float(collected.drawn.continued),
-        "rollout/policy_age_max": float(collected.age_max),
-        "rollout/problems_seen": float(state.problems_seen),
+        "rollout/groups_generated": float(len(batch.generated)),
+        "rollout/groups_trained": float(len(batch.groups)),
+        "rollout/groups_filled": float(batch.filled),
+        "rollout/groups_from_buffer": float(batch.from_buffer),
+        "rollout/groups_buffered": float(sum(group.surplus for group in waiting)),
+        "rollout/groups_in_flight": float(sum(group.state != "ready" for group in waiting)),
+        "rollout/groups_dropped_stale": float(batch.counts.dropped_stale),
+        "rollout/rounds": float(batch.counts.rounds),
+        "rollout/completions_continued": float(batch.counts.continued),
+        "rollout/policy_age_max": float(batch.age_max),
+        "rollout/problems_seen": float(batch.rollouts.problems_seen),
     }
     if advantages.kl_penalty is not None:
         found["reward/kl_penalty"] = advantages.kl_penalty
@@ -120,9 +121,9 @@ def collection_metrics(collected: Collected, advantages: StepAdvantages, state: 
 
 
 def rollout_metrics(
-    groups: Sequence[ScoredGroup],
+    groups: Sequence[Group],
     algorithm: AlgorithmConfig,
-    drawn: int,
+    sampled: int,
     seconds: Mapping[str, float],
     peak_memory_bytes: int,
 ) -> dict[str, float]:
@@ -134,16 +135,16 @@ def rollout_metrics(
 
     Args:
         groups: that were generated for this step.
-        drawn: completion tokens, in the seconds of this step, of which ``generate_beside`` overlap with others.
+        sampled: completion tokens, in the seconds of this step, of which ``generate_beside`` overlap with others.
     """
     known = {f"time/{phase}": value for phase, value in seconds.items()}
     known["system/peak_memory_gib"] = peak_memory_bytes / 2**30
     if not groups:
         return known
-    rollouts = [rollout for scored in groups for rollout in scored.group.rollouts]
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
     lengths = np.array([len(r.completion.token_ids) for r in rollouts])
-    prompts = sum(len(scored.group.prompt_token_ids) * len(scored.group.rollouts) for scored in groups)
-    outcomes = count_outcomes((_outcome(scored.group), scored.has_signal(algorithm)) for scored in groups)
+    prompts = sum(len(group.prompt_token_ids) * len(group.rollouts) for group in groups)
+    outcomes = count_outcomes((_outcome(group), has_signal(group, algorithm)) for group in groups)
     tokens = int(lengths.sum())
     return {
         **known,
@@ -156,7 +157,7 @@ def rollout_metrics(
         "rollout/completion_tokens_max": float(lengths.max()),
         "rollout/prompt_tokens_mean": prompts / len(rollouts),
         "system/tokens_per_second": (prompts + tokens) / seconds["step"],
-        "system/generated_tokens_per_second": drawn
+        "system/generated_tokens_per_second": sampled
         / (seconds.get("generate", 0.0) + seconds.get("generate_beside", 0.0)),
     }
 
@@ -173,7 +174,7 @@ def _reward_metrics(scores: Sequence[Score]) -> dict[str, float]:
     return found
 
 
-def _outcome(group: RolloutGroup) -> GroupOutcome:
+def _outcome(group: Group) -> GroupOutcome:
     scores = [rollout.score for rollout in group.rollouts]
     accuracy = [score.parts.get("accuracy", score.reward) for score in scores]
     return group_outcome(accuracy, [score.graded for score in scores])

@@ -1,20 +1,21 @@
-"""What a training run is made of, and what one collection gives."""
+"""What a training run is made of, and where it stands."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from rlcore.adjustments import Adjustments
 from rlcore.config import ExperimentConfig
 from rlcore.distributed.group import WorkerGroup
 from rlcore.ports import Grader, MetricSink
-from rlcore.training.advantages import ScoredGroup
-from rlcore.training.state import TrainState
-from rlcore.types import Problem, RolloutGroup
+from rlcore.rollout.groups import Group
+from rlcore.rollout.state import RolloutState
+from rlcore.types import Problem
 
-OnBatch = Callable[[int, Sequence[RolloutGroup], Sequence[RolloutGroup]], None]
+OnBatch = Callable[[int, Sequence[Group], Sequence[Group]], None]
 """Called once per rollout batch, when its training has ended: the batch's last step, what was generated for it, and the
 groups that it was trained on, in their order."""
 
@@ -33,41 +34,43 @@ class TrainingRun:
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
-    """What was asked of the sampler in the time of one step, and what it had drawn in vain."""
+class TrainState:
+    """Where a run stands: with the sharded weights and optimizer it is all that a resume needs."""
 
-    rounds: int = 0
-    tokens: int = 0  # of completions
-    continued: int = 0  # completions that an older policy had begun
-    dropped_stale: int = 0  # groups that would have been trained too late
+    step: int = 0  # optimizer steps taken; also the version of the weights
+    nonfinite_in_a_row: int = 0
+    kl_coefficient: float | None = None  # None: the configured one
+    rollouts: RolloutState = RolloutState()
 
-    def __add__(self, other: Drawn) -> Drawn:
-        return Drawn(
-            self.rounds + other.rounds,
-            self.tokens + other.tokens,
-            self.continued + other.continued,
-            self.dropped_stale + other.dropped_stale,
+    def scalars(self) -> dict[str, Any]:
+        """What fits into a line of JSON; the rest is in the files of ``save``."""
+        return {
+            "step": self.step,
+            "problems_seen": self.rollouts.problems_seen,
+            "postponed": list(self.rollouts.postponed),
+            "nonfinite_in_a_row": self.nonfinite_in_a_row,
+            "kl_coefficient": self.kl_coefficient,
+        }
+
+    def save(self, folder: Path) -> None:
+        """Write the pass rates and the groups that are not trained on yet into a checkpoint's folder."""
+        self.rollouts.save(folder)
+
+    @classmethod
+    def load(
+        cls, folder: Path, scalars: Mapping[str, Any], problems: Sequence[Problem], *, mask_truncated: bool
+    ) -> TrainState:
+        """Read what ``save`` and ``scalars`` wrote.
+
+        Args:
+            problems: of the dataset that the run trains on.
+
+        Raises:
+            CheckpointError: a group is of a problem that the dataset does not have.
+        """
+        return cls(
+            step=scalars["step"],
+            nonfinite_in_a_row=scalars["nonfinite_in_a_row"],
+            kl_coefficient=scalars["kl_coefficient"],
+            rollouts=RolloutState.load(folder, scalars, problems, mask_truncated=mask_truncated),
         )
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Collected:
-    """What a step trains on, and what became of everything that was sampled for it."""
-
-    groups: list[ScoredGroup]  # of the step
-    generated: Sequence[ScoredGroup]  # for this step, kept or not; empty where the buffer alone fills the step
-    drawn: Drawn
-    age_max: int  # optimizer steps between the policy of the oldest token and the one that trains on it
-    stale: bool = False  # the sampler's log-probs are those of older policies
-    filled: int = 0  # groups without signal that take the place of groups with it
-    from_buffer: int = 0
-    following: Future[Following] | None = None
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Following:
-    """The rollout batch after the one that is trained on."""
-
-    state: TrainState  # with the batch in ``ahead``
-    drawn: Drawn
-    seconds: float  # of sampling beside the training; 0 where it was not beside

@@ -127,8 +127,7 @@ def run(trial: Trial) -> Outcome:
     from rlcore.rewards import make_reward
     from rlcore.rewards.pool import GradingPool
     from rlcore.training.loop import train
-    from rlcore.training.run import TrainingRun
-    from rlcore.training.state import TrainState
+    from rlcore.training.run import TrainingRun, TrainState
 
     config = experiment(trial.algorithm or "grpo", trial.seed, tiny=trial.tiny)
     spec = WorkerSpec.alone(Path(trial.model), Path(trial.dataset), config, "cpu", free_port())

@@ -72,7 +72,7 @@ def _fill(pattern: str, numbers: dict[str, str]) -> str:
 
 
 def _completion(text: str) -> Completion:
-    return Completion(np.zeros(256, np.int32), np.zeros(256, np.float32), text, "stop", 0)
+    return Completion.one_turn(np.zeros(256, np.int32), np.zeros(256, np.float32), text, "stop", 0)
 
 
 def repeated_share(problems: list[Problem], completions: list[Completion]) -> float:

@@ -155,8 +155,7 @@ def placed(arguments: argparse.Namespace, case: Case, overrides: Sequence[str]) 
     from rlcore.distributed.group import WorkerGroup
     from rlcore.models.support import pick_device
     from rlcore.training.loop import train
-    from rlcore.training.run import TrainingRun
-    from rlcore.training.state import TrainState
+    from rlcore.training.run import TrainingRun, TrainState
 
     config = experiment(
         case,

@@ -91,8 +91,9 @@ def measure(arguments: argparse.Namespace) -> None:
     from rlcore.data.image_store import ImageStore
     from rlcore.data.prompts import PromptBuilder, load_processor
     from rlcore.models.loading import load_hf_model
-    from rlcore.rollout.collect import in_order, sample_requests
+    from rlcore.rollout.groups import in_order
     from rlcore.sampler.vllm_sampler import VllmSampler
+    from tests.sampling import sample_requests
 
     arguments.folder.mkdir(parents=True, exist_ok=True)
     shape = shape_of(arguments.kind, arguments.tiny)

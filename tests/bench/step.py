@@ -229,7 +229,7 @@ class Steps:
 
         from infra.stack.servers import free_port
         from rlcore.distributed.worker import Worker, WorkerSpec
-        from rlcore.training.state import TrainState
+        from rlcore.training.run import TrainState
 
         device = "cuda" if torch.cuda.is_available() else "cpu"
         self.device = torch.cuda.get_device_name() if device == "cuda" else "cpu"

@@ -67,7 +67,8 @@ class Bench:
 
     def delta(self) -> float:
         """Largest |delta log-prob| between engine and policy over freshly sampled tokens."""
-        from rlcore.rollout.collect import in_order, sample_requests, to_sample
+        from rlcore.rollout.groups import in_order, to_sample
+        from tests.sampling import sample_requests
 
         groups = in_order(self.sampler.generate(sample_requests(self.problems, 2, seed=0, batch="0")))
         samples = [
@@ -83,13 +84,13 @@ class Bench:
 
     def greedy(self) -> list[list[int]]:
         from rlcore.ports import SampleRequest
-        from rlcore.rollout.collect import in_order
+        from rlcore.rollout.groups import in_order
 
         groups = in_order(self.sampler.generate([SampleRequest(p, 1, 0, greedy=True) for p in self.problems]))
         return [group.completions[0].token_ids.tolist() for group in groups]
 
     def version(self) -> int:
-        from rlcore.rollout.collect import sample_requests
+        from tests.sampling import sample_requests
 
         (ended,) = self.sampler.generate(sample_requests(self.problems[:1], 1, seed=0, batch="0"))
         return ended[0].completions[0].policy_version

@@ -19,7 +19,7 @@ def test_everything_with_a_memory_resumes_bit_for_bit_on_mixed_problems(
             "training.steps": 8,
             "rollout.top_p": 0.9,
             "algorithm.correction.name": "truncate",
-            "algorithm.dynamic_sampling.max_staleness": 4,
+            "algorithm.dynamic_sampling.surplus_staleness": 2,
             "algorithm.kl.place": "reward",
             "algorithm.kl.estimator": "k1",
             "algorithm.kl.adaptive.horizon": 100,

@@ -26,11 +26,11 @@ with making_what_stays():
     from rlcore.distributed.group import WorkerGroup
     from rlcore.distributed.worker import make_worker
     from rlcore.models.checkpoint import load_full_weights
+    from rlcore.rollout.groups import Group
     from rlcore.segment.journal import MetricJournal
     from rlcore.training.loop import train
-    from rlcore.training.run import TrainingRun
-    from rlcore.training.state import TrainState
-    from rlcore.types import Completion, Problem, RolloutGroup, Score
+    from rlcore.training.run import TrainingRun, TrainState
+    from rlcore.types import Completion, Problem, Score
     from tests.integration.forked_ranks import ForkedRanks
 
 
@@ -60,7 +60,7 @@ def main(settings: dict[str, object]) -> None:
     dataset = Path(str(settings["dataset"]))
     tokens: list[str] = []
 
-    def keep(step: int, groups: Sequence[RolloutGroup], trained: Sequence[RolloutGroup]) -> None:
+    def keep(step: int, groups: Sequence[Group], trained: Sequence[Group]) -> None:
         for group in groups:
             ids = [r.completion.token_ids.tolist() for r in group.rollouts]
             versions = {r.completion.policy_version for r in group.rollouts}

@@ -35,8 +35,9 @@ def _evaluated(config: ExperimentConfig, dataset: Path, checkpoint: Path, model:
     from rlcore.data.image_store import ImageStore
     from rlcore.data.table import load_problems
     from rlcore.models.torch_policy import TorchPolicy
-    from rlcore.rollout.collect import in_order, sample_requests, to_sample
+    from rlcore.rollout.groups import in_order, to_sample
     from tests.numerics import toy
+    from tests.sampling import sample_requests
 
     store = ImageStore(dataset)
     problems = load_problems(dataset)[:4]

@@ -18,14 +18,14 @@ def continued(model: Path) -> dict[str, Any]:
     """Problems with a picture and without: greedy completions in one go and in rounds; then groups that are begun under
     one policy and ended under another."""
     from rlcore.ports import SampleRequest
-    from rlcore.rollout.collect import in_order, to_sample
-    from rlcore.rollout.in_flight import GroupInFlight, joined
+    from rlcore.rollout.groups import in_order, joined, new_groups, to_sample
 
     bench = Bench(model, None)
     sampler, policy, problems = bench.sampler, bench.policy, bench.problems
     sampler.load_weights(policy.full_weights(), 0)
     whole = [group.completions[0] for group in in_order(sampler.generate(_greedy(problems)))]
-    drafts = [GroupInFlight.new(0, p, 1, batch=0, epoch=0, policy_version=0).completions[0] for p in problems]
+    new: dict[str, Any] = {"batch": "0", "epoch": 0, "policy_version": 0}
+    drafts = [group.completions[0] for group in new_groups(enumerate(problems), 1, **new)]
     rounds = 0
     while open_ := [i for i, draft in enumerate(drafts) if draft.finish_reason == "unfinished"]:
         asked = [
@@ -35,13 +35,13 @@ def continued(model: Path) -> dict[str, Any]:
             drafts[i] = joined(drafts[i], group.completions[0])
         rounds += 1
 
-    groups = [GroupInFlight.new(i, p, 2, batch=0, epoch=0, policy_version=0) for i, p in enumerate(problems)]
+    groups = new_groups(enumerate(problems), 2, **new)
     for version, budget in ((0, ROUND), (1, None)):
         asked = [(i, *request) for i, group in enumerate(groups) for request in group.requests(7, budget)]
         for (i, which, _), found in zip(
             asked, in_order(sampler.generate([request for *_, request in asked])), strict=True
         ):
-            groups[i] = groups[i].continued(found.prompt_token_ids, dict(zip(which, found.completions, strict=True)))
+            groups[i] = groups[i].continued(found, which)
         if version == 0:
             bench.shake()
             sampler.load_weights(policy.full_weights(), 1)

@@ -20,11 +20,12 @@ from rlcore.distributed.group import SamplerGroup
 from rlcore.distributed.ranks import RankRange
 from rlcore.models.torch_policy import TorchPolicy
 from rlcore.ports import SampledGroup, SampleRequest
-from rlcore.rollout.collect import in_order, sample_requests
+from rlcore.rollout.groups import in_order
 from rlcore.training.metrics import update_metrics
 from rlcore.types import Problem, TrainingSample
 from tests.numerics import toy
 from tests.ranks import on_ranks
+from tests.sampling import sample_requests
 
 
 def _rank(rank: int, world: int, model: str, source: str | None, out: str) -> None:

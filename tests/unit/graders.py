@@ -56,7 +56,7 @@ def problem(answer: str = "5", **extra: object) -> Problem:
 
 
 def completion(text: str, num_tokens: int = 1) -> Completion:
-    return Completion(np.zeros(num_tokens, np.int32), np.zeros(num_tokens, np.float32), text, "stop", 0)
+    return Completion.one_turn(np.zeros(num_tokens, np.int32), np.zeros(num_tokens, np.float32), text, "stop", 0)
 
 
 def burglar(text: str, problem: Problem, num_tokens: int, finish_reason: str) -> Score:

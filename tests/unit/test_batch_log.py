@@ -7,21 +7,20 @@ from pathlib import Path
 
 import numpy as np
 
+from rlcore.rollout.groups import Group
 from rlcore.segment.batch_log import BatchLog
 from rlcore.segment.facts import code_digest, installed_versions
-from rlcore.types import Completion, ImageRef, Problem, Rollout, RolloutGroup, Score
+from rlcore.types import Completion, ImageRef, Problem, Score
 
 
-def group(name: str, *texts: str) -> RolloutGroup:
-    rollouts = tuple(
-        Rollout(
-            Completion(np.arange(3 + place, dtype=np.int32), np.zeros(3 + place, np.float32), text, "length", 7),
-            Score(place / 2, {"accuracy": place / 4}, graded=place > 0),
-        )
+def group(name: str, *texts: str) -> Group:
+    completions = tuple(
+        Completion.one_turn(np.arange(3 + place, dtype=np.int32), np.zeros(3 + place, np.float32), text, "length", 7)
         for place, text in enumerate(texts)
     )
+    scores = tuple(Score(place / 2, {"accuracy": place / 4}, graded=place > 0) for place in range(len(texts)))
     problem = Problem(name, f"{name}?", (ImageRef("a" * 64, 28, 28),), f"answer of {name}", "test")
-    return RolloutGroup(problem, np.array([1], np.int32), rollouts)
+    return Group(0, problem, "0", 0, np.array([1], np.int32), completions, scores)
 
 
 def test_the_first_two_problems_are_kept_whole_and_all_that_were_trained_on_by_name(tmp_path: Path) -> None:

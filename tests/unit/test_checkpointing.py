@@ -22,6 +22,7 @@ from rlcore.config import build_experiment
 from rlcore.errors import CheckpointError, DivergedError, LeaseLostError, StorageError
 from rlcore.models.checkpoint import BackgroundSaver
 from rlcore.models.probe import Probe
+from rlcore.rollout.state import RolloutState
 from rlcore.segment import checkpointing
 from rlcore.segment.checkpointing import Checkpointer, CheckpointSeconds
 from rlcore.segment.journal import MetricJournal
@@ -29,7 +30,7 @@ from rlcore.segment.lease import Lease
 from rlcore.segment.resume import ResumePoint, find_resume_point, warn_of_changes
 from rlcore.segment.spec import SegmentEnd, SegmentManifest, SegmentSpec, segment_path
 from rlcore.segment.store import MANIFEST, LocalCheckpointStore, read_manifest
-from rlcore.training.state import TrainState
+from rlcore.training.run import TrainState
 from tasks.driver.hang import HangWatch
 
 SHARD = b"weights of all ranks " * 100
@@ -512,11 +513,11 @@ def test_nothing_goes_before_its_successor_is_whole(trained: Trainer) -> None:
 
 def test_the_state_is_what_training_had_at_begin(tmp_path: Path) -> None:
     trainer = Trainer(tmp_path, held=True)
-    state = TrainState(step=2, problems_seen=8, kl_coefficient=0.5)
+    state = TrainState(step=2, kl_coefficient=0.5, rollouts=RolloutState(problems_seen=8))
     with trainer.checkpoints:
         trainer.checkpoints.begin(state, SegmentEnd(0, 0, complete=True))
-        state = replace(state, step=3, problems_seen=12)
+        state = replace(state, step=3, rollouts=RolloutState(problems_seen=12))
         trainer.policy.may_write.set()
     folder = tmp_path / "checkpoints" / "step-000002"
     loaded = TrainState.load(folder, trainer.store.read_state(folder), [], mask_truncated=False)
-    assert (loaded.step, loaded.problems_seen, loaded.kl_coefficient) == (2, 8, 0.5)
+    assert (loaded.step, loaded.rollouts.problems_seen, loaded.kl_coefficient) == (2, 8, 0.5)

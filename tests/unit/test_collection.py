@@ -13,10 +13,10 @@ import pytest
 
 from rlcore.errors import CheckpointError, ConfigError, SamplerError, StarvedError
 from rlcore.ports import SampledGroup, SampleRequest
-from rlcore.training.clock import Clock
-from rlcore.training.collection import collect, needs_old_logprobs, with_following
-from rlcore.training.run import Collected, TrainingRun
-from rlcore.training.state import TrainState
+from rlcore.process import Clock
+from rlcore.rollout.advantages import has_signal
+from rlcore.rollout.collect import RolloutBatch, needs_old_logprobs
+from rlcore.training.run import TrainingRun, TrainState
 from rlcore.types import Completion, Problem, Score
 from tests.unit.toy_run import (
     MIXED,
@@ -25,21 +25,25 @@ from tests.unit.toy_run import (
     WRONG,
     Grader,
     Workers,
+    collect,
     config,
     ids,
     order,
+    prefetched,
+    surplus,
     wired,
+    with_prefetched,
 )
 
-DYNAMIC = {"kl": {"coefficient": 0.0}, "dynamic_sampling": {"max_rounds": 3, "max_staleness": 2}}
+DYNAMIC = {"kl": {"coefficient": 0.0}, "dynamic_sampling": {"max_rounds": 3, "surplus_staleness": 2}}
 
 
 def test_without_dynamic_sampling_every_group_is_trained_and_no_log_prob_pass_is_run():
     run = wired(config(), {order(24)[0]: WRONG})
     found, state = collect(run, TrainState(), Clock())
     assert ids(found.groups) == order(4)
-    assert [g.has_signal(run.config.algorithm) for g in found.groups] == [False, True, True, True]
-    assert (state.problems_seen, found.drawn.rounds, state.buffer) == (4, 1, ())
+    assert [has_signal(g, run.config.algorithm) for g in found.groups] == [False, True, True, True]
+    assert (state.rollouts.problems_seen, found.counts.rounds, surplus(state)) == (4, 1, ())
     assert run.workers.scored == []
     assert all(s.old_logprobs is None for g in found.groups for s in g.samples)
 
@@ -49,16 +53,16 @@ def test_groups_without_signal_are_replaced_and_surplus_waits_for_the_next_step(
     run = wired(config(algorithm=DYNAMIC), {stream[0]: WRONG, stream[2]: RIGHT})
     found, state = collect(run, TrainState(), Clock())
     assert ids(found.groups) == [stream[1], stream[3], stream[4], stream[5]]
-    assert (found.drawn.rounds, found.filled, found.from_buffer, len(found.generated)) == (2, 0, 0, 8)
+    assert (found.counts.rounds, found.filled, found.from_buffer, len(found.generated)) == (2, 0, 0, 8)
     assert run.workers.released == 1  # not between the rounds
-    assert ids(state.buffer) == [stream[6], stream[7]]
-    assert state.problems_seen == 8
+    assert ids(surplus(state)) == [stream[6], stream[7]]
+    assert state.rollouts.problems_seen == 8
 
     run.workers.version = 1
     found, state = collect(run, replace(state, step=1), Clock())
     assert ids(found.groups) == [stream[6], stream[7], stream[8], stream[9]]
-    assert (found.from_buffer, found.age_max, found.drawn.dropped_stale) == (2, 1, 0)
-    assert ids(state.buffer) == [stream[10], stream[11]]
+    assert (found.from_buffer, found.age_max, found.counts.dropped_stale) == (2, 1, 0)
+    assert ids(surplus(state)) == [stream[10], stream[11]]
     # old log-probs stay those of the policy that sampled
     assert [float(g.samples[0].old_logprobs[-1]) for g in found.groups] == [-0.5, -0.5, -1.5, -1.5]
 
@@ -67,16 +71,16 @@ def test_groups_that_waited_too_long_are_dropped_and_counted():
     stream = order(24)
     run = wired(config(algorithm=DYNAMIC), {stream[0]: WRONG})
     _, state = collect(run, TrainState(), Clock())
-    assert len(state.buffer) == 3
+    assert len(surplus(state)) == 3
     found, _ = collect(run, replace(state, step=3), Clock())
-    assert (found.drawn.dropped_stale, found.from_buffer, found.age_max) == (3, 0, 0)
+    assert (found.counts.dropped_stale, found.from_buffer, found.age_max) == (3, 0, 0)
 
 
 def test_no_staleness_allowed_keeps_no_buffer_and_needs_no_old_log_probs():
-    algorithm = {**DYNAMIC, "dynamic_sampling": {"max_staleness": 0}}
+    algorithm = {**DYNAMIC, "dynamic_sampling": {"surplus_staleness": 0}}
     run = wired(config(algorithm=algorithm), {order(24)[0]: WRONG})
     found, state = collect(run, TrainState(), Clock())
-    assert (len(found.groups), state.buffer, run.workers.scored) == (4, (), [])
+    assert (len(found.groups), surplus(state), run.workers.scored) == (4, (), [])
 
 
 def test_for_pass_at_k_a_group_with_too_few_wrong_ones_has_no_signal():
@@ -93,9 +97,9 @@ def test_at_the_cap_the_step_is_filled_with_groups_that_add_nothing():
     wrong = {problem.problem_id: WRONG for problem in PROBLEMS} | {order(24)[5]: MIXED}
     run = wired(config(algorithm=DYNAMIC), wrong)
     found, state = collect(run, TrainState(), Clock())
-    assert [g.has_signal(run.config.algorithm) for g in found.groups] == [True, False, False, False]
-    assert (found.drawn.rounds, found.filled, len(found.generated)) == (3, 3, 12)
-    assert state.problems_seen == 12
+    assert [has_signal(g, run.config.algorithm) for g in found.groups] == [True, False, False, False]
+    assert (found.counts.rounds, found.filled, len(found.generated)) == (3, 3, 12)
+    assert state.rollouts.problems_seen == 12
 
 
 def test_at_the_cap_the_run_ends_if_the_config_says_so():
@@ -143,13 +147,13 @@ def test_a_checkpoint_of_before_problems_were_postponed_goes_on(tmp_path: Path):
     run = wired(config(training={"problems_per_step": 20, "steps": 8}))
     _, state = collect(run, TrainState(), Clock())
     _, state = collect(run, replace(state, step=1), Clock())
-    assert state.postponed
+    assert state.rollouts.postponed
     state.save(tmp_path)
     loaded = TrainState.load(tmp_path, json.loads(json.dumps(state.scalars())), PROBLEMS, mask_truncated=False)
     assert loaded.scalars() == state.scalars()
     old = {name: value for name, value in state.scalars().items() if name != "postponed"}
     loaded = TrainState.load(tmp_path, old, PROBLEMS, mask_truncated=False)
-    assert (loaded.postponed, loaded.problems_seen) == ((), state.problems_seen)
+    assert (loaded.rollouts.postponed, loaded.rollouts.problems_seen) == ((), state.rollouts.problems_seen)
 
 
 def test_remax_asks_for_one_greedy_completion_per_problem():
@@ -168,7 +172,7 @@ def test_masked_truncated_completions_train_no_token_and_stay_in_their_group():
         )
     )
     found, _ = collect(run, TrainState(), Clock())
-    trained = {g.group.problem.problem_id: [s.num_trained for s in g.samples] for g in found.groups}
+    trained = {g.problem.problem_id: [s.num_trained for s in g.samples] for g in found.groups}
     assert trained.pop("p7") == [0, 0]
     assert set(map(tuple, trained.values())) == {(2, 2)}
 
@@ -207,7 +211,7 @@ def test_a_saved_state_gives_the_same_next_step_to_the_last_bit(tmp_path: Path):
     state.save(tmp_path)
     loaded = TrainState.load(tmp_path, state.scalars(), PROBLEMS, mask_truncated=False)
     assert loaded.scalars() == state.scalars()
-    assert loaded.pass_rates == state.pass_rates
+    assert loaded.rollouts.pass_rates == state.rollouts.pass_rates
     going_on, _ = collect(wired(settings, rewards), state, Clock())
     resumed, _ = collect(wired(settings, rewards), loaded, Clock())
     assert ids(going_on.groups) == ids(resumed.groups)
@@ -217,7 +221,7 @@ def test_a_saved_state_gives_the_same_next_step_to_the_last_bit(tmp_path: Path):
             for name in ("token_ids", "loss_mask", "sampler_logprobs", "old_logprobs", "log_kept"):
                 assert np.array_equal(getattr(one, name), getattr(other, name))
                 assert getattr(one, name).dtype == getattr(other, name).dtype
-        for one, other in zip(left.group.rollouts, right.group.rollouts, strict=True):
+        for one, other in zip(left.rollouts, right.rollouts, strict=True):
             assert one.score == other.score
             assert (one.completion.text, one.completion.finish_reason) == (
                 other.completion.text,
@@ -231,13 +235,13 @@ STALE = {
 }
 
 
-def stale_steps(run: TrainingRun, state: TrainState, count: int) -> tuple[list[Collected], TrainState]:
+def stale_steps(run: TrainingRun, state: TrainState, count: int) -> tuple[list[RolloutBatch], TrainState]:
     """``count`` rounds of: collect, one optimizer step, take the batch that came ahead, sync."""
     found = []
     for _ in range(count):
         run.workers.version = state.step
         collected, state = collect(run, state, Clock())
-        state, collected = with_following(replace(state, step=state.step + 1), collected, Clock())
+        state, collected = with_prefetched(replace(state, step=state.step + 1), collected, Clock())
         found.append(collected)
     return found, state
 
@@ -251,8 +255,8 @@ def test_a_batch_ahead_is_of_the_policy_before_and_of_the_same_problems_and_seed
     assert [collected.age_max for collected in found] == [0, 1, 1]
     assert [collected.stale for collected in found] == [False, True, True]
     assert [{s.policy_version for g in c.groups for s in g.samples} for c in found] == [{0}, {0}, {1}]
-    assert {s.policy_version for g in state.ahead for s in g.samples} == {2}
-    assert state.problems_seen == 16  # the batch that waits is drawn
+    assert {s.policy_version for g in prefetched(state) for s in g.samples} == {2}
+    assert state.rollouts.problems_seen == 16  # the batch that waits is drawn
     assert run.workers.scored == []  # old log-probs are those of the policy that trains: no pass
 
     plain = TrainState()
@@ -266,14 +270,12 @@ def test_a_batch_ahead_is_in_the_checkpoint(tmp_path: Path):
     _, state = stale_steps(wired(settings, {order(24)[4]: WRONG}), TrainState(), 1)
     state.save(tmp_path)
     loaded = TrainState.load(tmp_path, state.scalars(), PROBLEMS, mask_truncated=False)
-    assert ids(loaded.ahead) == ids(state.ahead) == order(8)[4:]
-    assert loaded.pass_rates == state.pass_rates
+    assert ids(prefetched(loaded)) == ids(prefetched(state)) == order(8)[4:]
+    assert loaded.rollouts.pass_rates == state.rollouts.pass_rates
     going_on, one = stale_steps(wired(settings), state, 2)
     resumed, other = stale_steps(wired(settings), loaded, 2)
     assert [ids(c.groups) for c in going_on] == [ids(c.groups) for c in resumed]
-    assert [g.group.rollouts[0].score for g in going_on[0].groups] == [
-        g.group.rollouts[0].score for g in resumed[0].groups
-    ]
+    assert [g.rollouts[0].score for g in going_on[0].groups] == [g.rollouts[0].score for g in resumed[0].groups]
     assert one.scalars() == other.scalars()
     assert [g.samples[0].policy_version for g in resumed[0].groups] == [0] * 4
 
@@ -282,7 +284,7 @@ def test_a_batch_ahead_is_in_the_checkpoint(tmp_path: Path):
 def test_a_run_continued_on_policy_drops_the_batch_ahead(algorithm: dict[str, object]):
     _, state = stale_steps(wired(config(**STALE)), TrainState(), 1)
     found, state = collect(wired(config(algorithm=algorithm)), state, Clock())
-    assert (found.drawn.dropped_stale, found.age_max, state.ahead) == (4, 0, ())
+    assert (found.counts.dropped_stale, found.age_max, prefetched(state)) == (4, 0, ())
 
 
 def test_what_fails_ahead_fails_the_step():
@@ -299,16 +301,14 @@ def test_what_fails_ahead_fails_the_step():
         stale_steps(run, TrainState(), 1)
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "text"),
-    [
-        ({"correction": None}, r"algorithm\.correction\.name to truncate or mask"),
-        ({"correction": {}, "dynamic_sampling": {}}, "a staleness of its own"),
-    ],
-)
-def test_what_does_not_go_with_a_batch_ahead_is_refused(algorithm: dict[str, object], text: str):
-    with pytest.raises(ConfigError, match=text):
-        config(training={"max_staleness": 1}, algorithm=algorithm)
+def test_a_batch_ahead_without_a_correction_is_refused():
+    with pytest.raises(ConfigError, match=r"algorithm\.correction\.name to truncate or mask"):
+        config(training={"max_staleness": 1}, algorithm={"correction": None})
+
+
+def test_the_staleness_of_surplus_groups_in_optimizer_steps_is_refused_with_the_name_it_has_now():
+    with pytest.raises(ConfigError, match=r"is now algorithm\.dynamic_sampling\.surplus_staleness, in policy versions"):
+        config(algorithm={"dynamic_sampling": {"max_staleness": 1}})
 
 
 def test_a_buffer_from_another_dataset_is_refused(tmp_path: Path):
@@ -337,6 +337,6 @@ def test_what_has_ended_is_graded_while_the_rest_is_sampled():
     assert events == ["ended", "graded"] * 4
     assert ids(found.groups) == order(4)  # although the last request ended first
     for scored in found.groups:
-        texts = [r.completion.text for r in scored.group.rollouts]
-        assert texts == [f"{scored.group.problem.problem_id}/{j}" for j in range(2)]
-        assert [r.score.reward for r in scored.group.rollouts] == MIXED
+        texts = [r.completion.text for r in scored.rollouts]
+        assert texts == [f"{scored.problem.problem_id}/{j}" for j in range(2)]
+        assert [r.score.reward for r in scored.rollouts] == MIXED

@@ -66,7 +66,7 @@ class FakeSampler:
             SampledGroup(
                 prompt_token_ids=np.zeros(2, np.int32),
                 completions=tuple(
-                    Completion(
+                    Completion.one_turn(
                         token_ids=np.zeros(3, np.int32),
                         logprobs=np.zeros(3, np.float32),
                         text=str(request.seed),

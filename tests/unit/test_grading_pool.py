@@ -64,7 +64,7 @@ def test_scores_come_back_in_order(math_pool):
 
 
 def test_the_reward_is_told_tokens_and_finish_reason(pool):
-    cut = Completion(np.zeros(7, np.int32), np.zeros(7, np.float32), "", "length", 0)
+    cut = Completion.one_turn(np.zeros(7, np.int32), np.zeros(7, np.float32), "", "length", 0)
     assert pool.submit([problem()], [cut]).result(WAIT) == [Score(7.0, {"long": 1.0}, True)]
 
 

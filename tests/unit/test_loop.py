@@ -15,19 +15,17 @@ import pytest
 from rlcore.adjustments import Adjustments
 from rlcore.config import ExperimentConfig, HealthRule
 from rlcore.errors import DivergedError, RollbackError
-from rlcore.process import in_background
+from rlcore.process import Clock, in_background
+from rlcore.rollout.groups import Group
 from rlcore.segment.checkpointing import CheckpointSeconds
 from rlcore.segment.health import HealthWatch
 from rlcore.segment.journal import MetricJournal, read_journal
 from rlcore.segment.run import TrainerSink
-from rlcore.training.clock import Clock
-from rlcore.training.collection import collect
 from rlcore.training.loop import learning_rate, train
-from rlcore.training.run import TrainingRun
-from rlcore.training.state import TrainState
-from rlcore.types import Completion, Problem, RolloutGroup, Score
+from rlcore.training.run import TrainingRun, TrainState
+from rlcore.types import Completion, Problem, Score
 from tests.unit import toy_run as toy
-from tests.unit.toy_run import metrics_of, never, with_updates
+from tests.unit.toy_run import collect, metrics_of, never, with_updates
 
 KL = {"kl": {"coefficient": 0.1, "adaptive": {"target": 0.1, "horizon": 100}}}
 
@@ -54,7 +52,7 @@ def test_with_two_updates_the_last_finite_one_moves_the_coefficient(tmp_path: Pa
 def test_a_diverged_run_ends_with_its_last_steps_in_the_journal(tmp_path: Path, updates: int):
     batches: list[tuple[int, int]] = []
 
-    def on_batch(step: int, generated: Sequence[RolloutGroup], trained: Sequence[RolloutGroup]) -> None:
+    def on_batch(step: int, generated: Sequence[Group], trained: Sequence[Group]) -> None:
         batches.append((step, len(trained)))
 
     training = {"problems_per_step": 4, "steps": 8, "max_nonfinite_steps": 2, "updates_per_batch": updates}
@@ -133,7 +131,7 @@ def test_where_nothing_is_graded_there_is_no_mean(tmp_path: Path):
 
 
 def dynamic(size: int, **more: object) -> ExperimentConfig:
-    algorithm = {"kl": {"coefficient": 0.0}, "dynamic_sampling": {"max_rounds": 3, "max_staleness": 2}}
+    algorithm = {"kl": {"coefficient": 0.0}, "dynamic_sampling": {"max_rounds": 3, "surplus_staleness": 2}}
     return toy.config(algorithm=algorithm, training={"problems_per_step": size, "steps": 8, **more})
 
 
@@ -142,19 +140,19 @@ def test_a_buffer_that_holds_more_than_a_step_is_trained_on_before_anything_is_s
     stream = toy.order(16)
     before = toy.wired(dynamic(8), {stream[0]: toy.WRONG})
     _, state = collect(before, TrainState(), Clock())
-    assert len(state.buffer) == 7
-    waiting = toy.ids(state.buffer)
+    assert len(toy.surplus(state)) == 7
+    waiting = toy.ids(toy.surplus(state))
 
     trained: list[list[str]] = []
 
-    def on_batch(step: int, generated: Sequence[RolloutGroup], groups: Sequence[RolloutGroup]) -> None:
+    def on_batch(step: int, generated: Sequence[Group], groups: Sequence[Group]) -> None:
         trained.append([group.problem.problem_id for group in groups])
 
     run = with_updates(dynamic(2, updates_per_batch=2), [0.1] * 4, tmp_path / "journal.jsonl")
     run = dataclasses.replace(run, on_batch=on_batch)
     state = train(run, dataclasses.replace(state, step=0), until_step=4, should_stop=never)
     assert trained == [waiting[:2], waiting[2:4]]
-    assert toy.ids(state.buffer) == waiting[4:]
+    assert toy.ids(toy.surplus(state)) == waiting[4:]
     assert run.workers.requests == []
     ends = metrics_of(tmp_path / "journal.jsonl")[1::2]
     assert [(m["rollout/rounds"], m["rollout/groups_from_buffer"], m["rollout/groups_generated"]) for m in ends] == [
@@ -172,14 +170,14 @@ def test_remax_without_a_graded_baseline_has_no_signal_in_sampling_and_in_metric
         algorithm={
             "advantage": {"name": "remax"},
             "kl": {"coefficient": 0.0},
-            "dynamic_sampling": {"max_rounds": 3, "max_staleness": 0},
+            "dynamic_sampling": {"max_rounds": 3, "surplus_staleness": 0},
         },
     )
     run = with_updates(settings, [0.1], tmp_path / "journal.jsonl")
     grader = Silent({stream[1]: toy.RIGHT}, lambda text: text == f"{stream[0]}/greedy")
     batches: list[list[str]] = []
 
-    def on_batch(step: int, generated: Sequence[RolloutGroup], groups: Sequence[RolloutGroup]) -> None:
+    def on_batch(step: int, generated: Sequence[Group], groups: Sequence[Group]) -> None:
         batches.append([group.problem.problem_id for group in groups])
 
     run = dataclasses.replace(run, grader=grader, on_batch=on_batch)

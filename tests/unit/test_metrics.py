@@ -15,11 +15,14 @@ from rlcore.algorithms.objective import UpdateResult
 from rlcore.algorithms.sums import StepSums
 from rlcore.config import AlgorithmConfig, build_experiment
 from rlcore.flops import Work
+from rlcore.rollout.advantages import StepAdvantages
+from rlcore.rollout.collect import Counts, RolloutBatch
+from rlcore.rollout.groups import Group
+from rlcore.rollout.state import RolloutState
 from rlcore.segment.checkpointing import CheckpointSeconds
 from rlcore.segment.health import HealthWatch
 from rlcore.segment.journal import MetricJournal, read_journal
 from rlcore.segment.run import TrainerSink
-from rlcore.training.advantages import ScoredGroup, StepAdvantages
 from rlcore.training.metrics import (
     collection_metrics,
     mismatch_alarm,
@@ -27,9 +30,7 @@ from rlcore.training.metrics import (
     rollout_metrics,
     update_metrics,
 )
-from rlcore.training.run import Collected, Drawn
-from rlcore.training.state import TrainState
-from rlcore.types import Completion, Problem, Rollout, RolloutGroup, Score, TrainingSample
+from rlcore.types import Completion, Problem, Score, TrainingSample
 from tests.unit.toy_run import result
 
 
@@ -78,16 +79,16 @@ def test_every_metric_of_an_update_by_name_and_number() -> None:
     assert bare == pytest.approx({**of_the_step, "loss/kl_ref": 5.0, "rollout/mismatch_alarm": 0.0})
 
 
-def group(prompt: int, *rollouts: tuple[int, float, bool, str]) -> ScoredGroup:
+def group(prompt: int, *rollouts: tuple[int, float, bool, str]) -> Group:
     """Tokens of the prompt; tokens, reward, whether it was graded, and why it ended, of each completion."""
-    made, samples = [], []
+    completions, scores, samples = [], [], []
     for tokens, reward, graded, ended in rollouts:
-        completion = Completion(np.ones(tokens, np.int32), np.zeros(tokens, np.float32), "", ended, 0)
-        made.append(Rollout(completion, Score(reward, {"accuracy": reward / 2, "format": 1.0}, graded=graded)))
+        completions.append(Completion.one_turn(np.ones(tokens, np.int32), np.zeros(tokens, np.float32), "", ended, 0))
+        scores.append(Score(reward, {"accuracy": reward / 2, "format": 1.0}, graded=graded))
         mask = np.arange(prompt + tokens) >= prompt
         samples.append(TrainingSample(mask.astype(np.int32), mask, np.zeros(len(mask), np.float32), (), 0))
-    prompt_ids = np.ones(prompt, np.int32)
-    return ScoredGroup(RolloutGroup(Problem("p", "?", (), "1", "t"), prompt_ids, tuple(made)), tuple(samples), None)
+    problem, prompt_ids = Problem("p", "?", (), "1", "t"), np.ones(prompt, np.int32)
+    return Group(0, problem, "0", 0, prompt_ids, tuple(completions), tuple(scores), samples=tuple(samples))
 
 
 RIGHT = group(4, (2, 2.0, True, "stop"), (6, 2.0, True, "length"))
@@ -120,10 +121,11 @@ def test_every_metric_of_a_rollout_batch_by_name_and_number() -> None:
 
 
 def test_every_metric_of_what_was_kept_by_name_and_number() -> None:
-    drawn = Drawn(rounds=2, tokens=99, continued=3, dropped_stale=4)
-    collected = Collected([RIGHT, SILENT], [RIGHT, WRONG, SILENT], drawn, age_max=5, filled=1, from_buffer=8)
+    counts = Counts(rounds=2, tokens=99, continued=3, dropped_stale=4)
+    surplus, sampling = dataclasses.replace(RIGHT, surplus=True), dataclasses.replace(RIGHT, samples=())
+    rollouts = RolloutState(problems_seen=7, groups=(RIGHT, *[surplus] * 6, *[sampling] * 9))
+    batch = RolloutBatch([RIGHT, SILENT], [RIGHT, WRONG, SILENT], counts, rollouts, age_max=5, filled=1, from_buffer=8)
     advantages = StepAdvantages([], signal=[True, False, False, False], kl_penalty=None)
-    state = TrainState(problems_seen=7, buffer=(RIGHT,) * 6, in_flight=(None,) * 9)  # type: ignore[arg-type]
     expected = {
         "reward/trained_mean": 2.0, "rollout/trained_zero_signal": 0.75, "rollout/groups_generated": 3,
         "rollout/groups_trained": 2, "rollout/groups_filled": 1, "rollout/groups_from_buffer": 8,
@@ -131,9 +133,9 @@ def test_every_metric_of_what_was_kept_by_name_and_number() -> None:
         "rollout/rounds": 2, "rollout/completions_continued": 3, "rollout/policy_age_max": 5,
         "rollout/problems_seen": 7,
     }  # fmt: skip
-    assert collection_metrics(collected, advantages, state) == expected
+    assert collection_metrics(batch, advantages) == expected
     with_kl = dataclasses.replace(advantages, kl_penalty=0.25)
-    assert collection_metrics(collected, with_kl, state) == {**expected, "reward/kl_penalty": 0.25}
+    assert collection_metrics(batch, with_kl) == {**expected, "reward/kl_penalty": 0.25}
 
 
 def test_performance_counts_computed_tokens_and_knows_only_chips_of_the_table() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -13,134 +13,29 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlcore.config import ExperimentConfig, build_experiment, changes
+from rlcore.config import ExperimentConfig, changes
 from rlcore.data.stream import ProblemStream
 from rlcore.errors import CheckpointError, ConfigError, UngradedError
-from rlcore.ports import SampledGroup, SampleRequest, ScoredTokens
-from rlcore.rollout.in_flight import due
-from rlcore.training.clock import Clock
-from rlcore.training.collection import collect, with_following
+from rlcore.ports import SampledGroup, SampleRequest
+from rlcore.rollout.schedule import due
 from rlcore.training.metrics import update_metrics
-from rlcore.training.run import Collected, TrainingRun
-from rlcore.training.state import TrainState
-from rlcore.types import Completion, Problem, RolloutGroup, Score, TrainingSample
-from tests.unit.toy_run import result
-
-PROBLEMS = [Problem(f"p{i}", "?", (), str(i), "test") for i in range(24)]
-BUDGET = 12
-Lengths = Callable[[str, int], int]  # of completion ``which`` of a problem, if there were no budget
-
-
-class Workers:
-    """Token n of completion i is 100 i + n, and its log-prob -0.5 less the version that drew it."""
-
-    def __init__(self, lengths: Lengths) -> None:
-        self.lengths = lengths
-        self.version = 0
-        self.apart = False
-        self.requests: list[SampleRequest] = []
-        self.rounds: list[list[str]] = []  # problems asked for, request by request
-
-    def generate(self, requests: Sequence[SampleRequest]) -> Iterator[dict[int, SampledGroup]]:
-        self.requests += requests
-        self.rounds.append([request.problem.problem_id for request in requests])
-        for place in reversed(range(len(requests))):
-            request = requests[place]
-            first = int(request.drawn[0]) // 100 if len(request.drawn) else 0
-            pieces = tuple(self._piece(request, first + i) for i in range(request.count))
-            yield {place: SampledGroup(np.array([1, 2], np.int32), pieces)}
-
-    def _piece(self, request: SampleRequest, which: int) -> Completion:
-        own = self.lengths(request.problem.problem_id, which)
-        start, end = len(request.drawn), min(own, BUDGET)
-        stop = end if request.max_tokens is None else min(end, start + request.max_tokens)
-        ended = "stop" if own <= BUDGET else "length"
-        return Completion(
-            np.arange(100 * which + start, 100 * which + stop, dtype=np.int32),
-            np.full(stop - start, -0.5 - self.version, np.float32),
-            f"{request.problem.problem_id}/{which}/{stop}",
-            ended if stop == end else "unfinished",
-            self.version,
-        )
-
-    def release_sampler(self) -> None:
-        return
-
-    def logprobs(self, samples: Sequence[TrainingSample]) -> list[ScoredTokens]:
-        return [ScoredTokens(np.zeros(s.num_tokens, np.float32), np.zeros(s.num_tokens, np.float32)) for s in samples]
-
-
-class Grader:
-    """The reward of completion i is i; counts what it is asked for."""
-
-    def __init__(self) -> None:
-        self.asked: Counter[str] = Counter()
-
-    def last_failures(self) -> list[str]:
-        return []
-
-    def submit(self, problems: Sequence[Problem], completions: Sequence[Completion]) -> Future[list[Score]]:
-        future: Future[list[Score]] = Future()
-        self.asked.update(completion.text for completion in completions)
-        rewards = [float(completion.text.split("/")[1]) for completion in completions]
-        future.set_result([Score(reward, {"accuracy": reward}, graded=True) for reward in rewards])
-        return future
-
-    def close(self) -> None:
-        return
-
-
-def config(partial: dict[str, object] | None, staleness: int = 1, **parts: dict[str, object]) -> ExperimentConfig:
-    base: dict[str, dict[str, object]] = {
-        "rollout": {"group_size": 2, "max_completion_tokens": BUDGET, "partial": partial},
-        "training": {"problems_per_step": 2, "steps": 24, "max_staleness": staleness},
-        "algorithm": {"kl": {"coefficient": 0.0}, "correction": {}},
-    }
-    return build_experiment(
-        {"name": "toy", **base, **{key: {**base.get(key, {}), **value} for key, value in parts.items()}}
-    )
-
-
-def wired(settings: ExperimentConfig, lengths: Lengths) -> TrainingRun:
-    return TrainingRun(settings, PROBLEMS, Workers(lengths), Grader(), sink=None, on_batch=_ignore)
-
-
-def _ignore(step: int, generated: Sequence[RolloutGroup], trained: Sequence[RolloutGroup]) -> None:
-    return
-
-
-def batches(run: TrainingRun, state: TrainState, count: int) -> tuple[list[Collected], TrainState]:
-    """``count`` times: collect, the batch's optimizer steps, take the batch that came ahead, sync."""
-    found = []
-    for _ in range(count):
-        run.workers.version = state.step
-        collected, state = collect(run, state, Clock())
-        state = replace(state, step=state.step + run.config.training.steps_per_batch)
-        state, collected = with_following(state, collected, Clock())
-        found.append(collected)
-    return found, state
-
-
-def ids(found: Collected) -> list[str]:
-    return [group.group.problem.problem_id for group in found.groups]
-
-
-def stream(count: int = 24) -> list[str]:
-    """Ids in the order of the stream."""
-    settings = config(None, 0, training={"problems_per_step": count, "max_staleness": 0})
-    return ids(collect(wired(settings, lambda *_: 1), TrainState(), Clock())[0])
-
-
-def by_first(*lengths: int) -> Lengths:
-    """Lengths of the first completions, in the order of the stream; the others have one token."""
-    known = dict(zip(stream(), lengths, strict=False))
-    return lambda problem, which: 1 if which else known.get(problem, 1)
-
-
-def versions(found: Collected) -> list[list[int]]:
-    """Which policies drew the tokens of each group's first completion."""
-    firsts = [group.samples[0] for group in found.groups]
-    return [(-0.5 - s.sampler_logprobs[s.loss_mask]).astype(int).tolist() for s in firsts]
+from rlcore.training.run import TrainState
+from rlcore.types import Completion, Problem, Score
+from tests.unit.toy_lengths import (
+    BUDGET,
+    PROBLEMS,
+    Grader,
+    Workers,
+    batches,
+    by_first,
+    config,
+    ids,
+    same,
+    stream,
+    versions,
+    wired,
+)  # fmt: skip
+from tests.unit.toy_run import in_flight, prefetched, result
 
 
 def test_who_is_trained_in_which_batch_worked_out_by_hand() -> None:
@@ -158,17 +53,17 @@ def test_who_is_trained_in_which_batch_worked_out_by_hand() -> None:
         [d, f, g],
         *([h, i], [h, i], [h, i]),
     ]
-    assert [batch.drawn.rounds for batch in found] == [1, 2, 1, 3]
-    assert [batch.drawn.continued for batch in found] == [0, 1, 1, 0]
-    assert [batch.drawn.tokens for batch in found] == [
+    assert [batch.counts.rounds for batch in found] == [1, 2, 1, 3]
+    assert [batch.counts.continued for batch in found] == [0, 1, 1, 0]
+    assert [batch.counts.tokens for batch in found] == [
         (4 + 1) + (3 + 1) + (2 + 1),
         6 + (8 + 1) + (4 + 1),
         1 + (1 + 1) + (2 + 1),
         (12 + 1) + (12 + 1),
     ]
-    assert [group.problem.problem_id for group in state.in_flight] == [i]
-    assert state.in_flight[0].completions[0].finish_reason == "length"
-    assert state.in_flight[0].unfinished == ()
+    assert [group.problem.problem_id for group in in_flight(state)] == [i]
+    assert in_flight(state)[0].completions[0].finish_reason == "length"
+    assert in_flight(state)[0].unfinished == ()
 
     # every token keeps the log-prob of the policy that drew it, and a sample's version is that of its oldest one
     assert versions(found[1]) == [[0] * 4 + [1] * 6, [1] * 4]
@@ -176,10 +71,10 @@ def test_who_is_trained_in_which_batch_worked_out_by_hand() -> None:
     assert [group.samples[0].policy_version for group in found[1].groups] == [0, 1]
     assert [batch.age_max for batch in found] == [0, 1, 1, 1]
     assert [batch.stale for batch in found] == [False, True, True, True]
-    long = found[1].groups[0].group.rollouts[0].completion
+    long = found[1].groups[0].rollouts[0].completion
     assert long.token_ids.tolist() == list(range(10))
     assert (long.text, long.finish_reason) == (f"{a}/0/10", "stop")
-    assert [r.score.reward for r in found[1].groups[0].group.rollouts] == [0.0, 1.0]
+    assert [r.score.reward for r in found[1].groups[0].rollouts] == [0.0, 1.0]
     assert set(run.grader.asked.values()) == {1}  # once each, when it ended
     assert run.grader.asked.total() == 2 * 9
 
@@ -194,7 +89,7 @@ def test_a_group_at_its_bound_is_drawn_to_its_end() -> None:
     assert run.workers.rounds == [[a, b, c], [c, d, e], [d, e], [d, e]]
     assert [request.max_tokens for request in run.workers.requests[:6]] == [None, 4, 4, None, 4, 4]
     assert versions(found[1]) == [[0] * 4 + [1] * 7, [1] * 12]
-    assert [group.problem.problem_id for group in state.in_flight] == [e]
+    assert [group.problem.problem_id for group in in_flight(state)] == [e]
 
 
 def test_no_batch_waits_for_its_longest_completion() -> None:
@@ -233,23 +128,6 @@ def test_an_alarm_is_for_batches_of_one_policy_only() -> None:
     assert update_metrics(result(1.0), 0.0, alarm_above=0.01, stale=True)["rollout/mismatch_alarm"] == 0
 
 
-def same(one: Collected, other: Collected) -> None:
-    """To the last bit."""
-    assert ids(one) == ids(other)
-    for left, right in zip(one.groups, other.groups, strict=True):
-        for a, b in zip(left.samples, right.samples, strict=True):
-            assert a.policy_version == b.policy_version
-            for name in ("token_ids", "loss_mask", "sampler_logprobs"):
-                assert np.array_equal(getattr(a, name), getattr(b, name))
-                assert getattr(a, name).dtype == getattr(b, name).dtype
-        for a, b in zip(left.group.rollouts, right.group.rollouts, strict=True):
-            assert (a.score, a.completion.text, a.completion.finish_reason) == (
-                b.score,
-                b.completion.text,
-                b.completion.finish_reason,
-            )
-
-
 @pytest.mark.parametrize("ahead", [False, True])
 def test_rounds_that_cut_nothing_are_the_plain_path(ahead: bool) -> None:
     lengths = by_first(*range(1, 25))
@@ -263,12 +141,12 @@ def test_rounds_that_cut_nothing_are_the_plain_path(ahead: bool) -> None:
     others, other = batches(partial, TrainState(), 14)
     for one, two in zip(found, others, strict=True):
         same(one, two)
-        assert (one.drawn, one.age_max, one.stale) == (two.drawn, two.age_max, two.stale)
+        assert (one.counts, one.age_max, one.stale) == (two.counts, two.age_max, two.stale)
     asked = [[(r.problem, r.count, r.seed) for r in run.workers.requests] for run in (plain, partial)]
     assert asked[0] == asked[1]
     assert state.scalars() == other.scalars()
-    assert state.pass_rates == other.pass_rates
-    assert other.in_flight == ()
+    assert state.rollouts.pass_rates == other.rollouts.pass_rates
+    assert in_flight(other) == ()
 
 
 @given(st.data())
@@ -294,12 +172,12 @@ def test_no_sample_is_ever_too_old_and_none_is_lost(data: st.DataObject) -> None
     trained: list[str] = []
     for number, batch in enumerate(found):
         assert len(batch.groups) == size
-        assert batch.drawn.dropped_stale == 0
+        assert batch.counts.dropped_stale == 0
         assert batch.age_max <= staleness * passes
         for group in batch.groups:
-            problem = group.group.problem.problem_id
+            problem = group.problem.problem_id
             trained.append(problem)
-            for which, completion in enumerate(rollout.completion for rollout in group.group.rollouts):
+            for which, completion in enumerate(rollout.completion for rollout in group.rollouts):
                 own = run.workers.lengths(problem, which)
                 assert completion.token_ids.tolist() == [100 * which + n for n in range(min(own, BUDGET))]
                 assert completion.finish_reason == ("stop" if own <= BUDGET else "length")
@@ -307,12 +185,12 @@ def test_no_sample_is_ever_too_old_and_none_is_lost(data: st.DataObject) -> None
                 assert completion.policy_version == drew[0] == group.samples[0].policy_version
                 assert (np.diff(drew) >= 0).all()
                 assert drew[-1] <= number * passes
-    waiting = [*(g.group.problem.problem_id for g in state.ahead), *(g.problem.problem_id for g in state.in_flight)]
-    order = [PROBLEMS[index].problem_id for index in ProblemStream(len(PROBLEMS), 0).take(state.problems_seen)]
-    postponed = [PROBLEMS[index].problem_id for index in state.postponed]
+    waiting = [*(g.problem.problem_id for g in prefetched(state)), *(g.problem.problem_id for g in in_flight(state))]
+    order = [PROBLEMS[index].problem_id for index in ProblemStream(len(PROBLEMS), 0).take(state.rollouts.problems_seen)]
+    postponed = [PROBLEMS[index].problem_id for index in state.rollouts.postponed]
     assert Counter(trained + waiting + postponed) == Counter(order)
-    ended = sum(len(group.completions) - len(group.unfinished) for group in state.in_flight)
-    assert run.grader.asked.total() == 2 * (len(trained) + len(state.ahead)) + ended
+    ended = sum(len(group.completions) - len(group.unfinished) for group in in_flight(state))
+    assert run.grader.asked.total() == 2 * (len(trained) + len(prefetched(state))) + ended
 
 
 def test_groups_in_flight_are_of_distinct_problems_as_far_as_the_dataset_reaches(tmp_path: Path) -> None:
@@ -322,12 +200,12 @@ def test_groups_in_flight_are_of_distinct_problems_as_far_as_the_dataset_reaches
     state, carried = TrainState(), 0
     for _ in range(12):
         (batch,), state = batches(run, state, 1)
-        together = [group.group.problem.problem_id for group in batch.groups]
-        together += [group.problem.problem_id for group in state.in_flight]
+        together = [group.problem.problem_id for group in batch.groups]
+        together += [group.problem.problem_id for group in in_flight(state)]
         assert len(set(together)) == len(together) == 4
-        carried += len(state.in_flight)
+        carried += len(in_flight(state))
     assert carried > 12
-    assert state.problems_seen > 20  # so that borders of epochs were within batches
+    assert state.rollouts.problems_seen > 20  # so that borders of epochs were within batches
 
     fewer = replace(wired(settings, lengths), problems=PROBLEMS[:3])
     _, state = batches(fewer, TrainState(), 1)
@@ -335,7 +213,7 @@ def test_groups_in_flight_are_of_distinct_problems_as_far_as_the_dataset_reaches
     assert len(first) == len(set(first)) == 4  # one of the three problems twice, with a seed of its own
     state.save(tmp_path)
     loaded = TrainState.load(tmp_path, state.scalars(), PROBLEMS[:3], mask_truncated=False)
-    assert [g.occurrence for g in loaded.in_flight] == [g.occurrence for g in state.in_flight]
+    assert [g.seed_key for g in in_flight(loaded)] == [g.seed_key for g in in_flight(state)]
 
 
 @pytest.mark.parametrize("ahead", [False, True])
@@ -345,17 +223,17 @@ def test_a_state_that_is_saved_and_loaded_goes_on_to_the_last_bit(tmp_path: Path
     )
     lengths = by_first(10, 12, 1, 1, 1, 12, 3, 99, 10, 9, 12, 12, 5)
     _, state = batches(wired(settings, lengths), TrainState(), 1 if ahead else 2)  # ahead: two are sampled
-    assert [group.unfinished for group in state.in_flight] == [(), (0,)]
+    assert [group.unfinished for group in in_flight(state)] == [(), (0,)]
     state.save(tmp_path)
     loaded = TrainState.load(tmp_path, state.scalars(), PROBLEMS, mask_truncated=False)
     going_on, one = batches(wired(settings, lengths), state, 4)
     resumed, other = batches(wired(settings, lengths), loaded, 4)
     for left, right in zip(going_on, resumed, strict=True):
         same(left, right)
-        assert left.drawn == right.drawn
+        assert left.counts == right.counts
     assert one.scalars() == other.scalars()
-    assert one.pass_rates == other.pass_rates
-    with pytest.raises(CheckpointError, match=r"in_flight\.parquet holds completions of \d problems that the dataset"):
+    assert one.rollouts.pass_rates == other.rollouts.pass_rates
+    with pytest.raises(CheckpointError, match=r"groups\.parquet holds completions of \d problems that the dataset"):
         TrainState.load(tmp_path, state.scalars(), PROBLEMS[:1], mask_truncated=False)
 
 
@@ -363,14 +241,14 @@ def test_a_run_continued_with_less_staleness_drops_what_is_too_old() -> None:
     partial = {"tokens_per_round": 1, "in_flight": 3}
     lengths = by_first(12, 12, 12, 12)
     _, state = batches(wired(config(partial, 3), lengths), TrainState(), 2)
-    old = [group for group in state.in_flight if group.policy_version == 0]
+    old = [group for group in in_flight(state) if group.policy_version == 0]
     assert len(old) > 1
     stricter = config({"tokens_per_round": 1}, 1)
     found, after = batches(wired(stricter, lengths), state, 1)
-    assert found[0].drawn.dropped_stale == len(old)
+    assert found[0].counts.dropped_stale == len(old)
     assert found[0].age_max <= 1
     plain, after = batches(wired(config(None, 0), lengths), state, 1)
-    assert (plain[0].drawn.dropped_stale, plain[0].age_max, after.in_flight) == (len(state.in_flight), 0, ())
+    assert (plain[0].counts.dropped_stale, plain[0].age_max, in_flight(after)) == (len(in_flight(state)), 0, ())
 
 
 @pytest.mark.parametrize(("graded", "fails"), [({"0"}, False), (set(), True)])
@@ -392,9 +270,9 @@ def test_too_little_graded_of_what_is_trained_ends_the_run(graded: set[str], fai
 def test_a_curriculum_learns_of_a_problem_when_its_group_is_trained() -> None:
     run = wired(config({"tokens_per_round": 4, "in_flight": 1.5}, 2, data={"curriculum": {}}), by_first(10, 3, 2))
     found, state = batches(run, TrainState(), 2)
-    trained = {PROBLEMS.index(group.group.problem) for batch in found for group in batch.groups}
-    assert set(state.pass_rates.by_index) == trained
-    assert {measured.rate for measured in state.pass_rates.by_index.values()} == {0.5}
+    trained = {PROBLEMS.index(group.problem) for batch in found for group in batch.groups}
+    assert set(state.rollouts.pass_rates.by_index) == trained
+    assert {measured.rate for measured in state.rollouts.pass_rates.by_index.values()} == {0.5}
 
 
 @pytest.mark.parametrize(
@@ -412,7 +290,6 @@ def test_a_curriculum_learns_of_a_problem_when_its_group_is_trained() -> None:
             "has 2 rollout batches .*one_ahead true",
         ),
         ({"tokens_per_round": 4}, 1, {"correction": None}, r"algorithm\.correction\.name to truncate or mask"),
-        ({"tokens_per_round": 4}, 1, {"dynamic_sampling": {}}, "a staleness of its own"),
         ({"tokens_per_round": 4}, 1, {"advantage": {"name": "remax"}}, "its greedy baseline is of one policy"),
         (None, 2, {}, "only one batch is sampled ahead. Set max_staleness to 0 or 1, or rollout.partial"),
     ],

@@ -141,7 +141,7 @@ def pooled(request):
 
 def grade(case: Case, pool: GradingPool, texts: list[str], answer: str) -> list[Score]:
     tokens = np.zeros(5, np.int32), np.zeros(5, np.float32)
-    completions = [Completion(*tokens, text, "stop", 0) for text in texts]
+    completions = [Completion.one_turn(*tokens, text, "stop", 0) for text in texts]
     return pool.submit([case.problem(answer=answer)] * len(texts), completions).result(120)
 
 

@@ -25,7 +25,7 @@ CHECKOUT = Path(__file__).parents[2]
 
 
 def completion(text: str) -> Completion:
-    return Completion(np.zeros(1, np.int32), np.zeros(1, np.float32), text, "stop", 0)
+    return Completion.one_turn(np.zeros(1, np.int32), np.zeros(1, np.float32), text, "stop", 0)
 
 
 def grade(pool: GradingPool, *texts: str) -> list[Score]:

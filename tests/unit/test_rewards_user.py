@@ -40,7 +40,9 @@ def user(tmp_path: Path, source: str, **settings: object) -> UserReward:
 
 
 def grade(config: UserReward, *texts: str, deadline: float = 10.0) -> tuple[list[Score], GradingPool]:
-    completions = [Completion(np.zeros(4, np.int32), np.zeros(4, np.float32), text, "stop", 0) for text in texts]
+    completions = [
+        Completion.one_turn(np.zeros(4, np.int32), np.zeros(4, np.float32), text, "stop", 0) for text in texts
+    ]
     with GradingPool(make_reward(config, max_completion_tokens=8), 1, deadline) as pool:
         return pool.submit([PROBLEM] * len(texts), completions).result(60), pool
 

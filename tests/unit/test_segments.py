@@ -13,13 +13,13 @@ import pytest
 from rlcore.adjustments import Adjustments
 from rlcore.config import ExperimentConfig
 from rlcore.failures import EXIT_DONE, EXIT_PREEMPTED
+from rlcore.rollout.groups import Group
 from rlcore.segment.health import HealthWatch
 from rlcore.segment.lease import Control, Lease
 from rlcore.segment.resume import ResumePoint
 from rlcore.segment.run import StopRequest, _segments_from
 from rlcore.segment.spec import SegmentEnd
-from rlcore.training.state import TrainState
-from rlcore.types import RolloutGroup
+from rlcore.training.run import TrainState
 from tests.unit import toy_run as toy
 from tests.unit.toy_run import with_updates
 
@@ -62,7 +62,7 @@ def segments(
     stop = StopRequest(lease, control, deadline)
     run = with_updates(config, [0.1] * config.training.steps, tmp_path / "journal.jsonl")
 
-    def told(step: int, generated: Sequence[RolloutGroup], trained: Sequence[RolloutGroup]) -> None:
+    def told(step: int, generated: Sequence[Group], trained: Sequence[Group]) -> None:
         on_batch(control, stop)
 
     run = dataclasses.replace(run, on_batch=told)

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from rlcore.config import AlgorithmConfig
-from rlcore.ports import SampledGroup
-from rlcore.rollout.collect import to_group, to_sample
-from rlcore.training.advantages import ScoredGroup, attach_advantages
+from rlcore.rollout.advantages import attach_advantages
+from rlcore.rollout.groups import Group
 from rlcore.types import Completion, Problem, Score
 
 
@@ -20,18 +19,16 @@ def scored(
     problem = Problem("p", "?", (), "1", "test")
     prompt = np.array([7, 8, 9], np.int32)
     completions = tuple(
-        Completion(np.arange(n, dtype=np.int32), np.full(n, -0.5, np.float32), "", "stop", 0) for n in lengths
+        Completion.one_turn(np.arange(n, dtype=np.int32), np.full(n, -0.5, np.float32), "", "stop", 0) for n in lengths
     )
     flags = graded or [True] * len(rewards)
     scores = [Score(r, {"accuracy": r}, g) for r, g in zip(rewards, flags, strict=True)]
-    return ScoredGroup(
-        to_group(problem, SampledGroup(prompt, completions), scores),
-        tuple(to_sample(problem, prompt, completion) for completion in completions),
-        None if baseline is None else Score(baseline, {}, graded=True),
-    )
+    of_baseline = None if baseline is None else Score(baseline, {}, graded=True)
+    group = Group(0, problem, "0", 0, prompt, completions, tuple(scores), of_baseline)
+    return group.admitted(mask_truncated=False)
 
 
-def with_logprobs(group: ScoredGroup, old: list[list[float]], ref: list[list[float]]) -> ScoredGroup:
+def with_logprobs(group: Group, old: list[list[float]], ref: list[list[float]]) -> Group:
     def rows(values: list[float], length: int) -> np.ndarray:
         return np.concatenate([np.zeros(length - len(values)), values]).astype(np.float32)
 

@@ -15,12 +15,12 @@ from rlcore.distributed.ranks import RankRange
 from rlcore.distributed.tensor_parallel import answers, fingerprint
 from rlcore.errors import ConfigError, SamplerError
 from rlcore.ports import SampledGroup, SampleRequest
-from rlcore.rollout.collect import in_order
+from rlcore.rollout.groups import in_order
 from rlcore.types import Completion, Problem
 
 
 def group(number: int, *completions: list[int]) -> SampledGroup:
-    found = [Completion(np.array(ids), np.zeros(len(ids), np.float32), "", "stop", 0) for ids in completions]
+    found = [Completion.one_turn(np.array(ids), np.zeros(len(ids), np.float32), "", "stop", 0) for ids in completions]
     return SampledGroup(np.array([number]), tuple(found))
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from rlcore.errors import UngradedError
 from rlcore.rewards.pool import GradingPool
-from rlcore.training.drawing import require_graded
+from rlcore.rollout.collect import require_graded
 from rlcore.types import Completion, Problem, Score
 from tests.unit.toy_run import Grader
 
@@ -34,7 +34,7 @@ def broken_reward(text: str, problem: Problem, num_tokens: int, finish_reason: s
 def test_the_pool_keeps_the_last_three_failures() -> None:
     import numpy as np
 
-    completion = Completion(np.zeros(1, np.int32), np.zeros(1, np.float32), "t", "stop", 0)
+    completion = Completion.one_turn(np.zeros(1, np.int32), np.zeros(1, np.float32), "t", "stop", 0)
     problems = [Problem(f"p{i}", "?", (), "1", "test") for i in range(5)]
     with GradingPool(functools.partial(broken_reward, why="no grade for"), 1, 10.0) as pool:
         scores = pool.submit(problems, [completion] * 5).result()

@@ -58,7 +58,7 @@ class ToyRank:
 
     def _sampled(self, request: SampleRequest) -> SampledGroup:
         completions = tuple(
-            Completion(
+            Completion.one_turn(
                 token_ids=np.array([3, 4 + (request.seed + which) % 7], np.int32),
                 logprobs=np.full(2, -self.weights, np.float32),
                 text=f"{request.problem.problem_id}/{which}",

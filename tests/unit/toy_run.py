@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -17,12 +18,13 @@ from rlcore.algorithms.sums import StepSums
 from rlcore.config import ExperimentConfig, build_experiment
 from rlcore.flops import NOTHING, Work
 from rlcore.ports import SampledGroup, SampleRequest, ScoredTokens
+from rlcore.process import Clock
+from rlcore.rollout import collect as rollout
+from rlcore.rollout.collect import RolloutBatch
+from rlcore.rollout.groups import Group
 from rlcore.segment.journal import MetricJournal, read_journal
-from rlcore.training.clock import Clock
-from rlcore.training.collection import collect
-from rlcore.training.run import TrainingRun
-from rlcore.training.state import TrainState
-from rlcore.types import Completion, Problem, RolloutGroup, Score, TrainingSample
+from rlcore.training.run import TrainingRun, TrainState
+from rlcore.types import Completion, Problem, Score, TrainingSample
 
 
 def result(abs_delta: float) -> UpdateResult:
@@ -70,7 +72,7 @@ class Workers:
             SampledGroup(
                 np.array([1, 2], np.int32),
                 tuple(
-                    Completion(
+                    Completion.one_turn(
                         np.array([3, 4 + j], np.int32),
                         np.array([-0.5, -0.25], np.float32),
                         f"{r.problem.problem_id}/{'greedy' if r.greedy else j}",
@@ -141,18 +143,42 @@ def wired(settings: ExperimentConfig, rewards: dict[str, list[float]] | None = N
     return TrainingRun(settings, PROBLEMS, Workers(), Grader(rewards or {}), sink=None, on_batch=_ignore)
 
 
-def _ignore(step: int, generated: Sequence[RolloutGroup], trained: Sequence[RolloutGroup]) -> None:
+def _ignore(step: int, generated: Sequence[Group], trained: Sequence[Group]) -> None:
     return
+
+
+def collect(run: TrainingRun, state: TrainState, clock: Clock) -> tuple[RolloutBatch, TrainState]:
+    """The next batch, and the state without its groups."""
+    batch = rollout.collect(run, state.rollouts, state.step, clock)
+    return batch, replace(state, rollouts=batch.rollouts)
+
+
+def with_prefetched(state: TrainState, batch: RolloutBatch, clock: Clock) -> tuple[TrainState, RolloutBatch]:
+    """The state with the batch that is sampled ahead."""
+    batch = rollout.with_prefetched(batch, clock)
+    return replace(state, rollouts=batch.rollouts), batch
+
+
+def surplus(state: TrainState) -> tuple[Group, ...]:
+    return tuple(group for group in state.rollouts.groups if group.surplus)
+
+
+def prefetched(state: TrainState) -> tuple[Group, ...]:
+    return tuple(group for group in state.rollouts.groups if group.state == "ready" and not group.surplus)
+
+
+def in_flight(state: TrainState) -> tuple[Group, ...]:
+    return tuple(group for group in state.rollouts.groups if group.state != "ready")
 
 
 def order(count: int) -> list[str]:
     """Ids in the order of the stream."""
     found, _ = collect(wired(config(training={"problems_per_step": count, "steps": 1})), TrainState(), Clock())
-    return [g.group.problem.problem_id for g in found.groups]
+    return [g.problem.problem_id for g in found.groups]
 
 
-def ids(groups: Sequence[object]) -> list[str]:
-    return [group.group.problem.problem_id for group in groups]
+def ids(groups: Sequence[Group]) -> list[str]:
+    return [group.problem.problem_id for group in groups]
 
 
 class Trainers(Workers):

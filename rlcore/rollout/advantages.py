@@ -24,22 +24,8 @@ from rlcore.config.algorithm import (
     RemaxAdvantage,
     RlooAdvantage,
 )
-from rlcore.types import Floats, RolloutGroup, Score, TrainingSample
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ScoredGroup:
-    """A rollout group and its G sequences, with the log-probs that its update needs."""
-
-    group: RolloutGroup
-    samples: tuple[TrainingSample, ...]
-    baseline: Score | None  # of the greedy completion, where the estimator wants one
-
-    def has_signal(self, algorithm: AlgorithmConfig) -> bool:
-        """Whether the estimator, given the scores of this group alone, has an advantage other than 0 for any of its
-        completions. What an estimator compares with other groups, and a KL in the reward, are not known here."""
-        penalties = [np.zeros(sample.num_tokens, np.float32) for sample in self.samples]
-        return bool(_estimate([self], penalties, algorithm, kl_coefficient=0.0).signal)
+from rlcore.rollout.groups import Group
+from rlcore.types import Floats, Score, TrainingSample
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,9 +35,14 @@ class StepAdvantages:
     kl_penalty: float | None  # mean per trained token of the KL in the reward, nats, before the coefficient
 
 
-def attach_advantages(
-    groups: Sequence[ScoredGroup], algorithm: AlgorithmConfig, *, kl_coefficient: float
-) -> StepAdvantages:
+def has_signal(group: Group, algorithm: AlgorithmConfig) -> bool:
+    """Whether the estimator, given the scores of this group alone, has an advantage other than 0 for any of its
+    completions. What an estimator compares with other groups, and a KL in the reward, are not known here."""
+    penalties = [np.zeros(sample.num_tokens, np.float32) for sample in group.samples]
+    return bool(_estimate([group], penalties, algorithm, kl_coefficient=0.0).signal)
+
+
+def attach_advantages(groups: Sequence[Group], algorithm: AlgorithmConfig, *, kl_coefficient: float) -> StepAdvantages:
     """Advantages of a step's groups by the configured estimator.
 
     A KL in the reward is taken off here, per token from the token on, and its reference log-probs are dropped: the
@@ -73,14 +64,14 @@ def attach_advantages(
 
 
 def _estimate(
-    groups: Sequence[ScoredGroup], penalties: Sequence[Floats], algorithm: AlgorithmConfig, kl_coefficient: float
+    groups: Sequence[Group], penalties: Sequence[Floats], algorithm: AlgorithmConfig, kl_coefficient: float
 ) -> estimators.Advantages:
     """
     Args:
         penalties: KL per token of each sample, in the order of the groups.
     """
     samples = [sample for group in groups for sample in group.samples]
-    scores = [[r.score for r in g.group.rollouts] for g in groups]
+    scores = [[r.score for r in g.rollouts] for g in groups]
     graded = torch.tensor([[score.graded for score in row] for row in scores])
     rewards = torch.tensor([[score.reward for score in row] for row in scores], dtype=torch.float64)
     rewards = rewards - kl_coefficient * torch.tensor([_total(p) for p in penalties], dtype=torch.float64).view(
@@ -119,10 +110,10 @@ def _estimate(
 
 
 def _returns(
-    groups: Sequence[ScoredGroup], samples: Sequence[TrainingSample], penalties: Sequence[Floats], coefficient: float
+    groups: Sequence[Group], samples: Sequence[TrainingSample], penalties: Sequence[Floats], coefficient: float
 ) -> tuple[Tensor, Tensor]:
     """Reward to go [S, C] over the trained tokens of S sequences, and which of the [S, C] there are."""
-    scores = [r.score.reward for g in groups for r in g.group.rollouts]
+    scores = [r.score.reward for g in groups for r in g.rollouts]
     longest = max(1, *(s.num_trained for s in samples))
     returns = torch.zeros(len(samples), longest, dtype=torch.float64)
     tokens = torch.zeros(len(samples), longest, dtype=torch.bool)

@@ -1,0 +1,178 @@
+"""A group: the completions of one problem, from new to ready to train on."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
+from typing import Literal
+
+import numpy as np
+
+from rlcore.ports import SampledGroup, SampleRequest
+from rlcore.types import Completion, Ints, Problem, Rollout, Score, TrainingSample, Turn
+
+State = Literal["new", "sampling", "graded", "ready"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Group:
+    """The G completions of one problem. All of them begin under the same policy."""
+
+    index: int  # of the problem, in the dataset
+    problem: Problem
+    seed_key: str  # the rollout batch it was sampled for; its random seeds derive from this and the problem
+    epoch: int  # of the stream, when the problem was taken from it
+    prompt_token_ids: Ints  # [P], every image expanded to its image-token count; empty while the group is new
+    completions: tuple[Completion, ...]
+    scores: tuple[Score | None, ...]  # None: not graded yet
+    baseline: Score | None = None  # of the greedy completion, where the estimator wants one
+    samples: tuple[TrainingSample, ...] = ()  # one per completion, once the group is admitted to training
+    surplus: bool = False  # admitted when its own batch was full
+
+    @classmethod
+    def new(cls, index: int, problem: Problem, size: int, *, seed_key: str, epoch: int, policy_version: int) -> Group:
+        """Nothing is sampled yet; ``policy_version`` will sample the first tokens."""
+        nothing = np.zeros(0, np.int32)
+        empty = Completion.one_turn(nothing, np.zeros(0, np.float32), "", "unfinished", policy_version)
+        return cls(index, problem, seed_key, epoch, nothing, (empty,) * size, (None,) * size)
+
+    @property
+    def state(self) -> State:
+        if self.samples:
+            return "ready"
+        if not self.unfinished:
+            return "graded"
+        return "sampling" if len(self.prompt_token_ids) else "new"
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """Identifies the group within a run."""
+        return self.seed_key, self.index
+
+    @property
+    def policy_version(self) -> int:
+        """Of the policy that sampled the oldest token."""
+        return self.completions[0].policy_version
+
+    @property
+    def unfinished(self) -> tuple[int, ...]:
+        """Which completions have not ended."""
+        return tuple(i for i, completion in enumerate(self.completions) if completion.finish_reason == "unfinished")
+
+    @property
+    def rollouts(self) -> tuple[Rollout, ...]:
+        """The graded completions."""
+        return tuple(Rollout(c, s) for c, s in zip(self.completions, self.scores, strict=True) if s is not None)
+
+    def requests(self, seed: int, max_tokens: int | None) -> list[tuple[tuple[int, ...], SampleRequest]]:
+        """What to ask the sampler for next, and which completions each request is for.
+
+        A new group is one request. Later each unfinished completion is a request of its own, with a seed that depends
+        on the tokens sampled so far.
+        """
+        if self.state == "new":
+            first = sampling_seed(seed, self.seed_key, self.problem.problem_id)
+            return [(self.unfinished, SampleRequest(self.problem, len(self.completions), first, max_tokens=max_tokens))]
+        return [((which,), self._continuation(which, seed, max_tokens)) for which in self.unfinished]
+
+    def _continuation(self, which: int, seed: int, max_tokens: int | None) -> SampleRequest:
+        so_far = self.completions[which].token_ids
+        own = sampling_seed(seed, f"{self.seed_key}.{which}.{len(so_far)}", self.problem.problem_id)
+        return SampleRequest(self.problem, 1, own, max_tokens=max_tokens, drawn=so_far)
+
+    def continued(self, answer: SampledGroup, which: Sequence[int]) -> Group:
+        """With the tokens that the sampler added to the completions ``which``."""
+        pieces = dict(zip(which, answer.completions, strict=True))
+        completions = tuple(joined(c, pieces[i]) if i in pieces else c for i, c in enumerate(self.completions))
+        return replace(self, prompt_token_ids=answer.prompt_token_ids, completions=completions)
+
+    def scored(self, scores: Mapping[int | None, Score]) -> Group:
+        """With the scores of some completions; the key None is the baseline's."""
+        return replace(
+            self,
+            scores=tuple(scores.get(i, before) for i, before in enumerate(self.scores)),
+            baseline=scores.get(None, self.baseline),
+        )
+
+    def admitted(self, *, mask_truncated: bool) -> Group:
+        """With its training samples, without log-probs of a policy.
+
+        Args:
+            mask_truncated: train no token of a completion that was cut at its budget.
+        """
+        prompt = self.prompt_token_ids
+        samples = [to_sample(self.problem, prompt, c, mask_truncated=mask_truncated) for c in self.completions]
+        return replace(self, samples=tuple(samples))
+
+
+def new_groups(
+    problems: Iterable[tuple[int, Problem]],
+    size: int,
+    *,
+    batch: str,
+    epoch: int,
+    policy_version: int,
+    taken: Iterable[tuple[str, int]] = (),
+) -> list[Group]:
+    """One new group of ``size`` completions per (index, problem).
+
+    Args:
+        batch: names the rollout batch and the attempt to fill it.
+        taken: keys of other groups. A problem that occurs again for the same batch gets another seed key, because its
+            completions would be the same otherwise.
+    """
+    keys, groups = set(taken), []
+    for index, problem in problems:
+        key = next(key for key in _seed_keys(batch) if (key, index) not in keys)
+        keys.add((key, index))
+        groups.append(Group.new(index, problem, size, seed_key=key, epoch=epoch, policy_version=policy_version))
+    return groups
+
+
+def _seed_keys(batch: str) -> Iterator[str]:
+    """Of a problem's first group in a batch, its second, and so on."""
+    yield batch
+    yield from (f"{batch}#{occurrence}" for occurrence in count(1))
+
+
+def sampling_seed(seed: int, key: str, problem_id: str) -> int:
+    """31 bits. vLLM gives completion i of a request this seed + i, so completions of a group differ."""
+    digest = hashlib.sha256(f"{seed}/{key}/{problem_id}".encode()).digest()
+    return int.from_bytes(digest[:4], "big") >> 1
+
+
+def joined(before: Completion, piece: Completion) -> Completion:
+    """A completion with more tokens of the policy: each token keeps the log-prob it was sampled with."""
+    *turns, last = before.turns
+    (more,) = piece.turns
+    if last.given:
+        turns, extended = [*turns, last], more
+    elif len(last.token_ids):
+        tokens = np.concatenate([last.token_ids, more.token_ids])
+        extended = Turn(tokens, np.concatenate([last.logprobs, more.logprobs]))
+    else:
+        extended = more
+    return Completion((*turns, extended), piece.text, piece.finish_reason, before.policy_version)
+
+
+def in_order(ended: Iterable[Mapping[int, SampledGroup]]) -> list[SampledGroup]:
+    """Everything that a sampler yields, in the order of the requests."""
+    groups = {index: group for some in ended for index, group in some.items()}
+    return [groups[index] for index in sorted(groups)]
+
+
+def to_sample(
+    problem: Problem, prompt: Ints, completion: Completion, *, mask_truncated: bool = False
+) -> TrainingSample:
+    """Prompt and completion as one sequence; its advantages are not known yet. Arguments as ``Group.admitted``."""
+    truncated = mask_truncated and completion.finish_reason == "length"
+    before = np.zeros(len(prompt), np.bool_)
+    return TrainingSample(
+        token_ids=np.concatenate([prompt, completion.token_ids]),
+        loss_mask=np.concatenate([before, completion.by_policy & np.bool_(not truncated)]),
+        sampler_logprobs=np.concatenate([before, completion.logprobs], dtype=np.float32),
+        images=problem.images,
+        policy_version=completion.policy_version,
+    )
