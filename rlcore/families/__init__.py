@@ -58,6 +58,20 @@ def family_in(folder: Path) -> Family:
     Raises:
         ModelError: as ``family_of``; config.json is missing or is no JSON object.
     """
+    return family_of(_config_in(folder))
+
+
+def images_in(folder: Path) -> Images | None:
+    """How the model of a folder takes images. None for a text model, also one that cannot be trained but sampled from.
+
+    Raises:
+        ModelError: as ``family_in``.
+    """
+    config = _config_in(folder)
+    return family_of(config).images if "vision_config" in config else None
+
+
+def _config_in(folder: Path) -> Mapping[str, Any]:
     path = folder / "config.json"
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
@@ -65,7 +79,7 @@ def family_in(folder: Path) -> Family:
         raise ModelError(f"{path} cannot be read: {error}. model.path must be a Hugging Face model folder.") from error
     if not isinstance(config, dict):
         raise ModelError(f"{path} is no JSON object. Copy it again from the model's origin.")
-    return family_of(config)
+    return config
 
 
 def images_of(image_processor: Any) -> Images:

@@ -18,7 +18,7 @@ from torch import Tensor
 from rlcore.config import ExperimentConfig, RolloutConfig
 from rlcore.data.image_store import ImageStore
 from rlcore.errors import SamplerError
-from rlcore.families import family_of
+from rlcore.families import images_in
 from rlcore.process import importing_vllm
 from rlcore.types import ImageRef
 
@@ -54,8 +54,7 @@ class Engine:
         if not join_world:
             _world_of_one()
         options: dict[str, Any] = {}
-        layout = json.loads((model / "config.json").read_text())  # a text model of any family can be sampled from
-        if "vision_config" in layout and (images := family_of(layout).images) is not None:
+        if (images := images_in(model)) is not None:
             options["limit_mm_per_prompt"] = {"image": config.data.max_images, "video": 0}
             options["mm_processor_kwargs"] = images.engine_options(config.data.min_pixels, config.data.max_pixels)
             options["skip_mm_profiling"] = True

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from rlcore.errors import ModelError
-from rlcore.families import FAMILIES, family_in, family_of, images_of, is_of_tower
+from rlcore.families import FAMILIES, family_in, family_of, images_in, images_of, is_of_tower
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = "qwen|llama|mistral|mixtral|phi-?[34]|gemma|cohere|granite|olmo|llava|internvl|smolvlm|glm.?4|kimi.?vl|deepseek"
@@ -81,6 +81,16 @@ def test_an_unsupported_family_is_refused_with_what_is_supported(tmp_path: Path)
         family_in(tmp_path)
     with pytest.raises(ModelError, match="model_type None"):
         family_of({})
+
+
+def test_a_text_model_of_any_type_can_be_sampled_from(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "mamba"}')
+    assert images_in(tmp_path) is None
+    (tmp_path / "config.json").write_text('{"model_type": "mamba", "vision_config": {}}')
+    with pytest.raises(ModelError, match="'mamba'"):
+        images_in(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2_vl", "vision_config": {}}')
+    assert images_in(tmp_path) is FAMILIES["qwen2_vl"].images
 
 
 def test_a_config_that_cannot_be_read_is_named(tmp_path: Path) -> None:
