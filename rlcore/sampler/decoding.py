@@ -1,11 +1,11 @@
-"""Decoding in bursts: vLLM's scheduler looks at the requests once in many tokens instead of once a token.
+"""Decoding with several tokens per scheduler call, where vLLM's own loop calls its scheduler for every token.
 
 With hundreds of short sequences, what vLLM's scheduler and its output objects do in Python for each request and token
-takes longer than the model on the GPU. Between two tokens there is nothing to decide, though, unless a request
-ends or another can begin: so key-value blocks are allocated for a burst of tokens ahead, the model runs that often on
-one plan, its steps queued behind each other, and each request is updated once for all of its tokens. A request that
-ends inside a burst runs on to the burst's end, and what it draws there is dropped. While nothing waits for a place, the
-first steps of the next burst are queued before the last one is looked at, so that the device has work meanwhile.
+takes longer than the model on the GPU. Between two tokens there is nothing to decide, unless a request ends or another
+can begin. So key-value blocks are allocated for several tokens, the model runs as many steps on one plan, queued behind
+each other, and each request is updated once for all of its tokens. A request that ends early runs on to the last of
+these steps, and its further tokens are dropped. While no request waits for a slot, the first steps of the next call are
+queued before the results of this one are read, so that the device has work meanwhile.
 
 Nothing here imports vLLM (0.26 to 0.32); ``core`` is its in-process EngineCore.
 """
@@ -35,32 +35,35 @@ class Decoded:
 
 
 @dataclass(slots=True)
-class _Drawn:
+class _Sampled:
+    """What a request has sampled so far."""
+
     tokens: list[Ints] = field(default_factory=list)
     logprobs: list[Floats] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Burst:
-    """What the planned requests drew, up to and including the token that ends each; rows in the order of the plan."""
+class _Tokens:
+    """The tokens of one scheduler call, each row up to the token that ends its request; rows in the plan's order."""
 
     first: Any  # vLLM's ModelRunnerOutput of the first step
     names: list[str]  # [n]
     token_ids: Ints  # [n, depth]
     logprobs: Floats  # [n, depth]
-    lengths: npt.NDArray[np.int64]  # [n]; 0 for a prompt that is not read to its end
+    lengths: npt.NDArray[np.int64]  # [n]; 0 while a request's prompt is not read to its end
 
 
-def decode(core: Any, burst: int, most_ahead: int) -> Iterator[list[Decoded]]:
-    """Run every request that waits in the engine to its end; after each look, those that have ended.
+def decode(core: Any, tokens_per_call: int, queued_ahead: int) -> Iterator[list[Decoded]]:
+    """Run all requests in the engine to their end. Yields after each scheduler call the requests that have ended.
 
     Args:
-        burst: most tokens that a request draws between two looks of the scheduler.
-        most_ahead: steps of the next burst to queue before a look, for a device that works meanwhile; below ``burst``.
+        tokens_per_call: most tokens that a request samples between two calls of the scheduler.
+        queued_ahead: most steps of the next call to queue before the results of this one are read; below
+            ``tokens_per_call``.
     """
     scheduler, executor = core.scheduler, core.model_executor
-    scheduler.num_lookahead_tokens = burst - 1 + most_ahead
-    drawn: defaultdict[str, _Drawn] = defaultdict(_Drawn)
+    scheduler.num_lookahead_tokens = tokens_per_call - 1 + queued_ahead
+    sampled: defaultdict[str, _Sampled] = defaultdict(_Sampled)
     ahead: list[Future[Any]] = []
     while scheduler.has_requests():
         plan = scheduler.schedule()
@@ -70,19 +73,19 @@ def decode(core: Any, burst: int, most_ahead: int) -> Iterator[list[Decoded]]:
             scheduler.update_from_output(plan, executor.execute_model(plan))
             continue
         only_decodes = _only_decodes(scheduler, plan)
-        depth = min(burst, max(left.values())) if only_decodes else 1
-        steps = [*ahead, *_told(executor, plan, left, len(ahead))]
+        depth = min(tokens_per_call, max(left.values())) if only_decodes else 1
+        steps = [*ahead, *_first_step(executor, plan, left, len(ahead))]
         steps += [_launch(executor, _continued(plan, left, offset)) for offset in range(len(steps), depth)]
         nothing_waits = scheduler.get_num_unfinished_requests() == len(scheduler.running)
-        end = min(depth + most_ahead, max(left.values())) if only_decodes and nothing_waits else depth
+        end = min(depth + queued_ahead, max(left.values())) if only_decodes and nothing_waits else depth
         ahead = [_launch(executor, _continued(plan, left, offset)) for offset in range(depth, end)]
         result = _collect([step.result() for step in steps[:depth]], list(left), _stop_ids(scheduler, plan))
-        if ended := _update(scheduler, plan, result, drawn):
+        if ended := _update(scheduler, plan, result, sampled):
             yield ended
 
 
 def _only_decodes(scheduler: Any, plan: Any) -> bool:
-    """Whether the tokens after the planned ones can be drawn by the same plan: nothing of a prompt is read in it."""
+    """Whether the same plan can sample further tokens: it reads no part of a prompt."""
     one_each = plan.total_num_scheduled_tokens == len(plan.num_scheduled_tokens)
     return (
         one_each
@@ -92,7 +95,7 @@ def _only_decodes(scheduler: Any, plan: Any) -> bool:
 
 
 def _tokens_left(scheduler: Any, plan: Any) -> dict[str, int]:
-    """How many tokens each planned request may draw at most, that of the plan included."""
+    """How many more tokens each planned request may sample, including that of the plan."""
     left = {}
     for name in plan.num_scheduled_tokens:
         request = scheduler.requests[name]
@@ -115,9 +118,9 @@ def _launch(executor: Any, step: Any) -> Future[Any]:
     return future
 
 
-def _told(executor: Any, plan: Any, left: dict[str, int], offset: int) -> list[Future[Any]]:
-    """The first step that is launched for a plan, at ``offset``: it tells the runner of new blocks and of requests that
-    are finished. Every request may be at its cap there; then only that is told."""
+def _first_step(executor: Any, plan: Any, left: dict[str, int], offset: int) -> list[Future[Any]]:
+    """Launch the first step of a plan, at ``offset``. It tells the runner about new blocks and finished requests, and
+    does nothing else if every request is at its cap there."""
     step = plan if offset == 0 else _continued(plan, left, offset, tells=True)
     if step.total_num_scheduled_tokens == 0:
         executor.execute_model(step)
@@ -126,10 +129,10 @@ def _told(executor: Any, plan: Any, left: dict[str, int], offset: int) -> list[F
 
 
 def _continued(plan: Any, left: dict[str, int], offset: int, *, tells: bool = False) -> Any:
-    """The plan of a step that follows ``offset`` tokens behind: the same requests, less those at their cap.
+    """The plan of the step ``offset`` tokens later: the same requests without those at their cap.
 
     Args:
-        tells: the planned step itself was not launched.
+        tells: the step tells the runner about new blocks, because the planned step itself was not launched.
     """
     cached = plan.scheduled_cached_reqs
     rows = [row for row, name in enumerate(cached.req_ids) if left[name] > offset]
@@ -157,46 +160,52 @@ def _continued(plan: Any, left: dict[str, int], offset: int, *, tells: bool = Fa
     )
 
 
-def _collect(outputs: Sequence[Any], names: list[str], stop_ids: Sequence[int]) -> _Burst:
+def _collect(outputs: Sequence[Any], names: list[str], stop_ids: Sequence[int]) -> _Tokens:
     token_ids = np.full((len(names), len(outputs)), -1, np.int32)
     logprobs = np.zeros(token_ids.shape, np.float32)
     places = {name: row for row, name in enumerate(names)}
     for column, output in enumerate(outputs):
         # a step that was launched ahead still holds requests that have ended since
-        found = [
+        sampled = [
             (places[name], tokens[0], index)
             for index, (name, tokens) in enumerate(zip(output.req_ids, output.sampled_token_ids, strict=True))
             if tokens and name in places
         ]
-        rows, drew, indices = (list(values) for values in zip(*found, strict=True)) if found else ([], [], [])
-        token_ids[rows, column] = drew
+        rows, ids, indices = (list(values) for values in zip(*sampled, strict=True)) if sampled else ([], [], [])
+        token_ids[rows, column] = ids
         logprobs[rows, column] = output.logprobs.logprobs[indices, 0]
     ends = np.isin(token_ids, stop_ids)
     lengths = np.where(ends.any(axis=1), ends.argmax(axis=1) + 1, (token_ids >= 0).sum(axis=1))
-    return _Burst(outputs[0], names, token_ids, logprobs, lengths)
+    return _Tokens(outputs[0], names, token_ids, logprobs, lengths)
 
 
-def _update(scheduler: Any, plan: Any, burst: _Burst, drawn: defaultdict[str, _Drawn]) -> list[Decoded]:
-    """Tell the scheduler, as if each request had drawn its last token only, behind others that it already had. Returns
-    the requests that have ended."""
+def _update(scheduler: Any, plan: Any, result: _Tokens, sampled: defaultdict[str, _Sampled]) -> list[Decoded]:
+    """Update the scheduler as if each request had sampled its last token only, after others that it already had.
+    Returns the requests that have ended."""
     last: list[list[int]] = []
-    for row, (name, length) in enumerate(zip(burst.names, burst.lengths.tolist(), strict=True)):
-        tokens = burst.token_ids[row, :length]
+    for row, (name, length) in enumerate(zip(result.names, result.lengths.tolist(), strict=True)):
+        tokens = result.token_ids[row, :length]
         last.append(tokens[-1:].tolist())
         if length > 1:
             request = scheduler.requests[name]
             request.append_output_token_ids(tokens[:-1].tolist())
             request.num_computed_tokens += length - 1
         if length > 0:
-            drawn[name].tokens.append(tokens)
-            drawn[name].logprobs.append(burst.logprobs[row, :length])
-    places = {name: row for row, name in enumerate(burst.names)}
-    told = replace(burst.first, req_ids=burst.names, req_id_to_index=places, sampled_token_ids=last, logprobs=None)
+            sampled[name].tokens.append(tokens)
+            sampled[name].logprobs.append(result.logprobs[row, :length])
+    places = {name: row for row, name in enumerate(result.names)}
+    step_output = replace(
+        result.first,
+        req_ids=result.names,
+        req_id_to_index=places,
+        sampled_token_ids=last,
+        logprobs=None,
+    )
     ended = []
-    for client in scheduler.update_from_output(plan, told).values():
+    for client in scheduler.update_from_output(plan, step_output).values():
         for output in client.outputs:
             if output.finish_reason is not None:
-                done = drawn.pop(output.request_id)
+                done = sampled.pop(output.request_id)
                 ended.append(
                     Decoded(
                         output.request_id,

@@ -33,9 +33,9 @@ class VllmSampler:
         self._version: int | None = None
         self._lora = engine.config.model.lora
         self.memory = EngineSleep(engine)
-        # on CPU a step takes longer than a look of the scheduler, and the same core does both
-        self._burst = rollout.tokens_per_burst or (1 if engine.device == "cpu" else 16)
-        self._ahead = 0 if engine.device == "cpu" else min(4, self._burst // 2)
+        # on CPU a step takes longer than a scheduler call, and the same core does both
+        self._tokens_per_call = rollout.tokens_per_burst or (1 if engine.device == "cpu" else 16)
+        self._queued_ahead = 0 if engine.device == "cpu" else min(4, self._tokens_per_call // 2)
         self._params = {
             "temperature": rollout.temperature,
             "top_p": rollout.top_p,
@@ -57,7 +57,7 @@ class VllmSampler:
         """
         if self._version is None or self.memory.asleep:
             raise SamplerError("the sampler holds no current weights: call load_weights (and wake) before generate")
-        params = [sampling_params(n=r.count, **self._params | self._draw(r)) for r in requests]
+        params = [sampling_params(n=r.count, **self._params | self._sampling_of(r)) for r in requests]
         bare = [self._prompts.unexpanded(r.problem) for r in requests]
         asked = [
             engine_prompt([*t.tolist(), *r.drawn.tolist()], r.problem.images, self._images)
@@ -69,7 +69,7 @@ class VllmSampler:
         place = {name: index for index, names in enumerate(named) for name in names}
         missing = [len(names) for names in named]
         done: dict[str, Completion] = {}
-        for ended in decode(self._engine.core, self._burst, self._ahead):
+        for ended in decode(self._engine.core, self._tokens_per_call, self._queued_ahead):
             asking = [requests[place[found.request_id]] for found in ended]
             texts = self._prompts.texts(
                 [np.concatenate([r.drawn, found.token_ids]) for r, found in zip(asking, ended, strict=True)]
@@ -98,7 +98,7 @@ class VllmSampler:
         """Tokens of a whole completion."""
         return cast(int, self._params["max_tokens"])
 
-    def _draw(self, request: SampleRequest) -> dict[str, object]:
+    def _sampling_of(self, request: SampleRequest) -> dict[str, object]:
         left = self._budget - len(request.drawn)
         most = left if request.max_tokens is None else min(left, request.max_tokens)
         how: dict[str, object] = {"temperature": 0.0} if request.greedy else {"seed": request.seed & 0x7FFFFFFF}

@@ -127,7 +127,7 @@ def measure(arguments: argparse.Namespace) -> None:
     }
 
     def draw(burst: int, seed: int) -> dict[str, Any]:
-        sampler._burst, sampler._ahead = burst, min(4, burst // 2) if device == "cuda" else 0
+        sampler._tokens_per_call, sampler._queued_ahead = burst, min(4, burst // 2) if device == "cuda" else 0
         engine.llm.reset_prefix_cache()
         inside: defaultdict[str, float] = defaultdict(float)
         requests = sample_requests(case.problems, arguments.group, seed=seed, batch="0")
