@@ -72,7 +72,7 @@ class Microbatch:
     sampler_logprobs: Tensor  # [N]
     advantages: Tensor  # [N]
     old_logprobs: Tensor | None  # [N]
-    log_kept: Tensor | None  # [N]
+    truncation_logprobs: Tensor | None  # [N]
     ref_logprobs: Tensor | None  # [N]
     pixel_values: Tensor | None  # [patches of I images, ...]
     image_grid_thw: Tensor | None  # [I, 3], on the CPU, where it is read
@@ -140,7 +140,7 @@ def pack(
         sampler_logprobs=required([s.sampler_logprobs for s in samples]),
         advantages=required([zeros(s) if s.advantages is None else s.advantages for s in samples]),
         old_logprobs=of_trained([s.old_logprobs for s in samples]),
-        log_kept=of_trained([s.log_kept for s in samples]),
+        truncation_logprobs=of_trained([s.truncation_logprobs for s in samples]),
         ref_logprobs=of_trained([s.ref_logprobs for s in samples]),
         pixel_values=torch.cat([f.pixel_values for f in raw]) if raw else None,
         image_grid_thw=torch.tensor([f.grid_thw for f in raw]) if raw else None,

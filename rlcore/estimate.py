@@ -87,7 +87,7 @@ class Plan:
     sampler_share: float  # of the GPU's memory
     max_sequences: int  # of one sampler
     in_flight: float  # sequences that a sampler has under way, per sequence of a batch: above 1 by partial rollouts
-    beside: bool  # the next batch is sampled, by other GPUs, while this one trains
+    overlapped: bool  # the next batch is sampled, by other GPUs, while this one trains
     device: str  # a key of MEMORY
 
 
@@ -129,12 +129,12 @@ class TimeEstimate:
     update: float
     weight_sync: float
     sleep_and_wake: float
-    beside: bool
+    overlapped: bool
 
     @property
     def total(self) -> float:
         training = self.logprobs + self.update
-        longest = max(self.generate, training) if self.beside else self.generate + training
+        longest = max(self.generate, training) if self.overlapped else self.generate + training
         return longest + self.weight_sync + self.sleep_and_wake
 
 
@@ -231,7 +231,7 @@ def estimate_seconds(
         update=plan.passes * (work.forward_flops + work.backward_flops) / (plan.workers * peak * share),
         weight_sync=model.parameters * _COMPUTE / rates.sync_bytes_per_second,
         sleep_and_wake=0.0 if plan.rollout_workers else rates.sleep_and_wake,
-        beside=plan.beside,
+        overlapped=plan.overlapped,
     )
 
 

@@ -42,7 +42,7 @@ class ScoredTokens:
     """What a policy says about one sequence; 0 outside the loss mask."""
 
     logprobs: Floats  # [L], at the sampling temperature, of the whole distribution
-    log_kept: Floats  # [L], log of the share of it that top-p and top-k left; 0 without them
+    truncation_logprobs: Floats  # [L], log of the share of it that top-p and top-k left; 0 without them
 
 
 class Sampler(Protocol):

@@ -126,7 +126,7 @@ class TrainingSample:
     policy_version: int
     advantages: Floats | None = None  # [L], 0 outside the mask; None: not known yet
     old_logprobs: Floats | None = None  # [L]; None: exactly the policy being trained (ratio 1)
-    log_kept: Floats | None = None  # [L], under the old policy, see algorithms.logprobs; None: as old_logprobs
+    truncation_logprobs: Floats | None = None  # [L], of the old policy; None: as old_logprobs
     ref_logprobs: Floats | None = None  # [L]; None: no KL term
 
     @property

@@ -23,7 +23,7 @@ from infra.logs import get_logger
 from infra.settings import Settings
 from infra.tracking.tracker import Tracker
 from rlcore.artifacts import CheckpointRef
-from rlcore.config import Change, ExperimentConfig, changes
+from rlcore.config import Change, ExperimentConfig, changes, read_experiment
 from rlcore.errors import CheckpointError, ConfigError
 from rlcore.files import write_json_atomically
 from rlcore.segment.journal import JournalTail, StepRecord
@@ -153,7 +153,7 @@ def open_run(
     run = Run(run_id=name, run_dir=settings.runs_dir / name, experiment=experiment)
     stored = run.run_dir / "experiment.json"
     if stored.exists():
-        found = changes(ExperimentConfig.model_validate_json(stored.read_text()), experiment)
+        found = changes(read_experiment(stored), experiment)
         if found and not allow_changes:
             _require_same_science(name, found)
         if found:
@@ -212,7 +212,7 @@ def _run_called(run_id: str, settings: Settings) -> Run | None:
     stored = settings.runs_dir / run_id / "experiment.json"
     if not stored.exists():
         return None
-    experiment = ExperimentConfig.model_validate_json(stored.read_text())
+    experiment = read_experiment(stored)
     return Run(run_id=run_id, run_dir=stored.parent, experiment=experiment)
 
 

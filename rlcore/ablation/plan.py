@@ -6,11 +6,12 @@ import itertools
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, BeforeValidator, ConfigDict
 
 from rlcore.ablation.halving import rung_steps
-from rlcore.config import ExperimentConfig, build_experiment
+from rlcore.config import ExperimentConfig, build_experiment, with_new_names
 from rlcore.config.ablation import AblationConfig
 from rlcore.errors import ConfigError
 
@@ -21,6 +22,10 @@ OWN_KEYS = ("name", "seed", "data.shuffle_seed")
 Build = Callable[[Sequence[str]], ExperimentConfig]
 
 
+def _of_any_version(experiment: ExperimentConfig | dict[str, Any]) -> ExperimentConfig | dict[str, Any]:
+    return with_new_names(experiment) if isinstance(experiment, dict) else experiment
+
+
 class Point(BaseModel):
     """One experiment of the comparison, before a seed is set."""
 
@@ -29,7 +34,7 @@ class Point(BaseModel):
     name: str  # base, p01, p02, ...
     label: str  # what differs from the base, for people
     overrides: tuple[str, ...]
-    experiment: ExperimentConfig
+    experiment: Annotated[ExperimentConfig, BeforeValidator(_of_any_version)]
 
     def experiment_of(self, seed: int, steps: int | None = None) -> ExperimentConfig:
         """With ``seed``, which also shuffles the problems, and for ``steps`` steps (None: its own)."""

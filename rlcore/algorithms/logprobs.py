@@ -35,7 +35,7 @@ def logprobs_and_entropy(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tenso
 
 
 @torch.no_grad()
-def log_kept(logits: Tensor, targets: Tensor, *, top_p: float, top_k: int) -> Tensor:
+def truncation_logprobs(logits: Tensor, targets: Tensor, *, top_p: float, top_k: int) -> Tensor:
     """[N] log of the probability that top-k, then top-p leave: what a sampler's log-prob is too high by.
 
     As vLLM cuts: top-k keeps every token that ties with the k-th; of what it leaves, scaled up, top-p keeps a token if
@@ -93,8 +93,8 @@ def linear_logprobs(
         chunk_size: rows of logits alive at a time; None: as many as ``LOGIT_BYTES`` hold.
 
     Returns:
-        logprobs [N], differentiable; entropy [N] and ``log_kept`` [N], detached. The entropy is 0 where it is not
-        wanted, the last where nothing is cut.
+        logprobs [N], differentiable; entropy [N] and ``truncation_logprobs`` [N], detached. The entropy is 0 if it was
+        not asked for, ``truncation_logprobs`` is 0 without top-p and top-k.
     """
     rows = chunk_size or max(1, LOGIT_BYTES // (4 * weight.shape[0]))
     cut = (top_p, top_k) if top_p < 1 or top_k else None
@@ -126,7 +126,7 @@ class _LinearLogprobs(torch.autograd.Function):
             if with_entropy:
                 entropy[rows] = of_rows
             if cut is not None:
-                kept[rows] = log_kept(logits, targets[rows], top_p=cut[0], top_k=cut[1])
+                kept[rows] = truncation_logprobs(logits, targets[rows], top_p=cut[0], top_k=cut[1])
         ctx.save_for_backward(hidden, weight, targets, lse, banned)
         ctx.temperature, ctx.rows_at_a_time = temperature, rows_at_a_time
         ctx.mark_non_differentiable(entropy, kept)

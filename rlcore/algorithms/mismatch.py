@@ -1,8 +1,8 @@
 """Do sampler and trainer agree? Over N tokens that the sampler generated and the trainer scored again.
 
 The sampler's log-probs are of the distribution that it sampled from. Under top-p or top-k that is the policy cut to the
-tokens that were kept and scaled up; add ``log_kept`` (``logprobs.log_kept``) to bring them to the whole
-distribution first, or the cut itself would look like a mismatch.
+tokens that were kept and scaled up. Add ``logprobs.truncation_logprobs`` to bring them to the whole distribution first:
+otherwise the cut itself looks like a mismatch.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ class PolicyTokens(NamedTuple):
 
     logprobs: Tensor  # [N], differentiable
     entropy: Tensor  # [N]
-    log_kept: Tensor  # [N]
+    truncation_logprobs: Tensor  # [N]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,10 @@ def microbatch_loss(
     ).to(logprobs.dtype)
     old = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
     # under top-p and top-k the sampler tells log-probs of what they left; the trainer's are of the whole distribution
-    sampler = (batch.sampler_logprobs + (tokens.log_kept if batch.log_kept is None else batch.log_kept)).detach()
+    sampler = (
+        batch.sampler_logprobs
+        + (tokens.truncation_logprobs if batch.truncation_logprobs is None else batch.truncation_logprobs)
+    ).detach()
 
     losses = policy_loss(algorithm.loss, logprobs, old, batch.advantages, sequence_index, lengths)
     importance = importance_weights(algorithm.correction, old, sampler, sequence_index)

@@ -3,7 +3,7 @@
 from rlcore.config.ablation import AblationConfig
 from rlcore.config.algorithm import AlgorithmConfig, KlConfig
 from rlcore.config.base import Frozen
-from rlcore.config.build import build_experiment
+from rlcore.config.build import build_experiment, read_experiment, with_new_names
 from rlcore.config.changes import Change, changes
 from rlcore.config.data import CountdownConfig, CurriculumConfig, DataConfig
 from rlcore.config.experiment import (
@@ -43,4 +43,6 @@ __all__ = [
     "TrainingConfig",
     "build_experiment",
     "changes",
+    "read_experiment",
+    "with_new_names",
 ]

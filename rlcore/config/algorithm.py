@@ -5,7 +5,7 @@ Formulas, sources and differences to other trainers: docs/algorithms.md.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -255,17 +255,6 @@ class DynamicSamplingConfig(Frozen):
     """Policy versions (rollout batches) between the policy that sampled a surplus group and the one that trains on it,
     at most; older groups are dropped and counted. 0 keeps no surplus. training.max_staleness above 0 is the bound for
     surplus groups too."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _max_staleness_is_renamed(cls, values: Any) -> Any:
-        if isinstance(values, dict) and "max_staleness" in values:
-            raise ValueError(
-                "algorithm.dynamic_sampling.max_staleness, in optimizer steps, is now "
-                "algorithm.dynamic_sampling.surplus_staleness, in policy versions (rollout batches): divide it by "
-                "training.updates_per_batch * training.passes_per_batch."
-            )
-        return values
 
 
 class AlgorithmConfig(Frozen):

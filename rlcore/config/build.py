@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from pydantic import BaseModel, ValidationError
@@ -15,6 +16,42 @@ from rlcore.errors import ConfigError
 
 if TYPE_CHECKING:
     from rlcore.config.experiment import ExperimentConfig
+
+RENAMED = {
+    "training.problems_per_step": "training.problems_per_batch",
+    "training.updates_per_batch": "training.mini_batches",
+    "training.passes_per_batch": "training.ppo_epochs",
+    "rollout.tokens_per_burst": "rollout.scheduler_steps_per_call",
+    "rollout.partial.one_ahead": "rollout.partial.prefetch",
+    "algorithm.dynamic_sampling.max_staleness": "algorithm.dynamic_sampling.surplus_staleness",
+}
+"""Setting of an older version -> its name today, in the same group."""
+_OTHER_UNIT = {
+    "algorithm.dynamic_sampling.max_staleness": " It counts policy versions (rollout batches) instead of optimizer "
+    "steps: divide the old value by training.mini_batches * training.ppo_epochs."
+}
+
+
+def read_experiment(path: Path) -> ExperimentConfig:
+    """The experiment that this or an older version stored."""
+    from rlcore.config.experiment import ExperimentConfig
+
+    return ExperimentConfig.model_validate(with_new_names(json.loads(path.read_text())))
+
+
+def with_new_names(tree: dict[str, Any]) -> dict[str, Any]:
+    """An experiment's values, where settings of older versions have the names of today."""
+    tree = json.loads(json.dumps(tree))
+    for old, new in RENAMED.items():
+        *groups, leaf = old.split(".")
+        group: Any = tree
+        for name in groups:
+            group = (group or {}).get(name)
+        if group and leaf in group:
+            group[new.rpartition(".")[2]] = group.pop(leaf)
+            if old in _OTHER_UNIT:
+                group["surplus_staleness"] //= tree["training"]["mini_batches"] * tree["training"]["ppo_epochs"]
+    return tree
 
 
 def build_experiment(values: dict[str, Any], overrides: Sequence[str] = ()) -> ExperimentConfig:
@@ -66,7 +103,8 @@ def _explain(error: ValidationError, root: type[BaseModel]) -> str:
     for item in error.errors(include_url=False):
         models, where = _along(root, item["loc"])
         if item["type"] == "extra_forbidden":
-            lines.append(f"- {where}: unknown key. {_known_keys(models, str(item['loc'][-1]))}")
+            advice = _new_name(where) or _known_keys(models, str(item["loc"][-1]))
+            lines.append(f"- {where}: unknown key. {advice}")
         elif item["type"] == "value_error":  # ours: says where and what by itself
             lines.append(f"- {item['msg'].removeprefix('Value error, ')}")
         else:
@@ -101,6 +139,10 @@ def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
 def _tag(model: type[BaseModel]) -> object:
     field = model.model_fields.get("name")
     return field.default if field else None
+
+
+def _new_name(key: str) -> str:
+    return f"It is now {RENAMED[key]}.{_OTHER_UNIT.get(key, '')}" if key in RENAMED else ""
 
 
 def _known_keys(models: list[type[BaseModel]], key: str) -> str:

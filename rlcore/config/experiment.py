@@ -41,7 +41,7 @@ NOT_SCIENCE = (
     "rollout.mismatch_alarm",
     "rollout.tensor_parallel",
     "rollout.max_sequences",
-    "rollout.tokens_per_burst",
+    "rollout.scheduler_steps_per_call",
     "rollout.sleep",
     "rollout.enforce_eager",
 )
@@ -107,7 +107,7 @@ class ResourceConfig(Frozen):
     sampler."""
     rollout_workers: int = Field(0, ge=0)
     """Ray actors that only sample, on devices of their own. With training.max_staleness 1, or with
-    rollout.partial.one_ahead, they sample the next rollout batch while this one trains. 0: every worker samples as well
+    rollout.partial.prefetch, they sample the next rollout batch while this one trains. 0: every worker samples as well
     as trains."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: cuda where there is a GPU."""
@@ -149,8 +149,8 @@ class ExperimentConfig(Frozen):
     def _arithmetic_works_out(self) -> Self:
         group, per_step, updates = (
             self.rollout.group_size,
-            self.training.problems_per_step,
-            self.training.updates_per_batch,
+            self.training.problems_per_batch,
+            self.training.mini_batches,
         )
         advantage, steps_per_batch = self.algorithm.advantage, self.training.steps_per_batch
         if group < advantage.min_group_size:
@@ -173,7 +173,7 @@ class ExperimentConfig(Frozen):
         for name, steps in (("training.steps", self.training.steps), ("segment.steps", self.segment.steps)):
             if steps % steps_per_batch:
                 raise ValueError(
-                    f"{name} ({steps}) is no multiple of training.updates_per_batch * training.passes_per_batch "
+                    f"{name} ({steps}) is no multiple of training.mini_batches * training.ppo_epochs "
                     f"({steps_per_batch}): a segment has to end where a rollout batch is used up. "
                     f"Set it to a multiple of {steps_per_batch}."
                 )
@@ -185,7 +185,7 @@ class ExperimentConfig(Frozen):
             )
         if per_step % updates:
             raise ValueError(
-                f"training.updates_per_batch ({updates}) does not divide training.problems_per_step ({per_step}). "
+                f"training.mini_batches ({updates}) does not divide training.problems_per_batch ({per_step}). "
                 f"Set it to a divisor of {per_step}."
             )
         longest = self.data.max_prompt_tokens + self.rollout.max_completion_tokens
@@ -228,7 +228,7 @@ class ExperimentConfig(Frozen):
         check_staleness(self)
         if per_step % self.resources.workers:
             raise ValueError(
-                f"training.problems_per_step ({per_step}) does not split evenly over resources.workers "
+                f"training.problems_per_batch ({per_step}) does not split evenly over resources.workers "
                 f"({self.resources.workers}). Set it to a multiple of {self.resources.workers}."
             )
         return self
@@ -238,10 +238,10 @@ class ExperimentConfig(Frozen):
         return self.data.max_prompt_tokens + self.rollout.max_completion_tokens
 
     @property
-    def one_ahead(self) -> bool:
+    def prefetch(self) -> bool:
         """Whether each batch is sampled by the policy that the batch before it starts from."""
         partial = self.rollout.partial
-        return self.training.max_staleness > 0 if partial is None else partial.one_ahead
+        return self.training.max_staleness > 0 if partial is None else partial.prefetch
 
     @property
     def num_segments(self) -> int:
@@ -286,17 +286,17 @@ def check_staleness(config: ExperimentConfig) -> None:
 
 def _check_partial(config: ExperimentConfig, partial: PartialRolloutConfig) -> None:
     stale, budget = config.training.max_staleness, config.rollout.max_completion_tokens
-    least, why = (2, ", one of them for sampling one batch ahead") if partial.one_ahead else (1, "")
+    least, why = (2, ", one of them for sampling one batch ahead") if partial.prefetch else (1, "")
     if stale < least:
         raise ValueError(
             f"rollout.partial is set and training.max_staleness {stale}: what is carried over is of an older policy. "
             f"Set max_staleness to {least} or more{why}, or rollout.partial to null."
         )
-    batches = stale + 1 - partial.one_ahead
+    batches = stale + 1 - partial.prefetch
     if partial.in_flight > batches:
         raise ValueError(
             f"rollout.partial.in_flight is {partial.in_flight:g}: a group has {batches} rollout batches to be trained "
-            f"in, with training.max_staleness {stale} and rollout.partial.one_ahead {str(partial.one_ahead).lower()}, "
+            f"in, with training.max_staleness {stale} and rollout.partial.prefetch {str(partial.prefetch).lower()}, "
             f"so more groups than fit into these would be too old. Set in_flight to {batches} or less, or raise "
             "max_staleness."
         )

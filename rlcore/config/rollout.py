@@ -20,14 +20,14 @@ class PartialRolloutConfig(Frozen):
     in_flight: float = Field(1.5, ge=1)
     """Groups that are being sampled, or have ended and wait, per group of a rollout batch. If rollout/rounds is above
     1, too few of them end within a round: more in flight need fewer rounds. At most the rollout batches that a group
-    has time for: training.max_staleness + 1, or training.max_staleness with one_ahead."""
-    one_ahead: bool = False
-    """Also sample each batch by the policy that the batch before it starts from, while that one trains where
-    resources.rollout_workers are set. Takes 1 of training.max_staleness."""
+    has time for: training.max_staleness + 1, or training.max_staleness with prefetch."""
+    prefetch: bool = False
+    """Sample the next batch before this one is trained, so both overlap if resources.rollout_workers are set. Uses 1 of
+    training.max_staleness."""
 
-    def groups(self, problems_per_step: int) -> int:
+    def groups(self, problems_per_batch: int) -> int:
         """Groups in flight while a batch is sampled."""
-        return math.ceil(round(self.in_flight * problems_per_step, 6))  # 1.1 * 10 is a little above 11
+        return math.ceil(round(self.in_flight * problems_per_batch, 6))  # 1.1 * 10 is a little above 11
 
 
 class RolloutConfig(Frozen):
@@ -58,10 +58,10 @@ class RolloutConfig(Frozen):
     """vLLM's key-value cache on CPU, MiB per worker. Unused on GPU."""
     max_sequences: int = Field(1024, ge=1)
     """Sequences that one engine decodes at the same time."""
-    tokens_per_burst: int | None = Field(None, ge=1)
-    """Tokens that each sequence decodes between two looks of the engine's scheduler. What is drawn does not depend on
-    it. More saves time between tokens; a sequence that ends holds its place for half of it on average. null: 16 on a
-    GPU, 1 on CPU."""
+    scheduler_steps_per_call: int | None = Field(None, ge=1)
+    """Tokens that each sequence decodes between two looks of the engine's scheduler. The sampled tokens do not depend
+    on it. More tokens save time between them, but a finished sequence keeps its slot for half of them on average. null:
+    16 on a GPU, 1 on CPU."""
     sleep: Literal["auto", "always", "never"] = "auto"
     """Whether the engine gives its GPU memory back while the policy trains. auto: until a step has shown that both fit
     beside each other with a tenth of the memory to spare. Unused on CPU."""

@@ -12,14 +12,15 @@ from rlcore.config.base import Frozen
 class TrainingConfig(Frozen):
     steps: int = Field(60, ge=1)
     """Optimizer steps of the whole run."""
-    problems_per_step: int = Field(32, ge=1)
-    """Problems sampled per rollout batch: distinct ones, or in a batch that is larger than the dataset all of them
-    before any comes again, with other completions."""
-    updates_per_batch: int = Field(1, ge=1)
-    """Optimizer steps per pass over a rollout batch; each takes problems_per_step / updates_per_batch whole groups."""
-    passes_per_batch: int = Field(1, ge=1)
-    """Times that a rollout batch is gone through. From the second optimizer step on a batch, the policy that trains is
-    no longer the one that sampled, and ratios and clipping do their work."""
+    problems_per_batch: int = Field(32, ge=1)
+    """Problems per rollout batch. They are distinct, unless the batch is larger than the dataset: then every problem
+    occurs before any occurs twice, each time with new completions."""
+    mini_batches: int = Field(1, ge=1)
+    """Mini-batches that a rollout batch is split into, each for one optimizer step. Each has
+    problems_per_batch / mini_batches whole groups."""
+    ppo_epochs: int = Field(1, ge=1)
+    """Passes over a rollout batch. From the second optimizer step on a batch, the policy differs from the one that
+    sampled: ratios leave 1 and clipping takes effect."""
     max_staleness: int = Field(0, ge=0)
     """Policy versions (rollout batches) between the policy that sampled a sample's oldest token and the one that trains
     on it, at most. Above 0 without rollout.partial: batch t + 1 is sampled by the policy that batch t starts from,
@@ -68,4 +69,4 @@ class TrainingConfig(Frozen):
     @property
     def steps_per_batch(self) -> int:
         """Optimizer steps per rollout batch."""
-        return self.updates_per_batch * self.passes_per_batch
+        return self.mini_batches * self.ppo_epochs

@@ -62,11 +62,13 @@ class WorkerGroup:
         self._config = config
         resources = config.resources
         # sampling then takes nothing from training: both can go on at once
-        self.apart = resources.rollout_workers > 0
+        self.disaggregated = resources.rollout_workers > 0
         self._everyone = RankRange[Worker | RolloutWorker](ranks, 0, ranks.size, on_progress)
-        self._trainers = RankRange[Worker](ranks, 0, resources.workers if self.apart else ranks.size, on_progress)
+        self._trainers = RankRange[Worker](
+            ranks, 0, resources.workers if self.disaggregated else ranks.size, on_progress
+        )
         samplers = self._everyone
-        if self.apart:
+        if self.disaggregated:
             samplers = RankRange(ranks, resources.workers, resources.rollout_workers, on_progress)
         self._sampler = SamplerGroup(samplers, config.rollout.tensor_parallel)
         self._trace = StepTrace(self._trainers, run_dir)
@@ -90,7 +92,7 @@ class WorkerGroup:
 
     def release_sampler(self) -> None:
         """Hand the samplers' memory to training, if colocated, until the next sync."""
-        if not self.apart:
+        if not self.disaggregated:
             self._trainers.each(lambda worker: worker.release_sampler())
 
     def logprobs(self, samples: Sequence[TrainingSample]) -> list[ScoredTokens]:

@@ -114,9 +114,9 @@ def _batches(ledger: Ledger) -> int:
         int(get(key))
         for key in ("data.rollout_batch_size", "worker.actor.global_batch_size", "worker.actor.ppo_epochs")
     )
-    ledger.put("training.problems_per_step", batch, "data.rollout_batch_size")
-    ledger.put("training.updates_per_batch", max(1, batch // mini), "worker.actor.global_batch_size")
-    ledger.put("training.passes_per_batch", epochs, "worker.actor.ppo_epochs")
+    ledger.put("training.problems_per_batch", batch, "data.rollout_batch_size")
+    ledger.put("training.mini_batches", max(1, batch // mini), "worker.actor.global_batch_size")
+    ledger.put("training.ppo_epochs", epochs, "worker.actor.ppo_epochs")
     longest = int(get("data.max_prompt_length")) + int(get("data.max_response_length"))
     key = "worker.actor.micro_batch_size_per_device_for_update"
     ledger.put("training.tokens_per_microbatch", int(get(key)) * longest, key, text="of the longest sequences")

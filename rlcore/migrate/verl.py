@@ -144,9 +144,9 @@ def _batches(ledger: Ledger) -> int:
     get = ledger.get
     batch, mini = int(get("data.train_batch_size")), int(get(f"{_A}ppo_mini_batch_size"))
     updates, epochs = max(1, batch // mini), int(get(f"{_A}ppo_epochs"))
-    ledger.put("training.problems_per_step", batch, "data.train_batch_size")
-    ledger.put("training.updates_per_batch", updates, f"{_A}ppo_mini_batch_size")
-    ledger.put("training.passes_per_batch", epochs, f"{_A}ppo_epochs")
+    ledger.put("training.problems_per_batch", batch, "data.train_batch_size")
+    ledger.put("training.mini_batches", updates, f"{_A}ppo_mini_batch_size")
+    ledger.put("training.ppo_epochs", epochs, f"{_A}ppo_epochs")
     longest = int(get("data.max_prompt_length")) + int(get("data.max_response_length"))
     micro, tokens = f"{_A}ppo_micro_batch_size_per_gpu", f"{_A}ppo_max_token_len_per_gpu"
     if get(f"{_A}use_dynamic_bsz") or get(micro) is None:

@@ -21,13 +21,13 @@ from rlcore.models.vision import tower_arguments
 
 
 class PackedModel(nn.Module):
-    """Wraps a Hugging Face model as ``microbatch -> (log-probs, entropy, log kept)`` of its trained tokens.
+    """Wraps a Hugging Face model as ``microbatch -> (log-probs, entropy, truncation_logprobs)`` of its trained tokens.
 
-    The log-probs are those of the distribution that is sampled: logits divided by ``temperature``, banned tokens
-    left out. Of top-p and top-k only what they keep is told, ``log_kept``. The vision tower runs once per distinct
-    image of the microbatch, and on a blank image when there is none, because with sharded weights every rank has to
-    take part in every layer's collectives; not at all if the images come embedded. A tower that does not train runs
-    without a graph.
+    The log-probs are those of the sampled distribution: logits divided by ``temperature``, banned tokens left out.
+    ``truncation_logprobs`` are the log of the share that top-p and top-k keep. The vision tower runs once per distinct
+    image of the microbatch. Without an image it runs on a blank one, because with sharded weights every rank takes
+    part in every layer's collectives. It does not run where the images come embedded, and a frozen tower builds no
+    graph.
 
     With a sequence group its ranks call it with their shares of one row, and each gets the values of the whole.
     """
@@ -59,7 +59,9 @@ class PackedModel(nn.Module):
         self.register_buffer("banned", torch.tensor(list(banned_token_ids), dtype=torch.int64), persistent=False)
 
     def forward(self, batch: Microbatch, raw: bool = False, with_entropy: bool = True) -> tuple[Tensor, Tensor, Tensor]:
-        """Log-probs [N] float32, differentiable; entropy [N] (0 without it) and log_kept [N], detached; in nats.
+        """Log-probs [N] float32, differentiable; entropy [N] (0 without it) and truncation_logprobs [N], detached.
+
+        All in nats.
 
         Args:
             raw: the model's own distribution instead: temperature 1, nothing banned.

@@ -170,7 +170,7 @@ class TorchPolicy:
         counts = [sample.num_trained for sample in samples]
         parts = np.split(torch.stack([values, kept]).cpu().numpy(), np.cumsum(counts)[:-1], axis=1)
         return [
-            ScoredTokens(logprobs=_placed(part[0], sample), log_kept=_placed(part[1], sample))
+            ScoredTokens(logprobs=_placed(part[0], sample), truncation_logprobs=_placed(part[1], sample))
             for part, sample in zip(parts, samples, strict=False)  # of no samples there is one part
         ]
 

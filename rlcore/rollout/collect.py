@@ -113,7 +113,7 @@ def collect(run: RolloutRun, state: RolloutState, step: int, clock: Clock) -> Ro
     if schedule.prefetch:
         filled = _graded(run, filled, clock)
         following = _prefetch(run, schedule, filled.without(schedule.size), clock, step)
-    if not (schedule.prefetch and run.workers.apart):
+    if not (schedule.prefetch and run.workers.disaggregated):
         with clock("generate"):
             run.workers.release_sampler()
     filled = _graded(run, _with_policy_logprobs(run, schedule, filled, clock), clock)  # grading goes on meanwhile
@@ -166,7 +166,7 @@ def _prefetch(run: RolloutRun, schedule: Schedule, state: RolloutState, clock: C
         own = Clock()
         return replace(fill(own), seconds=own.seconds.get("generate", 0.0))
 
-    if run.workers.apart:
+    if run.workers.disaggregated:
         return in_background(fill_beside)
     done: Future[Filled] = Future()
     done.set_result(fill(clock))
@@ -353,7 +353,7 @@ def require_graded(scores: Sequence[Score], max_share: float, grader: Grader) ->
 def _with_policy_logprobs(run: RolloutRun, schedule: Schedule, filled: Filled, clock: Clock) -> Filled:
     """With old and reference log-probs for the batch, and for its surplus unless that is corrected when it trains."""
     batch, rest = filled.state.groups[: schedule.size], filled.state.groups[schedule.size :]
-    groups = _scored_by_policies(run, batch, clock, run.config.training.updates_per_batch)
+    groups = _scored_by_policies(run, batch, clock, run.config.training.mini_batches)
     if not schedule.asynchronous and rest:
         groups += _scored_by_policies(run, rest, clock, 1)
     else:
@@ -389,7 +389,9 @@ def _with_old_logprobs(run: RolloutRun, update: Sequence[TrainingSample]) -> Seq
     if all(sample.old_logprobs is not None for sample in update):
         return update
     return [
-        s if s.old_logprobs is not None else replace(s, old_logprobs=scored.logprobs, log_kept=scored.log_kept)
+        s
+        if s.old_logprobs is not None
+        else replace(s, old_logprobs=scored.logprobs, truncation_logprobs=scored.truncation_logprobs)
         for s, scored in zip(update, run.workers.logprobs(update), strict=True)
     ]
 

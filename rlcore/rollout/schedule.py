@@ -29,17 +29,17 @@ class Schedule:
     @classmethod
     def of(cls, config: ExperimentConfig) -> Schedule:
         training, partial, dynamic = config.training, config.rollout.partial, config.algorithm.dynamic_sampling
-        size, surplus = training.problems_per_step, 0 if dynamic is None else dynamic.surplus_staleness
+        size, surplus = training.problems_per_batch, 0 if dynamic is None else dynamic.surplus_staleness
         return cls(
             size=size,
-            prefetch=config.one_ahead,
+            prefetch=config.prefetch,
             tokens_per_round=None if partial is None else partial.tokens_per_round,
             in_flight=size if partial is None else partial.groups(size),
             needs_signal=dynamic is not None,
             max_attempts=1 if dynamic is None else dynamic.max_rounds,
             fills=dynamic is None or dynamic.if_short == "fill",
             max_staleness=training.max_staleness or surplus,
-            keeps_surplus=(dynamic is None or surplus > 0) and (training.max_staleness or surplus) > config.one_ahead,
+            keeps_surplus=(dynamic is None or surplus > 0) and (training.max_staleness or surplus) > config.prefetch,
             steps_per_version=training.steps_per_batch,
         )
 

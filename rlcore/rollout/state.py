@@ -112,7 +112,8 @@ _SCHEMA = pa.schema(
         ("completions", pa.list_(_COMPLETION)),
     ]
 )
-_LOGPROBS = ("old_logprobs", "log_kept", "ref_logprobs")
+# Field of a sample -> column on disk, where truncation_logprobs keeps its first name.
+_LOGPROBS = {"old_logprobs": "old_logprobs", "truncation_logprobs": "log_kept", "ref_logprobs": "ref_logprobs"}
 
 
 def _row(group: Group) -> dict[str, Any]:
@@ -135,14 +136,14 @@ def _row(group: Group) -> dict[str, Any]:
 def _completion_row(
     completion: Completion, score: Score | None, sample: TrainingSample | None, prompt: int
 ) -> dict[str, Any]:
-    values = {name: getattr(sample, name, None) for name in _LOGPROBS}
+    values = {column: getattr(sample, field, None) for field, column in _LOGPROBS.items()}
     return {
         "turns": [{"token_ids": t.token_ids, "logprobs": t.logprobs, "given": t.given} for t in completion.turns],
         "text": completion.text,
         "finish_reason": completion.finish_reason,
         "policy_version": completion.policy_version,
         "score": _score_row(score),
-        **{name: None if row is None else row[prompt:] for name, row in values.items()},
+        **{column: None if row is None else row[prompt:] for column, row in values.items()},
     }
 
 
@@ -170,8 +171,8 @@ def _group(row: Mapping[str, Any], index: int, problem: Problem, mask_truncated:
     admitted = group.admitted(mask_truncated=mask_truncated)
     samples = []
     for sample, completion in zip(admitted.samples, completions, strict=True):
-        old, kept, ref = (_after_prompt(completion[name], len(prompt)) for name in _LOGPROBS)
-        samples.append(replace(sample, old_logprobs=old, log_kept=kept, ref_logprobs=ref))
+        old, kept, ref = (_after_prompt(completion[column], len(prompt)) for column in _LOGPROBS.values())
+        samples.append(replace(sample, old_logprobs=old, truncation_logprobs=kept, ref_logprobs=ref))
     return replace(admitted, samples=tuple(samples))
 
 
@@ -201,7 +202,7 @@ def _in_flight_row(row: dict[str, Any]) -> dict[str, Any]:
     """A row of an older version's groups in flight."""
     occurrence = row.get("occurrence", 0)
     seed_key = f"{row['batch']}#{occurrence}" if occurrence else str(row["batch"])
-    completions = [_one_turn({**dict.fromkeys(_LOGPROBS), **completion}) for completion in row["completions"]]
+    completions = [_one_turn({**dict.fromkeys(_LOGPROBS.values()), **completion}) for completion in row["completions"]]
     own = {"seed_key": seed_key, "ready": False, "surplus": False, "baseline": None}
     return {**row, **own, "completions": completions}
 

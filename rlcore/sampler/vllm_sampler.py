@@ -34,7 +34,7 @@ class VllmSampler:
         self._lora = engine.config.model.lora
         self.memory = EngineSleep(engine)
         # on CPU a step takes longer than a scheduler call, and the same core does both
-        self._tokens_per_call = rollout.tokens_per_burst or (1 if engine.device == "cpu" else 16)
+        self._tokens_per_call = rollout.scheduler_steps_per_call or (1 if engine.device == "cpu" else 16)
         self._queued_ahead = 0 if engine.device == "cpu" else min(4, self._tokens_per_call // 2)
         self._params = {
             "temperature": rollout.temperature,

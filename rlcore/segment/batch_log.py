@@ -64,8 +64,8 @@ def trained_problems(run_dir: Path, step: int, training: TrainingConfig) -> list
         reach = f"batches up to step {known[-1]} are" if known else "no batch is"
         raise StorageError(f"nothing is known of step {step}: {reach} noted under {path.parent}.")
     problems = [str(item) for item in json.loads(path.read_text())["problems"]]
-    share = len(problems) // training.updates_per_batch
-    part = (step - 1) % training.steps_per_batch % training.updates_per_batch
+    share = len(problems) // training.mini_batches
+    part = (step - 1) % training.steps_per_batch % training.mini_batches
     return problems[part * share : (part + 1) * share]
 
 

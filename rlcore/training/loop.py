@@ -57,7 +57,7 @@ def train(run: TrainingRun, state: TrainState, *, until_step: int, should_stop: 
         metrics: list[dict[str, float]] = []
         work = NOTHING
         last_step = state.step + training.steps_per_batch
-        for part in split(advantages.samples, training.updates_per_batch) * training.passes_per_batch:
+        for part in split(advantages.samples, training.mini_batches) * training.ppo_epochs:
             rate = learning_rate(state.step + 1, training) * run.adjustments.learning_rate_factor(state.step + 1)
             with clock("update"):
                 result = workers.update(part, rate, kl_coefficient)

@@ -139,8 +139,8 @@ def plan_of(experiment: ExperimentConfig, model: Architecture, device: str) -> P
         rollout_workers=experiment.resources.rollout_workers,
         engine_workers=rollout.tensor_parallel,
         group_size=rollout.group_size,
-        problems=training.problems_per_step,
-        passes=training.passes_per_batch,
+        problems=training.problems_per_batch,
+        passes=training.ppo_epochs,
         prompt_tokens=MEAN_SHARE * data.max_prompt_tokens,
         completion_tokens=MEAN_SHARE * rollout.max_completion_tokens,
         longest=experiment.max_sequence_tokens,
@@ -156,7 +156,7 @@ def plan_of(experiment: ExperimentConfig, model: Architecture, device: str) -> P
         sampler_share=rollout.gpu_memory_utilization,
         max_sequences=rollout.max_sequences,
         in_flight=rollout.partial.in_flight if rollout.partial is not None else 1.0,
-        beside=experiment.one_ahead and experiment.resources.rollout_workers > 0,
+        overlapped=experiment.prefetch and experiment.resources.rollout_workers > 0,
         device=device,
     )
 

@@ -13,7 +13,7 @@ from infra.errors import RegistryError
 from infra.settings import Settings
 from infra.tracking.registry import RegisteredVersion, find_model, read_text
 from rlcore.artifacts import CheckpointRef, DatasetRef, ModelRef
-from rlcore.config import ExperimentConfig
+from rlcore.config import read_experiment
 from rlcore.data.table import PreparedRow, load_rows
 from rlcore.errors import StorageError
 from rlcore.segment.batch_log import trained_problems
@@ -168,7 +168,7 @@ def find_lineage(words: str, settings: Settings) -> tuple[Lineage, Run | None]:
     stored = Path(lineage.run_dir) / "experiment.json"
     if not stored.exists():
         return lineage, None
-    experiment = ExperimentConfig.model_validate_json(stored.read_text())
+    experiment = read_experiment(stored)
     return lineage, Run(run_id=lineage.run_id, run_dir=stored.parent, experiment=experiment)
 
 

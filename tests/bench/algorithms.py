@@ -30,7 +30,7 @@ BASE = (
 )
 WINDOW = 5  # batches of the running mean in the curves
 TINY = ("model.tiny.warm_start_steps=0", "data.synthetic_problems=32", "evaluation.samples=1")
-_TWO = ("training.updates_per_batch=2",)  # losses differ from each other only where the ratio is not 1
+_TWO = ("training.mini_batches=2",)  # losses differ from each other only where the ratio is not 1
 _SEQUENCES = ("algorithm.aggregation=sequence_mean_token_mean",)
 
 ALGORITHMS: Mapping[str, Sequence[str]] = {
@@ -84,7 +84,7 @@ ALGORITHMS: Mapping[str, Sequence[str]] = {
         "algorithm.kl.estimator=k1",
         "algorithm.kl.place=reward",
     ),
-    "off-policy, 2 updates x 2 passes": (*_TWO, "training.passes_per_batch=2", "training.learning_rate=2e-4"),
+    "off-policy, 2 updates x 2 passes": (*_TWO, "training.ppo_epochs=2", "training.learning_rate=2e-4"),
     "top-p 0.95 with TIS": ("rollout.top_p=0.95", "algorithm.correction.name=truncate"),
     "lora": ("model.lora.rank=16", "model.lora.alpha=32", "training.learning_rate=2e-3"),
 }

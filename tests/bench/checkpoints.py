@@ -54,7 +54,7 @@ def trained(folder: Path, workers: int, steps: int, segment_steps: int) -> dict[
             "rollout": {"group_size": 8, "max_completion_tokens": 32},
             "reward": {"name": "user", "file": str(folder / "letters.py")},
             "training": {
-                "problems_per_step": 32,
+                "problems_per_batch": 32,
                 "steps": steps,
                 "learning_rate": 3e-4,
                 "tokens_per_microbatch": 8192,

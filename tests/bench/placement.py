@@ -160,7 +160,7 @@ def placed(arguments: argparse.Namespace, case: Case, overrides: Sequence[str]) 
     config = experiment(
         case,
         [
-            f"training.problems_per_step={arguments.problems}",
+            f"training.problems_per_batch={arguments.problems}",
             f"rollout.group_size={arguments.group}",
             f"rollout.max_completion_tokens={arguments.cap}",
             f"training.tokens_per_microbatch={arguments.tokens_per_microbatch}",

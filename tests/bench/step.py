@@ -208,7 +208,7 @@ def trl_side(arguments: argparse.Namespace) -> int | None:
 
 def config_of(case: Case, arguments: argparse.Namespace) -> Any:
     sizes = {
-        "training.problems_per_step": arguments.problems,
+        "training.problems_per_batch": arguments.problems,
         "rollout.group_size": arguments.group,
         "rollout.max_completion_tokens": arguments.cap,
         "training.tokens_per_microbatch": arguments.tokens_per_microbatch,

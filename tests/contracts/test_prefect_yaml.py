@@ -140,14 +140,14 @@ def test_flows_are_short() -> None:
 
 def test_the_main_experiment_is_the_published_one() -> None:
     experiment = load_experiment("grpo-geo3k")
-    assert experiment.training.problems_per_step // experiment.training.updates_per_batch == 128
+    assert experiment.training.problems_per_batch // experiment.training.mini_batches == 128
     assert (experiment.rollout.group_size, experiment.training.learning_rate) == (5, 1e-6)
 
 
 def test_the_3b_experiment_is_the_recorded_one() -> None:
     experiment = load_experiment("grpo-geo3k-3b")
-    assert (experiment.training.problems_per_step, experiment.rollout.group_size) == (256, 6)
-    assert experiment.training.problems_per_step // experiment.training.updates_per_batch == 128
+    assert (experiment.training.problems_per_batch, experiment.rollout.group_size) == (256, 6)
+    assert experiment.training.problems_per_batch // experiment.training.mini_batches == 128
 
 
 def test_dapo_is_the_paper_s_except_for_the_model() -> None:
@@ -155,7 +155,7 @@ def test_dapo_is_the_paper_s_except_for_the_model() -> None:
     experiment = load_experiment("dapo-math17k")
     loss, training = experiment.algorithm.loss, experiment.training
     assert (loss.clip_low, loss.clip_high, experiment.algorithm.kl.coefficient) == (0.2, 0.28, 0)
-    assert (training.problems_per_step, experiment.rollout.group_size, training.updates_per_batch) == (512, 16, 16)
+    assert (training.problems_per_batch, experiment.rollout.group_size, training.mini_batches) == (512, 16, 16)
     assert experiment.reward.overlong.buffer_tokens == 4096
     assert experiment.rollout.max_completion_tokens == 16384 + 4096
     assert experiment.algorithm.dynamic_sampling is not None

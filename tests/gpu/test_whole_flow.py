@@ -22,8 +22,8 @@ pytestmark = [
     pytest.mark.timeout(1700),
 ]
 SMALL = {
-    "training.problems_per_step": 16,
-    "training.updates_per_batch": 1,
+    "training.problems_per_batch": 16,
+    "training.mini_batches": 1,
     "rollout.max_completion_tokens": 256,
     "resources.workers": 1,
     "evaluation.problems": 32,

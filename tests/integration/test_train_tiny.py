@@ -15,7 +15,7 @@ def test_everything_with_a_memory_resumes_bit_for_bit_on_mixed_problems(
     problems with no picture, one and two, so that a rank may have none."""
     config = experiment(
         **{
-            "training.updates_per_batch": 2,
+            "training.mini_batches": 2,
             "training.steps": 8,
             "rollout.top_p": 0.9,
             "algorithm.correction.name": "truncate",

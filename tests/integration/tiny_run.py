@@ -18,7 +18,7 @@ CORRECTED = {"algorithm.correction.name": "truncate", "algorithm.recompute_old_l
 PARTIAL = {
     "rollout.partial.tokens_per_round": 6,
     "rollout.partial.in_flight": 2,
-    "rollout.partial.one_ahead": True,
+    "rollout.partial.prefetch": True,
     "training.max_staleness": 2,
     "data.curriculum.rest_epochs": 1,
 }
@@ -38,7 +38,7 @@ def experiment(**overrides: Any) -> ExperimentConfig:
             "data": {"max_prompt_tokens": 200, "template": "tiny", "synthetic_problems": 24},
             "rollout": {"group_size": 4, "max_completion_tokens": 16, "temperature": 0.8},
             "algorithm": {"kl": {"coefficient": 0.01}, "recompute_old_logprobs": True},
-            "training": {"problems_per_step": 4, "steps": 4, "learning_rate": 1e-3, "tokens_per_microbatch": 1024},
+            "training": {"problems_per_batch": 4, "steps": 4, "learning_rate": 1e-3, "tokens_per_microbatch": 1024},
             "resources": {"workers": 2, "device": "cpu"},
         },
         [f"{key}={json.dumps(value)}" for key, value in overrides.items()],

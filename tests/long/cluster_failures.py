@@ -69,7 +69,7 @@ def ask() -> None:
 def ranks(dataset: Path, workers: int) -> RayRanks:
     resources = {"workers": workers, "wait_minutes": 0.2}
     config = ExperimentConfig.model_validate(
-        {"name": "toy", "resources": resources, "training": {"problems_per_step": 6}}
+        {"name": "toy", "resources": resources, "training": {"problems_per_batch": 6}}
     )
     return start_ranks(ToyWorker, model=SHARED, dataset=dataset, config=config, device="cpu")
 

@@ -26,7 +26,7 @@ from tests.tour.pages import find_browser, logged_in
 pytestmark = pytest.mark.timeout(1200)
 NOTEBOOKS = ROOT / "notebooks"
 SMALL = [
-    "training.steps=2", "segment.steps=2", "training.problems_per_step=2", "rollout.group_size=4",
+    "training.steps=2", "segment.steps=2", "training.problems_per_batch=2", "rollout.group_size=4",
     "rollout.kv_cache_mib=16", "data.synthetic_problems=32", "model.tiny.warm_start_steps=30", "resources.workers=1",
 ]  # fmt: skip
 

@@ -27,7 +27,7 @@ COPIED = ("flows", "infra", "rlcore", "tasks", "Makefile", "prefect.yaml", "pypr
 SMALL = {
     "rollout": {"group_size": 2},
     "data": {"synthetic_problems": 64},
-    "training": {"steps": 6, "problems_per_step": 2},
+    "training": {"steps": 6, "problems_per_batch": 2},
     "segment": {"steps": 2},
     "evaluation": {"problems": 4, "samples": 1},
     "resources": {"workers": 1},

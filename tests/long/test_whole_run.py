@@ -37,7 +37,7 @@ pytestmark = [pytest.mark.stacks, pytest.mark.timeout(2400)]
 PROBLEMS = 8
 TINY = (
     *("model.tiny.warm_start_steps=0", "data.template=tiny", "training.steps=4", "segment.steps=2"),
-    *("training.problems_per_step=4", "training.updates_per_batch=2", "rollout.group_size=2"),
+    *("training.problems_per_batch=4", "training.mini_batches=2", "rollout.group_size=2"),
     *("rollout.max_completion_tokens=8", "training.tokens_per_microbatch=1024"),
     *("evaluation.problems=4", "evaluation.samples=1", "resources.workers=1"),
 )

@@ -87,7 +87,7 @@ NOTHING = Microbatch(
     sampler_logprobs=_NONE,
     advantages=_NONE,
     old_logprobs=None,
-    log_kept=None,
+    truncation_logprobs=None,
     ref_logprobs=None,
     pixel_values=None,
     image_grid_thw=None,
@@ -150,7 +150,7 @@ def step_gradient(
         bounds = torch.tensor([0, *np.cumsum([len(s.tokens) for s in batch])])
         predict_from, token_index = trained_positions(mask, bounds)
         sequence_index, lengths = trained_sequences(mask, bounds)
-        logprobs, entropy, log_kept = linear_logprobs(
+        logprobs, entropy, truncation_logprobs = linear_logprobs(
             torch.cat([s.hidden for s in batch])[predict_from],
             head,
             torch.cat([s.tokens for s in batch])[token_index],
@@ -165,12 +165,12 @@ def step_gradient(
             sampler_logprobs=of["sampler"],
             advantages=torch.tensor([s.advantage for s in batch], dtype=dtype)[sequence_index],
             old_logprobs=of["old"],
-            log_kept=torch.zeros_like(of["old"]),
+            truncation_logprobs=torch.zeros_like(of["old"]),
             ref_logprobs=of["ref"],
         )
         loss, _ = microbatch_loss(
             packed,
-            PolicyTokens(logprobs, entropy, log_kept),
+            PolicyTokens(logprobs, entropy, truncation_logprobs),
             config.model_copy(update={"aggregation": mode}),
             totals,
             kl_coefficient=KL_COEFFICIENT,
@@ -282,7 +282,7 @@ THREE_TOKENS = replace(
     sequence_lengths=torch.tensor([2, 1]),
     old_logprobs=torch.tensor([0.5, 0.5, 0.5]).log(),
     sampler_logprobs=torch.tensor([0.5, 0.25, 0.1]).log(),
-    log_kept=torch.zeros(3),
+    truncation_logprobs=torch.zeros(3),
     ref_logprobs=torch.tensor([0.5, 0.5, 0.5]).log(),
     advantages=torch.tensor([2.0, 2.0, 0.0]),
 )

@@ -168,14 +168,19 @@ def test_what_top_p_and_top_k_cut_is_no_mismatch(tiny_model: Path) -> None:
     policy = toy.policy(tiny_model, settings)
     samples = toy.samples(4)
     scored = policy.logprobs([samples])[0]
-    assert all((r.log_kept[s.loss_mask] < -1e-3).any() for s, r in zip(samples, scored, strict=True))
-    samples = [replace(s, sampler_logprobs=r.logprobs - r.log_kept) for s, r in zip(samples, scored, strict=True)]
+    assert all((r.truncation_logprobs[s.loss_mask] < -1e-3).any() for s, r in zip(samples, scored, strict=True))
+    samples = [
+        replace(s, sampler_logprobs=r.logprobs - r.truncation_logprobs) for s, r in zip(samples, scored, strict=True)
+    ]
     count = sum(s.num_trained for s in samples)
     sums = policy.update([samples], StepTotals(count, 4), 0.0, 0.0).sums
     assert float(sums.maxima["rollout/abs_delta_logprob_max"]) < 2e-6
     ratios = (sums.totals["importance_ratio"], sums.totals["importance_ratio_squared"])
     assert float(effective_sample_size(*ratios)) == pytest.approx(count, rel=1e-6)
-    stale = [replace(s, old_logprobs=r.logprobs, log_kept=r.log_kept) for s, r in zip(samples, scored, strict=True)]
+    stale = [
+        replace(s, old_logprobs=r.logprobs, truncation_logprobs=r.truncation_logprobs)
+        for s, r in zip(samples, scored, strict=True)
+    ]
     sums = policy.update([stale], StepTotals(count, 4), 0.0, 0.0).sums
     assert float(sums.maxima["rollout/abs_delta_logprob_max"]) < 2e-6
 

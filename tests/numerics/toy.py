@@ -35,7 +35,7 @@ def config(**algorithm: object) -> ExperimentConfig:
             "data": {"max_prompt_tokens": 200},
             "rollout": {"group_size": 4, "max_completion_tokens": 32, "temperature": 0.9},
             "algorithm": algorithm,
-            "training": {"problems_per_step": 2, "tokens_per_microbatch": 4096, "learning_rate": 1e-3},
+            "training": {"problems_per_batch": 2, "tokens_per_microbatch": 4096, "learning_rate": 1e-3},
             "model": {"gradient_checkpointing": "none"},
         }
     )

@@ -33,7 +33,7 @@ from tests.tour.pages import find_browser, take_pictures
 
 SERVICES = ("supervisor", "gpu", "cpu", "mlflow", "prefect")
 RUN = ["data.synthetic_problems=512", "evaluation.problems=64", "segment.steps=12"]
-POINTS = [*RUN, "training.steps=6", "segment.steps=6", "training.problems_per_step=16"]
+POINTS = [*RUN, "training.steps=6", "segment.steps=6", "training.problems_per_batch=16"]
 GRID = ["training.learning_rate=[3e-4, 1e-3]", 'algorithm.advantage.name=["grpo", "rloo"]']
 
 

@@ -67,7 +67,11 @@ class Trainer:
     """A run's folder with what a trainer has around its checkpoints; ``held``: the workers do not finish writing."""
 
     def __init__(self, run_dir: Path, *, held: bool = False, lease: Lease | None = None, **segment: object) -> None:
-        values = {"name": "toy", "training": {"problems_per_step": 1, "steps": 100}, "segment": {"steps": 2, **segment}}
+        values = {
+            "name": "toy",
+            "training": {"problems_per_batch": 1, "steps": 100},
+            "segment": {"steps": 2, **segment},
+        }
         self.spec = SegmentSpec(
             run_id="run",
             run_dir=run_dir,

@@ -122,10 +122,10 @@ def test_problems_of_a_batch_are_distinct_and_those_of_a_larger_batch_have_seeds
     few = PROBLEMS[:7]
     state = TrainState()
     for size in (5, 5, 7, 7, 6):
-        run = replace(wired(config(training={"problems_per_step": size, "steps": 8})), problems=few)
+        run = replace(wired(config(training={"problems_per_batch": size, "steps": 8})), problems=few)
         found, state = collect(run, state, Clock())
         assert len(set(ids(found.groups))) == size
-    run = replace(wired(config(training={"problems_per_step": 20, "steps": 8})), problems=few)
+    run = replace(wired(config(training={"problems_per_batch": 20, "steps": 8})), problems=few)
     found, state = collect(run, state, Clock())
     assert all(ids(found.groups).count(problem.problem_id) in (2, 3) for problem in few)
     assert len({request.seed for request in run.workers.requests}) == 20
@@ -133,7 +133,7 @@ def test_problems_of_a_batch_are_distinct_and_those_of_a_larger_batch_have_seeds
 
 def test_groups_of_one_step_are_of_distinct_problems_also_over_rounds_and_with_a_buffer():
     first = order(24)
-    run = wired(config(algorithm=DYNAMIC, training={"problems_per_step": 7, "steps": 40}), {first[0]: WRONG})
+    run = wired(config(algorithm=DYNAMIC, training={"problems_per_batch": 7, "steps": 40}), {first[0]: WRONG})
     state = TrainState()
     for step in range(20):
         run.workers.version = step
@@ -144,7 +144,7 @@ def test_groups_of_one_step_are_of_distinct_problems_also_over_rounds_and_with_a
 
 
 def test_a_checkpoint_of_before_problems_were_postponed_goes_on(tmp_path: Path):
-    run = wired(config(training={"problems_per_step": 20, "steps": 8}))
+    run = wired(config(training={"problems_per_batch": 20, "steps": 8}))
     _, state = collect(run, TrainState(), Clock())
     _, state = collect(run, replace(state, step=1), Clock())
     assert state.rollouts.postponed
@@ -168,7 +168,7 @@ def test_masked_truncated_completions_train_no_token_and_stay_in_their_group():
     run = wired(
         config(
             algorithm={"kl": {"coefficient": 0.0}, "mask_truncated": True},
-            training={"problems_per_step": 24, "steps": 1},
+            training={"problems_per_batch": 24, "steps": 1},
         )
     )
     found, _ = collect(run, TrainState(), Clock())
@@ -179,7 +179,7 @@ def test_masked_truncated_completions_train_no_token_and_stay_in_their_group():
 
 def test_curriculum_leaves_out_what_is_always_right_and_comes_back_to_it():
     stream = order(24)
-    settings = config(data={"curriculum": {"rest_epochs": 1}}, training={"problems_per_step": 12, "steps": 8})
+    settings = config(data={"curriculum": {"rest_epochs": 1}}, training={"problems_per_batch": 12, "steps": 8})
     run = wired(settings, {stream[0]: RIGHT, stream[13]: WRONG})
     state = TrainState()
     epochs: list[list[str]] = []
@@ -195,8 +195,8 @@ def test_curriculum_leaves_out_what_is_always_right_and_comes_back_to_it():
 
 def test_old_log_probs_are_needed_exactly_where_the_policy_may_have_moved():
     assert not needs_old_logprobs(config())
-    assert needs_old_logprobs(config(training={"updates_per_batch": 2}))
-    assert needs_old_logprobs(config(training={"passes_per_batch": 2}))
+    assert needs_old_logprobs(config(training={"mini_batches": 2}))
+    assert needs_old_logprobs(config(training={"ppo_epochs": 2}))
     assert needs_old_logprobs(config(algorithm=DYNAMIC))
     assert needs_old_logprobs(config(algorithm={"kl": {"place": "reward", "estimator": "k1"}}))
     assert not needs_old_logprobs(config(algorithm={"kl": {"place": "loss"}}))
@@ -218,7 +218,7 @@ def test_a_saved_state_gives_the_same_next_step_to_the_last_bit(tmp_path: Path):
     for left, right in zip(going_on.groups, resumed.groups, strict=True):
         assert left.baseline == right.baseline
         for one, other in zip(left.samples, right.samples, strict=True):
-            for name in ("token_ids", "loss_mask", "sampler_logprobs", "old_logprobs", "log_kept"):
+            for name in ("token_ids", "loss_mask", "sampler_logprobs", "old_logprobs", "truncation_logprobs"):
                 assert np.array_equal(getattr(one, name), getattr(other, name))
                 assert getattr(one, name).dtype == getattr(other, name).dtype
         for one, other in zip(left.rollouts, right.rollouts, strict=True):
@@ -230,7 +230,7 @@ def test_a_saved_state_gives_the_same_next_step_to_the_last_bit(tmp_path: Path):
 
 
 STALE = {
-    "training": {"problems_per_step": 4, "steps": 8, "max_staleness": 1},
+    "training": {"problems_per_batch": 4, "steps": 8, "max_staleness": 1},
     "algorithm": {"kl": {"coefficient": 0.0}, "correction": {}},
 }
 
@@ -249,7 +249,7 @@ def stale_steps(run: TrainingRun, state: TrainState, count: int) -> tuple[list[R
 @pytest.mark.parametrize("apart", [False, True])
 def test_a_batch_ahead_is_of_the_policy_before_and_of_the_same_problems_and_seeds(apart: bool):
     run, on_policy = wired(config(**STALE)), wired(config())
-    run.workers.apart = apart
+    run.workers.disaggregated = apart
     found, state = stale_steps(run, TrainState(), 3)
     assert [ids(collected.groups) for collected in found] == [order(12)[start : start + 4] for start in (0, 4, 8)]
     assert [collected.age_max for collected in found] == [0, 1, 1]
@@ -304,11 +304,6 @@ def test_what_fails_ahead_fails_the_step():
 def test_a_batch_ahead_without_a_correction_is_refused():
     with pytest.raises(ConfigError, match=r"algorithm\.correction\.name to truncate or mask"):
         config(training={"max_staleness": 1}, algorithm={"correction": None})
-
-
-def test_the_staleness_of_surplus_groups_in_optimizer_steps_is_refused_with_the_name_it_has_now():
-    with pytest.raises(ConfigError, match=r"is now algorithm\.dynamic_sampling\.surplus_staleness, in policy versions"):
-        config(algorithm={"dynamic_sampling": {"max_staleness": 1}})
 
 
 def test_a_buffer_from_another_dataset_is_refused(tmp_path: Path):

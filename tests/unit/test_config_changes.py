@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import get_args
 
 import pytest
 from pydantic import BaseModel
 
-from rlcore.config import ExperimentConfig, build_experiment, changes
+from rlcore.ablation.plan import Point
+from rlcore.config import ExperimentConfig, build_experiment, changes, read_experiment
 from rlcore.config.experiment import NOT_SCIENCE, STEPS, SegmentConfig
 from rlcore.errors import ConfigError
 
 BASE = {
     "name": "toy",
-    "training": {"steps": 40, "problems_per_step": 4},
+    "training": {"steps": 40, "problems_per_batch": 4},
     "reward": {"name": "math"},
 }
 
@@ -54,7 +57,7 @@ def test_what_does_not_touch_the_science(override: str) -> None:
     [
         "seed=1",
         "training.learning_rate=1e-5",
-        "training.problems_per_step=8",
+        "training.problems_per_batch=8",
         "rollout.temperature=0.9",
         "rollout.group_size=4",
         "data.shuffle_seed=1",
@@ -128,3 +131,57 @@ def test_what_may_change_is_named_by_whole_fields_and_sections() -> None:
         assert entry in known or f"{entry}." in known, entry
         others = {name for name in known if name.startswith(entry.rstrip("."))} - {entry}
         assert all(name.startswith(f"{entry.rstrip('.')}.") for name in others), entry
+
+
+@pytest.mark.parametrize(
+    ("override", "answer"),
+    [
+        ("training.problems_per_step=8", r"It is now training\.problems_per_batch\."),
+        ("training.updates_per_batch=2", r"It is now training\.mini_batches\."),
+        ("training.passes_per_batch=2", r"It is now training\.ppo_epochs\."),
+        ("rollout.tokens_per_burst=8", r"It is now rollout\.scheduler_steps_per_call\."),
+        ("rollout.partial.one_ahead=true", r"It is now rollout\.partial\.prefetch\."),
+        (
+            "algorithm.dynamic_sampling.max_staleness=4",
+            r"It is now algorithm\.dynamic_sampling\.surplus_staleness\. It counts policy versions .*: divide the old",
+        ),
+    ],
+)
+def test_a_renamed_setting_answers_with_its_new_name(override: str, answer: str) -> None:
+    values = {**BASE, "rollout": {"partial": {"tokens_per_round": 64}}, "algorithm": {"dynamic_sampling": {}}}
+    with pytest.raises(ConfigError, match=f"{override.partition('=')[0]}: unknown key. {answer}"):
+        build_experiment(values, [override])
+
+
+def test_an_experiment_that_an_older_version_stored_is_read_with_the_new_names(tmp_path: Path) -> None:
+    stored = {
+        "name": "toy",
+        "training": {"steps": 60, "problems_per_step": 8, "updates_per_batch": 2, "passes_per_batch": 3},
+        "rollout": {"tokens_per_burst": 4, "partial": None},
+        "segment": {"steps": 30},
+        "algorithm": {"dynamic_sampling": {"max_staleness": 13}},
+    }
+    (tmp_path / "experiment.json").write_text(json.dumps(stored))
+    experiment = read_experiment(tmp_path / "experiment.json")
+    training, dynamic = experiment.training, experiment.algorithm.dynamic_sampling
+    assert (training.problems_per_batch, training.mini_batches, training.ppo_epochs) == (8, 2, 3)
+    assert experiment.rollout.scheduler_steps_per_call == 4
+    assert dynamic is not None
+    assert dynamic.surplus_staleness == 2  # 13 optimizer steps, 6 of them per rollout batch
+    assert read_experiment(_written(tmp_path, experiment)) == experiment
+
+
+def test_an_ablation_point_that_an_older_version_stored_is_read_with_the_new_names() -> None:
+    stored = {
+        "name": "base",
+        "label": "",
+        "overrides": [],
+        "experiment": {**BASE, "training": {"problems_per_step": 8}},
+    }
+    assert Point.model_validate_json(json.dumps(stored)).experiment.training.problems_per_batch == 8
+
+
+def _written(folder: Path, experiment: ExperimentConfig) -> Path:
+    path = folder / "now.json"
+    path.write_text(experiment.model_dump_json())
+    return path

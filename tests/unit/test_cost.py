@@ -11,7 +11,7 @@ from rlcore.segment.journal import StepRecord
 from tasks.provenance.cost import run_cost
 
 CONFIG = build_experiment(
-    {"name": "toy", "rollout": {"group_size": 2}, "training": {"problems_per_step": 6}},
+    {"name": "toy", "rollout": {"group_size": 2}, "training": {"problems_per_batch": 6}},
     ["resources.workers=3", "resources.rollout_workers=1"],
 )
 BATCH = {

@@ -110,7 +110,7 @@ def test_more_in_flight_reads_the_weights_less_often_and_computes_what_was_begun
 
 def test_what_is_sampled_beside_the_training_takes_the_longer_of_the_two(models: dict[str, Architecture]) -> None:
     apart = replace(kept_plan(), rollout_workers=1)
-    first, ahead = (estimate_seconds(models["text"], replace(apart, beside=b), PEAK, BYTES) for b in (False, True))
+    first, ahead = (estimate_seconds(models["text"], replace(apart, overlapped=b), PEAK, BYTES) for b in (False, True))
     assert first.total == pytest.approx(first.generate + first.update + first.weight_sync)
     assert ahead.total == pytest.approx(max(ahead.generate, ahead.update) + ahead.weight_sync)
 

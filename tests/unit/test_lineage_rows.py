@@ -43,7 +43,7 @@ def lineage(*datasets: DatasetRef) -> Lineage:
 
 
 def test_each_step_leads_to_its_rows_and_pictures_whichever_data_they_are_of(tmp_path: Path) -> None:
-    experiment = load_experiment("grpo-geo3k-tiny", ["training.problems_per_step=2"])
+    experiment = load_experiment("grpo-geo3k-tiny", ["training.problems_per_batch=2"])
     run = Run(run_id="run", run_dir=tmp_path / "run", experiment=experiment)
     write_trained(run.run_dir, 1, ["b", "a"])
     write_trained(run.run_dir, 2, ["c", "a"])

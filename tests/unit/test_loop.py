@@ -42,7 +42,7 @@ def test_a_skipped_step_leaves_the_adaptive_kl_coefficient_where_it_was(tmp_path
 
 
 def test_with_two_updates_the_last_finite_one_moves_the_coefficient(tmp_path: Path):
-    settings = toy.config(algorithm=KL, training={"problems_per_step": 4, "steps": 8, "updates_per_batch": 2})
+    settings = toy.config(algorithm=KL, training={"problems_per_batch": 4, "steps": 8, "mini_batches": 2})
     run = with_updates(settings, [0.2, math.nan], tmp_path / "journal.jsonl")
     state = train(run, TrainState(), until_step=2, should_stop=never)
     assert state.kl_coefficient == pytest.approx(0.1 * (1 + 0.2 * 8 / 100))
@@ -55,7 +55,7 @@ def test_a_diverged_run_ends_with_its_last_steps_in_the_journal(tmp_path: Path, 
     def on_batch(step: int, generated: Sequence[Group], trained: Sequence[Group]) -> None:
         batches.append((step, len(trained)))
 
-    training = {"problems_per_step": 4, "steps": 8, "max_nonfinite_steps": 2, "updates_per_batch": updates}
+    training = {"problems_per_batch": 4, "steps": 8, "max_nonfinite_steps": 2, "mini_batches": updates}
     run = with_updates(toy.config(training=training), [0.1, *[math.nan] * 3], tmp_path / "journal.jsonl")
     run = dataclasses.replace(run, on_batch=on_batch)
     with pytest.raises(DivergedError, match="not finite in 3 steps in a row, the last one step 4"):
@@ -68,7 +68,7 @@ def test_a_diverged_run_ends_with_its_last_steps_in_the_journal(tmp_path: Path, 
 
 
 def test_as_many_skipped_steps_as_allowed_are_survived_and_a_good_one_starts_the_count_anew(tmp_path: Path):
-    settings = toy.config(training={"problems_per_step": 4, "steps": 8, "max_nonfinite_steps": 2})
+    settings = toy.config(training={"problems_per_batch": 4, "steps": 8, "max_nonfinite_steps": 2})
     kls = [math.nan, math.nan, 0.1, math.nan, math.nan]
     run = with_updates(settings, kls, tmp_path / "journal.jsonl")
     state = train(run, TrainState(), until_step=5, should_stop=never)
@@ -76,7 +76,7 @@ def test_as_many_skipped_steps_as_allowed_are_survived_and_a_good_one_starts_the
 
 
 def test_a_diverging_batch_that_is_cut_short_journals_the_steps_it_took(tmp_path: Path):
-    training = {"problems_per_step": 4, "steps": 8, "max_nonfinite_steps": 1, "updates_per_batch": 4}
+    training = {"problems_per_batch": 4, "steps": 8, "max_nonfinite_steps": 1, "mini_batches": 4}
     run = with_updates(toy.config(training=training), [0.1, math.nan, math.nan], tmp_path / "journal.jsonl")
     with pytest.raises(DivergedError, match="the last one step 3"):
         train(run, TrainState(), until_step=8, should_stop=never)
@@ -132,7 +132,7 @@ def test_where_nothing_is_graded_there_is_no_mean(tmp_path: Path):
 
 def dynamic(size: int, **more: object) -> ExperimentConfig:
     algorithm = {"kl": {"coefficient": 0.0}, "dynamic_sampling": {"max_rounds": 3, "surplus_staleness": 2}}
-    return toy.config(algorithm=algorithm, training={"problems_per_step": size, "steps": 8, **more})
+    return toy.config(algorithm=algorithm, training={"problems_per_batch": size, "steps": 8, **more})
 
 
 def test_a_buffer_that_holds_more_than_a_step_is_trained_on_before_anything_is_sampled(tmp_path: Path):
@@ -148,7 +148,7 @@ def test_a_buffer_that_holds_more_than_a_step_is_trained_on_before_anything_is_s
     def on_batch(step: int, generated: Sequence[Group], groups: Sequence[Group]) -> None:
         trained.append([group.problem.problem_id for group in groups])
 
-    run = with_updates(dynamic(2, updates_per_batch=2), [0.1] * 4, tmp_path / "journal.jsonl")
+    run = with_updates(dynamic(2, mini_batches=2), [0.1] * 4, tmp_path / "journal.jsonl")
     run = dataclasses.replace(run, on_batch=on_batch)
     state = train(run, dataclasses.replace(state, step=0), until_step=4, should_stop=never)
     assert trained == [waiting[:2], waiting[2:4]]
@@ -196,7 +196,7 @@ def test_old_log_probs_beside_a_buffer_come_from_the_passes_that_the_updates_rep
     """Each pass is over all samples of an update, those of the buffer too, whose values stay: the plan of microbatches
     depends on the samples alone, so it is the update's, and the ratio is exactly 1."""
     stream = toy.order(16)
-    run = with_updates(dynamic(4, updates_per_batch=updates), [0.1] * 2 * updates, tmp_path / "journal.jsonl")
+    run = with_updates(dynamic(4, mini_batches=updates), [0.1] * 2 * updates, tmp_path / "journal.jsonl")
     run = dataclasses.replace(run, grader=toy.Grader({stream[0]: toy.WRONG, stream[1]: toy.WRONG}))
     train(run, TrainState(), until_step=2 * updates, should_stop=never)
     whole = 4 * 2 // updates
@@ -207,7 +207,7 @@ def test_old_log_probs_beside_a_buffer_come_from_the_passes_that_the_updates_rep
 
 
 def test_warm_up_is_linear_from_the_first_step_and_then_constant(tmp_path: Path):
-    training = {"problems_per_step": 4, "steps": 8, "learning_rate": 0.01, "warmup_steps": 4}
+    training = {"problems_per_batch": 4, "steps": 8, "learning_rate": 0.01, "warmup_steps": 4}
     run = with_updates(toy.config(training=training), [0.1] * 6, tmp_path / "journal.jsonl")
     state = train(run, TrainState(), until_step=3, should_stop=never)
     train(run, state, until_step=6, should_stop=never)
@@ -255,7 +255,7 @@ def test_what_fails_in_the_background_is_raised_where_it_is_waited_for() -> None
 def test_a_run_that_is_rolled_back_goes_on_with_a_lower_rate_and_other_completions(tmp_path: Path):
     """The trainer's loop, sink and health rules, and what its driver changes before the next start."""
     rule = HealthRule(metric="loss/kl_ref", above=0.5, action="rollback", learning_rate_factor=0.25)
-    settings = toy.config(training={"problems_per_step": 4, "steps": 5, "learning_rate": 0.01})
+    settings = toy.config(training={"problems_per_batch": 4, "steps": 5, "learning_rate": 0.01})
 
     def run_with(adjustments: Adjustments, kls: list[float]) -> tuple[TrainingRun, HealthWatch]:
         journal = MetricJournal(tmp_path / "journal.jsonl")

@@ -109,7 +109,7 @@ def test_no_batch_waits_for_its_longest_completion() -> None:
         batches(run, TrainState(), 8)
         return run.workers.chain
 
-    training = {"problems_per_step": 3}
+    training = {"problems_per_batch": 3}
     assert chain(config(None, 0, training=training)) == 8 * 12
     assert chain(config({"tokens_per_round": 3, "in_flight": 3}, 3, training=training)) == 8 * 3
     assert chain(config({"tokens_per_round": 3, "in_flight": 1}, 3, training=training)) == 8 * 12  # four rounds each
@@ -132,7 +132,7 @@ def test_an_alarm_is_for_batches_of_one_policy_only() -> None:
 def test_rounds_that_cut_nothing_are_the_plain_path(ahead: bool) -> None:
     lengths = by_first(*range(1, 25))
     curriculum = {"data": {"curriculum": {"rest_epochs": 1}}}
-    whole = {"tokens_per_round": BUDGET, "in_flight": 1, "one_ahead": ahead}
+    whole = {"tokens_per_round": BUDGET, "in_flight": 1, "prefetch": ahead}
     plain, partial = (
         wired(config(None, int(ahead), **curriculum), lengths),
         wired(config(whole, 1 + ahead, **curriculum), lengths),
@@ -152,15 +152,15 @@ def test_rounds_that_cut_nothing_are_the_plain_path(ahead: bool) -> None:
 @given(st.data())
 @settings(max_examples=150, deadline=None)
 def test_no_sample_is_ever_too_old_and_none_is_lost(data: st.DataObject) -> None:
-    ahead = data.draw(st.booleans(), "one_ahead")
+    ahead = data.draw(st.booleans(), "prefetch")
     staleness = data.draw(st.integers(1 + ahead, 4), "max_staleness")
     partial = {
         "tokens_per_round": data.draw(st.integers(1, BUDGET), "tokens_per_round"),
         "in_flight": data.draw(st.sampled_from([1, 1.25, 1.5, staleness + 1 - ahead]), "in_flight"),
-        "one_ahead": ahead,
+        "prefetch": ahead,
     }
-    size, passes = data.draw(st.integers(1, 4), "problems_per_step"), data.draw(st.integers(1, 2), "passes_per_batch")
-    training = {"problems_per_step": size, "passes_per_batch": passes}
+    size, passes = data.draw(st.integers(1, 4), "problems_per_batch"), data.draw(st.integers(1, 2), "ppo_epochs")
+    training = {"problems_per_batch": size, "ppo_epochs": passes}
     drawn = data.draw(st.lists(st.integers(1, BUDGET + 3), min_size=8, max_size=8), "lengths")
     run = wired(
         config(partial, staleness, training=training),
@@ -219,7 +219,7 @@ def test_groups_in_flight_are_of_distinct_problems_as_far_as_the_dataset_reaches
 @pytest.mark.parametrize("ahead", [False, True])
 def test_a_state_that_is_saved_and_loaded_goes_on_to_the_last_bit(tmp_path: Path, ahead: bool) -> None:
     settings = config(
-        {"tokens_per_round": 3, "in_flight": 2, "one_ahead": ahead}, 3, data={"curriculum": {"rest_epochs": 1}}
+        {"tokens_per_round": 3, "in_flight": 2, "prefetch": ahead}, 3, data={"curriculum": {"rest_epochs": 1}}
     )
     lengths = by_first(10, 12, 1, 1, 1, 12, 3, 99, 10, 9, 12, 12, 5)
     _, state = batches(wired(settings, lengths), TrainState(), 1 if ahead else 2)  # ahead: two are sampled
@@ -281,13 +281,13 @@ def test_a_curriculum_learns_of_a_problem_when_its_group_is_trained() -> None:
         ({}, 1, {}, r"rollout\.partial\.tokens_per_round"),
         ({"tokens_per_round": 13}, 1, {}, r"tokens_per_round \(13\) is above rollout\.max_completion_tokens \(12\)"),
         ({"tokens_per_round": 4}, 0, {}, r"Set max_staleness to 1 or more, or rollout\.partial to null"),
-        ({"tokens_per_round": 4, "one_ahead": True}, 1, {}, "2 or more, one of them for sampling one batch ahead"),
+        ({"tokens_per_round": 4, "prefetch": True}, 1, {}, "2 or more, one of them for sampling one batch ahead"),
         ({"tokens_per_round": 4, "in_flight": 2.5}, 1, {}, r"in_flight is 2\.5: a group has 2 rollout batches"),
         (
-            {"tokens_per_round": 4, "in_flight": 2.5, "one_ahead": True},
+            {"tokens_per_round": 4, "in_flight": 2.5, "prefetch": True},
             2,
             {},
-            "has 2 rollout batches .*one_ahead true",
+            "has 2 rollout batches .*prefetch true",
         ),
         ({"tokens_per_round": 4}, 1, {"correction": None}, r"algorithm\.correction\.name to truncate or mask"),
         ({"tokens_per_round": 4}, 1, {"advantage": {"name": "remax"}}, "its greedy baseline is of one policy"),
@@ -303,10 +303,10 @@ def test_what_cannot_be_is_refused(
 
 def test_rounds_are_science_and_where_they_are_drawn_is_not() -> None:
     one = config({"tokens_per_round": 4}, 2)
-    assert all(change.is_science for change in changes(one, config({"tokens_per_round": 5, "one_ahead": True}, 2)))
+    assert all(change.is_science for change in changes(one, config({"tokens_per_round": 5, "prefetch": True}, 2)))
     apart = config({"tokens_per_round": 4}, 2, resources={"rollout_workers": 2})
     assert [change.is_science for change in changes(one, apart)] == [False]
-    assert not one.one_ahead
+    assert not one.prefetch
 
 
 def test_groups_in_flight_are_counted_without_float_noise() -> None:

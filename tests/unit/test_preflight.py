@@ -224,7 +224,7 @@ def test_unreachable_mlflow(tmp_path: Path, refusing_port: int) -> None:
 def test_more_workers_than_gpus(settings: Settings) -> None:
     with pytest.raises(ConfigError, match=r"resources\.workers is 64 and .* on cuda, and this machine has"):
         check(
-            experiment("resources.workers=64", "resources.device=cuda", "training.problems_per_step=64"),
+            experiment("resources.workers=64", "resources.device=cuda", "training.problems_per_batch=64"),
             settings,
         )
 
@@ -235,8 +235,8 @@ def test_all_findings_come_at_once(settings: Settings) -> None:
 
 
 def test_impossible_batch_arithmetic() -> None:
-    with pytest.raises(ConfigError, match=r"updates_per_batch \(3\) does not divide .*problems_per_step \(32\)"):
-        experiment("training.updates_per_batch=3", "training.steps=60", "segment.steps=30")
+    with pytest.raises(ConfigError, match=r"mini_batches \(3\) does not divide .*problems_per_batch \(32\)"):
+        experiment("training.mini_batches=3", "training.steps=60", "segment.steps=30")
 
 
 def test_an_absent_ray_cluster_is_named(settings: Settings, refusing_port: int) -> None:

@@ -23,7 +23,8 @@ COMPLETION = [
     ("policy_version", pa.int64()),
     ("score", SCORE),
 ]
-LOGPROBS = ("old_logprobs", "log_kept", "ref_logprobs")
+# Column of an older version -> field of a sample today.
+LOGPROBS = {"old_logprobs": "old_logprobs", "log_kept": "truncation_logprobs", "ref_logprobs": "ref_logprobs"}
 SCORED = pa.schema(
     [
         ("problem_id", pa.string()),
@@ -59,7 +60,7 @@ def completions(group: Group) -> list[dict[str, Any]]:
 
 
 def scored(group: Group) -> dict[str, Any]:
-    values = [{name: getattr(sample, name) for name in LOGPROBS} for sample in group.samples]
+    values = [{column: getattr(sample, field) for column, field in LOGPROBS.items()} for sample in group.samples]
     rows = [{name: None if row is None else row[2:] for name, row in sample.items()} for sample in values]
     rollouts = [completion | row for completion, row in zip(completions(group), rows, strict=True)]
     return {"problem_id": group.problem.problem_id, "prompt_token_ids": [1, 2], "baseline": None, "rollouts": rollouts}
@@ -93,7 +94,7 @@ def write_as_before(state: TrainState, folder: Path) -> None:
         (None, 0, {"max_rounds": 3, "surplus_staleness": 2}, (1, 0, 0)),
         (None, 1, None, (0, 2, 0)),
         ({"tokens_per_round": 3, "in_flight": 1.5}, 1, None, (0, 0, 1)),
-        ({"tokens_per_round": 3, "in_flight": 2, "one_ahead": True}, 3, None, (0, 2, 2)),
+        ({"tokens_per_round": 3, "in_flight": 2, "prefetch": True}, 3, None, (0, 2, 2)),
     ],
 )
 def test_the_files_of_older_versions_load_and_the_run_goes_on(

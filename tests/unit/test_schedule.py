@@ -32,13 +32,13 @@ def experiments(draw: st.DrawFn) -> ExperimentConfig:
     rounds = {
         "tokens_per_round": draw(st.integers(1, BUDGET)),
         "in_flight": draw(st.sampled_from([1, 1.25, 1.5, staleness + 1 - ahead])),
-        "one_ahead": ahead,
+        "prefetch": ahead,
     }
     replacing = {"max_rounds": draw(st.integers(1, 3)), "surplus_staleness": draw(st.integers(0, 3))}
     return config(
         rounds if partial else None,
         staleness,
-        training={"problems_per_step": draw(st.integers(1, 4)), "passes_per_batch": draw(st.integers(1, 2))},
+        training={"problems_per_batch": draw(st.integers(1, 4)), "ppo_epochs": draw(st.integers(1, 2))},
         algorithm={"dynamic_sampling": replacing if dynamic else None},
         data={"curriculum": {"rest_epochs": 1} if draw(st.booleans()) else None},
     )
@@ -50,7 +50,7 @@ def runs(draw: st.DrawFn) -> TrainingRun:
     flags = draw(st.lists(st.booleans(), min_size=7, max_size=7))
     equal = {problem.problem_id for problem in PROBLEMS if flags[int(problem.problem_id[1:]) % 7]}
     run = wired(draw(experiments()), lambda problem, which: lengths[(int(problem[1:]) + 3 * which) % 8], equal)
-    run.workers.apart = draw(st.booleans())
+    run.workers.disaggregated = draw(st.booleans())
     return run
 
 
@@ -122,7 +122,7 @@ def assert_rising(values: list[int]) -> None:
 def test_a_saved_state_goes_on_to_the_last_bit_wherever_the_sampler_is(run: TrainingRun, cut: int) -> None:
     whole, end = batches(run, TrainState(), 6)
     elsewhere = replace(run, workers=Workers(run.workers.lengths), grader=run.grader)
-    elsewhere.workers.apart = not run.workers.apart
+    elsewhere.workers.disaggregated = not run.workers.disaggregated
     first, state = batches(elsewhere, TrainState(), cut)
     with TemporaryDirectory() as folder:
         state.save(Path(folder))

@@ -74,7 +74,7 @@ def segments(
 
 
 def config(total: int, **segment: object) -> ExperimentConfig:
-    return toy.config(training={"problems_per_step": 4, "steps": total}, segment=segment)
+    return toy.config(training={"problems_per_batch": 4, "steps": total}, segment=segment)
 
 
 def test_segments_end_after_their_steps_and_the_last_one_with_the_run(tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ class Run:
             run_id="run",
             run_dir=self.dir,
             experiment=toy.config(
-                training={"problems_per_step": 4, "steps": 5, "learning_rate": 0.01, **parts.pop("training", {})},
+                training={"problems_per_batch": 4, "steps": 5, "learning_rate": 0.01, **parts.pop("training", {})},
                 segment={"steps": 2, "keep_checkpoints": 9},
                 **parts,
             ),

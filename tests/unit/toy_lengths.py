@@ -29,7 +29,7 @@ class Workers:
     def __init__(self, lengths: Lengths) -> None:
         self.lengths = lengths
         self.version = 0
-        self.apart = False
+        self.disaggregated = False
         self.requests: list[SampleRequest] = []
         self.rounds: list[list[str]] = []  # problems asked for, request by request
 
@@ -89,7 +89,7 @@ class Grader:
 def config(partial: dict[str, object] | None, staleness: int = 1, **parts: dict[str, object]) -> ExperimentConfig:
     base: dict[str, dict[str, object]] = {
         "rollout": {"group_size": 2, "max_completion_tokens": BUDGET, "partial": partial},
-        "training": {"problems_per_step": 2, "steps": 24, "max_staleness": staleness},
+        "training": {"problems_per_batch": 2, "steps": 24, "max_staleness": staleness},
         "algorithm": {"kl": {"coefficient": 0.0}, "correction": {}},
     }
     return build_experiment(
@@ -123,7 +123,7 @@ def ids(found: RolloutBatch) -> list[str]:
 
 def stream(count: int = 24) -> list[str]:
     """Ids in the order of the stream."""
-    settings = config(None, 0, training={"problems_per_step": count, "max_staleness": 0})
+    settings = config(None, 0, training={"problems_per_batch": count, "max_staleness": 0})
     return ids(collect(wired(settings, lambda *_: 1), TrainState(), Clock())[0])
 
 

@@ -61,7 +61,7 @@ class Workers:
 
     def __init__(self) -> None:
         self.version = 0
-        self.apart = False
+        self.disaggregated = False
         self.released = 0
         self.requests: list[SampleRequest] = []
         self.scored: list[int] = []  # sequences per log-prob pass
@@ -130,7 +130,7 @@ def config(**parts: object) -> ExperimentConfig:
     base = {
         "name": "toy",
         "rollout": {"group_size": 2, "max_completion_tokens": 8},
-        "training": {"problems_per_step": 4, "steps": 8},
+        "training": {"problems_per_batch": 4, "steps": 8},
         "algorithm": {"kl": {"coefficient": 0.0}},
     }
     merged = {
@@ -173,7 +173,7 @@ def in_flight(state: TrainState) -> tuple[Group, ...]:
 
 def order(count: int) -> list[str]:
     """Ids in the order of the stream."""
-    found, _ = collect(wired(config(training={"problems_per_step": count, "steps": 1})), TrainState(), Clock())
+    found, _ = collect(wired(config(training={"problems_per_batch": count, "steps": 1})), TrainState(), Clock())
     return [g.problem.problem_id for g in found.groups]
 
 
