@@ -1,4 +1,4 @@
-"""Who may import whom (section 2 of docs/design.md), and what tests import."""
+"""Who may import whom (the layers of docs/design.md), and what tests import."""
 
 from __future__ import annotations
 
@@ -180,6 +180,14 @@ def test_a_layer_imports_from_the_layers_above_it(part: str) -> None:
 def test_every_file_has_a_layer(part: str) -> None:
     names = {path.relative_to(ROOT / part).parts[0].removesuffix(".py") for path in (ROOT / part).rglob("*.py")}
     assert sorted(names - {"__init__"}) == sorted(name for row in LAYERS[part] for name in row)
+
+
+@pytest.mark.parametrize("part", LAYERS)
+def test_the_design_page_has_the_same_layers(part: str) -> None:
+    page = (ROOT / "docs" / "design.md").read_text()
+    table = page.partition(f"\n| {part} | holds |\n")[2].partition("\n\n")[0]
+    cells = re.findall(r"^\| (`.*?) \|", table, re.MULTILINE)
+    assert [sorted(re.findall(r"`(\w+)`", cell)) for cell in cells] == [sorted(row) for row in LAYERS[part]]
 
 
 def test_no_files_import_each_other() -> None:

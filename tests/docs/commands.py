@@ -67,6 +67,8 @@ def check(
         raise Finding(f"a fresh machine has no {program} of ours on its PATH: write {INSTALLED}{program}")
     if program == "python":
         _python(arguments, own_files)
+    elif program == "pytest":
+        _pytest(arguments, own_files)
     elif check_of := _PROGRAMS.get(program):
         check_of(arguments)
     elif program in OF_OTHERS:
@@ -141,7 +143,7 @@ def _python(arguments: Sequence[str], own_files: frozenset[str]) -> None:
     if _PLACEHOLDER.fullmatch(module):
         return
     if module == "pytest":
-        _pytest(words)
+        _pytest(words, own_files)
         return
     modules.check_module(module, words)
 
@@ -167,13 +169,13 @@ def _experiment(where: str, name: str, sets: Sequence[str], of_ablation: dict[st
         raise Finding(f"{where}: {error}") from error
 
 
-def _pytest(arguments: Sequence[str]) -> None:
+def _pytest(arguments: Sequence[str], own_files: frozenset[str]) -> None:
     options = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
     known = {item.partition(":")[0] for item in options["markers"]}
     for before, word in zip(["", *arguments], arguments, strict=False):
         if before == "-m" and word not in known:
             raise Finding(f"pytest has no marker {word!r}; there are {sorted(known)}")
-        if before not in ("-m", "-k") and not word.startswith("-"):
+        if before not in ("-m", "-k") and not word.startswith("-") and word not in own_files:
             check_test(word)
 
 
@@ -236,7 +238,7 @@ def _value(text: str) -> Any:
 _PROGRAMS: dict[str, Callable[[Sequence[str]], None]] = {
     "make": _make,
     "prefect": _prefect,
-    "pytest": _pytest,
+    "pytest": partial(_pytest, own_files=frozenset()),
     "rlflow": _rlflow,
     "torchrun": _torchrun,
     "export": _export,

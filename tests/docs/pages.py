@@ -88,8 +88,8 @@ def code_words(page: Path) -> list[str]:
 
 
 def quotes(page: Path) -> list[str]:
-    """Quoted messages: the paragraphs that begin with ``>``."""
-    return [line[2:].strip() for line in prose(page).splitlines() if line.startswith("> ")]
+    """Quoted messages: the lines that begin with ``>``. A backslash at the end of one breaks the line."""
+    return [line[2:].removesuffix("\\").strip() for line in prose(page).splitlines() if line.startswith("> ")]
 
 
 def anchors(page: Path) -> set[str]:

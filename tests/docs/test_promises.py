@@ -11,7 +11,7 @@ from tests.docs.pages import ROOT
 
 PROMISES = re.findall(
     r"^(\d+)\. \*\*(.+?)\.?\*\*",
-    (ROOT / "docs" / "design.md").read_text().partition("\n## 6. ")[2].partition("\n## 7. ")[0],
+    (ROOT / "docs" / "design.md").read_text().partition("\n## Promises\n")[2].partition("\n## ")[0],
     re.MULTILINE | re.DOTALL,
 )
 TABLE = dict(re.findall(r"^\| (\d+\. .+?) \| (.+) \|$", (ROOT / "docs" / "contributing.md").read_text(), re.MULTILINE))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import itertools
 import json
@@ -191,6 +192,26 @@ def test_files_are_there_or_are_what_the_code_writes(page: Path) -> None:
         here = [folder / name for folder in (page.parent, *(ROOT / place for place in PLACES))]
         known = own | EXAMPLES | OF_OTHER_PROJECTS | METRIC_GROUPS
         assert any(path.exists() for path in here) or code.writes(name) or name in known, f"{page.name}: {word}"
+
+
+@every_page
+def test_functions_and_classes_are_in_the_files_named(page: Path) -> None:
+    for word in code_words(page):
+        if match := re.fullmatch(r"([\w./-]+\.py):(\w+)", word):
+            assert match[2] in _defined(match[1]), f"{page.name}: {word}"
+
+
+def test_a_function_that_is_not_in_its_file_is_found() -> None:
+    assert "train" in _defined("rlcore/training/loop.py")
+    assert "train" in _defined("training/loop.py")
+    assert "collect" not in _defined("training/loop.py")
+
+
+def _defined(file: str) -> set[str]:
+    """Names of the functions and classes of a file, which is named from the root or from rlcore."""
+    path = ROOT / file if (ROOT / file).exists() else ROOT / "rlcore" / file
+    nodes = ast.parse(path.read_text()).body
+    return {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
 
 
 def test_a_file_that_nobody_writes_is_found() -> None:
