@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import NamedTuple, assert_never
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from rlcore.algorithms import kl
-from rlcore.algorithms.aggregation import StepTotals, token_weights
-from rlcore.algorithms.loss import policy_loss
-from rlcore.algorithms.mismatch import importance_ratios, masked_importance, truncated_importance
-from rlcore.algorithms.sums import StepSums
+from rlcore.algorithms import divergence
+from rlcore.algorithms.divergence import importance_ratios, masked_importance, truncated_importance
+from rlcore.algorithms.loss import StepTotals, policy_loss, token_weights
 from rlcore.batch import Microbatch
 from rlcore.config import AlgorithmConfig
 from rlcore.config.algorithm import ImportanceCorrection, KlEstimator, MaskedImportance, TruncatedImportance
+
+_Values = Mapping[str, Tensor]
 
 
 class PolicyTokens(NamedTuple):
@@ -24,6 +26,71 @@ class PolicyTokens(NamedTuple):
     logprobs: Tensor  # [N], differentiable
     entropy: Tensor  # [N]
     truncation_logprobs: Tensor  # [N]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepSums:
+    """[] float64 tensors, detached. ``StepSums()`` is the sum over nothing.
+
+    ``means`` and ``maxima`` are named as the metrics that they become, and cover the tokens that ``of`` counts.
+    """
+
+    totals: _Values = field(default_factory=dict)
+    means: _Values = field(default_factory=dict)  # sums so far; the metric is the sum over the number of tokens
+    maxima: _Values = field(default_factory=dict)  # 0 over no tokens
+
+    @classmethod
+    def of(cls, counted: Tensor, *, totals: _Values, means: _Values, maxima: _Values) -> StepSums:
+        """
+        Args:
+            counted: [N] bool, the tokens that ``means`` and ``maxima`` cover.
+            totals: tensors of any shape, summed whole.
+            means, maxima: [N] each.
+        """
+
+        def only_counted(value: Tensor) -> Tensor:
+            return torch.where(counted, value.detach(), 0)
+
+        def largest(value: Tensor) -> Tensor:
+            return torch.cat([value, value.new_zeros(1)]).max()
+
+        return cls(
+            {name: value.detach().sum().double() for name, value in totals.items()},
+            {name: only_counted(value).sum().double() for name, value in means.items()},
+            {name: largest(only_counted(value)).double() for name, value in maxima.items()},
+        )
+
+    def merge(self, other: StepSums) -> StepSums:
+        """The sums of both parts together. A name that one part lacks is taken from the other."""
+        return StepSums(
+            _merged(self.totals, other.totals, torch.add),
+            _merged(self.means, other.means, torch.add),
+            _merged(self.maxima, other.maxima, torch.maximum),
+        )
+
+    def zeros(self) -> StepSums:
+        """The same names, each with 0."""
+        return StepSums(*({name: torch.zeros_like(value) for name, value in part.items()} for part in self._parts()))
+
+    def all_reduce(self) -> StepSums:
+        """The merge over all ranks, on CPU: one collective for everything. Every rank holds the same names."""
+        row = torch.stack([value for part in self._parts() for value in part.values()])
+        rows = row[None]
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            rows = row.new_empty(dist.get_world_size(), len(row))
+            dist.all_gather_into_tensor(rows.flatten(), row)
+        total = StepSums()
+        for values in rows.cpu():
+            left = iter(values.unbind())
+            total = total.merge(StepSums(*({name: next(left) for name in part} for part in self._parts())))
+        return total
+
+    def _parts(self) -> tuple[_Values, _Values, _Values]:
+        return self.totals, self.means, self.maxima
+
+
+def _merged(one: _Values, other: _Values, merge: Callable[[Tensor, Tensor], Tensor]) -> dict[str, Tensor]:
+    return {**one, **{name: merge(one[name], value) if name in one else value for name, value in other.items()}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,13 +160,13 @@ def microbatch_loss(
         },
         means={
             "loss/entropy": tokens.entropy,
-            "loss/kl_old": kl.k3(old, logprobs.detach()),  # of KL(old || new), from token log-probs whatever the loss
+            "loss/kl_old": divergence.k3(old, logprobs.detach()),  # KL(old || new) from token log-probs, for any loss
             "loss/ratio_mean": losses.ratios,
             "loss/clip_fraction": losses.clipped_low | losses.clipped_high,
             "loss/clip_fraction_low": losses.clipped_low,
             "loss/clip_fraction_high": losses.clipped_high,
             "rollout/abs_delta_logprob_mean": delta,
-            "rollout/kl_sampler_trainer": kl.k3(sampler, old),
+            "rollout/kl_sampler_trainer": divergence.k3(sampler, old),
             "rollout/importance_weight_mean": importance,
             "rollout/importance_masked": importance.eq(0),
         },
@@ -130,11 +197,11 @@ def kl_estimate(estimator: KlEstimator, logprobs: Tensor, ref_logprobs: Tensor) 
     """[N] the configured estimate of KL(policy || reference) per token, nats."""
     match estimator:
         case "k1":
-            return kl.k1(logprobs, ref_logprobs)
+            return divergence.k1(logprobs, ref_logprobs)
         case "k2":
-            return kl.k2(logprobs, ref_logprobs)
+            return divergence.k2(logprobs, ref_logprobs)
         case "k3":
-            return kl.k3(logprobs, ref_logprobs)
+            return divergence.k3(logprobs, ref_logprobs)
         case "straight_through":
-            return kl.straight_through(logprobs, ref_logprobs)
+            return divergence.straight_through(logprobs, ref_logprobs)
     assert_never(estimator)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 
-from rlcore.algorithms.aggregation import StepTotals
+from rlcore.algorithms.loss import StepTotals
 from rlcore.algorithms.objective import UpdateResult
 from rlcore.batch import prompt_key
 from rlcore.config import ExperimentConfig

@@ -24,7 +24,7 @@ from rlcore.types import ImageRef, Problem, TrainingSample
 if TYPE_CHECKING:
     import torch
 
-    from rlcore.algorithms.aggregation import StepTotals
+    from rlcore.algorithms.loss import StepTotals
     from rlcore.algorithms.objective import UpdateResult
     from rlcore.batch import ImageFeatures
     from rlcore.data.prompts import PromptBuilder

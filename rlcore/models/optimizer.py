@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from rlcore.algorithms.fused import fused
+from rlcore.algorithms.logprobs import fused
 from rlcore.config import TrainingConfig
 from rlcore.models.offload import local_part
 

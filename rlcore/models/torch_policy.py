@@ -21,9 +21,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from rlcore.algorithms.aggregation import StepTotals
-from rlcore.algorithms.objective import PolicyTokens, UpdateResult, microbatch_loss
-from rlcore.algorithms.sums import StepSums
+from rlcore.algorithms.loss import StepTotals
+from rlcore.algorithms.objective import PolicyTokens, StepSums, UpdateResult, microbatch_loss
 from rlcore.batch import ImageFeatures, Microbatch, on_device, pack
 from rlcore.config import ExperimentConfig
 from rlcore.flops import ModelShape

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from rlcore.algorithms.kl import next_coefficient
+from rlcore.algorithms.divergence import next_coefficient
 from rlcore.config import TrainingConfig
 from rlcore.config.algorithm import KlConfig
 from rlcore.errors import DivergedError

@@ -22,9 +22,9 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from rlcore.algorithms.mismatch import Dtype, effective_sample_size, normal_limit
+from rlcore.algorithms.advantage import GroupOutcome, count_outcomes, group_outcome
+from rlcore.algorithms.divergence import Dtype, effective_sample_size, normal_limit
 from rlcore.algorithms.objective import UpdateResult
-from rlcore.algorithms.outcomes import GroupOutcome, count_outcomes, group_outcome
 from rlcore.config import AlgorithmConfig, ExperimentConfig
 from rlcore.flops import Work, utilisation
 from rlcore.rollout.advantages import StepAdvantages, has_signal

@@ -35,7 +35,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from rlcore.algorithms.aggregation import StepTotals
+from rlcore.algorithms.loss import StepTotals
 from rlcore.batch import ImageFeatures, prompt_key
 from rlcore.config import ExperimentConfig, build_experiment
 from rlcore.distributed.group import microbatch_work

@@ -14,9 +14,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from rlcore.algorithms.aggregation import StepTotals
-from rlcore.algorithms.fused import fused
-from rlcore.algorithms.logprobs import linear_logprobs, logprobs_and_entropy
+from rlcore.algorithms.logprobs import fused, linear_logprobs, logprobs_and_entropy
+from rlcore.algorithms.loss import StepTotals
 from rlcore.config import build_experiment
 from rlcore.models.attention import shared_prompt_attention
 from rlcore.models.flash import MODULES, FlashAttention2, FlashKernel, TorchKernel

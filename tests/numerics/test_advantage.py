@@ -10,7 +10,7 @@ from torch import Tensor, tensor
 from torch.testing import assert_close
 
 from rlcore.algorithms import advantage
-from rlcore.algorithms.outcomes import OutcomeCounts, count_outcomes, group_outcome
+from rlcore.algorithms.advantage import OutcomeCounts, count_outcomes, group_outcome
 from tests.numerics import reference
 
 NAN = float("nan")

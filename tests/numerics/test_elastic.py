@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from rlcore.algorithms.aggregation import StepTotals
+from rlcore.algorithms.loss import StepTotals
 from rlcore.algorithms.objective import UpdateResult
 from rlcore.data.stream import ProblemStream
 from rlcore.distributed.group import SamplerGroup

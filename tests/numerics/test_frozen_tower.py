@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from rlcore.algorithms.aggregation import StepTotals
+from rlcore.algorithms.loss import StepTotals
 from rlcore.batch import ImageFeatures
 from rlcore.config import ExperimentConfig
 from rlcore.families.qwen2_vl import IMAGES

@@ -8,11 +8,16 @@ from hypothesis import given, settings
 from torch import tensor
 from torch.testing import assert_close
 
-from rlcore.algorithms.kl import MAX_LOG_RATIO, k1, k2, k3, next_coefficient, straight_through
-from rlcore.algorithms.mismatch import (
+from rlcore.algorithms.divergence import (
+    MAX_LOG_RATIO,
     effective_sample_size,
     importance_ratios,
+    k1,
+    k2,
+    k3,
     masked_importance,
+    next_coefficient,
+    straight_through,
     truncated_importance,
 )
 from rlcore.algorithms.objective import kl_estimate

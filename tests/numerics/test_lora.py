@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForImageTextToText, Qwen2Config, Qwen2ForCausalLM
 
-from rlcore.algorithms.aggregation import StepTotals
+from rlcore.algorithms.loss import StepTotals
 from rlcore.config import ExperimentConfig, LoraConfig, ModelConfig
 from rlcore.errors import CheckpointError
 from rlcore.jobs.merge import merge_checkpoint

@@ -9,14 +9,16 @@ import torch
 from torch import Tensor, tensor
 from torch.testing import assert_close
 
-from rlcore.algorithms.aggregation import Aggregation, StepTotals, token_weights
 from rlcore.algorithms.loss import (
+    Aggregation,
+    StepTotals,
     TokenLosses,
     cispo,
     gspo,
     gspo_token,
     ppo_clip,
     sapo,
+    token_weights,
     vespo,
 )
 from rlcore.config import AlgorithmConfig

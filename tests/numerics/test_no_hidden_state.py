@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from rlcore.algorithms.aggregation import StepTotals
+from rlcore.algorithms.loss import StepTotals
 from rlcore.config import build_experiment
 from rlcore.models.torch_policy import TorchPolicy
 from tests.numerics import toy

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from rlcore.algorithms.aggregation import StepTotals
+from rlcore.algorithms.loss import StepTotals
 from rlcore.config import ExperimentConfig
 from rlcore.models.offload import HostOffload, OffloadedOptimizer, in_parts
 from rlcore.models.torch_policy import TorchPolicy

@@ -11,10 +11,9 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from rlcore.algorithms import advantage
-from rlcore.algorithms.aggregation import StepTotals
 from rlcore.algorithms.logprobs import linear_logprobs
-from rlcore.algorithms.objective import PolicyTokens, microbatch_loss
-from rlcore.algorithms.sums import StepSums
+from rlcore.algorithms.loss import StepTotals
+from rlcore.algorithms.objective import PolicyTokens, StepSums, microbatch_loss
 from rlcore.batch import Microbatch, Segments, trained_positions, trained_sequences
 from rlcore.config import AlgorithmConfig
 from tests.numerics import reference

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rlcore.algorithms.aggregation import StepTotals
+from rlcore.algorithms.loss import StepTotals
 from rlcore.algorithms.objective import UpdateResult
 from rlcore.config import ExperimentConfig, TrainingConfig
 from rlcore.models.optimizer import make_optimizer

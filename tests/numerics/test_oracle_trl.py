@@ -19,8 +19,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from trl import GRPOConfig, GRPOTrainer
 
 from rlcore.algorithms import advantage
-from rlcore.algorithms.aggregation import StepTotals
-from rlcore.algorithms.mismatch import masked_importance, truncated_importance
+from rlcore.algorithms.divergence import masked_importance, truncated_importance
+from rlcore.algorithms.loss import StepTotals
 from rlcore.algorithms.objective import PolicyTokens, microbatch_loss
 from rlcore.batch import pack
 from rlcore.config import AlgorithmConfig

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlcore.algorithms.aggregation import StepTotals
-from rlcore.algorithms.mismatch import effective_sample_size
+from rlcore.algorithms.divergence import effective_sample_size
+from rlcore.algorithms.loss import StepTotals
 from rlcore.models.torch_policy import TorchPolicy
 from rlcore.types import TrainingSample
 from tests.numerics import toy

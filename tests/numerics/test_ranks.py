@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from rlcore.algorithms.aggregation import Aggregation, StepTotals
+from rlcore.algorithms.loss import Aggregation, StepTotals
 from rlcore.config import ExperimentConfig
 from rlcore.ports import ScoredTokens
 from rlcore.training.metrics import update_metrics

@@ -7,9 +7,8 @@ import torch
 from torch import Tensor, tensor
 from torch.testing import assert_close
 
-from rlcore.algorithms import advantage, kl, mismatch
-from rlcore.algorithms.aggregation import StepTotals, token_weights
-from rlcore.algorithms.loss import cispo, gspo, gspo_token, ppo_clip, sapo, vespo
+from rlcore.algorithms import advantage, divergence
+from rlcore.algorithms.loss import StepTotals, cispo, gspo, gspo_token, ppo_clip, sapo, token_weights, vespo
 from tests.numerics import reference
 
 SEEDS = range(12)
@@ -182,8 +181,8 @@ def test_kl_estimates(seed):
     new, old, _ = drawn.arguments
     for name in ("k1", "k2", "k3"):
         expected = [getattr(reference, name)(p, q) for p, q in zip(new.tolist(), old.tolist(), strict=True)]
-        assert_close(getattr(kl, name)(new, old), tensor(expected, dtype=torch.float64))
-    assert_close(kl.straight_through(new, old), kl.k3(new, old))
+        assert_close(getattr(divergence, name)(new, old), tensor(expected, dtype=torch.float64))
+    assert_close(divergence.straight_through(new, old), divergence.k3(new, old))
 
 
 @each_seed
@@ -208,11 +207,11 @@ def test_importance_weights_and_effective_sample_size(seed, of_sequence):
     trainer, sampler, _ = drawn.arguments
     index = drawn.sequence_index if of_sequence else None
     ratios = reference.importance(trainer.tolist(), sampler.tolist(), index.tolist() if of_sequence else None)
-    cut = mismatch.truncated_importance(trainer, sampler, index, max_weight=1.2)
+    cut = divergence.truncated_importance(trainer, sampler, index, max_weight=1.2)
     assert_close(cut, tensor([min(r, 1.2) for r in ratios], dtype=torch.float64))
-    masked = mismatch.masked_importance(trainer, sampler, index, min_weight=0.8, max_weight=1.2)
+    masked = divergence.masked_importance(trainer, sampler, index, min_weight=0.8, max_weight=1.2)
     assert_close(masked, tensor([r if 0.8 <= r <= 1.2 else 0.0 for r in ratios], dtype=torch.float64))
     if not of_sequence:
-        weights = mismatch.importance_ratios(trainer, sampler)
-        found = mismatch.effective_sample_size(weights.sum(), weights.square().sum())
+        weights = divergence.importance_ratios(trainer, sampler)
+        found = divergence.effective_sample_size(weights.sum(), weights.square().sum())
         assert_close(found, tensor(reference.effective_sample_size(ratios), dtype=torch.float64))

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from rlcore.algorithms.aggregation import StepTotals
+from rlcore.algorithms.loss import StepTotals
 from rlcore.batch import Microbatch, pack
 from rlcore.config import ExperimentConfig, build_experiment
 from rlcore.errors import ConfigError

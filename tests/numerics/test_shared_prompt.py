@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from rlcore.algorithms.aggregation import StepTotals
+from rlcore.algorithms.loss import StepTotals
 from rlcore.batch import Microbatch, pack
 from rlcore.distributed.group import microbatch_work
 from rlcore.errors import ModelError

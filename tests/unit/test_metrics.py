@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from rlcore.adjustments import Adjustments
-from rlcore.algorithms.objective import UpdateResult
-from rlcore.algorithms.sums import StepSums
+from rlcore.algorithms.objective import StepSums, UpdateResult
 from rlcore.config import AlgorithmConfig, build_experiment
 from rlcore.flops import Work
 from rlcore.rollout.advantages import StepAdvantages

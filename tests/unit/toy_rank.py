@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from rlcore.algorithms.aggregation import StepTotals
+from rlcore.algorithms.loss import StepTotals
 from rlcore.algorithms.objective import UpdateResult
 from rlcore.config import ExperimentConfig
 from rlcore.distributed.ranks import LocalRanks, Ranks

@@ -13,8 +13,7 @@ from types import MappingProxyType
 import numpy as np
 import torch
 
-from rlcore.algorithms.objective import UpdateResult
-from rlcore.algorithms.sums import StepSums
+from rlcore.algorithms.objective import StepSums, UpdateResult
 from rlcore.config import ExperimentConfig, build_experiment
 from rlcore.flops import NOTHING, Work
 from rlcore.ports import SampledGroup, SampleRequest, ScoredTokens
