@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock
 
 from rlcore.config import TinyModelConfig
 from rlcore.data.tiny import build_processor, build_text_tokenizer
 from rlcore.files import building
-from rlcore.models.tiny import build_model, warm_start
-from rlcore.models.tiny_text import build_text_model, warm_start_text
+from rlcore.models.tiny import build_model, build_text_model, warm_start
 from tasks.store.made import content_key
 
 ROOT = Path(__file__).parents[1]
@@ -41,14 +41,8 @@ def warm_started(config: TinyModelConfig) -> WarmStarted:
 
 
 def _make(folder: Path, config: TinyModelConfig) -> int:
-    if config.task == "geometry":
-        processor = build_processor()
-        model = build_model(processor, config.seed)
-        steps = warm_start(model, processor, config)
-        model.save_pretrained(folder)
-        return steps
-    tokenizer = build_text_tokenizer()
-    text_model = build_text_model(tokenizer, config.seed)
-    steps = warm_start_text(text_model, tokenizer, config)
-    text_model.save_pretrained(folder)
+    processor: Any = build_processor() if config.task == "geometry" else build_text_tokenizer()
+    model: Any = (build_model if config.task == "geometry" else build_text_model)(processor, config.seed)
+    steps = warm_start(model, processor, config)
+    model.save_pretrained(folder)
     return steps

@@ -1,9 +1,8 @@
-"""How much better a completion is than could be expected: rewards in, advantages out, in float64.
+"""How much better a completion is than expected: rewards in, advantages out, in float64.
 
-B problems of a rollout batch, G completions of each, C the most tokens of any completion. Ungraded completions (no
-verdict in time) take part in no mean and no deviation and get exactly 0. Rewards that lie within ``MIN_SPREAD`` of
-each other are equal: what is left is rounding, and dividing by it would amplify it. So nothing is ever divided by a
-deviation plus epsilon.
+B problems of a rollout batch, G completions of each, C tokens of the longest completion. Ungraded completions (no
+verdict in time) enter no mean and no deviation, and get exactly 0. Rewards that differ by at most ``MIN_SPREAD`` count
+as equal, because dividing by such a spread would amplify rounding. No deviation therefore needs an epsilon.
 """
 
 from __future__ import annotations
@@ -24,14 +23,16 @@ GroupOutcome = Literal["all_right", "all_wrong", "mixed", "ungraded"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Advantages:
-    """What each completion of a batch is worth."""
+    """The advantages of a batch."""
 
-    values: Tensor  # [B, G] float64, or [B, G, C] where it differs from token to token
+    values: Tensor  # [B, G] float64, or [B, G, C] if they differ between tokens
 
     @property
     def signal(self) -> Tensor:
-        """[B] bool: whether any value of the group is not 0. Without signal a group adds exactly nothing to the loss.
-        This is the only definition of signal; every other place asks this one."""
+        """[B] bool: whether any value of the group is not 0. A group without signal adds exactly 0 to the loss.
+
+        This is the only definition of signal.
+        """
         return self.values.ne(0).flatten(1).any(-1)
 
 
@@ -39,9 +40,9 @@ def grpo(rewards: Tensor, graded: Tensor, *, std: Literal["sample", "population"
     """(reward - mean) / deviation over the graded completions of the group.
 
     Args:
-        rewards: [B, G] float. Entries of ungraded completions may hold anything.
+        rewards: [B, G] float. Values of ungraded completions are ignored.
         graded: [B, G] bool.
-        std: divisor G - 1 (as EasyR1, verl and TRL) or G under the root.
+        std: the divisor under the root: G - 1 for "sample" (as EasyR1, verl and TRL), G for "population".
 
     Source: GRPO, arXiv:2402.03300, section 4.1.2.
     """
@@ -83,11 +84,11 @@ def bnpo(rewards: Tensor, graded: Tensor) -> Advantages:
     """(reward - mean p of the group) / density of Beta(1 + a/3, 1 + b/3) at p, with Beta(a, b) fitted to the p of all
     groups by their mean and sample variance. Arguments as ``grpo``; rewards in [0, 1].
 
-    Groups with signal have 0 < p < 1 where rewards are 0 or 1. Where the p of the batch do not vary, or vary more than
-    any Beta does, there is nothing to fit and a = b = 0 leaves a density of 1: the plain centred reward. A density
-    below ``MIN_DENSITY`` counts as that: a group far off the others must not outweigh the whole batch.
+    Groups with signal have 0 < p < 1 if rewards are 0 or 1. If the p of the batch do not vary, or vary more than those
+    of any Beta, a = b = 0 gives a density of 1: the centred reward. Densities are at least ``MIN_DENSITY``, so that a
+    group far from the others does not outweigh the whole batch.
 
-    Source: BNPO, arXiv:2506.02864; the sample variance and the bound are its authors' code's.
+    Source: BNPO, arXiv:2506.02864; the sample variance and the bound are from its authors' code.
     """
     centred, spread = _centred(rewards, graded)
     means = _mean(rewards, graded)
@@ -106,36 +107,35 @@ def _beta_density(x: Tensor, alpha: Tensor, beta: Tensor) -> Tensor:
 
 
 def pass_at_k(rewards: Tensor, graded: Tensor, *, k: int) -> Advantages:
-    """What a completion adds to the best of k: (E[best of k | it is among them] - E[best of k]) / deviation of the
-    best of k, over all subsets of k graded completions of the group.
+    """What a completion adds to the best of k, over all subsets of k graded completions of the group:
+    (E[best of k | it is one of them] - E[best of k]) / deviation of the best of k.
 
-    With rewards 0 and 1 these are the paper's closed forms; this holds for any rewards. A group with k graded
-    completions or fewer has no two subsets to compare and no signal; nor has one where every subset has the same best.
-    Arguments as ``grpo``.
+    Exact for any rewards; for rewards 0 and 1 these are the paper's closed forms. A group has no signal with k graded
+    completions or fewer (one subset only), or if every subset has the same best. Arguments as ``grpo``.
 
     Source: Pass@k training, arXiv:2508.10751, "Analytical Derivation".
     """
     values = torch.zeros(rewards.shape, dtype=torch.float64)
     for row, (group, counted) in enumerate(zip(rewards.double(), graded, strict=True)):
-        found = _pass_at_k_of_group(group[counted], k)
-        if found is not None:
-            values[row, counted] = found
+        of_group = _pass_at_k_of_group(group[counted], k)
+        if of_group is not None:
+            values[row, counted] = of_group
     return Advantages(values)
 
 
 def _pass_at_k_of_group(rewards: Tensor, k: int) -> Tensor | None:
-    """[n], or None where every subset of k has the same best."""
+    """[n], or None if every subset of k has the same best."""
     n = len(rewards)
     if n <= k:
         return None
     ranked, order = rewards.sort()
-    # in rank order, ranked[j] is the best of comb(j, k - 1) subsets of k, ...
+    # in ascending order, ranked[j] is the best of comb(j, k - 1) subsets of k
     share = torch.tensor([comb(j, k - 1) / comb(n, k) for j in range(n)], dtype=torch.float64)
     mean = (share * ranked).sum()
     deviation = (share * (ranked - mean).square()).sum().sqrt()
     if not bool(deviation > MIN_SPREAD):
         return None
-    # ... and, of the comb(n - 1, k - 1) that i is in, of comb(j - 1, k - 2) if j is above i; i of comb(i, k - 1)
+    # completion i is in comb(n - 1, k - 1) subsets: it is the best of comb(i, k - 1), and j > i of comb(j - 1, k - 2)
     with_i = comb(n - 1, k - 1)
     above = torch.tensor([comb(j - 1, k - 2) / with_i if j and k > 1 else 0.0 for j in range(n)], dtype=torch.float64)
     own = torch.tensor([comb(j, k - 1) / with_i for j in range(n)], dtype=torch.float64)
@@ -151,7 +151,8 @@ def remax(rewards: Tensor, graded: Tensor, baselines: Tensor, baseline_graded: T
 
     Args:
         rewards, graded: as ``grpo``.
-        baselines: [B] float, and baseline_graded [B] bool: without a graded baseline a group is all 0.
+        baselines: [B] float, rewards of the greedy completions.
+        baseline_graded: [B] bool. A group without a graded baseline gets 0.
 
     Source: ReMax, arXiv:2310.10505.
     """
@@ -163,7 +164,7 @@ def reinforce_plus_plus(returns: Tensor, tokens: Tensor, graded: Tensor) -> Adva
     """(return - mean) / deviation, both over all trained tokens of the batch.
 
     Args:
-        returns: [B, G, C] float, reward to go: the score less the KL penalties from the token on.
+        returns: [B, G, C] float, reward to go: the score minus the KL penalties from this token on.
         tokens: [B, G, C] bool, True on trained tokens.
         graded: [B, G] bool.
 
@@ -171,20 +172,20 @@ def reinforce_plus_plus(returns: Tensor, tokens: Tensor, graded: Tensor) -> Adva
     """
     returns = returns.double()
     counted = tokens & graded[..., None]
-    found = returns[counted]
-    if found.numel() < 2 or not bool(found.max() - found.min() > MIN_SPREAD):
+    trained = returns[counted]
+    if trained.numel() < 2 or not bool(trained.max() - trained.min() > MIN_SPREAD):
         return Advantages(torch.zeros_like(returns))
-    return Advantages(torch.where(counted, (returns - found.mean()) / found.std(unbiased=False), 0.0))
+    return Advantages(torch.where(counted, (returns - trained.mean()) / trained.std(unbiased=False), 0.0))
 
 
 def reinforce_plus_plus_baseline(rewards: Tensor, graded: Tensor, lengths: Tensor) -> Advantages:
     """reward - mean of the group, then normalised as ``reinforce_plus_plus``.
 
-    Groups without spread keep exactly 0: the mean that would shift them is 0 up to the lengths of completions.
+    Groups without spread keep exactly 0. The batch's mean would shift them only because completions differ in length.
 
     Args:
         rewards, graded: as ``grpo``.
-        lengths: [B, G] int, trained tokens of each completion; what it counts in mean and deviation.
+        lengths: [B, G] int, trained tokens of each completion: its weight in the mean and the deviation.
 
     Source: REINFORCE++ with baseline, arXiv:2501.03262v9, eq. 6 and 7.
     """
@@ -201,13 +202,13 @@ def reinforce_plus_plus_baseline(rewards: Tensor, graded: Tensor, lengths: Tenso
 
 
 def _mean(rewards: Tensor, graded: Tensor) -> Tensor:
-    """[B, 1], over graded completions; 0 where there is none."""
+    """[B, 1] mean over graded completions; 0 if there are none."""
     counts = graded.sum(-1, keepdim=True).clamp_min(1)
     return torch.where(graded, rewards.double(), 0.0).sum(-1, keepdim=True) / counts
 
 
 def _centred(rewards: Tensor, graded: Tensor) -> tuple[Tensor, Tensor]:
-    """[B, G] rewards less the group's mean, 0 where ungraded, and [B] whether the group has spread."""
+    """[B, G] reward - mean of the group, 0 if ungraded; and [B] whether the rewards of the group differ."""
     rewards = rewards.double()
     highest = torch.where(graded, rewards, -torch.inf).amax(-1)
     lowest = torch.where(graded, rewards, torch.inf).amin(-1)
@@ -223,12 +224,12 @@ def _where(spread: Tensor, values: Tensor) -> Advantages:
 
 
 def group_outcome(accuracy: Sequence[float], graded: Sequence[bool]) -> GroupOutcome:
-    """Say whether the graded members of a group are all right (accuracy 1), all wrong (0) or mixed.
+    """Whether the graded completions of a group are all right (accuracy 1), all wrong (0) or mixed.
 
-    Fewer than two graded members are ``ungraded``: no comparison was possible.
+    A group with fewer than two graded completions is ``ungraded``.
 
     Args:
-        accuracy: [G], the accuracy part of each score. Entries of ungraded members may hold anything.
+        accuracy: [G], the accuracy part of each score. Values of ungraded completions are ignored.
         graded: [G].
     """
     counted = [value for value, ok in zip(accuracy, graded, strict=True) if ok]
@@ -241,13 +242,13 @@ def group_outcome(accuracy: Sequence[float], graded: Sequence[bool]) -> GroupOut
 
 @dataclass(frozen=True, slots=True)
 class OutcomeCounts:
-    """Groups of a step by outcome."""
+    """Number of groups by outcome."""
 
     groups: int
     all_right: int
     all_wrong: int
     ungraded: int
-    zero_signal: int  # groups that contribute nothing; an all-wrong group can still have signal from its format
+    zero_signal: int  # without signal; an all-wrong group can still have signal from the format reward
 
 
 def count_outcomes(groups: Iterable[tuple[GroupOutcome, bool]]) -> OutcomeCounts:

@@ -1,4 +1,4 @@
-"""How far two policies are apart on the same tokens: estimates of the KL divergence, and importance weights.
+"""How two policies differ on the same tokens: estimates of the KL divergence, and importance weights.
 
 KL estimates are per token, in nats, from tokens that the policy sampled (Schulman, "Approximating KL divergence", 2020,
 http://joschu.net/blog/kl-approx.html). Importance weights compare the trainer with the sampler, over N tokens that the
@@ -19,33 +19,33 @@ MAX_LOG_RATIO = 20.0  # exp() of an unbounded log-ratio overflows, and 0 * inf i
 
 
 def clamped_log_ratio(logprobs: Tensor, other_logprobs: Tensor) -> Tensor:
-    """[N] log of p / q, within +-``MAX_LOG_RATIO``; beyond it the gradient is 0."""
+    """[N] log(p / q), clamped to +-``MAX_LOG_RATIO``. A clamped value has no gradient."""
     return (logprobs - other_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """[N] log p - log q: unbiased, can be negative. Its own gradient has mean 0, so never a loss."""
+    """[N] log p - log q: unbiased, can be negative. Its gradient has mean 0, so it is never a loss."""
     return logprobs - ref_logprobs
 
 
 def k2(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """[N] (log p - log q)^2 / 2: biased as a value, but its on-policy gradient is that of the KL."""
+    """[N] (log p - log q)^2 / 2: biased, but its on-policy gradient is that of the KL."""
     return 0.5 * (logprobs - ref_logprobs).square()
 
 
 def k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     """[N] q/p - 1 - log(q/p): unbiased and never negative; the KL term of GRPO, arXiv:2402.03300, eq. 4.
 
-    Value and gradient are exactly 0 where the two agree. The log-ratio is clamped, so a token on which policy
-    and reference are more than ``MAX_LOG_RATIO`` nats apart gives a finite value and no gradient.
+    Value and gradient are exactly 0 if both policies agree. The log-ratio is clamped: a token on which they differ by
+    more than ``MAX_LOG_RATIO`` nats has a finite value and no gradient.
     """
     log_ratio = clamped_log_ratio(ref_logprobs, logprobs)
-    # expm1 keeps the digits that exp(x) - 1 loses near 0; rounding may still leave a last bit below 0
+    # expm1 is exact near 0, where exp(x) - 1 is not; rounding can still give a value slightly below 0
     return (torch.expm1(log_ratio) - log_ratio).clamp_min(0.0)
 
 
 def straight_through(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """[N] the value of k3 with the gradient of k2, whose mean on policy is the gradient of the KL.
+    """[N] the value of k3 with the gradient of k2, whose on-policy mean is the gradient of the KL.
 
     Source: "Rethinking KL regularization in RLHF", arXiv:2510.01555.
     """
@@ -54,13 +54,12 @@ def straight_through(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 
 
 def next_coefficient(coefficient: float, kl: float, *, target: float, horizon: int, completions: int) -> float:
-    """The adaptive coefficient after a step: moved in proportion to how far ``kl`` is off ``target``, by an error of
-    20% at most.
+    """The adaptive KL coefficient after a step. It changes in proportion to kl / target - 1, clamped to +-20%.
 
     Args:
         kl: nats, mean per token of the step.
-        completions: trained in the step; ``horizon`` counts in the same unit. At 5 horizons or more the factor would
-            no longer be positive.
+        completions: number trained in the step. ``horizon`` has the same unit, and must exceed a fifth of it: else the
+            factor is not positive.
 
     Source: Ziegler et al., arXiv:1909.08593, section 2.2.
     """
@@ -72,17 +71,17 @@ Dtype = Literal["float32", "float16", "bfloat16"]
 
 
 def normal_limit(device: str, trainer: Dtype, sampler: Dtype) -> float:
-    """Mean |log p_trainer - log p_sampler|, nats per token, beyond which rounding is no explanation.
+    """The largest mean |log p_trainer - log p_sampler|, in nats per token, that rounding explains.
 
-    The coarser of the two dtypes decides. Measured means, and the limits above them:
+    The coarser of the two dtypes decides. Measured means, and the limits:
 
     - bfloat16 (8 bits of precision): 0.0124 to 0.0251 on an H200, for text and vision models of 1.5 to 3.75 B
       parameters; TRL's are the same. Limit 0.05, twice the largest.
-    - float16 (11 bits) is eight times finer, so rounding explains up to 0.003. Limit 0.01. The same for float32 on a
-      GPU, because its matrix products may run in TF32, which has 11 bits as well; not measured.
+    - float16 (11 bits) is eight times finer, so rounding explains up to 0.003. Limit 0.01, also for float32 on a GPU,
+      because its matrix products may run in TF32, which has 11 bits too. Not measured.
     - float32 (24 bits) on a CPU: about 0.00001, below 0.0001 in every test. Limit 0.001.
 
-    A sampler with other weights, another template or another attention is at 0.1 and above.
+    Different weights, templates or attention give 0.1 and more.
     """
     dtypes = {trainer, sampler}
     if "bfloat16" in dtypes:
@@ -91,8 +90,8 @@ def normal_limit(device: str, trainer: Dtype, sampler: Dtype) -> float:
 
 
 def effective_sample_size(weight: Tensor, weight_squared: Tensor) -> Tensor:
-    """(sum w)^2 / sum w^2 of importance weights w: as many tokens' worth as these are; their number where sampler and
-    trainer agree, 0 over no tokens.
+    """(sum w)^2 / sum w^2 of importance weights w: the number of tokens if sampler and trainer agree, less if not, 0
+    over no tokens.
 
     Args:
         weight, weight_squared: [] sums over the whole step.
@@ -108,10 +107,10 @@ def truncated_importance(
     """[N] min(p_trainer / p_sampler, max_weight), detached. TIS.
 
     Args:
-        sequence_index: [N] int64; the ratio is then of the whole sequence (the product over its tokens). None: of the
-            token alone.
+        sequence_index: [N] int64: the ratio is that of the whole sequence, the product over its tokens. None: that of
+            each token.
 
-    Source: "Your efficient RL framework secretly brings you off-policy RL training" (Yao et al. 2025); the cut:
+    Source: "Your efficient RL framework secretly brings you off-policy RL training" (Yao et al. 2025); the truncation:
     Ionides, "Truncated importance sampling" (2008).
     """
     return importance_ratios(logprobs, sampler_logprobs, sequence_index).clamp_max(max_weight)
@@ -125,7 +124,7 @@ def masked_importance(
     min_weight: float,
     max_weight: float,
 ) -> Tensor:
-    """[N] p_trainer / p_sampler where that is within [min_weight, max_weight], else 0; detached. MIS.
+    """[N] p_trainer / p_sampler if it is within [min_weight, max_weight], else 0; detached. MIS.
 
     Arguments as ``truncated_importance``. Source: "When speed kills stability" (Liu et al. 2025); IcePop,
     arXiv:2510.18855.

@@ -1,7 +1,6 @@
-"""Log-probs of the trained tokens, and the only home of the shift by one.
+"""Log-probs of the trained tokens: the hidden state of token t - 1 predicts token t.
 
-The hidden state of token t - 1 predicts token t. Letters: T tokens, B sequences, N trained tokens,
-H hidden width, V vocabulary.
+Letters: T tokens, B sequences, N trained tokens, H hidden width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -13,28 +12,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-LOGIT_BYTES = 2 << 30  # of float32 logits alive at a time; their gradient takes half as much again
+LOGIT_BYTES = 2 << 30  # of float32 logits at a time; their gradient takes half as much in addition
 
 
 @cache
 def fused(function: Callable[..., Any], device_type: str) -> Callable[..., Any]:
-    """``function`` compiled, on CUDA; elsewhere itself.
+    """``function`` compiled into few kernels on CUDA; on other devices ``function`` itself.
 
     Args:
-        function: pure, or writing into its arguments; of tensors and constants. Tensors may come with any number of
-            rows, their other dimensions are what kernels are made for.
+        function: takes tensors and constants; may write into its arguments. It is compiled for any number of rows and
+            for fixed other dimensions.
     """
     if device_type != "cuda":
         return function
     compiled = torch.compile(function)
 
-    def of_any_rows(*arguments: Any) -> Any:
-        for rows in arguments:
-            if isinstance(rows, Tensor) and rows.dim():
-                torch._dynamo.maybe_mark_dynamic(rows, 0)
+    def with_any_rows(*arguments: Any) -> Any:
+        for argument in arguments:
+            if isinstance(argument, Tensor) and argument.dim():
+                torch._dynamo.maybe_mark_dynamic(argument, 0)
         return compiled(*arguments)
 
-    return of_any_rows
+    return with_any_rows
 
 
 def logprobs_and_entropy(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -56,20 +55,22 @@ def logprobs_and_entropy(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tenso
 
 @torch.no_grad()
 def truncation_logprobs(logits: Tensor, targets: Tensor, *, top_p: float, top_k: int) -> Tensor:
-    """[N] log of the probability that top-k, then top-p leave: what a sampler's log-prob is too high by.
+    """[N] log of the probability mass that top-k, then top-p keep. A sampler's log-prob is too high by this much.
 
-    As vLLM cuts: top-k keeps every token that ties with the k-th; of what it leaves, scaled up, top-p keeps a token if
-    those before it hold less than ``top_p``, however ties are ordered. The target counts as kept even where the
-    sampler's arithmetic put it inside and this one just outside.
+    The truncation is vLLM's. Top-k keeps every token that ties with the k-th. The rest is renormalised, and top-p keeps
+    a token if the more probable ones have less than ``top_p`` in total. The target always counts as kept, because
+    rounding may exclude it here and not in the sampler.
 
     Args:
-        logits: [N, V] float, after temperature; targets [N] int64.
-        top_p: 1 keeps all; top_k: 0 keeps all.
+        logits: [N, V] float, after temperature.
+        targets: [N] int64.
+        top_p: 1 keeps all tokens.
+        top_k: 0 keeps all tokens.
     """
     probs = _at_least_float32(logits).softmax(-1)
     target = probs.gather(-1, targets[:, None])
     count = min(top_k, probs.shape[-1]) if top_k else probs.shape[-1]
-    ranked = probs.topk(count, dim=-1).values  # [N, count], falling
+    ranked = probs.topk(count, dim=-1).values  # [N, count], descending
     last = ranked[:, -1:]
     tied = (probs >= last).sum(-1, keepdim=True) - count  # [N, 1], as probable as the k-th and not in ``ranked``
     ranked_mass = ranked.sum(-1, keepdim=True)
@@ -96,21 +97,21 @@ def linear_logprobs(
     with_entropy: bool = True,
     chunk_size: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``logprobs_and_entropy`` of hidden @ weight.T / temperature without ever holding [N, V] logits.
+    """``logprobs_and_entropy`` of hidden @ weight.T / temperature, without the [N, V] logits in memory.
 
-    Forward keeps the hidden states and each row's log-sum-exp; backward computes each chunk's logits once more and
-    turns them into their gradient, (softmax - onehot) scaled. Logits are float32 whatever the dtype of the product, and
-    so is the sum of the weight's gradient over the chunks. No communication between ranks.
+    The forward pass saves the hidden states and each row's log-sum-exp. The backward pass computes the logits of each
+    chunk again, and from them the gradient, (softmax - onehot) times a scale. Logits are float32 whatever the dtype of
+    the product, and so is the sum of the weight's gradient over the chunks. No communication between ranks.
 
     Args:
-        hidden: [N, H], the states that predict the targets.
+        hidden: [N, H], the hidden states that predict the targets.
         weight: [V, H], of the LM head.
         targets: [N] int64.
-        temperature: the sampling temperature, so that the distribution is the one sampled from.
-        banned: [n] int64, tokens that have no share.
-        top_p, top_k: what the sampler cut; the log-probs are of the whole distribution all the same.
-        with_entropy: it costs a pass over the logits.
-        chunk_size: rows of logits alive at a time; None: as many as ``LOGIT_BYTES`` hold.
+        temperature: of the sampler.
+        banned: [n] int64, tokens with probability 0.
+        top_p, top_k: of the sampler. The log-probs are of the whole distribution all the same.
+        with_entropy: costs a pass over the logits.
+        chunk_size: rows of logits at a time; None: as many as ``LOGIT_BYTES`` hold.
 
     Returns:
         logprobs [N], differentiable; entropy [N] and ``truncation_logprobs`` [N], detached. The entropy is 0 if it was
@@ -118,10 +119,10 @@ def linear_logprobs(
     """
     rows = chunk_size or max(1, LOGIT_BYTES // (4 * weight.shape[0]))
     cut = (top_p, top_k) if top_p < 1 or top_k else None
-    found: tuple[Tensor, Tensor, Tensor] = _LinearLogprobs.apply(  # type: ignore[no-untyped-call]
+    result: tuple[Tensor, Tensor, Tensor] = _LinearLogprobs.apply(  # type: ignore[no-untyped-call]
         hidden, weight, targets, banned, temperature, rows, with_entropy, cut
     )
-    return found
+    return result
 
 
 class _LinearLogprobs(torch.autograd.Function):
@@ -182,7 +183,7 @@ def _logits(hidden: Tensor, weight: Tensor, banned: Tensor | None, temperature: 
 
 
 def _statistics(logits: Tensor, targets: Tensor, with_entropy: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Log-prob of the target, log-sum-exp and entropy of each row."""
+    """For each row: log-prob of the target, log-sum-exp, entropy."""
     lse = logits.logsumexp(-1)
     logprobs = logits.gather(-1, targets[:, None])[:, 0] - lse
     if not with_entropy:
@@ -203,7 +204,7 @@ def _slices(count: int, size: int) -> Iterator[slice]:
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b, float32 at least; on CUDA not rounded to the inputs' dtype in between."""
+    """a @ b in float32 or float64; on CUDA without rounding to the inputs' dtype."""
     if a.is_cuda and a.dtype == torch.bfloat16:
         return torch.mm(a, b, out_dtype=torch.float32)
     return _at_least_float32(a @ b)

@@ -1,10 +1,13 @@
-"""Policy losses over N trained tokens: log-probs in, a loss per token out.
+"""Policy losses over N trained tokens: log-probs in, a loss per token out. The step's loss is their weighted sum.
 
-The aggregation is elsewhere (``aggregation.token_weights``): a step's loss is the weighted sum of these values. Common
-arguments, all [N]: ``logprobs`` in nats under the policy being trained, the only input with a gradient;
-``old_logprobs`` under the policy that the ratio is taken against (where that is the policy being trained, pass
-``logprobs.detach()``: the ratio is then exactly 1); ``advantages``. Log-ratios are clamped to +-20 before exp; a
-token beyond that has no gradient.
+Common arguments, all [N]: ``logprobs`` in nats of the policy being trained, the only input with a gradient;
+``old_logprobs`` of the policy in the ratio's denominator (if it is the policy being trained, pass
+``logprobs.detach()``, and the ratio is exactly 1); ``advantages``. Log-ratios are clamped to +-20 before exp: a token
+beyond that has no gradient.
+
+The step's loss is sum over tokens of weight * token loss (``token_weights``). The weights contain the denominators of
+the whole optimizer step, over all microbatches and ranks. So the losses of any split of the step add up to the loss of
+the undivided batch.
 """
 
 from __future__ import annotations
@@ -31,18 +34,18 @@ Aggregation = Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_t
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenLosses:
-    """The loss of each token, and what the loss did to it; all but ``values`` detached."""
+    """The loss of each token, and how it was clipped. All but ``values`` are detached."""
 
     values: Tensor  # [N] differentiable
-    ratios: Tensor  # [N] new / old as the loss took it: of the token, or of its sequence
-    clipped_low: Tensor  # [N] bool: the gradient is cut, or changed, because the ratio was too low
-    clipped_high: Tensor  # [N] bool: because it was too high
+    ratios: Tensor  # [N] new / old as the loss uses it: of the token, or of its sequence
+    clipped_low: Tensor  # [N] bool: the ratio was so low that the loss cut or changed the gradient
+    clipped_high: Tensor  # [N] bool: the ratio was so high that the loss cut or changed the gradient
 
 
 def policy_loss(
     loss: PolicyLoss, logprobs: Tensor, old: Tensor, advantages: Tensor, sequence_index: Tensor, lengths: Tensor
 ) -> TokenLosses:
-    """The configured loss. Arguments as in the module's docstring and ``gspo``."""
+    """The configured loss. Arguments: see the module's docstring and ``gspo``."""
     match loss:
         case PpoClipLoss():
             return ppo_clip(
@@ -88,8 +91,8 @@ def ppo_clip(
 ) -> TokenLosses:
     """-min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A); with ``dual_clip`` c, for A < 0, at most -c * A.
 
-    Clipping is active, and counted, only where it stops a move that would pay: a ratio above the band with
-    A > 0, or below it with A < 0. The dual clip counts as high.
+    Clipping is active, and counted, only if it removes the gradient: for a ratio above the band with A > 0, or below it
+    with A < 0. The dual clip counts as high.
 
     Source: PPO, arXiv:1707.06347, eq. 7; separate bounds: DAPO, arXiv:2503.14476, section 3.1; dual clip:
     arXiv:1912.09729, eq. 5.
@@ -111,8 +114,8 @@ def gspo(
 ) -> TokenLosses:
     """The clipped surrogate on the ratio of the whole sequence, s = (p_new / p_old)^(1 / length).
 
-    Every token of a sequence has the sequence's ratio, so with advantages that are the same along a sequence the mean
-    over its tokens is the paper's loss of the sequence.
+    All tokens of a sequence have the sequence's ratio. If they have the same advantage too, the mean over them is the
+    paper's loss of the sequence.
 
     Args:
         sequence_index: [N] int64 in 0..B-1; lengths [B] int64, trained tokens of each sequence.
@@ -134,9 +137,9 @@ def gspo_token(
     clip_low: float,
     clip_high: float,
 ) -> TokenLosses:
-    """GSPO with the gradient of each token its own: the ratio is sg[s] * p / sg[p]. Arguments as ``gspo``.
+    """GSPO with a gradient per token: the ratio is sg[s] * p / sg[p]. Arguments as ``gspo``.
 
-    Equal to ``gspo`` in value; equal in gradient too where advantages and token weights are the same along a sequence.
+    Equal to ``gspo`` in value. Equal in gradient too if advantages and token weights are constant along a sequence.
 
     Source: GSPO, arXiv:2507.18071, eq. 13 and 14.
     """
@@ -147,9 +150,9 @@ def gspo_token(
 
 
 def cispo(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, *, max_ratio: float) -> TokenLosses:
-    """-sg[min(ratio, max_ratio)] * A * log p: no token loses its gradient, and no ratio is raised.
+    """-sg[min(ratio, max_ratio)] * A * log p: every token keeps a gradient.
 
-    Source: MiniMax-M1, arXiv:2506.13585, eq. 4 and 5; the one bound: ScaleRL, arXiv:2510.13786.
+    Source: MiniMax-M1, arXiv:2506.13585, eq. 4 and 5; an upper bound only: ScaleRL, arXiv:2510.13786.
     """
     ratios = clamped_log_ratio(logprobs.detach(), old_logprobs.detach()).exp()
     values = -ratios.clamp_max(max_ratio) * advantages.to(logprobs.dtype) * logprobs
@@ -159,8 +162,9 @@ def cispo(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, *, max_rat
 def sapo(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, *, tau_positive: float, tau_negative: float
 ) -> TokenLosses:
-    """-(4 / tau) * sigmoid(tau * (ratio - 1)) * A, tau by the sign of A: the gradient fades with the distance from
-    ratio 1, where it is the plain policy gradient. Nothing is clipped.
+    """-(4 / tau) * sigmoid(tau * (ratio - 1)) * A, with tau by the sign of A. Nothing is clipped.
+
+    At ratio 1 the gradient is the plain policy gradient. It fades with the distance from 1.
 
     Source: SAPO, arXiv:2511.20347, eq. 5 and 6.
     """
@@ -184,8 +188,8 @@ def vespo(
     k_negative: float,
     lambda_negative: float,
 ) -> TokenLosses:
-    """-sg[W^k * exp(lambda * (1 - W))] * A * log p, with W = p_new / p_old of the whole sequence, not normalised by
-    its length; k and lambda by the sign of A. The kernel is 1 at W = 1.
+    """-sg[W^k * exp(lambda * (1 - W))] * A * log p, with W = p_new / p_old of the whole sequence, not normalised by its
+    length, and k and lambda by the sign of A. The factor sg[...] is 1 at W = 1.
 
     Args:
         sequence_index, lengths: as ``gspo``.
@@ -218,11 +222,12 @@ def _clipped(
 
 
 def _by_sign(positive: Tensor, if_positive: float, if_negative: float, like: Tensor) -> Tensor:
-    return torch.where(positive, like.new_tensor(if_positive), like.new_tensor(if_negative))  # two floats give float32
+    # torch.where of two Python floats would be float32
+    return torch.where(positive, like.new_tensor(if_positive), like.new_tensor(if_negative))
 
 
 def _sequence_log_ratio(new: Tensor, old: Tensor, sequence_index: Tensor, lengths: Tensor) -> Tensor:
-    """[B] mean over the trained tokens of each sequence; 0 for a sequence without."""
+    """[B] mean over the trained tokens of each sequence; 0 for a sequence without trained tokens."""
     log_ratios = new - old
     sums = log_ratios.new_zeros(len(lengths)).index_add(0, sequence_index, log_ratios)
     return sums / lengths.clamp_min(1)
@@ -235,11 +240,11 @@ def _sequence_log_ratio(new: Tensor, old: Tensor, sequence_index: Tensor, length
 class StepTotals:
     """Denominators of one optimizer step, over all microbatches and ranks.
 
-    Sequences with advantage 0 (no signal, not graded) count like any other: a step's scale must not depend on
-    how many groups had signal.
+    Sequences with advantage 0 (no signal, not graded) are counted: the scale of a step must not depend on the number of
+    groups with signal.
 
     Raises:
-        ValueError: a total below 1.
+        ValueError: a total is below 1.
     """
 
     tokens: int  # trained
@@ -248,8 +253,8 @@ class StepTotals:
     def __post_init__(self) -> None:
         if self.tokens < 1 or self.sequences < 1:
             raise ValueError(
-                f"the step has {self.tokens} trained tokens in {self.sequences} sequences: nothing to "
-                "train on. Both must be at least 1; skip this step."
+                f"the step has {self.tokens} trained tokens in {self.sequences} sequences: nothing to train on. Both "
+                "must be at least 1. Skip this step."
             )
 
 
@@ -265,13 +270,13 @@ def token_weights(
 
     Args:
         sequence_index: [N] int64 in 0..B-1.
-        lengths: [B] int64, trained tokens of each whole sequence.
-        mode: with D tokens in S sequences in the whole step, L trained tokens in the token's sequence:
+        lengths: [B] int64, trained tokens of each sequence.
+        mode: with D tokens in S sequences in the whole step, and L trained tokens in the token's sequence:
             ``token_mean`` 1 / D (DAPO, arXiv:2503.14476, section 3.3);
             ``sequence_mean_token_mean`` 1 / (S * L) (GRPO, arXiv:2402.03300, eq. 3);
             ``sequence_mean_token_sum`` 1 / S;
             ``constant`` 1 / (S * max_completion_tokens) (Dr.GRPO, arXiv:2503.20783, section 3).
-        max_completion_tokens: the sampling budget; used by ``constant`` alone.
+        max_completion_tokens: the limit of a completion; used by ``constant`` only.
     """
     denominators = torch.ones_like(sequence_index, dtype=torch.float64)
     match mode:

@@ -1,4 +1,4 @@
-"""What one microbatch adds to the loss and to the sums of its optimizer step: the algorithm's choices, dispatched."""
+"""What one microbatch adds to the loss and to the sums of its optimizer step, as the configuration says."""
 
 from __future__ import annotations
 
@@ -30,21 +30,22 @@ class PolicyTokens(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepSums:
-    """[] float64 tensors, detached. ``StepSums()`` is the sum over nothing.
+    """Sums over microbatches, then over ranks: [] float64 tensors by name, detached. ``StepSums()`` is empty.
 
-    ``means`` and ``maxima`` are named as the metrics that they become, and cover the tokens that ``of`` counts.
+    Divide only after everything is merged. The names of ``means`` and ``maxima`` are metrics.
     """
 
     totals: _Values = field(default_factory=dict)
-    means: _Values = field(default_factory=dict)  # sums so far; the metric is the sum over the number of tokens
+    means: _Values = field(default_factory=dict)  # sums; the metric is the sum / totals["tokens"]
     maxima: _Values = field(default_factory=dict)  # 0 over no tokens
 
     @classmethod
     def of(cls, counted: Tensor, *, totals: _Values, means: _Values, maxima: _Values) -> StepSums:
-        """
+        """The sums of one microbatch.
+
         Args:
             counted: [N] bool, the tokens that ``means`` and ``maxima`` cover.
-            totals: tensors of any shape, summed whole.
+            totals: tensors of any shape. All elements are summed.
             means, maxima: [N] each.
         """
 
@@ -61,7 +62,7 @@ class StepSums:
         )
 
     def merge(self, other: StepSums) -> StepSums:
-        """The sums of both parts together. A name that one part lacks is taken from the other."""
+        """The sums of both. A name that only one of them has keeps its value."""
         return StepSums(
             _merged(self.totals, other.totals, torch.add),
             _merged(self.means, other.means, torch.add),
@@ -69,11 +70,11 @@ class StepSums:
         )
 
     def zeros(self) -> StepSums:
-        """The same names, each with 0."""
+        """The same names, all values 0."""
         return StepSums(*({name: torch.zeros_like(value) for name, value in part.items()} for part in self._parts()))
 
     def all_reduce(self) -> StepSums:
-        """The merge over all ranks, on CPU: one collective for everything. Every rank holds the same names."""
+        """The merge over all ranks, on the CPU, in one collective. Every rank must have the same names."""
         row = torch.stack([value for part in self._parts() for value in part.values()])
         rows = row[None]
         if dist.is_initialized() and dist.get_world_size() > 1:
@@ -95,7 +96,7 @@ def _merged(one: _Values, other: _Values, merge: Callable[[Tensor, Tensor], Tens
 
 @dataclass(frozen=True, slots=True)
 class UpdateResult:
-    """What one optimizer step did; the same on every rank."""
+    """The result of one optimizer step, the same on every rank."""
 
     sums: StepSums
     grad_norm: float
@@ -111,11 +112,11 @@ def microbatch_loss(
     kl_coefficient: float,
     max_completion_tokens: int,
 ) -> tuple[Tensor, StepSums]:
-    """The microbatch's share of the step's loss; the shares of all microbatches and ranks add up to the loss.
+    """The microbatch's part of the step's loss, and its sums. The parts of all microbatches and ranks add up.
 
     Args:
         totals: of the whole optimizer step.
-        kl_coefficient: of the KL term, which is there where the batch carries reference log-probs.
+        kl_coefficient: of the KL term, which the loss has if the batch has reference log-probs.
     """
     logprobs, sequence_index, lengths = tokens.logprobs, batch.sequence_index, batch.sequence_lengths
     weights = token_weights(
@@ -126,11 +127,9 @@ def microbatch_loss(
         max_completion_tokens=max_completion_tokens,
     ).to(logprobs.dtype)
     old = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
-    # under top-p and top-k the sampler tells log-probs of what they left; the trainer's are of the whole distribution
-    sampler = (
-        batch.sampler_logprobs
-        + (tokens.truncation_logprobs if batch.truncation_logprobs is None else batch.truncation_logprobs)
-    ).detach()
+    # with top-p and top-k the sampler's log-probs are those of the truncated distribution, the trainer's are not
+    truncation = tokens.truncation_logprobs if batch.truncation_logprobs is None else batch.truncation_logprobs
+    sampler = (batch.sampler_logprobs + truncation).detach()
 
     losses = policy_loss(algorithm.loss, logprobs, old, batch.advantages, sequence_index, lengths)
     importance = importance_weights(algorithm.correction, old, sampler, sequence_index)
@@ -141,19 +140,19 @@ def microbatch_loss(
         weighted = (weights * per_token).sum()
         loss = policy + kl_coefficient * weighted
         kl_loss, kl_ref = weighted, per_token
-    # The trainer leaves out sequences that cannot move the policy, and whether it may depends on the KL term. Tokens
-    # with an advantage are always there, so means over them alone do not change with an unrelated setting.
+    # The trainer skips sequences without a gradient, and the KL term decides which ones have none. Tokens with an
+    # advantage are never skipped, so means over them do not depend on an unrelated setting.
     counted = batch.advantages.ne(0)
-    # of each token alone: the product over a long completion says little about where sampler and trainer differ
+    # per token: the product over a long completion does not show where sampler and trainer differ
     ratios = torch.where(counted, importance_ratios(old, sampler), 0)
     delta = (old - sampler).abs()  # nats, not clamped
     sums = StepSums.of(
         counted,
         totals={
             "tokens": counted,
-            "computed": lengths,  # with a KL term these are all trained tokens of the step
-            "policy_loss": policy,  # weighted: the step's mean once everything is merged
-            "kl_loss": kl_loss,  # weighted, before the coefficient
+            "computed": lengths,  # with a KL term, all trained tokens of the step
+            "policy_loss": policy,  # weighted: the sum over the step is its mean
+            "kl_loss": kl_loss,  # weighted, without the coefficient
             "kl_ref": kl_ref,  # over all computed tokens
             "importance_ratio": ratios,
             "importance_ratio_squared": ratios.square(),
@@ -178,7 +177,7 @@ def microbatch_loss(
 def importance_weights(
     correction: ImportanceCorrection | None, old: Tensor, sampler: Tensor, sequence_index: Tensor
 ) -> Tensor:
-    """[N] the configured weights of p_trainer / p_sampler; all 1 without correction."""
+    """[N] the configured importance weights, 1 without correction."""
     match correction:
         case None:
             return torch.ones_like(old)

@@ -17,7 +17,7 @@ from rlcore.config import ExperimentConfig, ResourceConfig
 from rlcore.distributed import placement
 from rlcore.distributed.cluster import package_versions
 from rlcore.distributed.placement import Listing, Seat
-from rlcore.distributed.rank_failure import RankFailure, first_of, portable
+from rlcore.distributed.ranks import RankFailure, first_of, portable
 from rlcore.distributed.worker import WorkerSpec
 from rlcore.errors import MemoryExhaustedError, RlflowError, WorkerLostError
 from rlcore.process import dump_on_signal, making_what_stays, oom_kills

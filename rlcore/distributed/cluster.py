@@ -17,6 +17,7 @@ import psutil
 import ray
 from ray.exceptions import AuthenticationError
 
+from rlcore.config import ExperimentConfig
 from rlcore.errors import ConfigError, WorkerLostError
 
 ADDRESS = "RAY_ADDRESS"  # Ray's own variable: a cluster to join
@@ -109,6 +110,15 @@ def has_gpus() -> bool:
     """Whether any node of the Ray that we are in has one."""
     resources = ray.cluster_resources()  # type: ignore[no-untyped-call]
     return bool(resources.get("GPU", 0) > 0)
+
+
+def pick_device(config: ExperimentConfig) -> str:
+    """``resources.device``, where "auto" is CUDA if torch finds it on this machine."""
+    if config.resources.device != "auto":
+        return config.resources.device
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def steering(variables: Mapping[str, str]) -> dict[str, str]:

@@ -6,9 +6,7 @@ from __future__ import annotations
 import os
 import resource
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, cast
@@ -60,62 +58,6 @@ class WorkerSpec:
         return cls(0, 1, 0, device, threads, "127.0.0.1", master_port, model, dataset, config)
 
 
-# Per rank: 80 images of 1024 x 1024 pixels, or 340 of 512 x 512. A rank's share of a rollout batch of 512 problems on
-# eight ranks is 64 images. Each is needed again for the reference's log-probs and for each epoch over the batch.
-_KEPT_BYTES = 2 << 30
-
-
-def feature_bytes(image: ImageRef) -> int:
-    """Size of an image's ``pixel_values``: float32, 3 channels, and each pixel of a still image twice in time."""
-    return image.width * image.height * 3 * 2 * 4
-
-
-class ReadAhead:
-    """Features of images: a thread reads them after ``start``, or on demand. Keeps at most ``kept_bytes``.
-
-    ``start`` evicts only images that were used: a batch larger than the room would otherwise lose each image before it
-    is trained on.
-    """
-
-    def __init__(self, read: Callable[[ImageRef], ImageFeatures], kept_bytes: int = _KEPT_BYTES) -> None:
-        self._read, self._room = read, kept_bytes
-        self._pool = ThreadPoolExecutor(1)  # image processors are not thread-safe
-        self._futures: OrderedDict[ImageRef, Future[ImageFeatures]] = OrderedDict()  # least recently used first
-        self._used: set[ImageRef] = set()
-        self.held_bytes = 0
-
-    def start(self, image: ImageRef) -> None:
-        if image not in self._futures and self._make_room(feature_bytes(image), self._used):
-            self._submit(image)
-
-    def of(self, image: ImageRef) -> ImageFeatures:
-        """The features of an image. Waits until they are read; raises the error of the read."""
-        if image not in self._futures:
-            size = feature_bytes(image)
-            if not self._make_room(size, self._used):
-                self._make_room(size, set(self._futures))
-            self._submit(image)
-        self._futures.move_to_end(image)
-        self._used.add(image)
-        return self._futures[image].result()
-
-    def _submit(self, image: ImageRef) -> None:
-        self._futures[image] = self._pool.submit(self._read, image)
-        self.held_bytes += feature_bytes(image)
-
-    def _make_room(self, size: int, removable: set[ImageRef]) -> bool:
-        """Evict as few images of ``removable`` as possible; return whether ``size`` bytes fit."""
-        if self.held_bytes + size <= self._room:
-            return True
-        for image in [image for image in self._futures if image in removable]:
-            if self.held_bytes + size <= self._room:
-                break
-            del self._futures[image]
-            self._used.discard(image)
-            self.held_bytes -= feature_bytes(image)
-        return self.held_bytes + size <= self._room
-
-
 class Synced(NamedTuple):
     """The result of one rank's weight sync."""
 
@@ -144,9 +86,9 @@ class Worker:
         from torch.distributed.device_mesh import init_device_mesh
 
         from rlcore.data.image_store import ImageStore
-        from rlcore.models.loading import load_hf_config, load_hf_model
-        from rlcore.models.support import require_supported
+        from rlcore.models.loading import load_hf_config, load_hf_model, require_supported
         from rlcore.models.torch_policy import TorchPolicy, weights_dtype
+        from rlcore.models.vision import ReadAhead
         from rlcore.sampler.engine import Engine
         from rlcore.sampler.vllm_sampler import VllmSampler
 
@@ -244,7 +186,7 @@ class Worker:
         return WeightSender(channel, _engine_dtype(self._spec))
 
     def _give(self, taker: VllmSampler | WeightSender, version: int) -> int:
-        from rlcore.sampler.weights import unsharded
+        from rlcore.models.sharding import unsharded
 
         dtype = None if self._spec.device == "cpu" else self.policy.sync_dtype
         if self._spec.config.model.lora is not None:

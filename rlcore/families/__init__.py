@@ -30,7 +30,7 @@ FAMILIES: Mapping[str, Family] = {
 _IMAGES = [family.images for family in FAMILIES.values() if family.images is not None]
 
 PLACEHOLDERS = tuple(dict.fromkeys(token for images in _IMAGES for token in images.placeholders))
-"""Every family's, because a text model's tokenizer may know those of its vision-language sibling."""
+"""Of all families, because a text model's tokenizer may have those of the vision-language model of its family."""
 
 
 def family_of(config: Any) -> Family:
@@ -62,7 +62,8 @@ def family_in(folder: Path) -> Family:
 
 
 def images_in(folder: Path) -> Images | None:
-    """How the model of a folder takes images. None for a text model, also one that cannot be trained but sampled from.
+    """How the model of a folder takes images; None for a text model. A text model of any type is accepted, because it
+    can be sampled from.
 
     Raises:
         ModelError: as ``family_in``.
@@ -78,7 +79,7 @@ def _config_in(folder: Path) -> Mapping[str, Any]:
     except (OSError, ValueError) as error:
         raise ModelError(f"{path} cannot be read: {error}. model.path must be a Hugging Face model folder.") from error
     if not isinstance(config, dict):
-        raise ModelError(f"{path} is no JSON object. Copy it again from the model's origin.")
+        raise ModelError(f"{path} is no JSON object. Download it again.")
     return config
 
 
@@ -104,7 +105,7 @@ def is_of_tower(tensor: str) -> bool:
 
 
 def _peculiarities(config: Mapping[str, Any]) -> str:
-    """What is known to be unusual about an unsupported model, for the message."""
+    """Unusual features of an unsupported model, for the error message."""
     text, vision = (config.get(part) or {} for part in ("text_config", "vision_config"))
     kinds = sorted(set(text.get("layer_types") or config.get("layer_types") or ()) - {"full_attention"})
     deepstack = list(vision.get("deepstack_visual_indexes") or ())

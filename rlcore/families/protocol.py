@@ -1,4 +1,4 @@
-"""What rlflow must know about a model family. Each other file of this package implements it for one family.
+"""What rlflow must know about a model family. Each file of this package implements it for one family.
 
 Importing this package loads neither torch nor transformers. Only the methods that take modules or tensors need them.
 Letters as in ``rlcore.batch``.
@@ -25,10 +25,10 @@ Grid = tuple[int, int, int]  # one image in patches, before merging: frames (or 
 
 @dataclass(frozen=True, slots=True)
 class LayerMask:
-    """Which tokens a decoder layer sees. ``rlcore.models.support`` decides which of these the trainer can compute."""
+    """Which tokens a decoder layer attends to. ``models.loading`` refuses masks that the trainer does not compute."""
 
     kind: str  # transformers' name: full_attention, sliding_attention, linear_attention, ...
-    window: int | None = None  # tokens that the layer looks back; None: the whole sequence
+    window: int | None = None  # number of last tokens that the layer attends to; None: the whole sequence
 
 
 class Family(Protocol):
@@ -42,19 +42,20 @@ class Family(Protocol):
         """The module with the embeddings and ``layers``, without the head."""
 
     def takes_adapter(self, linear: str) -> bool:
-        """Whether LoRA adapts the linear layer of this name in ``decoder``. In a vision tower it adapts all of them."""
+        """Whether LoRA adapts the linear layer of this name in ``decoder``. In a vision tower LoRA adapts all."""
 
     def require_plain(self, config: Any) -> None:
-        """
+        """Refuse settings that change logits or attention scores in a way that the trainer does not compute.
+
         Raises:
-            ModelError: a setting changes logits or attention scores in a way that the trainer does not compute.
+            ModelError: the model has such a setting.
         """
 
     def masks(self, config: Any) -> list[LayerMask]:
         """One for each kind of decoder layer."""
 
     def active_elements(self, layer: nn.Module) -> int:
-        """Elements of a decoder layer's matrices that one token is multiplied with; of experts only those it uses."""
+        """Elements of a decoder layer's matrices that a token is multiplied with, of experts only those it uses."""
 
 
 class Images(Protocol):

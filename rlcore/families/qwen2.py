@@ -1,6 +1,6 @@
-"""Text: Qwen2, Qwen2.5 and the families that differ from them only inside transformers' own modules.
+"""Text families whose differences from Qwen2 are inside transformers' modules.
 
-All of them have embeddings, a stack of ``layers`` with causal attention, and an LM head without bias, cap or scale.
+They have embeddings, a stack of ``layers`` with causal attention, and an LM head without bias, cap or scale.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from rlcore.families.protocol import Images, LayerMask
 if TYPE_CHECKING:
     from torch import nn
 
-# Fields that change logits or attention scores, and the values with which they do not.
+# Fields that change logits or attention scores, and their values that change nothing.
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "final_logit_softcapping": (None,),  # Gemma 2
     "attn_logit_softcapping": (None,),
@@ -44,9 +44,9 @@ class Qwen2:
             value = getattr(text, field, getattr(config, field, None))
             if value not in neutral:
                 raise ModelError(
-                    f"{config.model_type} sets {field} to {value}, which neither the packed attention nor the LM head "
-                    f"computes: another model would be trained. Allowed is {' or '.join(map(str, neutral))}, or a "
-                    "model without that field."
+                    f"{config.model_type} sets {field} to {value}, which the packed attention and the LM head do not "
+                    f"compute: training would use a different model. Allowed is {' or '.join(map(str, neutral))}, or "
+                    "a model without that field."
                 )
 
     def masks(self, config: Any) -> list[LayerMask]:
@@ -60,7 +60,7 @@ class Qwen2:
 
 
 def matrix_elements(part: nn.Module) -> int:
-    """Elements of all matrices. A token meets each of them once."""
+    """Elements of all matrices. A token is multiplied with each once."""
     return sum(p.numel() for p in part.parameters() if p.dim() == 2)
 
 

@@ -121,7 +121,7 @@ class Qwen2VLImages:
 
 
 def _width(config: Any) -> int:
-    """Of the tower's layers. Qwen2-VL calls it ``embed_dim``, and the decoder's width ``hidden_size``."""
+    """Width of the tower's layers. In Qwen2-VL it is ``embed_dim``, and ``hidden_size`` is the decoder's width."""
     return int(getattr(config, "embed_dim", None) or config.hidden_size)
 
 
@@ -149,23 +149,23 @@ class GridResizing:
     def read(self, images: Sequence[Image.Image], min_pixels: int, max_pixels: int) -> tuple[Tensor, list[Grid]]:
         out = self.processor(
             images=list(images),
-            size={"shortest_edge": min_pixels, "longest_edge": max_pixels},  # pixels, in spite of the names
+            size={"shortest_edge": min_pixels, "longest_edge": max_pixels},  # areas in pixels, despite the names
             return_tensors="pt",
         )
         return out["pixel_values"], [(t, h, w) for t, h, w in out["image_grid_thw"].tolist()]
 
 
 def target_size(width: int, height: int, factor: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
-    """Width and height on the patch grid, as the image processor computes them.
+    """Width and height that the image processor resizes to.
 
-    Both sides become multiples of ``factor``, the area lands in [min_pixels, max_pixels] where the grid allows, and the
-    aspect ratio is kept as far as the grid allows.
+    Both sides become multiples of ``factor``. As far as the grid allows, the area is in [min_pixels, max_pixels] and
+    the aspect ratio is unchanged.
 
     Raises:
         ValueError: a side below 1, or an aspect ratio above MAX_ASPECT_RATIO.
     """
     if min(width, height) < 1 or max(width, height) / min(width, height) > MAX_ASPECT_RATIO:
-        raise ValueError(f"{width}x{height} has no side or an aspect ratio above {MAX_ASPECT_RATIO}")
+        raise ValueError(f"{width}x{height} has a side below 1 or an aspect ratio above {MAX_ASPECT_RATIO}")
     wide, high = round(width / factor) * factor, round(height / factor) * factor
     if wide * high > max_pixels:
         shrink = math.sqrt((height * width) / max_pixels)
@@ -194,8 +194,8 @@ class GridLayout:
     def positions(self, token_ids: Ints, grids: Sequence[Grid]) -> npt.NDArray[np.int64]:
         """[3, L] time, height and width.
 
-        Text advances all three by one per token. An image at position p takes p on the time axis and
-        p + (row, column) of the merged grid on the others; what follows continues from p + max(rows, columns).
+        Text advances all three by one per token. An image at position p has p on the time axis and p + (row, column) of
+        the merged grid on the others. The text after it continues from p + max(rows, columns).
         Source: Qwen2-VL, arXiv:2409.12191, section 2.1.
         """
         is_image = token_ids == self.image_token_id

@@ -90,14 +90,11 @@ def _config_folder(model: ModelConfig) -> Path:
 
 
 def _tiny_config(model: ModelConfig) -> Any:
+    from rlcore.data.tiny import build_processor, build_text_tokenizer
+    from rlcore.models.tiny import build_model, build_text_model
+
     if model.tiny.task == "geometry":
-        from rlcore.data.tiny import build_processor
-        from rlcore.models.tiny import build_model
-
         return build_model(build_processor(), model.tiny.seed).config
-    from rlcore.data.tiny import build_text_tokenizer
-    from rlcore.models.tiny_text import build_text_model
-
     return build_text_model(build_text_tokenizer(), model.tiny.seed).config
 
 

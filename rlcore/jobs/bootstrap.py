@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import math
 import os
 from pathlib import Path
 
@@ -11,11 +13,11 @@ from rlcore.errors import ModelError
 from rlcore.families import family_in
 from rlcore.files import building
 from rlcore.jobs.entry import job_main
-from rlcore.models.folder import count_parameters, folder_digest
 from rlcore.specs import BootstrapSpec, tiny_folder
 
 # what a model needs to load; never *.bin or *.pt, which are pickles and can run code
 DOWNLOADED = ("*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model", "*.tiktoken")
+VERIFIED = "verified.json"  # written by a merge into a folder that it has verified
 
 
 def bootstrap(spec: BootstrapSpec) -> ModelRef:
@@ -37,7 +39,7 @@ def bootstrap(spec: BootstrapSpec) -> ModelRef:
         path=str(folder),
         digest=folder_digest(folder),
         source=model.path if model.revision is None else f"{model.path}@{model.revision}",
-        num_parameters=count_parameters(folder),
+        num_parameters=_count_parameters(folder),
     )
 
 
@@ -64,6 +66,32 @@ def _download(model: ModelConfig) -> Path:
             f"model.path {model.path!r} is no folder here and cannot be fetched as a Hugging Face id: {error}. "
             "Allowed: tiny, an existing folder, or owner/name. Check the spelling, the revision and the network."
         ) from error
+
+
+def folder_digest(folder: Path) -> str:
+    """Hash of the names and contents of a model folder's files, without hidden files and ``VERIFIED``."""
+    digest = hashlib.sha256()
+    for path in sorted(p for p in folder.rglob("*") if p.is_file() and p.name != VERIFIED):
+        if path.name.startswith("."):
+            continue
+        with path.open("rb") as file:
+            digest.update(f"{path.relative_to(folder).as_posix()} ".encode())
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()[:16]
+
+
+def _count_parameters(folder: Path) -> int:
+    """Elements of all tensors, from the headers of the safetensors files."""
+    from safetensors import safe_open
+
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ModelError(f"{folder} holds no *.safetensors. Convert the weights with save_pretrained.")
+    total = 0
+    for file in files:
+        with safe_open(file, framework="pt") as tensors:
+            total += sum(math.prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())  # noqa: SIM118
+    return total
 
 
 if __name__ == "__main__":

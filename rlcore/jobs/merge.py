@@ -26,9 +26,9 @@ from rlcore.batch import trained_positions
 from rlcore.errors import ModelError
 from rlcore.families import family_of, images_of
 from rlcore.files import building, remove_whole
+from rlcore.jobs.bootstrap import VERIFIED, folder_digest
 from rlcore.jobs.entry import job_main
 from rlcore.models.checkpoint import load_full_weights, untied_tensors
-from rlcore.models.folder import VERIFIED, folder_digest
 from rlcore.models.loading import empty_hf_model, load_hf_model
 from rlcore.models.probe import PROBE_FILE, ProbeSequence, read_probe
 from rlcore.segment.store import verify_checkpoint
@@ -235,7 +235,7 @@ def transformers_logprobs(
 
 def _verify_for(spec: MergeSpec, out: Path) -> VerifyReport:
     from rlcore.data.image_store import ImageStore
-    from rlcore.models.support import pick_device
+    from rlcore.distributed.cluster import pick_device
     from rlcore.models.torch_policy import compute_dtype
     from rlcore.sampler.engine import set_engine_environment, vllm_sequence_logprobs
 

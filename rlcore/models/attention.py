@@ -1,14 +1,13 @@
 """Attention over packed rows, registered with transformers as one implementation for text and vision.
 
-The only place that decides which kernel runs. In a text row a completion sees its prompt and itself, and nothing of
-another sequence; an image's patches see those of the same image, or window of it.
+This file alone decides which kernel runs. In a text row a completion attends to its prompt and itself only. In a vision
+row a patch attends to its own image, or to its window of it.
 
-On CUDA that is one FlashAttention call: a completion's keys are gathered to be its prompt's and its own, one behind the
-other, and the causal mask is aligned to their end (FlashAttention 2.1 and later; arXiv:2307.08691). The keys' gradients
-are added up where they came from, in float32. Two calls merged by their log-sum-exps (all completions of a group over
-the prompt, each over itself) gather nothing, and were slower on an H200: few keys under many queries fill few of its
-processors. FlexAttention wants a block mask for every microbatch and kernels of its own for the shapes.
-Which build of FlashAttention runs is decided in ``flash.flash_kernel``.
+On CUDA this is one FlashAttention call. The keys of each completion are gathered: its prompt's, then its own. The
+causal mask is aligned to their end (FlashAttention 2.1 and later; arXiv:2307.08691). The backward pass adds the
+gradients of the gathered keys in float32. Two calls merged by their log-sum-exps gather nothing but were slower on an
+H200: few keys under many queries leave most of its processors idle. FlexAttention needs a block mask for every
+microbatch and compiles kernels for each shape. ``flash.flash_kernel`` selects the build of FlashAttention.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from rlcore.batch import Segments
 from rlcore.errors import ModelError
-from rlcore.models.flash import flash_kernel
+from rlcore.models.flash import Sequences, flash_kernel
 from rlcore.models.sequence import SequenceGroup, heads_of_all_tokens, tokens_of_all_heads
 
-# "flash" in the name is what makes transformers hand the vision tower's cu_seqlens over in one call
+# transformers passes the vision tower's cu_seqlens in one call only if the name contains "flash"
 PACKED = "rlflow_packed_flash"
 
-# What transformers hands to attention and no implementation of plain softmax attention uses.
+# Keywords that transformers passes and that do not change softmax attention.
 _WITHOUT_EFFECT = frozenset(
     {
         "cache_position",
@@ -74,16 +73,16 @@ def packed_attention(
     """Softmax attention within a packed row: causal along ``segments`` in text, within ``cu_seq_lens_q`` in images.
 
     Args:
-        sequence: the ranks that hold the other parts of a text row, if this one has only a part.
-        sliding_window: allowed where no sequence is longer. Compiled code cannot ask, and relies on
-            ``support.require_supported``.
+        sequence: the ranks that hold the other parts of a text row, with sequence parallelism.
+        sliding_window: allowed if no sequence is longer. Compiled code cannot check this and relies on
+            ``loading.require_supported``.
 
     Returns:
         ([1, T, Hq, D], None), as transformers expects.
 
     Raises:
-        ValueError: called without either, which would let sequences see each other.
-        ModelError: a keyword that would change the result and is not computed here, such as a soft cap or sinks.
+        ValueError: neither ``segments`` nor ``cu_seq_lens_q`` was given: sequences would see each other.
+        ModelError: a keyword changes the result and is not implemented here, such as a soft cap or sinks.
     """
     refused = {name: value for name, value in others.items() if value is not None and name not in _WITHOUT_EFFECT}
     if dropout:
@@ -95,7 +94,7 @@ def packed_attention(
         refused["sliding_window"] = sliding_window
     if refused:
         raise ModelError(
-            f"{type(module).__name__} wants attention with {', '.join(sorted(refused))}, which the packed attention "
+            f"{type(module).__name__} calls attention with {', '.join(sorted(refused))}, which the packed attention "
             "does not compute. Choose a model without it."
         )
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, H, D]
@@ -106,13 +105,17 @@ def packed_attention(
     if segments is not None:
         return shared_prompt_attention(q, k, v, segments, scale)[None], None
     if cu_seq_lens_q is None:
-        raise ValueError("packed attention was called without segments or cu_seq_lens_q: sequences would see others")
-    return within(q, k, v, cu_seq_lens_q, max_length_q, scale)[None], None
+        raise ValueError(
+            "packed attention was called without segments or cu_seq_lens_q: sequences would see each other"
+        )
+    return full_attention(q, k, v, cu_seq_lens_q, max_length_q, scale)[None], None
 
 
 def shared_prompt_attention(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float) -> Tensor:
-    """Each prompt over itself, each completion over its prompt and itself, causal. [T, Hq, D], [T, Hkv, D] twice
-    -> [T, Hq, D]"""
+    """Causal attention of each prompt to itself and of each completion to its prompt and itself.
+
+    [T, Hq, D] queries, [T, Hkv, D] keys and values -> [T, Hq, D].
+    """
     if not _has_kernel(query):
         return _shared_prompt_padded(query, key, value, segments, scale)
     where = (segments.bounds, segments.key_bounds, segments.key_rows, segments.sizes)
@@ -120,10 +123,14 @@ def shared_prompt_attention(query: Tensor, key: Tensor, value: Tensor, segments:
     return out  # type: ignore[no-any-return]
 
 
-def within(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: int | None, scale: float) -> Tensor:
-    """Each sequence over all of itself, not causal. [T, H, D] thrice -> [T, H, D]"""
+def full_attention(
+    query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: int | None, scale: float
+) -> Tensor:
+    """Attention of each sequence to all of itself, not causal: three times [T, H, D] -> [T, H, D]."""
     if not _has_kernel(query):
-        return _within_padded(query, key, value, bounds, scale)
+        rows, inside = _padded_rows(bounds)
+        mask = None if bool(inside.all()) else inside[:, None, None, :]
+        return _attend(query, key, value, rows, rows, mask, False, scale)[inside]
     if longest is None:
         longest = int(bounds.diff().max())
     from torch.nn.attention.varlen import varlen_attn
@@ -137,7 +144,7 @@ def _has_kernel(query: Tensor) -> bool:
     return query.is_cuda and query.element_size() == 2
 
 
-# an operator of its own, so that torch.compile takes it whole and activation checkpointing can tell it apart
+# a custom operator: torch.compile does not look inside, and activation checkpointing can name it
 @torch.library.custom_op("rlflow::shared_prompt_attention", mutates_args=(), device_types="cuda")
 def _attention(
     query: Tensor,
@@ -150,8 +157,8 @@ def _attention(
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """Output [T, Hq, D] and log-sum-exp [Hq, T] float32."""
-    ends = (bounds, key_bounds, *sizes[1:].tolist())
-    out, lse = flash_kernel().forward(query, key[key_rows], value[key_rows], *ends, scale)
+    where = Sequences(bounds, key_bounds, *sizes[1:].tolist())
+    out, lse = flash_kernel().forward(query, key[key_rows], value[key_rows], where, scale)
     return out.contiguous(), lse
 
 
@@ -169,15 +176,14 @@ def _attention_backward(
     sizes: Tensor,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    ends = (bounds, key_bounds, *sizes[1:].tolist())
-    kernel = flash_kernel()
-    of_query, *of_copies = kernel.backward(grad, query, key[key_rows], value[key_rows], out, lse, *ends, scale)
-    of_key, of_value = (_scattered(part, key_rows, len(key)) for part in of_copies)
+    where, inputs = Sequences(bounds, key_bounds, *sizes[1:].tolist()), (query, key[key_rows], value[key_rows])
+    of_query, *of_copies = flash_kernel().backward(grad, inputs, out, lse, where, scale)
+    of_key, of_value = (_add_copies(part, key_rows, len(key)) for part in of_copies)
     return of_query.contiguous(), of_key, of_value
 
 
-def _scattered(gradient: Tensor, rows: Tensor, count: int) -> Tensor:
-    """[count, H, D] sums of the gradients of each row's copies."""
+def _add_copies(gradient: Tensor, rows: Tensor, count: int) -> Tensor:
+    """[count, H, D] sum over the copies of each row, in float32."""
     total = gradient.new_zeros(count, *gradient.shape[1:], dtype=torch.float32)
     return total.index_add_(0, rows, gradient.float()).to(gradient.dtype)
 
@@ -199,15 +205,15 @@ def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) 
 
 
 def _gradient(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    found = torch.ops.rlflow.shared_prompt_attention_backward(grad, *ctx.saved_tensors, ctx.scale)
-    return *found, None, None, None, None, None
+    gradients = torch.ops.rlflow.shared_prompt_attention_backward(grad, *ctx.saved_tensors, ctx.scale)
+    return *gradients, None, None, None, None, None
 
 
 _attention.register_autograd(_gradient, setup_context=_remember)
 OPERATOR = torch.ops.rlflow.shared_prompt_attention.default
 
 
-# --- on a CPU or in float32: segments side by side in one batch, padded at the end inside these functions only ---
+# --- on a CPU or in float32: segments as one padded batch ---
 
 
 def _shared_prompt_padded(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float) -> Tensor:
@@ -219,19 +225,13 @@ def _shared_prompt_padded(query: Tensor, key: Tensor, value: Tensor, segments: S
         keys, _ = _padded_rows(segments.key_bounds[count:])
         lengths, key_lengths = segments.bounds[count:].diff(), segments.key_bounds[count:].diff()
         last_seen = _upto(rows) + (key_lengths - lengths)[:, None]
-        mask = _upto(keys) <= last_seen[..., None]  # padded keys come after all that real queries see
+        mask = _upto(keys) <= last_seen[..., None]  # padded keys come after the last key that a real query sees
         outs.append(_attend(query, key, value, rows, segments.key_rows[keys], mask[:, None], False, scale)[inside])
     return torch.cat(outs)
 
 
-def _within_padded(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, scale: float) -> Tensor:
-    rows, inside = _padded_rows(bounds)
-    mask = None if bool(inside.all()) else inside[:, None, None, :]
-    return _attend(query, key, value, rows, rows, mask, False, scale)[inside]
-
-
 def _padded_rows(bounds: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows [B, longest] of the segments between ``bounds``, 0 where there is none, and where there is one."""
+    """Rows [B, longest] of the segments between ``bounds``, 0 on padding; and a mask [B, longest], False on padding."""
     starts, lengths = bounds[:-1].long(), bounds.diff().long()
     column = torch.arange(int(lengths.max()), device=bounds.device)
     inside = column[None] < lengths[:, None]
@@ -252,7 +252,7 @@ def _attend(
     causal: bool,
     scale: float,
 ) -> Tensor:
-    """[B, queries, Hq, D] of the rows ``queries`` [B, queries] over the rows ``keys``."""
+    """[B, queries, Hq, D]: attention of the rows ``queries`` [B, queries] to the rows ``keys`` [B, keys]."""
 
     def batched(x: Tensor, rows: Tensor) -> Tensor:  # [T, H, D] -> [B, H, rows, D]
         return x.index_select(0, rows.flatten()).unflatten(0, rows.shape).transpose(1, 2)

@@ -1,9 +1,9 @@
 """The sharded train state on disk: written by any number of ranks, read by any other number, bit for bit.
 
-``folder/train_state`` is a torch.distributed.checkpoint. Its keys are ``model.<name>`` with Hugging Face's
-parameter names (a tied parameter once, under its first name), ``optimizer.<name>.<state>`` and ``groups``. Of a model
-with adapters it holds the adapters alone (``rlcore.models.lora`` names them) and ``lora.alpha``; the weights that they
-change are those of the folder that the run was started from.
+``folder/train_state`` is a torch.distributed.checkpoint. Its keys are ``model.<name>`` with Hugging Face's parameter
+names (a tied parameter once, under its first name), ``optimizer.<name>.<state>`` and ``groups``. For a model with
+adapters it holds ``lora.alpha`` and the adapters only (``rlcore.models.lora``): the base weights are in the model
+folder that the run started from.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 
 from rlcore.errors import CheckpointError, StorageError
 from rlcore.models.loading import empty_hf_model, load_hf_model
-from rlcore.models.lora import is_adapter, lora_alpha, merged
+from rlcore.models.lora import is_adapter, lora_alpha, merge_adapters
 
 TRAIN_STATE = "train_state"
 _ALPHA = "lora.alpha"
@@ -38,42 +38,42 @@ OptimizerState = dict[str, dict[str, Tensor]]  # parameter name -> state name ->
 
 
 def save_train_state(model: nn.Module, optimizer: Optimizer, folder: Path) -> None:
-    """Write what trains and its optimizer state to ``folder/train_state``. Collective over all ranks.
+    """Write the weights, or the adapters if there are any, and the optimizer state to ``folder/train_state``.
 
-    Frozen weights are written as well, unless the model has adapters: then only these are.
+    Collective over all ranks.
 
     Raises:
-        CheckpointError: the ranks hold optimizer states of different parameters.
+        CheckpointError: the ranks have optimizer states of different parameters.
     """
     _write(_train_state(model, optimizer), folder, None)
 
 
 class BackgroundSaver:
-    """Writes train states while training goes on, one at a time. Built and called on all ranks in the same order."""
+    """Writes train states in the background, one at a time. All ranks build and call it in the same order."""
 
     def __init__(self, executor: Executor | None = None) -> None:
         self._executor = executor or ThreadPoolExecutor(1, thread_name_prefix="save")
-        # a group of its own: its collectives come at any time between those of training
+        # a separate group, because its collectives run concurrently with those of training
         self._group = dist.new_group(backend="gloo") if dist.is_initialized() else None
         self._writing: Future[None] | None = None
-        self._held: dict[str, Tensor] = {}  # host memory, kept from one save to the next
+        self._buffers: dict[str, Tensor] = {}  # host memory by name, reused by the next save
 
     def begin(self, model: nn.Module, optimizer: Optimizer, folder: Path) -> None:
-        """Copy what ``save_train_state`` writes to host memory and return; the copy is written in the background.
+        """Copy what ``save_train_state`` writes to host memory, and start to write the copy.
 
         Raises:
-            CheckpointError: the one before is not ``done``, or the ranks hold optimizer states of different parameters.
+            CheckpointError: the last save is not ``done``, or the ranks have optimizer states of different parameters.
         """
         if not self.done():
-            raise CheckpointError(f"{folder}: the save before it is still being written. Wait until it is done.")
+            raise CheckpointError(f"{folder}: the last save is still being written. Wait until done() is True.")
         copied = self._on_host("", _train_state(model, optimizer))
         self._writing = self._executor.submit(_write, copied, folder, self._group)
 
     def done(self) -> bool:
-        """Whether the last save is on its way to the disk whole, this rank's share and the common metadata.
+        """Whether the last save is written: this rank's part and the common metadata.
 
         Raises:
-            StorageError: it could not be written, on whichever rank.
+            StorageError: some rank could not write it.
         """
         if self._writing is None or not self._writing.done():
             return self._writing is None
@@ -81,27 +81,27 @@ class BackgroundSaver:
         return True
 
     def _on_host(self, name: str, value: Any) -> Any:
-        """A tree of tensors, sharded ones as they are sharded, in host memory that nothing else writes to."""
+        """A copy of a tree of tensors in this saver's host memory. Sharded tensors stay sharded."""
         if isinstance(value, dict):
             return {key: self._on_host(f"{name}.{key}", item) for key, item in value.items()}
         if isinstance(value, DTensor):
             return DTensor(self._on_host(name, value.to_local()), value._spec, requires_grad=False)
         if not isinstance(value, Tensor):
             return value
-        held = self._held.get(name)
-        if held is None or held.shape != value.shape or held.dtype != value.dtype:
-            # page-locked where it comes from a GPU: that copies many times as fast
-            held = self._held[name] = torch.empty_like(value, device="cpu", pin_memory=value.is_cuda)
-        return held.copy_(value.detach())
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.shape != value.shape or buffer.dtype != value.dtype:
+            # page-locked for a GPU's tensors: the copy is many times faster
+            buffer = self._buffers[name] = torch.empty_like(value, device="cpu", pin_memory=value.is_cuda)
+        return buffer.copy_(value.detach())
 
 
 def _train_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     names = _parameter_names(model)
-    # Not get_optimizer_state_dict: where there is no state yet it takes an optimizer step to make one, and
-    # Adam's bias correction would be off by that step ever after.
+    # get_optimizer_state_dict takes an optimizer step to create missing state, and from then on Adam's bias
+    # correction would be off by one step
     state: OptimizerState = {names[parameter]: dict(values) for parameter, values in optimizer.state.items()}
     _require_same_on_all_ranks(sorted(f"{name}.{key}" for name, values in state.items() for key in values))
-    groups = tuple(  # a tuple is stored as one value, a list would be taken apart
+    groups = tuple(  # stored as one value; the elements of a list would be stored separately
         {**group, "params": [names[parameter] for parameter in group["params"]]} for group in optimizer.param_groups
     )
     return {"model": _own_tensors(model)[0], "optimizer": state, "groups": groups, "lora": _lora(model)}
@@ -111,15 +111,15 @@ def _write(tree: dict[str, Any], folder: Path, group: dist.ProcessGroup | None) 
     try:
         with _quiet():
             dcp.save(tree, checkpoint_id=folder / TRAIN_STATE, process_group=group, no_dist=not dist.is_initialized())
-    except CheckpointException as error:  # a BaseException, and its text is all ranks' tracebacks
+    except CheckpointException as error:  # a BaseException with the tracebacks of all ranks as its text
         rank, (cause, _) = next(iter(error.failures.items()))
         raise StorageError(
-            f"rank {rank} could not write its share of {folder / TRAIN_STATE}: {type(cause).__name__}: {cause}"
+            f"rank {rank} could not write its part of {folder / TRAIN_STATE}: {type(cause).__name__}: {cause}"
         ) from error
 
 
 def load_train_state(model: nn.Module, optimizer: Optimizer, folder: Path) -> None:
-    """Read what ``save_train_state`` wrote, on any number of ranks. Collective; replaces all state.
+    """Replace weights and optimizer state by those that ``save_train_state`` wrote on any number of ranks. Collective.
 
     Raises:
         CheckpointError: parameters, shapes, dtypes, alpha or optimizer groups differ from the checkpoint's.
@@ -136,7 +136,7 @@ def load_train_state(model: nn.Module, optimizer: Optimizer, folder: Path) -> No
     if lora and float(lora["alpha"]) != lora_alpha(model):
         raise CheckpointError(
             f"{folder} was trained with model.lora.alpha {float(lora['alpha']):g}, the model has "
-            f"{lora_alpha(model):g}: its adapters would mean another policy. Set model.lora.alpha back."
+            f"{lora_alpha(model):g}: the same adapters would be another policy. Set model.lora.alpha back."
         )
     whole = {**weights, **{alias: weights[name] for alias, name in aliases.items()}}
     set_model_state_dict(model, whole, options=StateDictOptions(strict=not lora))
@@ -144,11 +144,11 @@ def load_train_state(model: nn.Module, optimizer: Optimizer, folder: Path) -> No
 
 
 def load_full_weights(folder: Path, base: Path | None = None, *, trust_remote_code: bool = False) -> dict[str, Tensor]:
-    """The whole weights of a checkpoint on CPU, by Hugging Face name; in one process, without a group.
+    """The whole weights of a checkpoint on the CPU, by Hugging Face name. Needs no process group.
 
     Args:
-        base: the model folder that the run was started from. If the checkpoint holds adapters, its weights are read in
-            float32 and the adapters merged into them; else it is not looked at.
+        base: the model folder that the run started from. Used only if the checkpoint holds adapters: they are merged
+            into its weights in float32.
 
     Raises:
         CheckpointError: the checkpoint holds adapters, and ``base`` is missing or has other weights.
@@ -167,10 +167,10 @@ def load_full_weights(folder: Path, base: Path | None = None, *, trust_remote_co
     if _ALPHA not in stored:
         return weights
     if base is None:
-        raise CheckpointError(f"{folder} holds adapters and not the weights they change. Give the base model's folder.")
+        raise CheckpointError(f"{folder} holds adapters without the base weights. Give the base model's folder.")
     whole = untied_tensors(load_hf_model(base, torch.float32, trust_remote_code))[0]
     try:
-        return merged(whole, weights, float(tree["lora"]["alpha"]))
+        return merge_adapters(whole, weights, float(tree["lora"]["alpha"]))
     except (KeyError, RuntimeError) as error:
         raise CheckpointError(
             f"the adapters of {folder} do not fit the weights of {base}: {error}. Give the base model's folder."
@@ -180,13 +180,13 @@ def load_full_weights(folder: Path, base: Path | None = None, *, trust_remote_co
 def load_hf_state_dict(checkpoint: Path, base: Path, *, trust_remote_code: bool = False) -> dict[str, Tensor]:
     """``load_full_weights`` under every name of a Hugging Face state dict: a tied tensor under each of its names.
 
-    This is what an engine takes: it holds, and counts, a tied tensor once per use.
+    The engine needs all names: it holds a tied tensor once per use.
 
     Args:
-        base: the model folder that the run was started from. Its config.json says which tensors are tied.
+        base: the model folder that the run started from. Its config.json says which tensors are tied.
 
     Raises:
-        CheckpointError: the checkpoint holds other tensors than this architecture has.
+        CheckpointError: the checkpoint's tensors are not those of this architecture.
     """
     weights = load_full_weights(checkpoint, base, trust_remote_code=trust_remote_code)
     expected, aliases = untied_tensors(empty_hf_model(base, trust_remote_code))
@@ -194,13 +194,13 @@ def load_hf_state_dict(checkpoint: Path, base: Path, *, trust_remote_code: bool 
         raise CheckpointError(
             f"{checkpoint} does not fit the architecture of {base}: missing "
             f"{_some(expected.keys() - weights.keys())}, unexpected {_some(weights.keys() - expected.keys())}. "
-            "Give the model folder that the run was started from."
+            "Give the model folder that the run started from."
         )
     return {**weights, **{alias: weights[name] for alias, name in aliases.items()}}
 
 
 def _own_tensors(model: nn.Module) -> tuple[dict[str, Any], dict[str, str]]:
-    """What a checkpoint of the model holds: its adapters if it has any, else all its tensors, each once."""
+    """The tensors in a checkpoint of the model: its adapters if it has any, else all, each once; and the aliases."""
     tensors, aliases = untied_tensors(model)
     if lora_alpha(model) is None:
         return tensors, aliases
@@ -213,7 +213,7 @@ def _lora(model: nn.Module) -> dict[str, Tensor]:
 
 
 def untied_tensors(model: nn.Module) -> tuple[dict[str, Any], dict[str, str]]:
-    """The state dict with each tensor once; and for a tied parameter's further names, the one kept."""
+    """The state dict with each tensor once; and the other names of tied parameters -> their name in it."""
     first: dict[nn.Parameter, str] = {}
     aliases: dict[str, str] = {}
     for raw, parameter in model.named_parameters(remove_duplicate=False):
@@ -237,7 +237,7 @@ def _plain(name: str) -> str:
 def _stored_tensors(folder: Path) -> dict[str, TensorStorageMetadata]:
     path = folder / TRAIN_STATE
     if not (path / ".metadata").is_file():
-        raise CheckpointError(f"{path} holds no train state. Point to a committed checkpoint folder.")
+        raise CheckpointError(f"{path} holds no train state. Choose the folder of a committed checkpoint.")
     entries = FileSystemReader(path).read_metadata().state_dict_metadata
     return {key: entry for key, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
 
@@ -245,30 +245,30 @@ def _stored_tensors(folder: Path) -> dict[str, TensorStorageMetadata]:
 def _require_same_tensors(
     folder: Path, stored: Mapping[str, TensorStorageMetadata], weights: Mapping[str, Tensor]
 ) -> None:
-    found = {
+    saved = {
         key.removeprefix("model."): (tuple(entry.size), entry.properties.dtype)
         for key, entry in stored.items()
         if key.startswith("model.")
     }
-    wanted = {name: (tuple(value.shape), value.dtype) for name, value in weights.items()}
+    expected = {name: (tuple(value.shape), value.dtype) for name, value in weights.items()}
     different = [
-        f"{name}: checkpoint {found[name]}, model {wanted[name]}"
-        for name in sorted(found.keys() & wanted.keys())
-        if found[name] != wanted[name]  # torch.distributed.checkpoint would cast without a word
+        f"{name}: checkpoint {saved[name]}, model {expected[name]}"
+        for name in sorted(saved.keys() & expected.keys())
+        if saved[name] != expected[name]  # torch.distributed.checkpoint would cast silently
     ]
-    if found.keys() != wanted.keys() or different:
+    if saved.keys() != expected.keys() or different:
         raise CheckpointError(
             f"{folder} is not a checkpoint of this model. In the model only: "
-            f"{_some(wanted.keys() - found.keys())}; in the checkpoint only: "
-            f"{_some(found.keys() - wanted.keys())}; different: {_some(different)}. "
-            "Load it with the model.path, model.lora and training.optimizer it was trained with."
+            f"{_some(expected.keys() - saved.keys())}; in the checkpoint only: "
+            f"{_some(saved.keys() - expected.keys())}; different: {_some(different)}. "
+            "Load it with the model.path, model.lora and training.optimizer of its run."
         )
 
 
 def _empty_optimizer_state(
     stored: Mapping[str, TensorStorageMetadata], parameters: Mapping[str, nn.Parameter]
 ) -> OptimizerState:
-    """Tensors to load into: sharded as the parameter where they have its shape, else one copy per rank."""
+    """Tensors to load into: sharded like the parameter if they have its shape, else one copy per rank."""
     state: OptimizerState = {}
     for key, entry in stored.items():
         if not key.startswith("optimizer."):
@@ -295,8 +295,8 @@ def _set_optimizer_state(
     stored = [group["params"] for group in groups]
     if [sorted(group) for group in mine] != [sorted(group) for group in stored]:
         raise CheckpointError(
-            f"the optimizer groups of {folder} hold {[len(group) for group in stored]} parameters, this "
-            f"optimizer's {[len(group) for group in mine]}, or others. Build it over the same parameters."
+            f"the optimizer groups of {folder} hold {[len(group) for group in stored]} parameters, those of this "
+            f"optimizer {[len(group) for group in mine]}, or different ones. Build it over the same parameters."
         )
     index = {name: position for position, name in enumerate(name for group in mine for name in group)}
     optimizer.load_state_dict(
@@ -317,8 +317,8 @@ def _require_same_on_all_ranks(keys: list[str]) -> None:
     for rank, theirs in enumerate(everyone):
         if theirs != everyone[0]:
             raise CheckpointError(
-                f"rank {rank} holds other optimizer states than rank 0: "
-                f"{_some(set(theirs) ^ set(everyone[0]))}. Every rank has to step every parameter, or none."
+                f"rank {rank} has other optimizer states than rank 0: "
+                f"{_some(set(theirs) ^ set(everyone[0]))}. Either all ranks or none must step a parameter."
             )
 
 
@@ -329,6 +329,6 @@ def _some(names: Iterable[str], limit: int = 5) -> str:
 
 
 def _quiet() -> AbstractContextManager[None]:
-    # One process without a process group is a normal case here, not one to warn about. With a group there is nothing
-    # to silence, and a background thread must leave the process's filters alone.
+    # torch warns about a process without a group, which is a normal case here. With a group it does not warn, and a
+    # background thread must not change the process's filters
     return nullcontext() if dist.is_initialized() else warnings.catch_warnings(action="ignore", category=UserWarning)

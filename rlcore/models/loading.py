@@ -1,7 +1,8 @@
-"""Hugging Face folders into modules: safetensors only, nothing missing, nothing left over."""
+"""Hugging Face folders as modules: which models are supported, and how their safetensors are loaded one to one."""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +23,17 @@ def load_hf_model(
     *,
     attn_implementation: str | None = None,
 ) -> nn.Module:
-    """The model of a local folder on CPU, in ``dtype`` and eval mode; with its vision tower if it has one.
+    """The model of a local folder on the CPU, in ``dtype`` and eval mode, with its vision tower if it has one.
 
     Raises:
-        ModelError: no such model, no safetensors, or tensors that do not fit the architecture one to one.
+        ModelError: no such model, no safetensors, or missing, unexpected or mismatched tensors.
     """
     config = load_hf_config(folder, trust_remote_code)
     if not any(folder.glob("*.safetensors")):
-        found = sorted(path.name for path in folder.iterdir() if path.suffix in (".bin", ".pt", ".pth", ".gguf"))
+        others = sorted(path.name for path in folder.iterdir() if path.suffix in (".bin", ".pt", ".pth", ".gguf"))
         raise ModelError(
-            f"{folder}: found {found or 'no weights'}, allowed are *.safetensors. "
-            "Convert the weights (load and save_pretrained), or take a revision that has them."
+            f"{folder}: found {others or 'no weights'}, allowed are *.safetensors. "
+            "Convert the weights with save_pretrained, or choose a revision that has safetensors."
         )
     model: nn.Module
     try:
@@ -53,11 +54,11 @@ def load_hf_model(
         ) from error
     wrong = {kind: sorted(map(str, info[kind])) for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")}
     if any(wrong.values()):
-        # transformers would draw random values for what is missing and go on.
+        # transformers would continue with random values for missing tensors
         listed = "; ".join(f"{kind}: {names[:5]} ({len(names)})" for kind, names in wrong.items() if names)
         raise ModelError(
             f"{folder}: the tensors do not fit {type(model).__name__}: {listed}. "
-            "Allowed is exactly the architecture that config.json names; use the one saved with the weights."
+            "They must be exactly those of config.json. Use the config.json that was saved with the weights."
         )
     return model
 
@@ -74,8 +75,8 @@ def load_hf_config(folder: Path, trust_remote_code: bool = False) -> Any:
         return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
     except (OSError, ValueError, StrictDataclassError) as error:
         raise ModelError(
-            f"{folder}/config.json: {error}. Allowed are models that transformers knows; for code that "
-            "comes with the model set model.trust_remote_code."
+            f"{folder}/config.json: {error}. Allowed are models that transformers knows. For a model with its own code "
+            "set model.trust_remote_code."
         ) from error
 
 
@@ -93,5 +94,63 @@ def empty_hf_model(folder: Path, trust_remote_code: bool = False) -> nn.Module:
 
 
 def auto_class(config: Any) -> Any:
-    """transformers' loader for this configuration: with a vision tower, or text alone."""
+    """transformers' loader for this configuration: with a vision tower, or text only."""
     return AutoModelForCausalLM if family_of(config).images is None else AutoModelForImageTextToText
+
+
+def require_supported(model: Any, *, longest: int, sequence_parallel: int, tensor_parallel: int = 1) -> None:
+    """Refuse a model that the packed forward pass or the engine cannot compute exactly.
+
+    Args:
+        model: Hugging Face configuration.
+        longest: tokens of the longest possible sequence, prompt and completion.
+        sequence_parallel: ranks that compute a row together.
+        tensor_parallel: ranks that hold an engine together.
+
+    Raises:
+        ModelError: no supported family; heads or widths that do not divide evenly over the ranks; layers without
+            attention; a window shorter than the longest sequence; soft caps or scales of logits.
+    """
+    family, name = family_of(model), model.model_type
+    heads = model.get_text_config().num_attention_heads
+    if heads % sequence_parallel:
+        raise ModelError(
+            f"training.sequence_parallel is {sequence_parallel}, and {name} has {heads} attention heads, which do not "
+            f"divide evenly over as many ranks. Allowed are {_divisors(heads)}."
+        )
+    if tensor_parallel > 1 and tensor_parallel not in (allowed := tensor_parallel_degrees(model)):
+        raise ModelError(
+            f"rollout.tensor_parallel is {tensor_parallel}, and the heads and widths of {name} do not divide evenly "
+            f"over as many ranks. Allowed are {allowed}."
+        )
+    family.require_plain(model)
+    masks = family.masks(model)
+    if unknown := [mask.kind for mask in masks if mask.kind not in ("full_attention", "sliding_attention")]:
+        raise ModelError(
+            f"{name} has {' and '.join(unknown)} layers. Allowed are full_attention and, for sequences within the "
+            "window, sliding_attention: in other layers the sequences of a packed row would see each other."
+        )
+    window = min((mask.window for mask in masks if mask.window is not None), default=longest)
+    if longest > window:
+        raise ModelError(
+            f"{name} has layers that look back {window} tokens at most (sliding_window), and a sequence may have "
+            f"{longest} tokens. The packed attention has no window. Lower data.max_prompt_tokens and "
+            f"rollout.max_completion_tokens to {window} together, or take a model without a window."
+        )
+
+
+def tensor_parallel_degrees(model: Any) -> list[int]:
+    """The numbers of ranks over which vLLM can spread one engine.
+
+    Query heads and rows of the feed-forward weights divide evenly over the ranks, in the tower as well. Key-value heads
+    divide evenly, or each is copied to equally many ranks.
+    """
+    text, images = model.get_text_config(), family_of(model).images
+    cut = [getattr(text, size) for size in ("num_attention_heads", "intermediate_size") if hasattr(text, size)]
+    cut += [] if images is None else images.head_counts_and_widths(model)
+    key_value = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    return [n for n in _divisors(math.gcd(*cut)) if key_value % n == 0 or n % key_value == 0]
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]

@@ -1,8 +1,8 @@
-"""Which parameters train: all of them, all but the vision tower's, or low-rank adapters beside frozen weights.
+"""Which parameters train: all of them, all but the vision tower's, or low-rank adapters of frozen weights.
 
-Adapters are a few lines of our own and not PEFT's, because PEFT renames every weight it adapts (``.base_layer.``), and
-sync, checkpoint and merge go by Hugging Face's names. Here those stay, and an adapter is two tensors more:
-``<module>.lora_A.weight`` [rank, in] and ``<module>.lora_B.weight`` [out, rank], PEFT's names less their prefix.
+PEFT is not used, because it renames every adapted weight (``.base_layer.``), and sync, checkpoint and merge rely on
+Hugging Face's names. Here the names stay, and an adapter adds two tensors: ``<module>.lora_A.weight`` [rank, in] and
+``<module>.lora_B.weight`` [out, rank], which are PEFT's names without its prefix.
 """
 
 from __future__ import annotations
@@ -23,22 +23,18 @@ A, B = ".lora_A.weight", ".lora_B.weight"
 
 
 class AdaptedLinear(nn.Linear):
-    """y = W x + b + (alpha / rank) B A x, with W and b as they are in ``base``. LoRA, arXiv:2106.09685, eq. 3."""
+    """y = W x + b + (alpha / rank) B A x, with W and b of ``base``. LoRA, arXiv:2106.09685, eq. 3."""
 
     def __init__(self, base: nn.Linear, config: LoraConfig, generator: torch.Generator) -> None:
-        """A is uniform with a = sqrt(5), as in the paper's code and PEFT; B is 0, so that nothing changes at first."""
+        """A is uniform with a = sqrt(5), as in the paper's code and PEFT. B is 0, so the layer starts as ``base``."""
         nn.Module.__init__(self)
         self.in_features, self.out_features = base.in_features, base.out_features
         self.weight, self.bias = base.weight, base.bias
-        self.alpha, self.rank, self.on = config.alpha, config.rank, True
+        self.alpha, self.scale, self.on = config.alpha, config.alpha / config.rank, True
         self.lora_A = nn.Linear(base.in_features, config.rank, bias=False, dtype=torch.float32)
         self.lora_B = nn.Linear(config.rank, base.out_features, bias=False, dtype=torch.float32)
         nn.init.kaiming_uniform_(self.lora_A.weight, a=math.sqrt(5), generator=generator)
         nn.init.zeros_(self.lora_B.weight)
-
-    @property
-    def scale(self) -> float:
-        return self.alpha / self.rank
 
     def forward(self, x: Tensor) -> Tensor:
         out = functional.linear(x, self.weight, self.bias)
@@ -46,10 +42,11 @@ class AdaptedLinear(nn.Linear):
 
 
 def choose_trainable(hf: nn.Module, config: ModelConfig, seed: int) -> None:
-    """Set ``requires_grad`` on every parameter, and put the adapters in. A text model has no vision tower to freeze.
+    """Set ``requires_grad`` on every parameter and insert the adapters.
 
     Args:
-        hf: whole, on CPU, the same on every rank; the adapters are drawn from ``seed`` and so are the same as well.
+        hf: the whole model on the CPU, the same on every rank.
+        seed: of the adapters, so that they are the same on every rank too.
     """
     tower = vision_tower(hf)
     if config.freeze_vision_tower and tower is not None:
@@ -64,39 +61,38 @@ def choose_trainable(hf: nn.Module, config: ModelConfig, seed: int) -> None:
 
 
 def lora_targets(hf: nn.Module, config: LoraConfig) -> list[tuple[nn.Module, str, nn.Linear]]:
-    """Linear layers that get an adapter, with their names in the decoder or the vision tower."""
-    decoder, tower = decoder_of(hf), vision_tower(hf)
+    """Linear layers that get an adapter: the decoder or the vision tower, the layer's name in it, and the layer."""
+    tower = vision_tower(hf) if config.vision_tower else None
     takes_adapter = family_of(hf.config).takes_adapter
-    targets = [(decoder, name, linear) for name, linear in _linear_layers(decoder) if takes_adapter(name)]
-    if config.vision_tower and tower is not None:
-        targets += [(tower, name, linear) for name, linear in _linear_layers(tower)]
-    return targets
-
-
-def _linear_layers(part: nn.Module) -> list[tuple[str, nn.Linear]]:
-    return [(name, module) for name, module in part.named_modules() if type(module) is nn.Linear]
+    return [
+        (part, name, module)
+        for part in (decoder_of(hf), tower)
+        if part is not None
+        for name, module in part.named_modules()
+        if type(module) is nn.Linear and (part is tower or takes_adapter(name))
+    ]
 
 
 def decoder_of(hf: nn.Module) -> Any:
-    """Embeddings and layers, without the head."""
+    """The module with the embeddings and the layers, without the head."""
     return family_of(hf.config).decoder(hf)
 
 
 def vision_tower(hf: nn.Module) -> nn.Module | None:
-    """None in a text model."""
+    """None for a text model."""
     images = family_of(hf.config).images
     return None if images is None else images.tower(hf)
 
 
 def frozen_tower(hf: nn.Module) -> nn.Module | None:
-    """The vision tower if nothing of it trains."""
+    """The vision tower if none of its parameters train, else None."""
     tower = vision_tower(hf)
     return None if tower is None or any(p.requires_grad for p in tower.parameters()) else tower
 
 
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """Inside, the model is the one that the adapters were put into."""
+    """Switch the adapters off inside the block: the model is then the base model."""
     adapted = [module for module in model.modules() if isinstance(module, AdaptedLinear)]
     for module in adapted:
         module.on = False
@@ -113,15 +109,15 @@ def lora_alpha(model: nn.Module) -> float | None:
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a name in a state dict is one of an adapter's two tensors."""
+    """Whether this name in a state dict is a tensor of an adapter."""
     return name.endswith((A, B))
 
 
-def merged(weights: Mapping[str, Tensor], adapters: Mapping[str, Tensor], alpha: float) -> dict[str, Tensor]:
-    """W + (alpha / rank) B A for every adapted W, computed in float32; the other weights as they are.
+def merge_adapters(weights: Mapping[str, Tensor], adapters: Mapping[str, Tensor], alpha: float) -> dict[str, Tensor]:
+    """W + (alpha / rank) B A for every adapted W, computed in float32. Other weights are unchanged.
 
     Raises:
-        KeyError: an adapter of a weight that is not there.
+        KeyError: ``weights`` lacks the weight of an adapter.
     """
     out = dict(weights)
     for name, a in adapters.items():

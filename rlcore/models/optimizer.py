@@ -1,8 +1,8 @@
-"""Optimizers over FSDP2 shards: torch's AdamW in float32, and one whose every number is bfloat16.
+"""Optimizers over FSDP2 shards: torch's AdamW in float32, and one that stores everything in bfloat16.
 
-Not torch-optimi's ``AdamW(kahan_sum=True)``: it multiplies a bfloat16 second moment by beta2, and at 0.999 that rounds
-back to the same number, so the moment never falls; a weight of 1 stops moving at a rate of 1e-6, compensated or not;
-its weight decay is outside of the compensation; and on DTensors it dispatches ten operations per parameter.
+torch-optimi's ``AdamW(kahan_sum=True)`` is no substitute. It multiplies a bfloat16 second moment by beta2: at 0.999
+that rounds back to the same number, so the moment never falls. A weight of 1 stops moving at a learning rate of 1e-6,
+even with compensation. Weight decay is not compensated. And on DTensors it dispatches ten operations per parameter.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from rlcore.algorithms.logprobs import fused
 from rlcore.config import TrainingConfig
-from rlcore.models.offload import local_part
+from rlcore.models.sharding import local_part
 
-_CHUNK = 1 << 24  # elements whose float32 copies are alive at once
+_CHUNK = 1 << 24  # elements with float32 copies at a time
 
 
 def make_optimizer(parameters: Iterable[nn.Parameter], config: TrainingConfig) -> torch.optim.Optimizer:
@@ -37,8 +37,7 @@ def make_optimizer(parameters: Iterable[nn.Parameter], config: TrainingConfig) -
 class KahanAdamW(torch.optim.Optimizer):
     """AdamW with bfloat16 parameters, moments and compensation: 8 bytes per parameter, 10 with the gradient.
 
-    The state of a parameter is ``exp_avg``, ``exp_avg_sq``, ``compensation`` and ``step``, and nothing else decides
-    what a step does.
+    ``exp_avg``, ``exp_avg_sq``, ``compensation`` and ``step`` are the whole state: nothing else influences a step.
     """
 
     def __init__(
@@ -66,12 +65,12 @@ class KahanAdamW(torch.optim.Optimizer):
                 state["step"] += 1
                 step = int(state["step"])
                 tensors = [parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"], state["compensation"]]
-                flat = [_local(tensor) for tensor in tensors]
+                flat = [local_part(tensor).detach().view(-1) for tensor in tensors]
                 device = flat[0].device
                 if device not in generators:
                     generators[device] = torch.Generator(device)
-                # from step and place alone, so that a resumed run draws what an unbroken one would have, and so does
-                # a step over some parameters at a time; mixed, because torch takes but 32 bits of a seed on a CPU
+                # seeded by step and place only: a resumed run, and a step over a few parameters at a time, then use the
+                # same noise. Mixed by SeedSequence, because on a CPU torch uses only 32 bits of a seed
                 generators[device].manual_seed(int(np.random.SeedSequence((step, place)).generate_state(1)[0]))
                 for chunk in zip(*(tensor.split(_CHUNK) for tensor in flat), strict=True):
                     kahan_adamw_(
@@ -101,17 +100,16 @@ def kahan_adamw_(
 ) -> None:
     """One AdamW step in place, in float32 on bfloat16 tensors of one shape.
 
-    The weight is parameter + compensation: the compensation keeps what the parameter's 8 bits cannot (Kahan, 1965; with
-    bfloat16 training in arXiv:2010.06192), which makes 17 bits. A change below the last of them (a norm's weight of 1
-    at a rate of 1e-6) would still be lost, and so would the second moment's fall by 1 - beta2, less than half a spacing
-    of bfloat16: these two are rounded up or down at random and right on average. The first moment moves by 1 - beta1,
-    and the nearest does.
+    The weight is parameter + compensation: together 17 bits instead of the parameter's 8 (Kahan, 1965; for bfloat16
+    training arXiv:2010.06192). Two changes can still be too small: that of a weight below its 17th bit, such as a
+    norm's weight of 1 at a rate of 1e-6, and the second moment's decay by 1 - beta2. Both are rounded up or down at
+    random, which is right on average. The first moment decays by 1 - beta1 and is rounded to the nearest.
 
     Args:
-        step: of this update, counted from 1.
+        step: number of this update, counted from 1.
     """
     beta1, beta2 = betas
-    # numbers that change from step to step are tensors, or there would be a kernel for each of them
+    # tensors, because torch.compile would build a new kernel for each value of a Python number
     decay, rate, correction = (
         torch.tensor(number, dtype=torch.float32)
         for number in (1 - lr * weight_decay, -lr / (1 - beta1**step), 1 - beta2**step)
@@ -151,20 +149,14 @@ def _kahan_adamw_(
 
 
 def rounded_by(values: Tensor, noise: Tensor) -> Tensor:
-    """float32 to values that bfloat16 has, up or down: where ``noise`` is drawn from 0 .. 2^16 - 1 alike, with the
-    probability that makes the mean exact."""
+    """Stochastic rounding of float32 to values of bfloat16: right on average if ``noise`` is uniform in 0..2^16 - 1."""
     return ((values.view(torch.int32) + noise) & -(1 << 16)).view(torch.float32)
 
 
 def _nearest(values: Tensor) -> Tensor:
-    """float32 to the nearest values that bfloat16 has, ties to even.
+    """float32 rounded to the nearest values of bfloat16, ties to even.
 
-    Not ``values.bfloat16().float()``, which torch.compile takes for nothing to do: no weight would have a remainder.
+    torch.compile removes ``values.bfloat16().float()`` as a no-op, and no weight would have a remainder.
     """
     bits = values.view(torch.int32)
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) & -(1 << 16)).view(torch.float32)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """This rank's shard, flat, sharing memory."""
-    return local_part(tensor).detach().view(-1)

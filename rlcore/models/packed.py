@@ -16,7 +16,7 @@ from rlcore.families.protocol import Images
 from rlcore.flops import ModelShape
 from rlcore.models.attention import use_packed_attention
 from rlcore.models.lora import decoder_of, is_adapter, vision_tower
-from rlcore.models.sequence import SequenceGroup, gathered, of_all_trained
+from rlcore.models.sequence import SequenceGroup, gather_rows, gather_trained
 from rlcore.models.vision import tower_arguments
 
 
@@ -86,7 +86,7 @@ class PackedModel(nn.Module):
         )
         if batch.share is None or self.sequence is None:
             return found
-        logprobs, entropy, kept = of_all_trained(found, batch.share, self.sequence)
+        logprobs, entropy, kept = gather_trained(found, batch.share, self.sequence)
         return logprobs, entropy, kept
 
     def _inputs(self, batch: Microbatch) -> dict[str, Any]:
@@ -98,7 +98,7 @@ class PackedModel(nn.Module):
         if not self.images_embedded:
             features = self._features(self.images, batch, embeddings)  # [R, F]
             if batch.share is not None and batch.share.most_features and self.sequence is not None:
-                features = gathered(features, batch.share.most_features, self.sequence)
+                features = gather_rows(features, batch.share.most_features, self.sequence)
             elif batch.pixel_values is None:  # of a blank image
                 embeddings, features = embeddings + 0.0 * features.sum(), None
         if features is None:
@@ -130,10 +130,3 @@ def model_shape(hf: Any) -> ModelShape:
         weights_train=any(p.requires_grad and not is_adapter(name) for name, p in decoder.named_parameters()),
         tower=None if family.images is None or tower is None else family.images.shape(tower, tower.config),
     )
-
-
-def transformer_blocks(hf: nn.Module) -> list[nn.Module]:
-    """The units of sharding, compilation and activation checkpointing in the order they run: vision blocks, decoder
-    layers."""
-    images = family_of(hf.config).images
-    return [*([] if images is None else images.tower_blocks(images.tower(hf))), *decoder_of(hf).layers]

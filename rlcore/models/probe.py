@@ -1,6 +1,7 @@
-"""Fixed inputs whose log-probs identify a set of weights: every checkpoint holds those of the live trainer.
+"""Fixed inputs whose log-probs identify a set of weights.
 
-A merged model must give the same numbers, in transformers and in vLLM.
+Every checkpoint holds the live trainer's log-probs of them. A merged model must give the same numbers, in transformers
+and in vLLM.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ class Probe:
 
     @classmethod
     def of(cls, problems: Sequence[Problem], policy: ProbePolicy) -> Self:
-        """Made of the first problems of the dataset."""
+        """The probe of a dataset: its first problems."""
         return cls(tuple(policy.probe_samples(problems[:NUM_SEQUENCES])))
 
     def write(self, folder: Path, policy: ProbePolicy) -> None:
-        """Write the policy's log-probs into a checkpoint that is being staged."""
+        """Write the inputs and the policy's log-probs into the folder of a checkpoint."""
         sequences = [
             {
                 "token_ids": sample.token_ids.tolist(),
@@ -51,7 +52,7 @@ class Probe:
 
 
 def probe_samples(problems: Sequence[Problem], prompts: PromptBuilder) -> list[TrainingSample]:
-    """Each problem with its answer in a box as the completion."""
+    """One sample per problem. Its completion is the boxed answer."""
     samples = []
     for problem in problems:
         prompt = prompts.tokens(problem)
@@ -71,7 +72,7 @@ def probe_samples(problems: Sequence[Problem], prompts: PromptBuilder) -> list[T
 
 
 class ProbeSequence(BaseModel):
-    """One fixed input and the live trainer's log-probs of it: L tokens, the last C of them completion."""
+    """One fixed input of L tokens, the last C of them completion, and the live trainer's log-probs."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -84,11 +85,11 @@ class ProbeSequence(BaseModel):
 def read_probe(path: Path) -> list[ProbeSequence]:
     """
     Raises:
-        ModelError: there is no probe, or nothing in it to compare.
+        ModelError: the file is missing or holds no log-probs.
     """
     if not path.is_file():
-        raise ModelError(f"{path} does not exist: the checkpoint cannot be verified. Take one that has a probe.")
+        raise ModelError(f"{path} does not exist: the checkpoint cannot be verified. Choose one that has this file.")
     sequences = [ProbeSequence.model_validate(item) for item in json.loads(path.read_text())["sequences"]]
     if not any(sequence.logprobs for sequence in sequences):
-        raise ModelError(f"{path} holds no log-probs, so that it verifies nothing. Take another checkpoint.")
+        raise ModelError(f"{path} holds no log-probs, so it verifies nothing. Choose another checkpoint.")
     return sequences

@@ -1,9 +1,9 @@
 """Ulysses sequence parallelism: the ranks of a sequence group compute one row together. arXiv:2309.14509.
 
-Each holds an even part of the row's tokens. Only attention looks at others: before it every rank gives its tokens'
-heads away and gets its heads of all tokens, after it the other way round. An image is embedded by one rank of the
-group, for all. The log-probs of all trained tokens are gathered, so that every rank has the whole microbatch's loss;
-its gradient flows into the rank's own log-probs alone, and the plain sum of the ranks' gradients is the loss's.
+Each rank holds an equal part of the row's tokens. Only attention needs the others. Before it the ranks exchange heads
+for tokens: each gets some heads of all tokens. After it they exchange back. One rank of the group embeds each image,
+for all. The log-probs of all trained tokens are gathered, so every rank computes the whole microbatch's loss. Gradients
+flow only into the rank's own log-probs, so the sum over ranks is the gradient of the loss.
 
 Letters as in ``rlcore.batch``; S ranks of the group, Hq query heads, Hkv key-value heads, D their size.
 """
@@ -27,7 +27,7 @@ _GROUPS: dict[str, dist.ProcessGroup] = {}  # an operator takes a name
 
 @dataclass(frozen=True, slots=True)
 class SequenceGroup:
-    """The ranks that compute a row together, as one of them sees it."""
+    """The ranks that compute a row together, and this rank's place among them."""
 
     name: str
     rank: int
@@ -35,8 +35,7 @@ class SequenceGroup:
 
 
 def sequence_group(mesh: DeviceMesh, size: int) -> SequenceGroup | None:
-    """This rank's group, of ``size`` neighbours in the one-dimensional ``mesh``; None where every rank has rows of its
-    own. Collective."""
+    """This rank's group: ``size`` neighbours in the one-dimensional ``mesh``. None for size 1. Collective."""
     if size == 1:
         return None
     data_and_sequence = DeviceMesh(mesh.device_type, mesh.mesh.view(-1, size), mesh_dim_names=("data", "sequence"))
@@ -45,26 +44,26 @@ def sequence_group(mesh: DeviceMesh, size: int) -> SequenceGroup | None:
     return SequenceGroup(group.group_name, data_and_sequence.get_local_rank("sequence"), size)
 
 
-# --- shares of a row: index arithmetic on the CPU ---
+# --- splitting a row: index arithmetic on the CPU ---
 
 
 def cut(batch: Microbatch, rank: int, size: int, layout: ImageLayout | None) -> Microbatch:
-    """The share of a packed microbatch (on the CPU) that ``rank`` of a group of ``size`` has.
+    """The part of a packed microbatch, on the CPU, that ``rank`` of a group of ``size`` computes.
 
-    A row whose length ``size`` does not divide is filled up by tokens that see each other and nothing else.
+    A row whose length is no multiple of ``size`` is padded with tokens that attend only to each other.
     """
     count = len(batch.token_ids)
     length = -(-count // size)  # t
     own = slice(rank * length, (rank + 1) * length)
     filled = length * size - count
     holder = batch.predict_from // length  # [N] rank that has the hidden state
-    trained, places, most_trained = _shares(holder, rank, size)
+    trained, places, most_trained = _split(holder, rank, size)
     images = torch.nonzero(batch.image_index // length == rank)[:, 0]
-    found = replace(
+    share = replace(
         batch,
         token_ids=pad(batch.token_ids, (0, filled))[own],
         position_ids=pad(batch.position_ids, (0, filled))[..., own],
-        segments=_filled(batch.segments, filled),
+        segments=_pad_segments(batch.segments, filled),
         predict_from=batch.predict_from[trained] - own.start,
         targets=batch.targets[trained],
         image_index=batch.image_index[images] - own.start,
@@ -72,17 +71,17 @@ def cut(batch: Microbatch, rank: int, size: int, layout: ImageLayout | None) -> 
         share=RowShare(trained, places, most_trained, 0),
     )
     if batch.pixel_values is None or batch.image_grid_thw is None or layout is None:
-        return found
+        return share
     grids = batch.image_grid_thw.tolist()
     patches = torch.tensor([layout.num_inputs(grid) for grid in grids])  # [I]
     rows = torch.tensor([layout.num_rows(grid) for grid in grids])  # [I]
     ends = patches.cumsum(0)
-    maker = ((2 * ends - patches) * size // (2 * ends[-1])).long()  # [I] by where its middle lies among all patches
-    _, row_places, most_features = _shares(maker.repeat_interleave(rows), rank, size)
+    maker = ((2 * ends - patches) * size // (2 * ends[-1])).long()  # [I] rank, by the middle of the image's patches
+    _, row_places, most_features = _split(maker.repeat_interleave(rows), rank, size)
     made = maker == rank
     any_made = bool(made.any())
     return replace(
-        found,
+        share,
         pixel_values=batch.pixel_values[made.repeat_interleave(patches)] if any_made else None,
         image_grid_thw=batch.image_grid_thw[made] if any_made else None,
         image_rows=row_places[batch.image_rows[images]],
@@ -90,9 +89,15 @@ def cut(batch: Microbatch, rank: int, size: int, layout: ImageLayout | None) -> 
     )
 
 
-def _shares(holder: Tensor, rank: int, size: int) -> tuple[Tensor, Tensor, int]:
-    """Which things ``rank`` holds, where each lies when the ranks' own are put one behind the other with equally many
-    places for each, and that number of places."""
+def _split(holder: Tensor, rank: int, size: int) -> tuple[Tensor, Tensor, int]:
+    """
+    Args:
+        holder: [M] the rank that holds each item.
+
+    Returns:
+        The items of ``rank``; the place [M] of each item after a gather, where every rank has the same number of
+        places; and this number.
+    """
     counts = torch.bincount(holder, minlength=size)
     most = int(counts.max())
     order = holder.argsort(stable=True)
@@ -101,7 +106,7 @@ def _shares(holder: Tensor, rank: int, size: int) -> tuple[Tensor, Tensor, int]:
     return torch.nonzero(holder == rank)[:, 0], holder * most + inside, most
 
 
-def _filled(segments: Segments, count: int) -> Segments:
+def _pad_segments(segments: Segments, count: int) -> Segments:
     if not count:
         return segments
     end = segments.bounds[-1:]
@@ -115,16 +120,16 @@ def _filled(segments: Segments, count: int) -> Segments:
     )
 
 
-# --- what travels ---
+# --- communication ---
 
 
-# an operator of its own, so that torch.compile takes it whole and activation checkpointing can tell it apart
+# a custom operator: torch.compile does not look inside, and activation checkpointing can name it
 @torch.library.custom_op("rlflow::exchange", mutates_args=())
 def _exchange(parts: Tensor, group: str) -> Tensor:
-    """[S, ...] -> [S, ...]: part s goes to rank s of the group; what comes back was this rank's part at each."""
-    found = torch.empty_like(parts, memory_format=torch.contiguous_format)
-    dist.all_to_all_single(found, parts.contiguous(), group=_GROUPS[group])
-    return found
+    """[S, ...] -> [S, ...]: sends part s to rank s of the group, and receives this rank's part from each."""
+    received = torch.empty_like(parts, memory_format=torch.contiguous_format)
+    dist.all_to_all_single(received, parts.contiguous(), group=_GROUPS[group])
+    return received
 
 
 @_exchange.register_fake
@@ -147,8 +152,11 @@ EXCHANGE = torch.ops.rlflow.exchange.default
 def heads_of_all_tokens(
     query: Tensor, key: Tensor, value: Tensor, group: SequenceGroup
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """[t, Hq, D], [t, Hkv, D] twice of this rank's tokens -> [T, Hq / S, D], [T, Hkv' / S, D] twice of this rank's
-    heads, in one exchange. Key-value heads that S does not divide are repeated until it does (Hkv')."""
+    """All heads of this rank's tokens -> this rank's heads of all tokens, in one exchange.
+
+    [t, Hq, D], [t, Hkv, D], [t, Hkv, D] -> [T, Hq / S, D], [T, Hkv' / S, D], [T, Hkv' / S, D]. Key-value heads are
+    repeated until their number Hkv' is a multiple of S.
+    """
     copies = 1
     while key.shape[1] * copies % group.size:
         copies += 1
@@ -158,28 +166,28 @@ def heads_of_all_tokens(
         for x in (query, key, value)
     ]
     heads = [part.shape[2] for part in parts]
-    found = EXCHANGE(torch.cat(parts, 2).transpose(0, 1), group.name)  # [S, t, heads, D]
-    whole_query, whole_key, whole_value = found.flatten(0, 1).split(heads, 1)
+    received = EXCHANGE(torch.cat(parts, 2).transpose(0, 1), group.name)  # [S, t, heads, D]
+    whole_query, whole_key, whole_value = received.flatten(0, 1).split(heads, 1)
     return whole_query, whole_key, whole_value
 
 
 def tokens_of_all_heads(out: Tensor, group: SequenceGroup) -> Tensor:
-    """[T, Hq / S, D] of this rank's heads -> [t, Hq, D] of its tokens."""
+    """This rank's heads of all tokens [T, Hq / S, D] -> all heads of its tokens [t, Hq, D]."""
     parts: Tensor = out.unflatten(0, (group.size, -1))  # type: ignore[no-untyped-call]
-    found = EXCHANGE(parts, group.name)  # [S, t, Hq / S, D]
-    return found.transpose(0, 1).flatten(1, 2)  # type: ignore[no-any-return]
+    received = EXCHANGE(parts, group.name)  # [S, t, Hq / S, D]
+    return received.transpose(0, 1).flatten(1, 2)  # type: ignore[no-any-return]
 
 
-def gathered(own: Tensor, most: int, group: SequenceGroup) -> Tensor:
-    """[n, ...] of each rank -> [S * most, ...], n of each filled up to ``most``. What any rank makes of it counts in
-    the gradient of ``own``."""
+def gather_rows(own: Tensor, most: int, group: SequenceGroup) -> Tensor:
+    """[n, ...] of each rank -> [S * most, ...], padded to ``most`` rows per rank. ``own`` gets the gradients of all
+    ranks."""
     filled = torch.cat([own, own.new_zeros(most - len(own), *own.shape[1:])])
     return EXCHANGE(filled.expand(group.size, *filled.shape), group.name).flatten(0, 1)  # type: ignore[no-any-return]
 
 
-def of_all_trained(own: tuple[Tensor, ...], share: RowShare, group: SequenceGroup) -> tuple[Tensor, ...]:
-    """Values [n] of each rank's trained tokens -> those [N] of the whole row; the first are differentiable, with the
-    other ranks' values as constants."""
-    everyone = gathered(torch.stack([x.detach() for x in own], 1), share.most_trained, group)[share.places]  # [N, .]
+def gather_trained(own: tuple[Tensor, ...], share: RowShare, group: SequenceGroup) -> tuple[Tensor, ...]:
+    """Values [n] of each rank's trained tokens -> values [N] of the whole row. The first tensor stays differentiable in
+    this rank's tokens; the other ranks' values are constants."""
+    everyone = gather_rows(torch.stack([x.detach() for x in own], 1), share.most_trained, group)[share.places]  # [N, .]
     first, *rest = everyone.unbind(1)
     return first.index_copy(0, share.trained, own[0]), *rest

@@ -1,37 +1,69 @@
-"""The embedded default policy ``tiny``: a real Qwen2.5-VL of about a million parameters, made on the spot.
+"""The embedded default policies ``tiny``: real models of about a million parameters, made on the spot.
 
-It reads bytes, sees pictures through Qwen2.5-VL's own vision tower and image processor, and saves as an
-ordinary Hugging Face folder. Random weights are never right and so never rewarded; a short supervised run on
-synthetic problems teaches the format and a first blurred reading, and stops there: the rest is left to
-reinforcement learning. Its siblings without eyes are in ``tiny_text.py``.
+The policy for geometry is a Qwen2.5-VL with its own vision tower and image processor. Those for sums and countdown are
+a Qwen2. All read bytes and save as ordinary Hugging Face folders. Random weights are never right and so never rewarded.
+A short supervised run on synthetic problems therefore teaches the format and a few right answers, and stops there: the
+rest is left to reinforcement learning.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+from rich.console import Console
+from rich.progress import track
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import (
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
     Qwen2_5_VLProcessor,
+    Qwen2Config,
+    Qwen2ForCausalLM,
 )
 
-from rlcore.config import TinyModelConfig
+from rlcore.config import CountdownConfig, TinyModelConfig
+from rlcore.data.synthetic.arithmetic import ArithmeticProblem, draw_countdown, draw_sum
 from rlcore.data.synthetic.geometry import SyntheticProblem, draw_problem
-from rlcore.data.tiny import END_OF_TURN, PAD, build_processor
-from rlcore.models.tiny_parts import IGNORED, draw_weights, learn_until, sampling_defaults
+from rlcore.data.tiny import END_OF_TURN, PAD, build_processor, build_text_tokenizer
+
+GAME = CountdownConfig(numbers=(3, 4), max_number=12, max_target=40, operations=("+", "-"))
+"""The countdown of the warm start. The experiment grpo-countdown-tiny plays the same kind."""
 
 _HIDDEN = 128
 _HEADS = 4  # head size 32, the smallest that vLLM's CPU attention takes
-_WEIGHT_STD = 0.09  # about 1 / sqrt(_HIDDEN); the usual 0.02 suits widths in the thousands and is slow here
+_LAYERS = 3
+_TEXT_ROPE_THETA = 100.0  # sequences are a few dozen bytes long, and only their order matters
+_WEIGHT_STD = 0.09  # about 1 / sqrt(_HIDDEN); the usual 0.02 suits widths in the thousands and learns slowly here
 _EMBEDDING_STD = 1.0
+_IGNORED = -100  # label of a token that is not learned
+_WARM_UP_STEPS = 20
+_MAX_GRAD_NORM = 1.0
+_LOSS_MEMORY = 0.97
 
-_BATCH = 16
-_LEARNING_RATE = 7e-4
-_ENOUGH_LOSS = 0.11  # nats per token, running mean: the format is certain, the reading is not
+
+@dataclass(frozen=True, slots=True)
+class _Supervised:
+    """The supervised run of one task."""
+
+    batch: int
+    learning_rate: float
+    enough_loss: float  # nats per token, running mean: the format is certain, the answers are not
+
+
+_RUNS = {
+    "geometry": _Supervised(16, 7e-4, 0.11),
+    "sums": _Supervised(16, 2e-3, 0.10),
+    "countdown": _Supervised(32, 2e-3, 0.44),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,26 +71,28 @@ class _Example:
     """One problem with its worked answer. N patches, L tokens."""
 
     token_ids: Tensor  # [L]
-    labels: Tensor  # [L], IGNORED on the prompt
-    pixel_values: Tensor  # [N, 1176]
-    image_grid_thw: Tensor  # [1, 3]
+    labels: Tensor  # [L], _IGNORED on the prompt
+    pixel_values: Tensor | None = None  # [N, 1176]
+    image_grid_thw: Tensor | None = None  # [1, 3]
 
 
 def create_tiny_policy(folder: Path, config: TinyModelConfig, *, tied: bool = True) -> int:
-    """Build, warm-start and save the policy to ``folder``; returns its number of parameters.
+    """Build, warm-start and save the policy to ``folder``; return its number of parameters.
 
     The same config gives the same weights on the same machine and library versions.
 
     Args:
-        tied: the LM head is the embedding, as in Qwen2.5-VL-3B; else it has a matrix of its own, as in the 7B. Text
-            policies always have one of their own, as Qwen2-7B does.
+        tied: the LM head is the embedding, as in Qwen2.5-VL-3B; else it is a separate matrix, as in the 7B. The text
+            policies always have a separate one, as Qwen2-7B does.
     """
-    if config.task != "geometry":
-        from rlcore.models.tiny_text import create_text_policy
-
-        return create_text_policy(folder, config)
-    processor = build_processor()
-    model = build_model(processor, config.seed, tied=tied)
+    processor: Qwen2_5_VLProcessor | PreTrainedTokenizerFast
+    model: Qwen2_5_VLForConditionalGeneration | Qwen2ForCausalLM
+    if config.task == "geometry":
+        processor = build_processor()
+        model = build_model(processor, config.seed, tied=tied)
+    else:
+        processor = build_text_tokenizer()
+        model = build_text_model(processor, config.seed)
     warm_start(model, processor, config)
     model.save_pretrained(folder)
     processor.save_pretrained(folder)
@@ -66,22 +100,13 @@ def create_tiny_policy(folder: Path, config: TinyModelConfig, *, tied: bool = Tr
 
 
 def build_model(processor: Qwen2_5_VLProcessor, seed: int, *, tied: bool = True) -> Qwen2_5_VLForConditionalGeneration:
-    """Random weights in float32; torch's default generator is left as it was."""
+    """The geometry policy with random weights in float32. Does not change torch's default generator."""
     token = processor.tokenizer.convert_tokens_to_ids
     config = Qwen2_5_VLConfig(
         text_config={
-            "vocab_size": len(processor.tokenizer),
-            "hidden_size": _HIDDEN,
-            "intermediate_size": 3 * _HIDDEN,
-            "num_hidden_layers": 3,
-            "num_attention_heads": _HEADS,
-            "num_key_value_heads": _HEADS // 2,
-            "max_position_embeddings": 4096,
-            # With the usual base of 10,000, neighbours in a picture are told apart by 0.003 radian only.
+            **_decoder_options(processor.tokenizer),
+            # with the usual base of 10,000, neighbours in a picture differ by 0.003 radian only
             "rope_parameters": {"rope_type": "default", "rope_theta": 4.0, "mrope_section": [4, 6, 6]},
-            "bos_token_id": token(PAD),
-            "eos_token_id": token(END_OF_TURN),
-            "pad_token_id": token(PAD),
             "tie_word_embeddings": tied,
         },
         vision_config={
@@ -99,68 +124,157 @@ def build_model(processor: Qwen2_5_VLProcessor, seed: int, *, tied: bool = True)
         tie_word_embeddings=tied,
         dtype="float32",
     )
-    model: Qwen2_5_VLForConditionalGeneration = draw_weights(
-        lambda: Qwen2_5_VLForConditionalGeneration(config), seed, _WEIGHT_STD, _EMBEDDING_STD
-    )
-    if tied:  # the head is as wide as the embedding: logits would have a deviation of sqrt(_HIDDEN), not of 1
+    model: Qwen2_5_VLForConditionalGeneration
+    model = _random_model(lambda: Qwen2_5_VLForConditionalGeneration(config), processor.tokenizer, seed)
+    if tied:  # the head has the embedding's deviation: logits would have one of sqrt(_HIDDEN) instead of 1
         torch.nn.init.constant_(model.model.language_model.norm.weight, _HIDDEN**-0.5)
-    model.generation_config = sampling_defaults(processor.tokenizer)
     return model
 
 
-def warm_start(
-    model: Qwen2_5_VLForConditionalGeneration, processor: Qwen2_5_VLProcessor, config: TinyModelConfig
-) -> int:
-    """Train in place on worked answers to ``warmup`` problems, each seen once; returns the steps taken.
+def build_text_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen2ForCausalLM:
+    """A text policy with random weights in float32. Does not change torch's default generator."""
+    config = Qwen2Config(
+        **_decoder_options(tokenizer),
+        rope_parameters={"rope_type": "default", "rope_theta": _TEXT_ROPE_THETA},
+        tie_word_embeddings=False,
+        dtype="float32",
+    )
+    model: Qwen2ForCausalLM = _random_model(lambda: Qwen2ForCausalLM(config), tokenizer, seed)
+    return model
 
-    The loss is the mean negative log-likelihood per completion token; the run ends when its running mean falls to
-    ``_ENOUGH_LOSS``, after ``config.warm_start_steps`` steps at the latest.
-    """
 
-    def loss_of(step: int) -> Tensor:
-        indices = range((step - 1) * _BATCH, step * _BATCH)
-        batch = [_worked_example(processor, draw_problem("warmup", index, config.seed)) for index in indices]
-        return _supervised_loss(model, batch)
+def _decoder_options(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
+    token = tokenizer.convert_tokens_to_ids
+    return {
+        "vocab_size": len(tokenizer),
+        "hidden_size": _HIDDEN,
+        "intermediate_size": 3 * _HIDDEN,
+        "num_hidden_layers": _LAYERS,
+        "num_attention_heads": _HEADS,
+        "num_key_value_heads": _HEADS // 2,
+        "max_position_embeddings": 4096,
+        "bos_token_id": token(PAD),
+        "eos_token_id": token(END_OF_TURN),
+        "pad_token_id": token(PAD),
+    }
 
-    return learn_until(
-        model,
-        loss_of,
-        learning_rate=_LEARNING_RATE,
-        enough_loss=_ENOUGH_LOSS,
-        max_steps=config.warm_start_steps,
+
+def _random_model(make: Callable[[], Any], tokenizer: PreTrainedTokenizerFast, seed: int) -> Any:
+    """The model that ``make`` builds, with every matrix sampled again from ``seed``."""
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(seed)
+        model = make()
+        for parameter in model.parameters():
+            if parameter.ndim >= 2:  # Hugging Face has set norms to one and biases to zero
+                parameter.normal_(std=_WEIGHT_STD)
+        model.get_input_embeddings().weight.normal_(std=_EMBEDDING_STD)
+    model.generation_config = sampling_defaults(tokenizer)
+    return model
+
+
+def sampling_defaults(tokenizer: PreTrainedTokenizerFast) -> GenerationConfig:
+    """Plain sampling at temperature 1, up to the end of the turn."""
+    token = tokenizer.convert_tokens_to_ids
+    return GenerationConfig(
+        bos_token_id=token(PAD),
+        eos_token_id=[token(END_OF_TURN), token(PAD)],
+        pad_token_id=token(PAD),
+        do_sample=True,
+        temperature=1.0,
+        top_k=0,
+        top_p=1.0,
     )
 
 
-def completion_text(problem: SyntheticProblem) -> str:
-    """The worked answer in the ``math`` recipe's format, without the end-of-turn token."""
-    return f"<think>{problem.reasoning}</think>\\boxed{{{problem.answer}}}"
+def warm_start(
+    model: PreTrainedModel, processor: Qwen2_5_VLProcessor | PreTrainedTokenizerFast, config: TinyModelConfig
+) -> int:
+    """Train in place on worked answers to ``warmup`` problems, each seen once; return the number of steps.
+
+    The loss is the mean negative log-likelihood per completion token. The run ends when its running mean falls to the
+    task's ``enough_loss``, or after ``config.warm_start_steps`` steps. The policy learns within a hundred steps, but
+    how early depends on the seed: a fixed number of steps would teach some seeds nothing and others everything.
+    """
+    run = _RUNS[config.task]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=run.learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
+    warm_up = torch.optim.lr_scheduler.LinearLR(optimizer, 1 / _WARM_UP_STEPS, total_iters=_WARM_UP_STEPS)
+    steps = track(range(1, config.warm_start_steps + 1), "warm start", console=Console(stderr=True))
+    running_loss = math.inf
+    step = 0
+    model.train()
+    for step in steps:
+        problems = [_warmup_problem(config, index) for index in range((step - 1) * run.batch, step * run.batch)]
+        loss = _supervised_loss(model, [_worked_example(processor, problem) for problem in problems])
+        loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(model.parameters(), _MAX_GRAD_NORM)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        warm_up.step()
+        latest = loss.item()
+        running_loss = latest if step == 1 else _LOSS_MEMORY * running_loss + (1 - _LOSS_MEMORY) * latest
+        if running_loss <= run.enough_loss:
+            break
+    model.eval()
+    return step
 
 
-def _worked_example(processor: Qwen2_5_VLProcessor, problem: SyntheticProblem) -> _Example:
-    content = [{"type": "image"}, {"type": "text", "text": problem.question}]
-    prompt = processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
-    inputs = processor(text=[prompt], images=[problem.picture], return_tensors="pt")
-    answer = processor.tokenizer(completion_text(problem) + END_OF_TURN, return_tensors="pt")
-    prompt_ids, completion = inputs["input_ids"][0], answer["input_ids"][0]
+def _warmup_problem(config: TinyModelConfig, index: int) -> SyntheticProblem | ArithmeticProblem:
+    match config.task:
+        case "geometry":
+            return draw_problem("warmup", index, config.seed)
+        case "sums":
+            return draw_sum("warmup", index, config.seed)
+        case _:
+            return draw_countdown("warmup", index, config.seed, GAME)
+
+
+def completion_text(problem: SyntheticProblem | ArithmeticProblem) -> str:
+    """The worked answer in the format of the task's reward, without the end-of-turn token.
+
+    A countdown is answered at once: this policy learns to guess well in seconds, and to reason in minutes.
+    """
+    if isinstance(problem, SyntheticProblem):
+        return f"<think>{problem.reasoning}</think>\\boxed{{{problem.answer}}}"
+    if problem.question.endswith("="):
+        return f"{problem.reasoning}\n#### {problem.answer}"
+    return f"<answer>{problem.solution}</answer>"
+
+
+def _worked_example(
+    processor: Qwen2_5_VLProcessor | PreTrainedTokenizerFast, problem: SyntheticProblem | ArithmeticProblem
+) -> _Example:
+    tokenizer = getattr(processor, "tokenizer", processor)
+    content: Any = problem.question
+    if isinstance(problem, SyntheticProblem):
+        content = [{"type": "image"}, {"type": "text", "text": problem.question}]
+    message = {"role": "user", "content": content}
+    prompt = processor.apply_chat_template([message], tokenize=False, add_generation_prompt=True)
+    pixels: dict[str, Tensor] = {}
+    if isinstance(problem, SyntheticProblem):
+        inputs = processor(text=[prompt], images=[problem.picture], return_tensors="pt")
+        prompt_ids = inputs["input_ids"][0]
+        pixels = {name: inputs[name] for name in ("pixel_values", "image_grid_thw")}
+    else:
+        prompt_ids = torch.tensor(tokenizer.encode(prompt, add_special_tokens=False))
+    completion = torch.tensor(tokenizer.encode(completion_text(problem) + END_OF_TURN, add_special_tokens=False))
     return _Example(
         token_ids=torch.cat([prompt_ids, completion]),
-        labels=torch.cat([torch.full_like(prompt_ids, IGNORED), completion]),
-        pixel_values=inputs["pixel_values"],
-        image_grid_thw=inputs["image_grid_thw"],
+        labels=torch.cat([torch.full_like(prompt_ids, _IGNORED), completion]),
+        **pixels,
     )
 
 
-def _supervised_loss(model: Qwen2_5_VLForConditionalGeneration, batch: list[_Example]) -> Tensor:
-    pad = model.config.text_config.pad_token_id
-    padded = torch.nn.utils.rnn.pad_sequence
-    token_ids = padded([example.token_ids for example in batch], batch_first=True, padding_value=pad)
-    labels = padded([example.labels for example in batch], batch_first=True, padding_value=IGNORED)
-    mask = padded([torch.ones_like(example.token_ids) for example in batch], batch_first=True)
-    return model(
-        input_ids=token_ids,
-        attention_mask=mask,
-        mm_token_type_ids=(token_ids == model.config.image_token_id).int(),
-        pixel_values=torch.cat([example.pixel_values for example in batch]),
-        image_grid_thw=torch.cat([example.image_grid_thw for example in batch]),
-        labels=labels,
-    ).loss
+def _supervised_loss(model: PreTrainedModel, batch: list[_Example]) -> Tensor:
+    pad = model.config.get_text_config().pad_token_id
+    token_ids = pad_sequence([example.token_ids for example in batch], batch_first=True, padding_value=pad)
+    labels = pad_sequence([example.labels for example in batch], batch_first=True, padding_value=_IGNORED)
+    mask = pad_sequence([torch.ones_like(example.token_ids) for example in batch], batch_first=True)
+    images: dict[str, Tensor] = {}
+    if batch[0].pixel_values is not None:
+        images = {
+            "mm_token_type_ids": (token_ids == model.config.image_token_id).int(),
+            "pixel_values": torch.cat([e.pixel_values for e in batch if e.pixel_values is not None]),
+            "image_grid_thw": torch.cat([e.image_grid_thw for e in batch if e.image_grid_thw is not None]),
+        }
+    loss: Tensor = model(input_ids=token_ids, attention_mask=mask, labels=labels, **images).loss
+    return loss

@@ -16,7 +16,6 @@ from typing import Literal
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -26,14 +25,14 @@ from rlcore.algorithms.objective import PolicyTokens, StepSums, UpdateResult, mi
 from rlcore.batch import ImageFeatures, Microbatch, on_device, pack
 from rlcore.config import ExperimentConfig
 from rlcore.flops import ModelShape
-from rlcore.models.blocks import checkpoint_blocks, compile_blocks
 from rlcore.models.checkpoint import BackgroundSaver, load_train_state
+from rlcore.models.loading import require_supported
 from rlcore.models.lora import B, adapters_off, choose_trainable, frozen_tower, is_adapter, lora_alpha
 from rlcore.models.offload import HostOffload, OffloadedOptimizer
 from rlcore.models.optimizer import make_optimizer
-from rlcore.models.packed import PackedModel, transformer_blocks
+from rlcore.models.packed import PackedModel
 from rlcore.models.sequence import cut, sequence_group
-from rlcore.models.support import require_supported
+from rlcore.models.sharding import checkpoint_blocks, compile_blocks, gather_whole, transformer_blocks
 from rlcore.models.vision import FrozenTower
 from rlcore.ports import ScoredTokens
 from rlcore.types import Floats, ImageRef, TrainingSample
@@ -327,50 +326,6 @@ def weights_dtype(config: ExperimentConfig, device_type: str) -> torch.dtype:
 def _convert(parameters: Iterable[nn.Parameter], dtype: torch.dtype) -> None:
     for parameter in parameters:  # buffers stay: rotary frequencies need their float32
         parameter.data = parameter.data.to(dtype)
-
-
-def gather_whole(
-    tensors: Sequence[tuple[str, Tensor]], dtype: torch.dtype | None, bucket_bytes: int
-) -> Iterator[tuple[str, Tensor]]:
-    """Shards travel packed, one collective per bucket, because one per parameter costs its latency each time."""
-    bucket: list[tuple[str, Tensor]] = []
-    size = 0
-    for name, value in tensors:
-        bucket.append((name, value))
-        size += value.numel() * (torch.finfo(dtype).bits // 8 if dtype else value.element_size())
-        if size >= bucket_bytes:
-            yield from gather_packed(bucket, dtype)
-            bucket, size = [], 0
-    yield from gather_packed(bucket, dtype)
-
-
-def gather_packed(
-    bucket: Sequence[tuple[str, Tensor]], dtype: torch.dtype | None = None
-) -> Iterator[tuple[str, Tensor]]:
-    """Whole tensors from dim-0 shards with one all-gather. Tensors that are not sharded pass as they are."""
-    from torch.distributed.tensor import DTensor
-
-    sharded = [(name, value) for name, value in bucket if isinstance(value, DTensor)]
-    locals_ = [value.to_local().detach().to(dtype or value.dtype) for _, value in sharded]
-    whole: dict[str, Tensor] = {}
-    if sharded:
-        group = sharded[0][1].device_mesh.get_group()
-        ranks = dist.get_world_size(group)
-        chunks = [-(-value.shape[0] // ranks) * (value.numel() // max(1, value.shape[0])) for _, value in sharded]
-        mine = locals_[0].new_zeros(sum(chunks))  # torch.chunk's layout: equal chunks, the last ranks may hold less
-        offset = 0
-        for local, chunk in zip(locals_, chunks, strict=True):
-            mine[offset : offset + local.numel()] = local.flatten()
-            offset += chunk
-        everyone = mine.new_empty(ranks, sum(chunks))
-        dist.all_gather_into_tensor(everyone.flatten(), mine, group=group)
-        offset = 0
-        for (name, value), chunk in zip(sharded, chunks, strict=True):
-            flat = everyone[:, offset : offset + chunk].flatten()
-            whole[name] = flat[: value.numel()].view(value.shape)
-            offset += chunk
-    for name, value in bucket:
-        yield name, whole[name] if name in whole else value.detach().to(dtype or value.dtype)
 
 
 # takes the place of an empty microbatch: trained positions none, weight none

@@ -1,4 +1,4 @@
-"""Weights from one trainer to the samplers of other processes: broadcast, one packed bucket at a time."""
+"""Sends weights from one trainer to samplers in other processes: one broadcast per bucket."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlcore.sampler.verify import added, bit_sum
-from rlcore.sampler.weights import bucketed
+from rlcore.models.sharding import bucketed
+from rlcore.sampler.weights import added, bit_sum
 
-_TIMEOUT = timedelta(minutes=10)  # one end may still be at work when the other is ready
+_TIMEOUT = timedelta(minutes=10)  # for a member that is still busy
 
 
 class WeightChannel:
-    """The trainer is member 0, the samplers are 1 to ``size`` - 1.
+    """A process group of the trainer, member 0, and the samplers, members 1 to ``size`` - 1.
 
-    A process group beside torch's own one: an engine that is alone in its process makes that for itself, and trainers
-    have theirs among each other. Making one waits until all members do.
+    It is separate from torch's default group, which belongs to an engine or to the trainers. Creating it waits for all
+    members.
     """
 
     def __init__(self, member: int, size: int, *, address: str, port: int, device: str, dtype: torch.dtype) -> None:
         """
         Args:
             address, port: of member 0.
-            dtype: of every tensor that is sent.
+            dtype: of all tensors sent.
         """
         self._device, self._dtype = device, dtype
         store = dist.TCPStore(  # type: ignore[attr-defined]
@@ -39,7 +39,7 @@ class WeightChannel:
         self._group = make(store, member, size, _TIMEOUT)
 
     def send(self, tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int = 512 << 20) -> None:
-        """For member 0. Each bucket is one collective, behind two small ones that say what is in it."""
+        """Called by member 0. Each bucket is one collective, after two small ones with its names and shapes."""
         for bucket in bucketed(tensors, bucket_bytes):
             names = json.dumps([(name, list(value.shape)) for name, value in bucket]).encode()
             self._from_trainer(torch.tensor([len(names)], device=self._device))
@@ -48,7 +48,7 @@ class WeightChannel:
         self._from_trainer(torch.tensor([0], device=self._device))
 
     def receive(self) -> Iterator[tuple[str, Tensor]]:
-        """For the others: what one ``send`` sends, to be taken to its end. Each bucket has memory of its own."""
+        """Called by the others: the tensors of one ``send``. Consume all of them. Each bucket has new memory."""
         while size := int(self._from_trainer(torch.zeros(1, dtype=torch.int64, device=self._device))):
             names = self._from_trainer(torch.empty(size, dtype=torch.uint8, device=self._device))
             listed = [(name, shape, math.prod(shape)) for name, shape in json.loads(bytes(names.cpu().numpy()))]
@@ -66,27 +66,26 @@ class WeightChannel:
 
 
 class WeightSender:
-    """Takes a trainer's weights, as a colocated sampler does, for samplers in other processes."""
+    """Takes a trainer's weights like a colocated sampler, and sends them to samplers in other processes."""
 
     def __init__(self, channel: WeightChannel | None, dtype: torch.dtype) -> None:
         """
         Args:
-            channel: None on the ranks that only help to gather what rank 0 sends.
-            dtype: that the samplers compute in.
+            channel: None on ranks other than 0, which only help to gather the tensors.
+            dtype: of the samplers.
         """
         self._channel, self._dtype = channel, dtype
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> int:
-        """Send all of them. Returns the ``checksum`` of what was sent; it is for the caller to compare with those of
-        the samplers."""
+        """Send all weights; return their ``checksum``, to be compared with those of the samplers."""
         return self._send(weights)
 
     def load_adapter(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> int:
-        """The same for an adapter."""
+        """Send an adapter; return its ``checksum``."""
         return self._send(tensors)
 
     def check_base(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Send the weights that the adapters change, for the samplers to compare theirs with."""
+        """Send the base weights, which the samplers compare with theirs."""
         self._send(weights)
 
     def _send(self, tensors: Iterable[tuple[str, Tensor]]) -> int:
@@ -100,7 +99,7 @@ class WeightSender:
 
         if self._channel is None:
             for _ in counted():
-                pass  # a collective that rank 0 needs
+                pass  # take part in the gathering, which is collective
         else:
             self._channel.send(counted())
         return added(sums)

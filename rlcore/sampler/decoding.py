@@ -1,11 +1,11 @@
 """Decoding with several tokens per scheduler call, where vLLM's own loop calls its scheduler for every token.
 
-With hundreds of short sequences, what vLLM's scheduler and its output objects do in Python for each request and token
-takes longer than the model on the GPU. Between two tokens there is nothing to decide, unless a request ends or another
-can begin. So key-value blocks are allocated for several tokens, the model runs as many steps on one plan, queued behind
-each other, and each request is updated once for all of its tokens. A request that ends early runs on to the last of
-these steps, and its further tokens are dropped. While no request waits for a slot, the first steps of the next call are
-queued before the results of this one are read, so that the device has work meanwhile.
+With hundreds of short sequences, vLLM's Python code per request and token takes longer than the model on the GPU. But
+the scheduler has nothing to decide between two tokens, unless a request ends or another can begin. So this loop
+allocates key-value blocks for several tokens, queues as many steps of the model on one plan, and updates each request
+once for all of its tokens. A request that ends early runs to the last of these steps, and its further tokens are
+dropped. While no request waits for a slot, the first steps of the next call are queued before the results of this one
+are read, so that the device is not idle.
 
 Nothing here imports vLLM (0.26 to 0.32); ``core`` is its in-process EngineCore.
 """
@@ -31,7 +31,7 @@ class Decoded:
     request_id: str
     token_ids: Ints  # [C], the token that ended it included
     logprobs: Floats  # [C], nats
-    finish_reason: str  # vLLM's
+    finish_reason: str  # vLLM's name
 
 
 @dataclass(slots=True)
@@ -50,15 +50,15 @@ class _Tokens:
     names: list[str]  # [n]
     token_ids: Ints  # [n, depth]
     logprobs: Floats  # [n, depth]
-    lengths: npt.NDArray[np.int64]  # [n]; 0 while a request's prompt is not read to its end
+    lengths: npt.NDArray[np.int64]  # [n]; 0 until a request's whole prompt is computed
 
 
 def decode(core: Any, tokens_per_call: int, queued_ahead: int) -> Iterator[list[Decoded]]:
-    """Run all requests in the engine to their end. Yields after each scheduler call the requests that have ended.
+    """Run all requests in the engine to their end. After each scheduler call, yields the requests that have ended.
 
     Args:
-        tokens_per_call: most tokens that a request samples between two calls of the scheduler.
-        queued_ahead: most steps of the next call to queue before the results of this one are read; below
+        tokens_per_call: the most tokens that a request samples between two calls of the scheduler.
+        queued_ahead: the most steps of the next call that are queued before the results of this one are read; less than
             ``tokens_per_call``.
     """
     scheduler, executor = core.scheduler, core.model_executor
@@ -68,7 +68,7 @@ def decode(core: Any, tokens_per_call: int, queued_ahead: int) -> Iterator[list[
     while scheduler.has_requests():
         plan = scheduler.schedule()
         left = _tokens_left(scheduler, plan)
-        if not left:  # tells the runner which requests are finished
+        if not left:  # run the plan all the same: it tells the runner which requests are finished
             ahead = []
             scheduler.update_from_output(plan, executor.execute_model(plan))
             continue
@@ -85,7 +85,7 @@ def decode(core: Any, tokens_per_call: int, queued_ahead: int) -> Iterator[list[
 
 
 def _only_decodes(scheduler: Any, plan: Any) -> bool:
-    """Whether the same plan can sample further tokens: it reads no part of a prompt."""
+    """Whether the same plan can sample further tokens: it computes no part of a prompt."""
     one_each = plan.total_num_scheduled_tokens == len(plan.num_scheduled_tokens)
     return (
         one_each
@@ -95,7 +95,7 @@ def _only_decodes(scheduler: Any, plan: Any) -> bool:
 
 
 def _tokens_left(scheduler: Any, plan: Any) -> dict[str, int]:
-    """How many more tokens each planned request may sample, including that of the plan."""
+    """How many more tokens each planned request may sample, including the plan's token."""
     left = {}
     for name in plan.num_scheduled_tokens:
         request = scheduler.requests[name]
@@ -113,14 +113,16 @@ def _stop_ids(scheduler: Any, plan: Any) -> list[int]:
 
 def _launch(executor: Any, step: Any) -> Future[Any]:
     """On a GPU the step is only queued."""
-    executor.execute_model(step, non_block=True).result()  # no output yet: raises what went wrong
+    executor.execute_model(step, non_block=True).result()  # has no output yet, but raises errors
     future: Future[Any] = executor.sample_tokens(None, non_block=True)
     return future
 
 
 def _first_step(executor: Any, plan: Any, left: dict[str, int], offset: int) -> list[Future[Any]]:
-    """Launch the first step of a plan, at ``offset``. It tells the runner about new blocks and finished requests, and
-    does nothing else if every request is at its cap there."""
+    """Launch the first step of a plan, at ``offset``. It tells the runner about new blocks and finished requests.
+
+    If every request has reached its limit at ``offset``, it does nothing else.
+    """
     step = plan if offset == 0 else _continued(plan, left, offset, tells=True)
     if step.total_num_scheduled_tokens == 0:
         executor.execute_model(step)
@@ -129,7 +131,7 @@ def _first_step(executor: Any, plan: Any, left: dict[str, int], offset: int) -> 
 
 
 def _continued(plan: Any, left: dict[str, int], offset: int, *, tells: bool = False) -> Any:
-    """The plan of the step ``offset`` tokens later: the same requests without those at their cap.
+    """The plan of the step ``offset`` tokens later: the same requests without those that have reached their limit.
 
     Args:
         tells: the step tells the runner about new blocks, because the planned step itself was not launched.
@@ -165,7 +167,7 @@ def _collect(outputs: Sequence[Any], names: list[str], stop_ids: Sequence[int]) 
     logprobs = np.zeros(token_ids.shape, np.float32)
     places = {name: row for row, name in enumerate(names)}
     for column, output in enumerate(outputs):
-        # a step that was launched ahead still holds requests that have ended since
+        # a step that was launched ahead can include requests that have ended since
         sampled = [
             (places[name], tokens[0], index)
             for index, (name, tokens) in enumerate(zip(output.req_ids, output.sampled_token_ids, strict=True))
@@ -180,8 +182,10 @@ def _collect(outputs: Sequence[Any], names: list[str], stop_ids: Sequence[int]) 
 
 
 def _update(scheduler: Any, plan: Any, result: _Tokens, sampled: defaultdict[str, _Sampled]) -> list[Decoded]:
-    """Update the scheduler as if each request had sampled its last token only, after others that it already had.
-    Returns the requests that have ended."""
+    """Update the scheduler, and return the requests that have ended.
+
+    All tokens but the last are added to the request first. To the scheduler it has then sampled the last one only.
+    """
     last: list[list[int]] = []
     for row, (name, length) in enumerate(zip(result.names, result.lengths.tolist(), strict=True)):
         tokens = result.token_ids[row, :length]

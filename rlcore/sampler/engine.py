@@ -1,4 +1,4 @@
-"""The only file that imports vLLM (0.26 to 0.32): an engine in this process, its weights, its adapter, its caches."""
+"""A vLLM engine in this process, its weights, adapter and caches. The only file that imports vLLM (0.26 to 0.32)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM's adapter buffers can have; smaller ranks are padded
+_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # of vLLM's adapter buffers; smaller ranks are padded
 _ADAPTER = 1  # the one adapter's id
 
 
@@ -39,9 +39,9 @@ class Engine:
     def __init__(self, model: Path, config: ExperimentConfig, device: str, *, join_world: bool) -> None:
         """
         Args:
-            join_world: RANK, WORLD_SIZE and MASTER_* are set and the engine is one rank of that world; else it makes a
-                world of one. With ``rollout.tensor_parallel`` that many neighbours in the world hold the engine
-                together: each of them builds it and makes every call alike.
+            join_world: join the world that RANK, WORLD_SIZE and MASTER_* describe; else create a world of one rank.
+                With ``rollout.tensor_parallel`` as many consecutive ranks of the world hold one engine: each builds it
+                and makes the same calls.
         """
         set_engine_environment(device)
         with importing_vllm():
@@ -50,7 +50,7 @@ class Engine:
         rollout, self.config, self.device = config.rollout, config, device
         self.dtype = cast(torch.dtype, getattr(torch, engine_dtype(device, rollout.dtype)))
         _register_model_class(model)
-        gc.freeze()  # vLLM collects garbage five times while it starts, among objects that the imports made and keep
+        gc.freeze()  # vLLM collects garbage five times while it starts; the objects made by imports never are
         if not join_world:
             _world_of_one()
         options: dict[str, Any] = {}
@@ -60,15 +60,15 @@ class Engine:
             options["skip_mm_profiling"] = True
         if device == "cpu":
             options["kv_cache_memory_bytes"] = rollout.kv_cache_mib << 20
-            # a prompt prefilled in parts samples a token that vLLM then takes back by rewinding the request's
-            # generator, which CPU generators cannot do
+            # a chunk of a prompt samples a token, and vLLM then undoes it by rewinding the request's generator,
+            # which CPU generators cannot do
             options["enable_chunked_prefill"] = False
         else:
             options["enable_sleep_mode"] = rollout.sleep != "never"
             options["gpu_memory_utilization"] = rollout.gpu_memory_utilization
-            # its own kernels for that look for the other devices in this process, which sees one
+            # its custom kernels look for the other devices in this process, which sees only one
             options["disable_custom_all_reduce"] = rollout.tensor_parallel > 1
-            # vLLM's own sizes end at 512 sequences, and beyond the last one every layer is launched by itself
+            # vLLM's default sizes end at 512 sequences; above the largest size it launches every kernel separately
             options["compilation_config"] = {"cudagraph_capture_sizes": capture_sizes(rollout.max_sequences)}
         if (lora := config.model.lora) is not None:
             options |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": padded_rank(lora.rank)}
@@ -77,8 +77,8 @@ class Engine:
         gloo = device == "cpu" and rollout.tensor_parallel > 1
         self.llm = LLM(
             model=str(model),
-            # not "dummy": that fills the buffers too, such as the means and deviations that images are normalised by,
-            # and no later weight sync would put them right
+            # "dummy" would also fill buffers with random values, such as the means and deviations that normalise
+            # images, and no weight sync corrects them
             load_format="auto",
             dtype=cast(Any, engine_dtype(device, rollout.dtype)),
             max_model_len=config.max_sequence_tokens,
@@ -91,20 +91,20 @@ class Engine:
             trust_remote_code=config.model.trust_remote_code,
             disable_log_stats=True,
             tensor_parallel_size=rollout.tensor_parallel,
-            # this process is the worker; nothing is started
+            # this process is the worker: vLLM starts no other
             distributed_executor_backend=_launcher() if gloo else "external_launcher",
             **options,
         )
 
     @property
     def core(self) -> Any:
-        """What schedules and runs the requests, in this process."""
+        """vLLM's EngineCore, which schedules and runs the requests in this process."""
         return cast(Any, self.llm.llm_engine.engine_core).engine_core
 
     def enqueue(
         self, prompts: Sequence[dict[str, Any]], params: Sequence[Any], adapter: LoRARequest | None
     ) -> list[list[str]]:
-        """Add requests to the engine without running it; the names of each one's samples, in their order."""
+        """Add requests to the engine without running it; return the names of the samples of each."""
         names = self.llm.enqueue(cast(Any, prompts), params, use_tqdm=False, lora_request=adapter)
         return [
             [name] if of.n == 1 else [f"{sample}_{name}" for sample in range(of.n)]
@@ -112,31 +112,30 @@ class Engine:
         ]
 
     def waiting_prompt(self, name: str) -> Sequence[int]:
-        """The prompt of an enqueued sample, as the engine expanded it."""
+        """The prompt of an enqueued sample, with image tokens as the engine expanded them."""
         return cast(Sequence[int], self.core.scheduler.requests[name].prompt_token_ids)
 
     def forget_outputs(self) -> None:
-        """Drop what the engine keeps of samples to turn into its own kind of output."""
+        """Drop the engine's records of samples, which it would need to build its own outputs."""
         outputs = self.llm.llm_engine.output_processor
         outputs.abort_requests(list(outputs.request_states), internal=True)
         outputs.abort_requests(list(outputs.parent_requests), internal=True)
 
     def reset_caches(self) -> None:
-        """Drop everything that was computed with weights: key-value blocks, pictures, their features."""
+        """Drop everything that was computed with the weights: key-value blocks, images and their features."""
         self.llm.reset_prefix_cache()
         self.llm.reset_mm_cache()
         self.llm.llm_engine.reset_encoder_cache()
 
     def install_adapter(self, tensors: Mapping[str, Tensor], rank: int) -> None:
-        """Put an adapter into the engine's buffers in the place of the one before, from memory to memory.
+        """Replace the adapter in the engine's buffers.
+
+        vLLM's own way of adding an adapter, without a file: its model maps names and fused layers (q, k, v -> qkv), and
+        ``activate_adapter`` copies the adapter into the slot that requests use.
 
         Args:
             tensors: ``<module>.lora_A.weight`` and ``<module>.lora_B.weight`` by Hugging Face's module names, B times
-                alpha / rank. Owned by the engine from here on.
-
-        What a file on disk would go through is left out; the rest is vLLM's own way of adding an adapter: names and
-        fused layers (q, k, v -> qkv) are its model's mapping, and ``activate_adapter`` copies into the slot that
-        requests use.
+                alpha / rank. The engine keeps them.
         """
         from vllm.lora.lora_model import LoRAModel
         from vllm.lora.peft_helper import PEFTHelper
@@ -150,7 +149,7 @@ class Engine:
         adapter = LoRAModel.from_lora_tensors(
             lora_model_id=_ADAPTER,
             tensors={f"base_model.model.{name}": value for name, value in tensors.items()},
-            peft_helper=PEFTHelper(r=rank, lora_alpha=rank, target_modules=[]),  # their ratio is 1: the scale is in B
+            peft_helper=PEFTHelper(r=rank, lora_alpha=rank, target_modules=[]),  # scale 1: B contains the scale
             device=str(next(iter(tensors.values())).device),
             dtype=manager.lora_config.lora_dtype,
             weights_mapper=mapper,
@@ -160,20 +159,20 @@ class Engine:
         manager.activate_adapter(_ADAPTER)
 
     def held_adapter(self) -> Iterator[Tensor]:
-        """Every adapter buffer that the engine computes with; what is padding, or of no adapted layer, holds zeros."""
+        """Every adapter buffer of the engine. Padding and layers without an adapter are zeros."""
         for module in self._adapter_manager().modules.values():
             yield from (*module.lora_a_stacked, *module.lora_b_stacked)
 
     def _adapter_manager(self) -> Any:
-        """vLLM's LoRAModelManager of the worker that lives in this process."""
+        """vLLM's LoRAModelManager of this process."""
         (manager,) = self.llm.collective_rpc(lambda worker: worker.model_runner.lora_manager._adapter_manager)
         return manager
 
     def held_weights(self) -> Iterator[Tensor]:
-        """Every weight that the engine computes with, a tied one once per use, as a Hugging Face state dict counts it.
+        """Every weight that the engine computes with; a tied one once per use, as in a Hugging Face state dict.
 
-        On CPU vLLM packs linear weights into its kernels' own format and keeps, or drops, the parameter beside it. What
-        the kernel holds is read through the kernel: the identity matrix times the weight.
+        On a CPU vLLM packs linear weights into the format of its kernels. The result is read through the kernel, as the
+        identity matrix times the weight, because the parameter may be stale or empty.
         """
         from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
@@ -191,13 +190,13 @@ class Engine:
 
 
 def capture_sizes(max_num_seqs: int) -> list[int]:
-    """Batch sizes to record CUDA graphs for: above 64 sequences at most an eighth of a batch is padding."""
+    """Batch sizes of CUDA graphs: above 64 sequences, at most an eighth of a batch is padding."""
     above = [size * step // 8 for size in (64 << k for k in range(10)) for step in range(9, 17)]
     return sorted({size for size in (1, 2, 4, *range(8, 65, 8), *above) if size < max_num_seqs} | {max_num_seqs})
 
 
 def set_engine_environment(device: str) -> None:
-    """What vLLM and torch read from the environment; before vLLM is imported."""
+    """Set the variables that vLLM and torch read. Call it before vLLM is imported."""
     defaults = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_NO_USAGE_STATS": "1",
@@ -207,19 +206,19 @@ def set_engine_environment(device: str) -> None:
     if device == "cpu":
         defaults |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCH_COMPILE_DISABLE": "1"}
     else:
-        # its runner that keeps requests on the device: steps can be queued behind each other, and all sequences draw
-        # by seed and position in one kernel, where the other one calls a generator for each sequence and token
+        # this runner keeps requests on the device: steps can be queued, and one kernel samples for all sequences by
+        # seed and position. The other runner calls a generator for each sequence and token
         defaults["VLLM_USE_V2_MODEL_RUNNER"] = "1"
         defaults["VLLM_ALLREDUCE_USE_SYMM_MEM"] = "0"  # as disable_custom_all_reduce
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
     if os.environ.get("TORCH_COMPILE_DISABLE") == "1":
-        # torch may have read it already; vLLM would then have a C++ compiler at work for half a minute
+        # torch may have read the variable already, and vLLM would then compile C++ for half a minute
         torch._dynamo.config.disable = True
 
 
 def engine_dtype(device: str, asked: str = "auto") -> str:
-    """What an engine computes in (``rollout.dtype``)."""
+    """The dtype that an engine computes in, for ``rollout.dtype``."""
     if asked != "auto":
         return asked
     return "float32" if device == "cpu" else "bfloat16"
@@ -232,7 +231,7 @@ def sampling_params(**options: Any) -> Any:
 
 
 def engine_prompt(token_ids: Sequence[int], images: Sequence[ImageRef], store: ImageStore) -> dict[str, Any]:
-    """vLLM's input for one prompt: one placeholder token per image, images named by their hash."""
+    """vLLM's input for one prompt: one placeholder token per image, and the images with their hashes as names."""
     prompt: dict[str, Any] = {"prompt_token_ids": list(token_ids)}
     if images:
         prompt["multi_modal_data"] = {"image": [store.read(image) for image in images]}
@@ -241,7 +240,7 @@ def engine_prompt(token_ids: Sequence[int], images: Sequence[ImageRef], store: I
 
 
 def over_engine(value: T) -> list[T]:
-    """What each rank that holds this process's engine gives. Collective, on the host."""
+    """The values of all ranks that hold this process's engine. Collective, on the host."""
     from vllm.distributed.parallel_state import get_tp_group
 
     group = get_tp_group().cpu_group
@@ -253,7 +252,7 @@ def over_engine(value: T) -> list[T]:
 def vllm_sequence_logprobs(
     model: Path, sequences: Sequence[ProbeSequence], dataset: Path, config: ExperimentConfig, device: str
 ) -> list[list[float]]:
-    """Log-probs (nats, temperature 1) of each sequence's completion tokens under a model folder, as vLLM loads it."""
+    """vLLM's log-probs (nats, temperature 1) of each sequence's completion tokens, for a model folder."""
     update = {
         "seed": 0,
         "data": config.data.model_copy(update={"max_prompt_tokens": max(len(s.token_ids) for s in sequences)}),
@@ -285,10 +284,10 @@ def collapse_images(token_ids: Sequence[int], image_token_id: int | None) -> lis
 
 
 def padded_rank(rank: int) -> int:
-    """The rank that vLLM makes room for.
+    """The rank of vLLM's buffers for an adapter of this rank.
 
     Raises:
-        SamplerError: vLLM has no buffers as wide as this.
+        SamplerError: vLLM has no buffers of this rank.
     """
     for size in _RANKS:
         if rank <= size:
@@ -297,7 +296,7 @@ def padded_rank(rank: int) -> int:
 
 
 def adapter_request(version: int) -> LoRARequest:
-    """What a request carries to be answered with the adapter. The version in its name keys vLLM's prefix cache."""
+    """Makes a request use the adapter. vLLM's prefix cache distinguishes versions by the name."""
     from vllm.lora.request import LoRARequest
 
     return LoRARequest(lora_name=f"policy-{version}", lora_int_id=_ADAPTER, lora_path="in memory, never read")
@@ -307,16 +306,16 @@ def _through_kernel(module: Any, kernel: Any, weight: Tensor) -> Tensor:
     if kernel is None:
         return weight
     inputs = module.embedding_dim if hasattr(module, "embedding_dim") else module.input_size_per_partition
-    held: Tensor = kernel(torch.eye(inputs, dtype=weight.dtype), weight, None)
-    return held
+    packed: Tensor = kernel(torch.eye(inputs, dtype=weight.dtype), weight, None)
+    return packed
 
 
 def _launcher() -> Any:
-    """vLLM's external launcher on CPU, with ranks that talk through torch.distributed.
+    """vLLM's external launcher on a CPU, with ranks that communicate through torch.distributed.
 
-    By itself vLLM takes shared memory there, under a name that is the same for all engines of a machine and stays when
-    a process is killed. It does not where the ranks disagree about that name, which comes from what is given here; the
-    world that it would open exists already.
+    vLLM would use shared memory, under a name that is the same for all engines of a machine and remains after a crash.
+    It does not if the ranks disagree about the name, which it derives from the distributed arguments. They are not used
+    otherwise, because the world exists already.
     """
     from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
@@ -336,7 +335,7 @@ def _world_of_one() -> None:
 
 
 def _register_model_class(model: Path) -> None:
-    """Tell vLLM the class itself: by name it would start a process that imports vLLM again, to look at it."""
+    """Register the class itself. vLLM would start a process that imports vLLM again to inspect a class by its name."""
     from vllm import ModelRegistry
 
     for name in json.loads((model / "config.json").read_text()).get("architectures", []):

@@ -1,11 +1,13 @@
-"""An engine that samples, takes new weights or a new adapter in place, and verifies that they arrived."""
+"""An engine that samples, takes new weights or a new adapter, and verifies that they arrived."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from typing import cast
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from rlcore.data.image_store import ImageStore
@@ -14,17 +16,64 @@ from rlcore.errors import SamplerError
 from rlcore.ports import SampledGroup, SampleRequest
 from rlcore.sampler.decoding import Decoded, decode
 from rlcore.sampler.engine import Engine, adapter_request, engine_prompt, over_engine, sampling_params
-from rlcore.sampler.sleep import EngineSleep
-from rlcore.sampler.verify import Parts, checksum
-from rlcore.sampler.weights import WeightLoader
+from rlcore.sampler.weights import Parts, WeightLoader, checksum
 from rlcore.types import Completion, FinishReason, Ints
+
+logger = logging.getLogger(__name__)
+
+
+class EngineSleep:
+    """Frees the engine's GPU memory while the policy trains, as ``rollout.sleep`` says. Does nothing on a CPU."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._llm = engine.llm
+        mode = engine.config.rollout.sleep
+        self._sleeps, self._undecided = mode != "never" and engine.device != "cpu", mode == "auto"
+        # level 2 drops the weights, because the next sync sends them; of an adapter's run it does not: 1 keeps a copy
+        self._level = 2 if engine.config.model.lora is None else 1
+        self._freed_bytes = 0
+        self.asleep = False
+
+    def sleep(self) -> None:
+        """Free the engine's memory until ``wake_weights`` and ``wake_cache``."""
+        if self._sleeps and not self.asleep:
+            free, _ = torch.cuda.mem_get_info()
+            self._llm.sleep(level=self._level)
+            self.asleep, self._freed_bytes = True, torch.cuda.mem_get_info()[0] - free
+
+    def decide(self) -> None:
+        """With ``rollout.sleep`` "auto", keep the engine awake from now on if it fits into memory next to training.
+
+        Call it after a step, while the engine sleeps: torch still holds the memory of that step's peak.
+        """
+        if not (self.asleep and self._undecided):
+            return
+        free, total = torch.cuda.mem_get_info()
+        self._sleeps, self._undecided = free - self._freed_bytes < total / 10, False
+        logger.info(
+            "the sampler needs %.1f GiB and training left %.1f of %.1f GiB free: it %s while the policy trains",
+            *(value / 2**30 for value in (self._freed_bytes, free, total)),
+            "sleeps" if self._sleeps else "stays awake",
+        )
+
+    def wake_weights(self) -> None:
+        """Allocate the memory of the weights again, without their values."""
+        if self.asleep:
+            if self._sleeps:
+                torch.cuda.empty_cache()  # memory that training used; without sleep both fit
+            self._llm.wake_up(tags=["weights"])
+
+    def wake_cache(self) -> None:
+        """Allocate the key-value cache again: the engine can sample."""
+        if self.asleep:
+            self._llm.wake_up(tags=["kv_cache"])
+            self.asleep = False
 
 
 class VllmSampler:
     """One engine on one device. Implements ``ports.Sampler``.
 
-    ``load_weights`` or ``load_adapter`` has to be called before the first ``generate``, so that the weights have a
-    version.
+    Call ``load_weights`` or ``load_adapter`` before the first ``generate``: it needs the version of the weights.
     """
 
     def __init__(self, engine: Engine, *, prompts: PromptBuilder, images: ImageStore) -> None:
@@ -33,7 +82,7 @@ class VllmSampler:
         self._version: int | None = None
         self._lora = engine.config.model.lora
         self.memory = EngineSleep(engine)
-        # on CPU a step takes longer than a scheduler call, and the same core does both
+        # on a CPU one core runs both, and a step takes longer than a scheduler call: several tokens gain nothing
         self._tokens_per_call = rollout.scheduler_steps_per_call or (1 if engine.device == "cpu" else 16)
         self._queued_ahead = 0 if engine.device == "cpu" else min(4, self._tokens_per_call // 2)
         self._params = {
@@ -41,7 +90,7 @@ class VllmSampler:
             "top_p": rollout.top_p,
             "top_k": rollout.top_k,
             "max_tokens": rollout.max_completion_tokens,
-            "logprobs": 0,  # of the sampled token alone
+            "logprobs": 0,  # of the sampled token only
             "detokenize": False,
             "logit_bias": {token: -100.0 for token in prompts.banned_token_ids} or None,
         }
@@ -50,13 +99,14 @@ class VllmSampler:
         )
 
     def generate(self, requests: Sequence[SampleRequest]) -> Iterator[dict[int, SampledGroup]]:
-        """Sample every request; groups come when their last completion ends, as ``ports.Sampler`` says.
+        """Sample every request; yield each group when its last completion ends (``ports.Sampler``).
 
         Raises:
-            SamplerError: no weights yet, asleep, or the engine expanded a prompt to other tokens than the trainer will.
+            SamplerError: the sampler has no weights or is asleep, or the engine and the trainer expand a prompt to
+                different tokens.
         """
         if self._version is None or self.memory.asleep:
-            raise SamplerError("the sampler holds no current weights: call load_weights (and wake) before generate")
+            raise SamplerError("the sampler holds no current weights: call load_weights and wake it before generate")
         params = [sampling_params(n=r.count, **self._params | self._sampling_of(r)) for r in requests]
         bare = [self._prompts.unexpanded(r.problem) for r in requests]
         asked = [
@@ -70,26 +120,26 @@ class VllmSampler:
         missing = [len(names) for names in named]
         done: dict[str, Completion] = {}
         for ended in decode(self._engine.core, self._tokens_per_call, self._queued_ahead):
-            asking = [requests[place[found.request_id]] for found in ended]
+            asking = [requests[place[answer.request_id]] for answer in ended]
             texts = self._prompts.texts(
-                [np.concatenate([r.drawn, found.token_ids]) for r, found in zip(asking, ended, strict=True)]
+                [np.concatenate([r.drawn, answer.token_ids]) for r, answer in zip(asking, ended, strict=True)]
             )
-            for request, found, text in zip(asking, ended, texts, strict=True):
-                done[found.request_id] = self._completion(request, found, text)
-                missing[place[found.request_id]] -= 1
-            whole = dict.fromkeys(index for found in ended if not missing[index := place[found.request_id]])
+            for request, answer, text in zip(asking, ended, texts, strict=True):
+                done[answer.request_id] = self._completion(request, answer, text)
+                missing[place[answer.request_id]] -= 1
+            whole = dict.fromkeys(index for answer in ended if not missing[index := place[answer.request_id]])
             if whole:
                 yield {i: SampledGroup(prompts[i], tuple(done.pop(name) for name in named[i])) for i in whole}
         self._engine.forget_outputs()
 
     def _expanded(self, request: SampleRequest, bare: Ints, name: str) -> Ints:
-        prompt, found = self._prompts.expand(bare, request.problem.images), self._engine.waiting_prompt(name)
+        prompt, expanded = self._prompts.expand(bare, request.problem.images), self._engine.waiting_prompt(name)
         expected = np.concatenate([prompt, request.drawn])
-        if not np.array_equal(expected, found):
+        if not np.array_equal(expected, expanded):
             raise SamplerError(
-                f"problem {request.problem.problem_id}: vLLM sees a prompt of {len(found)} tokens, "
-                f"the trainer one of {len(expected)}. Image resizing differs between the two; "
-                "check that data.min_pixels and data.max_pixels are those the dataset was prepared with."
+                f"problem {request.problem.problem_id}: vLLM's prompt has {len(expanded)} tokens, the trainer's "
+                f"{len(expected)}. They resize images differently. Set data.min_pixels and data.max_pixels to the "
+                "values that the dataset was prepared with."
             )
         return prompt
 
@@ -116,14 +166,14 @@ class VllmSampler:
         )
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> int:
-        """Take Hugging Face tensors in place, drop every cache that depends on weights, and verify the result.
+        """Load Hugging Face tensors, drop every cache that depends on weights, and verify the result.
 
         Returns:
-            The ``checksum`` of the tensors that came in.
+            The ``checksum`` of the tensors received.
 
         Raises:
-            SamplerError: the engine's parameters do not have the checksum of what was sent; or, of an engine of several
-                ranks, this rank's part of them that of what it took, or no rank took some element.
+            SamplerError: the engine's parameters do not have the expected checksum; or, in an engine of several ranks,
+                no rank copied some element.
         """
         # lm_head.weight included, tied or not: vLLM on CPU holds a second copy
         device, dtype = self._engine.device, self._engine.dtype
@@ -132,15 +182,15 @@ class VllmSampler:
         held = checksum(self._engine.held_weights())
         if due != held:
             raise SamplerError(
-                f"after the weight sync to version {version} the bits of the sampler's parameters sum to {held}, those "
-                f"of the trainer's, or of what this rank took of them, to {due}: not every weight arrived. Check that "
-                "vLLM loads each tensor of this architecture by its Hugging Face name."
+                f"after the weight sync to version {version} the sampler's parameters have the checksum {held}, and "
+                f"the trainer's, or this rank's part of them, {due}: not every weight arrived. Check that vLLM loads "
+                "each tensor of this architecture by its Hugging Face name."
             )
         self._version = version
         return sent
 
     def check_base(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Verify once that the engine read the same weights from the model folder as the trainer.
+        """Verify that the engine read the same base weights from the model folder as the trainer.
 
         Raises:
             SamplerError: their checksums differ.
@@ -149,26 +199,25 @@ class VllmSampler:
         held = checksum(self._engine.held_weights())
         if theirs != held:
             raise SamplerError(
-                f"the bits of the sampler's weights sum to {held}, of those that the trainer's adapters change to "
-                f"{theirs}: with one adapter these are two policies. Check that the model folder did not change since "
-                "the run started."
+                f"the sampler's base weights have the checksum {held}, the trainer's {theirs}: with the same adapter "
+                "they would be two policies. Check that the model folder has not changed since the run started."
             )
 
     def load_adapter(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> int:
-        """Take an adapter in place of the last one, drop every cache that depends on weights, and verify the result.
+        """Replace the adapter, drop every cache that depends on weights, and verify the result.
 
         Args:
             tensors: ``lora_A.weight`` and ``lora_B.weight`` of Hugging Face's modules, B times alpha / rank.
 
         Returns:
-            The ``checksum`` of the tensors that came in.
+            The ``checksum`` of the tensors received.
 
         Raises:
-            SamplerError: the engine's adapter does not have the checksum of what was sent.
+            SamplerError: the engine's adapter has another checksum.
         """
         if self._lora is None:
-            raise SamplerError("this sampler has no room for an adapter: model.lora is null")
-        # copies, because vLLM keeps them, and what came in may be the trainer's own memory
+            raise SamplerError("this sampler has no buffers for an adapter: model.lora is null")
+        # copies, because vLLM keeps them, and the tensors may be the trainer's memory
         adapter = {name: value.detach().to(self._engine.dtype, copy=True) for name, value in tensors}
         sent = checksum(adapter.values())
         self._engine.install_adapter(adapter, self._lora.rank)
@@ -176,15 +225,15 @@ class VllmSampler:
         held = checksum(self._engine.held_adapter())
         if sent != held:
             raise SamplerError(
-                f"after the sync to version {version} the bits of the sampler's adapter sum to {held}, of the "
-                f"trainer's to {sent}: not every tensor arrived. Check that vLLM has adapters for each linear layer of "
-                "this architecture; model.lora.vision_tower needs it for the vision tower as well."
+                f"after the sync to version {version} the sampler's adapter has the checksum {held}, the trainer's "
+                f"{sent}: not every tensor arrived. Check that vLLM supports adapters for each linear layer of this "
+                "architecture, with model.lora.vision_tower for the vision tower as well."
             )
         self._version = version
         return sent
 
     def keep_loaded_weights(self, version: int) -> None:
-        """Sample from the weights of the model folder itself."""
+        """Sample from the weights of the model folder."""
         self._version = version
 
 

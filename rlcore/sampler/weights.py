@@ -1,36 +1,187 @@
-"""How an engine takes the trainer's weights, and how it is known that it did. Nothing here imports vLLM."""
+"""How an engine takes the trainer's weights, and how it verifies that it holds them, bit for bit.
+
+Nothing here imports vLLM.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rlcore.sampler.verify import Copy, Parts, Took, added, bit_sum, taken
+from rlcore.errors import SamplerError
+
+
+def checksum(values: Iterable[Tensor]) -> int:
+    """Sum of the bit patterns of every element, as integers modulo 2^64.
+
+    Equal for fused and unfused, zero-padded and unpadded layouts of the same values. Different if a single element is
+    stale or rounded. One reduction per tensor, and one synchronisation with the device.
+    """
+    return added([bit_sum(value) for value in values])
+
+
+def bit_sum(value: Tensor) -> Tensor:
+    """[] int64 on the value's device."""
+    value = value.detach()
+    if value.device.type == "cpu":  # weights that are read through a kernel have lost the sign of zeros
+        value = value + 0.0
+    bits = torch.int32 if value.element_size() == 4 else torch.int16
+    return value.view(bits).sum(dtype=torch.int64)
+
+
+def added(sums: Sequence[Tensor]) -> int:
+    """The total of the ``bit_sum`` of several tensors."""
+    return int(torch.stack(list(sums)).sum())
+
+
+class Copy(NamedTuple):
+    """A copy of a part of a source tensor, given by its place in the source's memory, into a parameter."""
+
+    into: Tensor
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int  # in elements from the source's first
+
+
+Shape = tuple[int, ...]
+Place = tuple[tuple[int, ...], tuple[int, ...], int]  # size, stride and offset of a copy
+Places = Mapping[str, tuple[Shape, list[Place]]]  # by source: its shape, and the parts that a rank copied
+Took = Callable[[str, Tensor, Sequence[Copy]], None]
+
+
+def taken(source: Tensor, copies: Sequence[Copy]) -> list[Tensor]:
+    """The copied parts, as views of the source."""
+    return [source.as_strided(c.size, c.stride, source.storage_offset() + c.offset) for c in copies]
+
+
+class Parts:
+    """The checksum that this rank must have after a load, if several ranks hold one engine together.
+
+    A rank copies a part of most tensors, so its checksum is not that of the tensors sent. The places of all ranks'
+    copies show that together they copied every element.
+    """
+
+    def __init__(self, gather: Callable[[Places], list[Places]]) -> None:
+        """
+        Args:
+            gather: an all-gather over the ranks of the engine. Collective.
+        """
+        self._gather = gather
+        self._tied: dict[str, str] = {}
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget the last load. Call it before each load."""
+        self.places: dict[str, tuple[Shape, list[Place]]] = {}
+        self._wholes: dict[str, Tensor] = {}
+        self._sums: dict[str, list[Tensor]] = {}
+
+    def took(self, name: str, source: Tensor, copies: Sequence[Copy]) -> None:
+        self.places[name] = (tuple(source.shape), [(c.size, c.stride, c.offset) for c in copies])
+        self._wholes[name] = bit_sum(source)
+        self._sums[name] = [bit_sum(part) for part in taken(source, copies)]
+
+    def due(self, *, verify: bool) -> int:
+        """The ``checksum`` that this rank must have after the load.
+
+        Args:
+            verify: also verify that the ranks copied every element. Collective. Once is enough for the same copies.
+
+        Raises:
+            SamplerError: some element was not copied, or a tensor differs from the one that the engine ties it to.
+        """
+        if verify:
+            device = next(iter(self._wholes.values())).device
+            self._tied = self._find_tied(find_absent(self._gather(self.places), device))
+        for name, twin in self._tied.items():
+            if not torch.equal(self._wholes[name], self._wholes[twin]):
+                raise SamplerError(
+                    f"the sampler ties {name} to {twin}, and the trainer's two tensors differ. Correct "
+                    "tie_word_embeddings in the model's config.json."
+                )
+        sums = [*self._sums.values(), *(self._sums[twin] for twin in self._tied.values())]
+        return added([part for parts in sums for part in parts])
+
+    def _find_tied(self, absent: Mapping[str, int]) -> dict[str, str]:
+        """A tensor that no rank copies must be tied to one that a rank copies, with the same bits and shape."""
+        twins: dict[str, str] = {}
+        for name, elements in absent.items():
+            taken_somewhere = [other for other in self.places if name in self.places and other not in absent]
+            equal = [
+                other
+                for other in taken_somewhere
+                if self.places[other][0] == self.places[name][0]
+                and torch.equal(self._wholes[other], self._wholes[name])
+            ]
+            if not equal:
+                raise SamplerError(_not_taken(name, elements, elements))
+            twins[name] = equal[0]
+        return twins
+
+
+def find_absent(ranks: Sequence[Places], device: torch.device) -> dict[str, int]:
+    """Tensors of which no rank copied anything, and their number of elements.
+
+    Raises:
+        SamplerError: some elements of another tensor were copied by no rank.
+    """
+    absent: dict[str, int] = {}
+    shapes: dict[str, set[Shape]] = {}
+    for rank in ranks:
+        for name, (shape, _) in rank.items():
+            shapes.setdefault(name, set()).add(shape)
+    for name, seen in shapes.items():
+        shape, *others = sorted(seen)
+        if others:
+            raise SamplerError(
+                f"the ranks saw {name} in the shapes {sorted(seen)}: the trainer sent them different weights."
+            )
+        places = [place for rank in ranks if name in rank for place in rank[name][1]]
+        if not places:
+            absent[name] = math.prod(shape)
+            continue
+        left = torch.ones(math.prod(shape), dtype=torch.bool, device=device)
+        for size, stride, offset in places:
+            left.as_strided(size, stride, offset).fill_(False)
+        if missing := int(left.sum()):
+            raise SamplerError(_not_taken(name, missing, left.numel()))
+    return absent
+
+
+def _not_taken(name: str, missing: int, total: int) -> str:
+    return (
+        f"{missing} of the {total} elements of {name} were taken by no rank of the sampler. Check that vLLM loads each "
+        "tensor of this architecture by its Hugging Face name and shards it by plain copies, or set "
+        "rollout.tensor_parallel to 1."
+    )
+
+
+# --- loading ---
 
 
 class Loaded(NamedTuple):
     """Two ``checksum``s."""
 
-    sent: int  # of all tensors that came
-    due: int  # of what the engine, or this rank's part of it, has to hold now
+    sent: int  # of the tensors received
+    due: int  # that the engine, or this rank's part of it, must have now
 
 
 class WeightLoader:
     """Puts Hugging Face tensors into the engine's parameters, which keep their addresses: CUDA graphs stay valid.
 
-    The first load goes tensor by tensor through vLLM's loaders, which fuse, cut and rename, and is watched: each is a
-    plain copy out of one tensor into a slice of one parameter. Later loads make the same copies, many in one kernel.
+    vLLM's loaders fuse, shard and rename tensors, but what they do is plain copies from a tensor into a slice of a
+    parameter. The first load runs through them and records these copies. Later loads repeat them, many in one kernel.
     """
 
     def __init__(self, llm: Any, device: str, parts: Parts | None) -> None:
         """
         Args:
-            parts: of an engine that several ranks hold together.
+            parts: for an engine that several ranks hold together.
         """
         self._llm, self._on_cpu, self._parts = llm, device == "cpu", parts
         self._copies: dict[str, list[Copy]] | None = None
@@ -38,23 +189,23 @@ class WeightLoader:
     def load(self, weights: Iterator[tuple[str, Tensor]], bucket_bytes: int = 1 << 30) -> Loaded:
         """
         Args:
-            bucket_bytes: of tensors held before they are copied.
+            bucket_bytes: size of the tensors that are copied together.
 
         Raises:
-            SamplerError: no rank of the engine took some element of some tensor.
+            SamplerError: no rank of the engine copied some element of some tensor.
         """
-        came: list[Tensor] = []
+        sums: list[Tensor] = []
 
         def counted() -> Iterator[tuple[str, Tensor]]:
             for name, value in weights:
-                came.append(bit_sum(value))
+                sums.append(bit_sum(value))
                 yield name, value
 
         watched = self._on_cpu or self._copies is None
         if self._parts is not None:
             self._parts.begin()
         self._load(counted(), bucket_bytes)
-        sent = added(came)
+        sent = added(sums)
         return Loaded(sent, sent if self._parts is None else self._parts.due(verify=watched))
 
     def _load(self, weights: Iterator[tuple[str, Tensor]], bucket_bytes: int) -> None:
@@ -69,19 +220,19 @@ class WeightLoader:
             replay_load(self._copies, weights, bucket_bytes, took)
 
     def _reload(self, weights: Iterator[tuple[str, Tensor]]) -> None:
-        """On CPU linear layers keep no parameter to load into, and have to be packed again."""
+        """On a CPU linear layers have no parameter to load into: vLLM has to pack them again."""
         self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights, "is_checkpoint_format": True})
 
 
 class _CopyWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Copies out of sources, which are told apart by the memory that they lie in."""
+    """Records copies from ``sources``, which it recognises by their memory."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.sources: dict[int, tuple[Tensor, list[Copy]]] = {}
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if op is torch.ops.aten.copy_.default and not args[0].is_meta:  # vLLM counts what a layer still lacks on meta
+        if op is torch.ops.aten.copy_.default and not args[0].is_meta:  # vLLM counts missing elements on meta
             into, value = args[0], args[1]
             source, seen = self.sources.get(_memory(value), (None, []))
             if source is not None:
@@ -101,14 +252,14 @@ def _memory(value: Tensor) -> int:
 
 
 def watched_load(model: Any, weights: Iterator[tuple[str, Tensor]], took: Took | None = None) -> dict[str, list[Copy]]:
-    """Load by the model's own ``load_weights``; what was copied where, by source. All sources are contiguous."""
+    """Load through the model's ``load_weights``, and return the copies by source. All sources are contiguous."""
     copies: dict[str, list[Copy]] = {}
     watch = _CopyWatch()
 
     def watched() -> Iterator[tuple[str, Tensor]]:
         for name, value in weights:
             source, seen = value.detach().contiguous(), copies.setdefault(name, [])
-            watch.sources = {_memory(source): (source, seen)}  # only this one: others may lie in the same memory
+            watch.sources = {_memory(source): (source, seen)}  # only this one: the next may reuse the same memory
             yield name, source
             if took is not None:
                 took(name, source, seen)
@@ -121,13 +272,13 @@ def watched_load(model: Any, weights: Iterator[tuple[str, Tensor]], took: Took |
 def watched_reload(
     reload: Callable[[Iterator[tuple[str, Tensor]]], None], weights: Iterator[tuple[str, Tensor]], took: Took
 ) -> None:
-    """The same where a layer's tensors are kept until all are there, and copied then."""
+    """The same for a ``reload`` that collects all tensors of a layer before it copies them."""
     named: list[str] = []
     watch = _CopyWatch()
 
     def watched() -> Iterator[tuple[str, Tensor]]:
         for name, value in weights:
-            source = value.detach().clone(memory_format=torch.contiguous_format)  # in memory of its own
+            source = value.detach().clone(memory_format=torch.contiguous_format)  # new memory, to recognise it by
             named.append(name)
             watch.sources[_memory(source)] = (source, [])
             yield name, source
@@ -145,40 +296,19 @@ def replay_load(
     bucket_bytes: int,
     took: Took | None = None,
 ) -> None:
-    """The copies of a ``watched_load`` once more, from other values of the same tensors."""
+    """Repeat the copies of a ``watched_load`` with new values of the same tensors."""
     into: list[Tensor] = []
     values: list[Tensor] = []
-    held = 0
+    size = 0
     for name, value in weights:
         source = value.detach().contiguous()
         into += [copy.into for copy in copies[name]]
         values += taken(source, copies[name])
         if took is not None:
             took(name, source, copies[name])
-        held += source.nbytes
-        if into and held >= bucket_bytes:
+        size += source.nbytes
+        if into and size >= bucket_bytes:
             torch._foreach_copy_(into, values)
-            into, values, held = [], [], 0
+            into, values, size = [], [], 0
     if into:
         torch._foreach_copy_(into, values)
-
-
-def unsharded(tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-    """Of a world of one rank, where each shard is the whole tensor: no packing, no collective."""
-    for name, value in tensors:
-        local = value.to_local() if isinstance(value, DTensor) else value
-        yield name, local.detach().to(dtype or local.dtype)
-
-
-def bucketed(tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
-    """In order, each bucket as few tensors as reach ``bucket_bytes``."""
-    bucket: list[tuple[str, Tensor]] = []
-    held = 0
-    for name, value in tensors:
-        bucket.append((name, value))
-        held += value.nbytes
-        if held >= bucket_bytes:
-            yield bucket
-            bucket, held = [], 0
-    if bucket:
-        yield bucket

@@ -11,11 +11,10 @@ from rlcore.adjustments import Adjustments
 from rlcore.config import ExperimentConfig
 from rlcore.data.table import load_problems
 from rlcore.distributed.actors import RayRanks, start_ranks, worker_environment
-from rlcore.distributed.cluster import cluster_address, has_gpus, start_ray, stop_ray
+from rlcore.distributed.cluster import cluster_address, has_gpus, pick_device, start_ray, stop_ray
 from rlcore.distributed.group import WorkerGroup
 from rlcore.distributed.ranks import LocalRanks, Ranks
 from rlcore.distributed.worker import WorkerSpec, make_worker
-from rlcore.models.support import pick_device
 from rlcore.ports import MetricSink
 from rlcore.process import making_what_stays
 from rlcore.rewards import environment_of, make_reward

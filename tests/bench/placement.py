@@ -151,9 +151,8 @@ class Recorder:
 def placed(arguments: argparse.Namespace, case: Case, overrides: Sequence[str]) -> dict[str, Any]:
     """Medians of one placement's steps."""
     from rlcore.distributed.actors import start_ranks
-    from rlcore.distributed.cluster import start_ray, stop_ray
+    from rlcore.distributed.cluster import pick_device, start_ray, stop_ray
     from rlcore.distributed.group import WorkerGroup
-    from rlcore.models.support import pick_device
     from rlcore.training.loop import train
     from rlcore.training.run import TrainingRun, TrainState
 

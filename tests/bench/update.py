@@ -38,8 +38,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from rlcore.algorithms.loss import StepTotals
 from rlcore.batch import ImageFeatures, prompt_key
 from rlcore.config import ExperimentConfig, build_experiment
-from rlcore.distributed.group import microbatch_work
-from rlcore.distributed.plan import SequenceSize, plan_microbatches
+from rlcore.distributed.group import SequenceSize, microbatch_work, plan_microbatches
 from rlcore.flops import NOTHING, utilisation
 from rlcore.models.torch_policy import TorchPolicy, weights_dtype
 from rlcore.types import ImageRef, TrainingSample

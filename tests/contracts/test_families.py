@@ -20,7 +20,7 @@ INSIDES = r"vision_config|spatial_merge|\.visual\b|deepstack|mrope"
 COMPARISON = r"model_type\b.{0,20}?(==|!=|\bin\b|startswith)|(==|!=|\bin\b|match) *(\w+\.)?model_type"
 KNOWLEDGE = re.compile(f"{NAMES}|{INSIDES}|{COMPARISON}", re.IGNORECASE)
 # The embedded policies are models of two families, built from transformers' own classes.
-BUILD_ONE = ("rlcore/models/tiny.py", "rlcore/models/tiny_text.py", "rlcore/data/tiny.py")
+BUILD_ONE = ("rlcore/models/tiny.py", "rlcore/data/tiny.py")
 
 
 def knowledge_of_families(path: str, text: str) -> Iterator[str]:

@@ -177,7 +177,7 @@ def test_template_and_reward_ask_for_the_same_answer_format(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["grpo-gsm8k-tiny", "grpo-countdown-tiny"])
 def test_the_tiny_text_policies_play_what_they_were_warmed_up_on(name: str) -> None:
-    from rlcore.models.tiny_text import GAME
+    from rlcore.models.tiny import GAME
 
     experiment = load_experiment(name)
     assert experiment.data.train.split("@")[0] == experiment.model.tiny.task

@@ -18,7 +18,7 @@ from rlcore.algorithms.logprobs import fused, linear_logprobs, logprobs_and_entr
 from rlcore.algorithms.loss import StepTotals
 from rlcore.config import build_experiment
 from rlcore.models.attention import shared_prompt_attention
-from rlcore.models.flash import MODULES, FlashAttention2, FlashKernel, TorchKernel
+from rlcore.models.flash import MODULES, FlashAttention2, FlashKernel, Sequences, TorchKernel
 from rlcore.models.optimizer import _kahan_adamw_
 from rlcore.models.torch_policy import TorchPolicy
 from rlcore.types import TrainingSample
@@ -67,7 +67,7 @@ def test_attention_over_shared_prompts(layout: str) -> None:
 def test_another_flash_attention_equals_torchs_own(version: str, module: str, head_size: int) -> None:
     library = import_module(module)
     where = segments([(700, [3, 400, 129]), (33, [512, 64])])
-    ends = (where.bounds.to(CUDA), where.key_bounds.to(CUDA), *where.sizes[1:].tolist())
+    ends = Sequences(where.bounds.to(CUDA), where.key_bounds.to(CUDA), *where.sizes[1:].tolist())
     generator = torch.Generator().manual_seed(0)
     rows = {12: int(where.bounds[-1]), 2: len(where.key_rows)}
     query, key, value, grad = (
@@ -75,8 +75,8 @@ def test_another_flash_attention_equals_torchs_own(version: str, module: str, he
     )
 
     def values(kernel: FlashKernel) -> tuple[Tensor, ...]:
-        out, lse = kernel.forward(query, key, value, *ends, SCALE)
-        return out, lse, *kernel.backward(grad, query, key, value, out, lse, *ends, SCALE)
+        out, lse = kernel.forward(query, key, value, ends, SCALE)
+        return out, lse, *kernel.backward(grad, (query, key, value), out, lse, ends, SCALE)
 
     expected = values(TorchKernel())
     if version == "FA2":

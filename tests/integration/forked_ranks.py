@@ -20,7 +20,7 @@ from ray import cloudpickle
 from rlcore.config import ExperimentConfig
 from rlcore.distributed.actors import worker_environment, worker_specs
 from rlcore.distributed.placement import Seat
-from rlcore.distributed.rank_failure import RankFailure
+from rlcore.distributed.ranks import RankFailure
 from rlcore.distributed.worker import WorkerSpec
 from rlcore.errors import WorkerLostError
 from tests.ports import reserved_port

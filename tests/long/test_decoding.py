@@ -54,9 +54,9 @@ def drawn(model: Path) -> dict[str, Any]:
 
 def test_bursts_draw_what_single_steps_draw(tmp_path: Path) -> None:
     from rlcore.config import TinyModelConfig
-    from rlcore.models.tiny_text import create_text_policy
+    from rlcore.models.tiny import create_tiny_policy
 
-    create_text_policy(tmp_path, TinyModelConfig(task="sums", warm_start_steps=0))
+    create_tiny_policy(tmp_path, TinyModelConfig(task="sums", warm_start_steps=0))
     result = measured(drawn, tmp_path)
     plain = result["vllm"]
     reasons = [reason for _, _, reason in plain]

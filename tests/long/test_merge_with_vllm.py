@@ -61,9 +61,9 @@ def verified(folder: Path) -> dict[str, Any]:
 
 
 def test_vllm_accepts_the_merged_model_and_refuses_one_with_another_layer(tmp_path: Path) -> None:
-    from rlcore.models.tiny_text import create_text_policy
+    from rlcore.models.tiny import create_tiny_policy
 
-    create_text_policy(tmp_path / "merged", TinyModelConfig(task="sums", warm_start_steps=0))
+    create_tiny_policy(tmp_path / "merged", TinyModelConfig(task="sums", warm_start_steps=0))
     shutil.copytree(tmp_path / "merged", tmp_path / "other")
     weights = load_file(tmp_path / "other" / "model.safetensors")
     weights[CHANGED] = weights[CHANGED] * 1.5

@@ -128,9 +128,9 @@ def test_two_ranks_draw_what_one_draws_with_pictures(tiny_model: Path) -> None:
 
 def test_two_ranks_draw_what_one_draws(tmp_path: Path) -> None:
     from rlcore.config import TinyModelConfig
-    from rlcore.models.tiny_text import create_text_policy
+    from rlcore.models.tiny import create_tiny_policy
 
-    create_text_policy(tmp_path, TinyModelConfig(task="sums", warm_start_steps=0))
+    create_tiny_policy(tmp_path, TinyModelConfig(task="sums", warm_start_steps=0))
     assert_in_step(tmp_path)
 
 

@@ -100,7 +100,7 @@ def test_adapters_go_from_memory_to_memory(tiny_model: Path, measure: Callable[[
 
 def test_adapters_of_a_text_model_as_well(tmp_path: Path) -> None:
     from rlcore.config import TinyModelConfig
-    from rlcore.models.tiny_text import create_text_policy
+    from rlcore.models.tiny import create_tiny_policy
 
-    create_text_policy(tmp_path, TinyModelConfig(task="sums", warm_start_steps=0))
+    create_tiny_policy(tmp_path, TinyModelConfig(task="sums", warm_start_steps=0))
     _assert_adapters_arrive(measured(adapters_in_the_language_model, tmp_path))

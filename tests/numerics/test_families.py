@@ -145,5 +145,5 @@ def of_transformers(model: torch.nn.Module, item: TrainingSample, brightness: fl
     ],
 )
 def test_what_attention_would_leave_out_is_refused_in_the_forward_pass_too(config: Any, keyword: str) -> None:
-    with pytest.raises(ModelError, match=f"Attention wants attention with .*{keyword}"):
+    with pytest.raises(ModelError, match=f"Attention calls attention with .*{keyword}"):
         logprobs(config, [sample(5, 5, 0)])

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from rlcore.models.flash import FlashAttention2, newest
+from rlcore.models.flash import FlashAttention2, Sequences, newest
 from tests.numerics.attention import LAYOUTS, SCALE, math_backward, math_forward, segments
 
 FLASH_2, FLASH_3, FLASH_4 = "flash_attn.flash_attn_interface", "flash_attn_interface", "flash_attn.cute"
@@ -98,12 +98,12 @@ class Library:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_flash_attn_2_gets_each_argument_in_its_place(layout):
     where = segments(LAYOUTS[layout])
-    ends = (where.bounds, where.key_bounds, *where.sizes[1:].tolist())
+    ends = Sequences(where.bounds, where.key_bounds, *where.sizes[1:].tolist())
     generator = torch.Generator().manual_seed(0)
     query, grad = (torch.randn(int(where.bounds[-1]), 4, 8, generator=generator) for _ in range(2))
     key, value = (torch.randn(len(where.key_rows), 2, 8, generator=generator) for _ in range(2))
     kernel = FlashAttention2(Library())
-    out, lse = kernel.forward(query, key, value, *ends, SCALE)
+    out, lse = kernel.forward(query, key, value, ends, SCALE)
     assert_close((out, lse), math_forward(query, key, value, *ends, SCALE))
     expected = math_backward(grad, query, key, value, out, lse, *ends, SCALE)
-    assert_close(kernel.backward(grad, query, key, value, out, lse, *ends, SCALE), expected)
+    assert_close(kernel.backward(grad, (query, key, value), out, lse, ends, SCALE), expected)

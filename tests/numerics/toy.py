@@ -19,7 +19,7 @@ from rlcore.config import ExperimentConfig, build_experiment
 from rlcore.data.prompts import PromptBuilder
 from rlcore.data.synthetic.geometry import draw_problem
 from rlcore.data.tiny import build_processor
-from rlcore.distributed.plan import SequenceSize, plan_microbatches
+from rlcore.distributed.group import SequenceSize, plan_microbatches
 from rlcore.models.torch_policy import TorchPolicy
 from rlcore.types import ImageRef, TrainingSample
 

@@ -304,7 +304,7 @@ def test_a_checkpoint_that_cannot_even_be_opened_is_a_hang(tmp_path: Path, often
             finally:
                 (waiting.policy.folders[0] / "train_state" / "__0_0.distcp").open("rb").close()
 
-    with pytest.raises(StorageError, match="rank 0 could not write its share"):
+    with pytest.raises(StorageError, match="rank 0 could not write its part"):
         wait_at_a_disk_that_comes_back_broken()
 
 

@@ -21,9 +21,9 @@ from transformers import (
 from rlcore.artifacts import CheckpointRef, ModelRef
 from rlcore.config import LoraConfig, ModelConfig
 from rlcore.errors import CheckpointError, ModelError
+from rlcore.jobs.bootstrap import folder_digest
 from rlcore.jobs.merge import VERIFIED, VerifyReport, merge_checkpoint, merge_once, transformers_logprobs, verify_merged
 from rlcore.models.checkpoint import save_train_state
-from rlcore.models.folder import folder_digest
 from rlcore.models.loading import load_hf_model
 from rlcore.models.lora import choose_trainable
 from rlcore.models.optimizer import KahanAdamW

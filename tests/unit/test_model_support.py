@@ -13,7 +13,7 @@ from transformers import (
 
 from rlcore.data.tiny import build_processor
 from rlcore.errors import ModelError
-from rlcore.models.support import require_supported
+from rlcore.models.loading import require_supported
 from rlcore.models.tiny import build_model
 
 SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 12, "num_key_value_heads": 2}

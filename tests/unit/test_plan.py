@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from rlcore.distributed.plan import SequenceSize, plan_microbatches
+from rlcore.distributed.group import SequenceSize, plan_microbatches
 
 
 def plan(sizes, keys, ranks=1, budget=100, weight=0.0):

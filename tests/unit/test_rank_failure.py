@@ -7,8 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from rlcore.distributed.rank_failure import RankFailure, first_of, portable
-from rlcore.distributed.ranks import LocalRanks, RankRange
+from rlcore.distributed.ranks import LocalRanks, RankFailure, RankRange, first_of, portable
 from rlcore.errors import (
     MemoryExhaustedError,
     SamplerError,

@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from rlcore.data.tiny import build_processor
-from rlcore.distributed.worker import ReadAhead, feature_bytes
+from rlcore.models.vision import ReadAhead, feature_bytes
 from rlcore.types import ImageRef
 
 

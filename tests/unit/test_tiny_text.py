@@ -11,10 +11,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2ForCausalLM
 from rlcore.config import ModelConfig, TinyModelConfig
 from rlcore.data.prompts import PromptBuilder, TextProcessor, load_processor
 from rlcore.jobs.bootstrap import bootstrap
-from rlcore.models.tiny_text import (
+from rlcore.models.tiny import (
     build_text_model,
     completion_text,
-    create_text_policy,
+    create_tiny_policy,
 )
 from rlcore.specs import BootstrapSpec
 from tests.unit.tiny_tasks import MAX_COMPLETION_TOKENS, TASKS, drawn, reward, tokenizer
@@ -39,7 +39,7 @@ def test_marks_are_single_tokens_that_stay_when_decoded() -> None:
 
 @pytest.mark.parametrize("task", TASKS)
 def test_the_folder_loads_as_a_language_model(tmp_path: Path, task: str) -> None:
-    parameters = create_text_policy(tmp_path, TinyModelConfig(task=task, warm_start_steps=2))
+    parameters = create_tiny_policy(tmp_path, TinyModelConfig(task=task, warm_start_steps=2))
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     assert isinstance(loaded, Qwen2ForCausalLM)
     assert sum(p.numel() for p in loaded.parameters()) == parameters < 1e6
@@ -67,7 +67,7 @@ def test_weights_follow_the_seed_and_leave_the_generator_alone() -> None:
 def test_warm_start_is_reproducible_and_learns(tmp_path: Path, task: str) -> None:
     for name, steps in (("a", 2), ("b", 2), ("cold", 0)):
         (tmp_path / name).mkdir()
-        create_text_policy(tmp_path / name, TinyModelConfig(task=task, warm_start_steps=steps))
+        create_tiny_policy(tmp_path / name, TinyModelConfig(task=task, warm_start_steps=steps))
     first, again, cold = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("a", "b", "cold"))
     assert first == again != cold
 

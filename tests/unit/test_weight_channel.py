@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from rlcore.models.sharding import bucketed
 from rlcore.sampler.channel import WeightChannel, WeightSender
-from rlcore.sampler.verify import checksum
-from rlcore.sampler.weights import bucketed
+from rlcore.sampler.weights import checksum
 from tests.ports import reserved_port
 
 T = TypeVar("T")

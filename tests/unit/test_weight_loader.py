@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from rlcore.sampler.engine import capture_sizes
-from rlcore.sampler.verify import checksum
-from rlcore.sampler.weights import replay_load, watched_load
+from rlcore.sampler.weights import checksum, replay_load, watched_load
 
 
 class Fused(nn.Module):

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from rlcore.errors import SamplerError
-from rlcore.sampler.verify import Parts, Places, checksum
-from rlcore.sampler.weights import replay_load, watched_load, watched_reload
+from rlcore.sampler.weights import Parts, Places, checksum, replay_load, watched_load, watched_reload
 
 Weights = list[tuple[str, Tensor]]
 

@@ -1,0 +1,123 @@
+"""Transformer blocks as units of sharding, recomputation and compilation; whole tensors from their shards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+import torch.nn.attention.varlen  # registers the operator that is named below
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    SelectiveCheckpointContext,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from rlcore.families import family_of
+from rlcore.models import attention, sequence
+
+_SAVED = {  # slow to compute: matrix products and attention. Norms, rotations and activations are memory traffic
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.torch_attn._varlen_attn.default,
+    attention.OPERATOR,
+    sequence.EXCHANGE,
+}
+
+
+def transformer_blocks(hf: Any) -> list[nn.Module]:
+    """In the order in which they run: vision blocks, then decoder layers."""
+    family = family_of(hf.config)
+    vision = [] if family.images is None else family.images.tower_blocks(family.images.tower(hf))
+    return [*vision, *family.decoder(hf).layers]
+
+
+def checkpoint_blocks(blocks: Sequence[nn.Module], mode: Literal["none", "selective", "full"]) -> None:
+    """Let every block compute part of its activations again in the backward pass. Call it before sharding."""
+    if mode == "none":
+        return
+    context: dict[str, Any] = {"context_fn": _selective} if mode == "selective" else {}
+    for block in blocks:
+        again = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False, **context)
+        block.forward = again  # type: ignore[method-assign]
+
+
+def compile_blocks(blocks: Sequence[nn.Module]) -> None:
+    """torch.compile each block's forward without the module's hooks. One graph serves all blocks of a kind."""
+    for block in blocks:
+        block.forward = torch.compile(block.forward, dynamic=True)  # type: ignore[method-assign]
+
+
+def _selective() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    return create_selective_checkpoint_contexts(_policy)  # type: ignore[no-any-return]
+
+
+def _policy(_: SelectiveCheckpointContext, operator: object, *_args: object, **_kwargs: object) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operator in _SAVED else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def bucketed(
+    tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int, dtype: torch.dtype | None = None
+) -> Iterator[list[tuple[str, Tensor]]]:
+    """Consecutive tensors, as few per bucket as reach ``bucket_bytes`` in ``dtype`` (None: in their own)."""
+    bucket: list[tuple[str, Tensor]] = []
+    size = 0
+    for name, value in tensors:
+        bucket.append((name, value))
+        size += value.numel() * (dtype or value.dtype).itemsize
+        if size >= bucket_bytes:
+            yield bucket
+            bucket, size = [], 0
+    if bucket:
+        yield bucket
+
+
+def gather_whole(
+    tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None, bucket_bytes: int
+) -> Iterator[tuple[str, Tensor]]:
+    """Whole tensors from dim-0 shards. One all-gather per bucket, because each costs its latency. Tensors that are not
+    sharded pass through. Collective."""
+    for bucket in bucketed(tensors, bucket_bytes, dtype):
+        yield from _gather_bucket(bucket, dtype)
+
+
+def _gather_bucket(bucket: Sequence[tuple[str, Tensor]], dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
+    sharded = [(name, value) for name, value in bucket if isinstance(value, DTensor)]
+    shards = [value.to_local().detach().to(dtype or value.dtype) for _, value in sharded]
+    whole: dict[str, Tensor] = {}
+    if sharded:
+        group = sharded[0][1].device_mesh.get_group()
+        ranks = dist.get_world_size(group)
+        chunks = [-(-value.shape[0] // ranks) * (value.numel() // max(1, value.shape[0])) for _, value in sharded]
+        mine = shards[0].new_zeros(sum(chunks))  # torch.chunk's layout: equal chunks, the last ranks may have less
+        offset = 0
+        for shard, chunk in zip(shards, chunks, strict=True):
+            mine[offset : offset + shard.numel()] = shard.flatten()
+            offset += chunk
+        everyone = mine.new_empty(ranks, sum(chunks))
+        dist.all_gather_into_tensor(everyone.flatten(), mine, group=group)
+        offset = 0
+        for (name, value), chunk in zip(sharded, chunks, strict=True):
+            flat = everyone[:, offset : offset + chunk].flatten()
+            whole[name] = flat[: value.numel()].view(value.shape)
+            offset += chunk
+    for name, value in bucket:
+        yield name, whole[name] if name in whole else value.detach().to(dtype or value.dtype)
+
+
+def unsharded(tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a world of one rank, where each shard is a whole tensor. No copy, no collective."""
+    for name, value in tensors:
+        yield name, local_part(value).detach().to(dtype or value.dtype)
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's shard."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
