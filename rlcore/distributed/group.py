@@ -1,4 +1,4 @@
-"""All ranks as one: what the loop calls, planned and spread over the ranks."""
+"""All ranks as one object for the training loop: it plans microbatches and spreads them over the ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rlcore.algorithms.objective import UpdateResult
 from rlcore.batch import prompt_key
 from rlcore.config import ExperimentConfig
 from rlcore.distributed.ranks import RankRange, Ranks
-from rlcore.distributed.tensor_parallel import verified
+from rlcore.distributed.tensor_parallel import verify_answers
 from rlcore.distributed.trace import StepTrace
 from rlcore.distributed.worker import RolloutWorker, Worker
 from rlcore.errors import SamplerError
@@ -22,7 +22,7 @@ from rlcore.types import Floats, Problem, TrainingSample
 
 
 class SamplerGroup:
-    """The samplers of all ranks as one. Implements ``ports.Sampler``."""
+    """The samplers of all ranks. Implements ``ports.Sampler``."""
 
     def __init__(self, ranks: RankRange[Worker | RolloutWorker], tensor_parallel: int = 1) -> None:
         """
@@ -32,7 +32,7 @@ class SamplerGroup:
         self._ranks, self._tensor_parallel = ranks, tensor_parallel
 
     def generate(self, requests: Sequence[SampleRequest]) -> Iterator[dict[int, SampledGroup]]:
-        """Engine e of E takes requests e, e + E, ...: neighbours in the stream spread over the engines.
+        """Engine e of E takes requests e, e + E, ..., so that similar neighbours are spread over the engines.
 
         Raises:
             SamplerError: ranks of one engine sampled different tokens.
@@ -40,11 +40,11 @@ class SamplerGroup:
         size, width = self._ranks.size, self._tensor_parallel
         parts = [list(requests[rank // width :: size // width]) for rank in range(size)]
         answers = self._ranks.stream(lambda worker, own: worker.generate(own), parts)
-        yield from verified(answers, requests, size, width)
+        yield from verify_answers(answers, requests, size, width)
 
 
 class WorkerGroup:
-    """Policy and samplers of all ranks as one, wherever they are placed. Implements ``ports.Sampler``."""
+    """The policy and the samplers of all ranks, colocated or disaggregated. Implements ``ports.Sampler``."""
 
     def __init__(
         self,
@@ -56,12 +56,12 @@ class WorkerGroup:
     ) -> None:
         """
         Args:
-            on_progress: called whenever the ranks have finished something.
+            on_progress: called whenever the ranks have finished a call.
             run_dir: where traces are requested and written; None: no traces.
         """
         self._config = config
         resources = config.resources
-        # sampling then takes nothing from training: both can go on at once
+        # sampling and training can then run at the same time
         self.disaggregated = resources.rollout_workers > 0
         self._everyone = RankRange[Worker | RolloutWorker](ranks, 0, ranks.size, on_progress)
         self._trainers = RankRange[Worker](
@@ -79,7 +79,7 @@ class WorkerGroup:
 
     @cached_property
     def device_name(self) -> str:
-        """Name of rank 0's device; the others are assumed to be the same."""
+        """Name of rank 0's device. The other ranks should have the same."""
         return self._trainers.each(lambda worker: worker.policy.device_name())[0]
 
     @property
@@ -91,7 +91,7 @@ class WorkerGroup:
         return self._sampler.generate(requests)
 
     def release_sampler(self) -> None:
-        """Hand the samplers' memory to training, if colocated, until the next sync."""
+        """Free the samplers' memory for training until the next sync, if they share devices."""
         if not self.disaggregated:
             self._trainers.each(lambda worker: worker.release_sampler())
 
@@ -116,14 +116,14 @@ class WorkerGroup:
         return [value for value in values if value is not None]
 
     def update(self, samples: Sequence[TrainingSample], learning_rate: float, kl_coefficient: float) -> UpdateResult:
-        """One optimizer step; the same plan as ``logprobs`` makes for the same samples, so old and new log-probs
-        come out of identical kernels.
+        """One optimizer step. The plan is that of ``logprobs`` for the same samples, so the same kernels compute old and
+        new log-probs.
 
-        Samples that cannot move the policy (``has_gradient``) count in the denominators and are not computed.
+        Samples without a gradient (``has_gradient``) count in the denominators and are not computed.
         """
         trained = sum(s.num_trained for s in samples)
-        totals = StepTotals(tokens=max(1, trained), sequences=len(samples))  # 0 where every completion is masked
-        # without any gradient one sample is computed all the same, because AdamW's state still takes its step
+        totals = StepTotals(tokens=max(1, trained), sequences=len(samples))  # 0 tokens if all completions are masked
+        # without any gradient one sample is computed all the same, because AdamW's state has to take its step
         samples = [s for s in samples if has_gradient(s)] or samples[:1]
         microbatches_of_ranks = self._for_each_rank(samples, self._plan(samples))
         self._trace.begin()
@@ -134,7 +134,7 @@ class WorkerGroup:
         return results[0]
 
     def work(self, samples: Sequence[TrainingSample]) -> Work:
-        """What ``update`` computes for these samples, on all ranks together."""
+        """The FLOPs of ``update`` for these samples, on all ranks together."""
         samples = [s for s in samples if has_gradient(s)] or samples[:1]
         microbatches = [[samples[i] for i in micro] for rank in self._plan(samples) for micro in rank if micro]
         return sum((microbatch_work(self._model_shape, micro) for micro in microbatches), NOTHING)
@@ -152,8 +152,7 @@ class WorkerGroup:
     def _for_each_rank(
         self, samples: Sequence[TrainingSample], plan: Sequence[Sequence[Sequence[int]]]
     ) -> list[list[list[TrainingSample]]]:
-        """Microbatches of each rank. The ranks of a sequence group get the same ones; only the first one's result is
-        used."""
+        """Microbatches of each rank. The ranks of a sequence group get the same ones; the first result is used."""
         return [
             [[samples[i] for i in indices] for indices in microbatches]
             for microbatches in plan
@@ -161,10 +160,10 @@ class WorkerGroup:
         ]
 
     def sync_weights(self, version: int) -> float:
-        """Return the seconds that the slowest engine needed to get its memory back.
+        """Send the policy's weights to the samplers. Returns the seconds that the slowest engine needed to wake up.
 
         Raises:
-            SamplerError: the ranks' samplers do not all hold the same weights.
+            SamplerError: not all samplers have the same weights.
         """
         synced = self._everyone.each(lambda worker: worker.sync_weights(version))
         self._trace.end(version)
@@ -176,12 +175,12 @@ class WorkerGroup:
         return max(rank.waking_seconds for rank in synced)
 
     def probe_samples(self, problems: Sequence[Problem]) -> list[TrainingSample]:
-        """Fixed inputs made of ``problems``; see ``models/probe.py``."""
+        """Fixed inputs from ``problems``; see ``models/probe.py``."""
         chosen = list(problems)
         return self._trainers.each(lambda worker: worker.probe_samples(chosen))[0]
 
     def probe_logprobs(self, samples: Sequence[TrainingSample]) -> list[Floats]:
-        """[L] per fixed input, at temperature 1 with no token banned: they identify these weights."""
+        """Log-probs [L] of each fixed input at temperature 1 with no token banned. They identify these weights."""
         chosen = list(samples)
         return self._trainers.each(lambda worker: worker.policy.raw_logprobs(chosen))[0]
 
@@ -199,13 +198,13 @@ class WorkerGroup:
 
 
 def has_gradient(sample: TrainingSample) -> bool:
-    """False where the loss is 0 whatever the policy does: no advantage, no KL term, and a ratio of exactly 1."""
+    """False if the gradient is 0: no advantage, no KL term, and a ratio of exactly 1."""
     moved = sample.advantages is not None and bool(sample.advantages.any())
     return moved or sample.old_logprobs is not None or sample.ref_logprobs is not None
 
 
 def microbatch_work(shape: ModelShape, samples: Sequence[TrainingSample]) -> Work:
-    """What one pass over a packed microbatch computes."""
+    """The FLOPs of one pass over a packed microbatch."""
     groups: dict[Hashable, list[TrainingSample]] = {}
     for sample in samples:
         groups.setdefault(prompt_key(sample), []).append(sample)
@@ -242,13 +241,13 @@ def plan_microbatches(
 ) -> list[list[list[int]]]:
     """Spread sequences over ranks and microbatches: ``plan[rank][microbatch]`` lists indices into ``sizes``.
 
-    Every rank gets the same number of microbatches (ranks meet in collectives), none above ``token_budget`` computed
-    tokens. Sequences of one key have the same prompt and stay together where the budget allows it, because a microbatch
-    computes a prompt once. Ranks are balanced by cost, and so are the microbatches of one rank. The plan depends on the
-    arguments alone; a microbatch may be empty on a rank with little work.
+    Every rank gets the same number of microbatches, because they have collectives. A microbatch has at most
+    ``token_budget`` tokens. Sequences of one key have the same prompt and stay together if the budget allows, because a
+    microbatch computes a prompt once. Ranks are balanced by cost, and so are the microbatches of one rank. The plan
+    depends on the arguments only. A microbatch may be empty on a rank with little work.
 
     Args:
-        attention_weight: cost of a token that looks at another one, where a token's matrix products cost 1.
+        attention_weight: cost of a token's attention to another one. The cost of a token's matrix products is 1.
 
     Raises:
         ValueError: one sequence alone exceeds the budget.
@@ -274,7 +273,7 @@ def plan_microbatches(
 
 
 def _units(sizes: Sequence[SequenceSize], keys: Sequence[Hashable], token_budget: int) -> list[list[int]]:
-    """Sequences of one key, cut where the budget would be exceeded; what is cut off computes the prompt again."""
+    """Sequences of one key, in parts within the budget. Each part computes the prompt again."""
     by_key: dict[Hashable, list[list[int]]] = {}
     room: dict[Hashable, int] = {}
     for index, (size, key) in enumerate(zip(sizes, keys, strict=True)):
@@ -288,7 +287,7 @@ def _units(sizes: Sequence[SequenceSize], keys: Sequence[Hashable], token_budget
 
 
 def _spread(units: Sequence[list[int]], cost: Callable[[list[int]], float], bins: int) -> list[list[list[int]]]:
-    """Dearest first onto the cheapest bin; ties go to the lower index."""
+    """Puts the most expensive unit first, each into the cheapest bin. Ties go to the lower index."""
     loads = [0.0] * bins
     chosen: list[list[list[int]]] = [[] for _ in range(bins)]
     for price, unit in sorted(((cost(unit), unit) for unit in units), key=lambda item: (-item[0], item[1][0])):

@@ -1,4 +1,4 @@
-"""Where the ranks go: a bundle of devices for each that has to be on one node, and ranks in the order of nodes."""
+"""Where the ranks run: a bundle of devices for ranks that must share a node, and neighbouring ranks on one node."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ from rlcore.config import ExperimentConfig
 from rlcore.distributed.cluster import package_versions
 from rlcore.errors import ConfigError, WorkerLostError
 
-_SEEN_SECONDS = 20.0  # for what was just written to reach another node's view of a shared folder
+_SEEN_SECONDS = 20.0  # until another node sees new files in a shared folder
 _POLL_SECONDS = 0.2
-_AT_ONCE_SECONDS = 5.0  # longer than Ray takes where there is room
+_AT_ONCE_SECONDS = 5.0  # longer than Ray needs if devices are free
 
 logger = logging.getLogger(__name__)
 
-Listing = frozenset[str]  # names of what lies in a folder
+Listing = frozenset[str]  # names in a folder
 
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """The node that one rank has got, as its process sees it."""
+    """The node of one rank, as its process sees it."""
 
     address: str
-    ports: tuple[int, int]  # free ones
+    ports: tuple[int, int]  # free
     pid: int
-    packages: Mapping[str, str]  # versions
-    unseen: tuple[str, ...]  # of the folders that it must share with the driver
+    packages: Mapping[str, str]  # versions by name
+    unseen: tuple[str, ...]  # shared folders whose files this node does not see
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A bundle for one or several ranks of neighbours."""
+    """A bundle of devices for one rank, or for consecutive ranks."""
 
     group: PlacementGroup
     index: int
@@ -50,19 +50,23 @@ class Place:
 
 
 def bundle_sizes(config: ExperimentConfig) -> list[int]:
-    """Ranks of each bundle, which Ray never parts: those that compute a row together (Ulysses) or hold one engine
-    together (tensor parallelism) exchange activations in every layer, so they belong on one node."""
+    """Number of ranks in each bundle. Ray never splits a bundle over nodes.
+
+    Ranks that compute a row together (Ulysses) or hold one engine together (tensor parallelism) exchange activations in
+    every layer, so they must share a node.
+    """
     row, engine, resources = config.training.sequence_parallel, config.rollout.tensor_parallel, config.resources
     trainers = row if resources.rollout_workers else math.lcm(row, engine)
     return [trainers] * (resources.workers // trainers) + [engine] * (resources.rollout_workers // engine)
 
 
 def reserve(config: ExperimentConfig, device: str) -> PlacementGroup:
-    """Reserve devices for all ranks or for none, on as few nodes as possible, because neighbours communicate most. Held
-    until this process disconnects from Ray, including on a crash.
+    """Reserve devices for all ranks or for none, on as few nodes as possible, because neighbours communicate most.
+
+    Held until this process disconnects from Ray, including on a crash.
 
     Raises:
-        WorkerLostError: they are not all free within ``resources.wait_minutes``.
+        WorkerLostError: the devices are not all free within ``resources.wait_minutes``.
     """
     each = {"CPU": 1, "GPU": 1} if device == "cuda" else {"CPU": 1}
     bundles = [{name: float(count * size) for name, count in each.items()} for size in bundle_sizes(config)]
@@ -78,22 +82,22 @@ def reserve(config: ExperimentConfig, device: str) -> PlacementGroup:
     raise WorkerLostError(
         f"Ray has had no room for {config.resources.devices} worker(s) for {config.resources.wait_minutes:g} minutes: "
         f"each takes {' and '.join(f'{count} {name}' for name, count in each.items())}{shared}. Its nodes: {_nodes()}. "
-        "Add nodes, end what holds them, lower resources.workers, or raise resources.wait_minutes."
+        "Add nodes, stop other jobs, lower resources.workers, or raise resources.wait_minutes."
     )
 
 
 def places(group: PlacementGroup, sizes: Sequence[int]) -> list[Place]:
-    """One for each rank."""
+    """The place of each rank."""
     return [Place(group, index) for index, size in enumerate(sizes) for _ in range(size)]
 
 
 def by_node(nodes: Sequence[str], sizes: Sequence[int], trainers: int) -> list[int]:
-    """An order of ranks in which those of a node are neighbours; bundles stay whole, and those that train in front.
+    """An order in which the ranks of a node are consecutive. Bundles stay whole, and ranks that train come first.
 
     Args:
-        nodes: of each rank as it was placed.
-        sizes: ranks of each bundle.
-        trainers: how many ranks train.
+        nodes: of each rank, in the order of creation.
+        sizes: number of ranks in each bundle.
+        trainers: number of ranks that train.
     """
     first_seen = {node: index for index, node in reversed(list(enumerate(nodes)))}
     starts = [sum(sizes[:index]) for index in range(len(sizes))]
@@ -108,7 +112,7 @@ def listing(folder: Path) -> Listing:
 
 
 def unseen(expected: Mapping[Path, Listing], seconds: float = _SEEN_SECONDS) -> tuple[str, ...]:
-    """The folders that lack something here of what ``expected`` says, also after a while."""
+    """The folders in which this node still misses some of the ``expected`` names after ``seconds``."""
     deadline = time.monotonic() + seconds
     while missing := tuple(str(folder) for folder, names in expected.items() if not _holds(folder, names)):
         if time.monotonic() > deadline:
@@ -121,7 +125,7 @@ def _holds(folder: Path, names: Listing) -> bool:
     try:
         return names <= listing(folder)
     except OSError:
-        return False  # not here, or not for us: just that is the finding
+        return False  # missing or not readable
 
 
 def check_seats(seats: Sequence[Seat]) -> None:
@@ -133,31 +137,33 @@ def check_seats(seats: Sequence[Seat]) -> None:
     for seat in seats:
         if seat.unseen:
             raise ConfigError(
-                f"the node {seat.address} does not see what lies here in {', '.join(seat.unseen)}. All nodes of a Ray "
-                "cluster have to mount the same storage at the same path: put RLFLOW_DATA_DIR there, and the model if "
-                "model.path is a folder."
+                f"the node {seat.address} does not see the files in {', '.join(seat.unseen)}. All nodes of a Ray "
+                "cluster must mount the same storage at the same path. Set RLFLOW_DATA_DIR to a folder there, and "
+                "model.path too if it is a folder."
             )
         if differing := sorted(name for name in {*ours, *seat.packages} if ours.get(name) != seat.packages.get(name)):
-            told = ", ".join(f"{name} {seat.packages.get(name)} (here {ours.get(name)})" for name in differing)
-            raise ConfigError(f"the node {seat.address} has {told}. Install the same versions on every node.")
+            listed = ", ".join(f"{name} {seat.packages.get(name)} (here {ours.get(name)})" for name in differing)
+            raise ConfigError(f"the node {seat.address} has {listed}. Install the same versions on every node.")
 
 
 def network_variables(address: str) -> dict[str, str]:
-    """For ranks on several nodes: gloo, NCCL and vLLM use the interface that Ray's nodes reach each other by. On its
-    own gloo takes what the host's name resolves to, which is often a loopback address."""
-    for interface, found in psutil.net_if_addrs().items():
-        if any(one.address == address for one in found):
+    """Variables that make gloo, NCCL and vLLM use the interface of Ray's nodes, for ranks on several nodes.
+
+    gloo would use the address of the host's name, which is often a loopback address.
+    """
+    for interface, addresses in psutil.net_if_addrs().items():
+        if any(one.address == address for one in addresses):
             return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface, "VLLM_HOST_IP": address}
     raise ConfigError(
         f"Ray says that this node is {address}, and no network interface here has that address. Start the node with "
-        "ray start --node-ip-address of an address that it has and that the other nodes reach."
+        "ray start --node-ip-address and an address of this node that the other nodes reach."
     )
 
 
 def _nodes() -> str:
-    told = []
+    nodes = []
     for node in ray.nodes():  # type: ignore[no-untyped-call]
         has = {name: node["Resources"].get(name, 0) for name in ("CPU", "GPU") if name in node.get("Resources", {})}
         state = ", ".join(f"{value:g} {name}" for name, value in has.items()) if node["Alive"] else "dead"
-        told.append(f"{node['NodeManagerAddress']} ({state or 'no devices'})")
-    return "; ".join(told)
+        nodes.append(f"{node['NodeManagerAddress']} ({state or 'no devices'})")
+    return "; ".join(nodes)

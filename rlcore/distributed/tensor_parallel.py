@@ -1,5 +1,7 @@
-"""Ranks that hold one engine together: all of them run it on the same requests, the first one returns the completions,
-and the others return a fingerprint of what they sampled, which shows that they took the same decisions."""
+"""Several ranks that hold one engine: all run it on the same requests, and must sample the same tokens.
+
+The first rank returns the completions, the others a fingerprint of theirs.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +13,11 @@ import numpy as np
 from rlcore.errors import SamplerError
 from rlcore.ports import SampledGroup, SampleRequest
 
-Answer = SampledGroup | int  # of an engine's first rank; ``fingerprint`` of the others
+Answer = SampledGroup | int  # the group from an engine's first rank; its ``fingerprint`` from the others
 
 
 def fingerprint(group: SampledGroup) -> int:
-    """A 32-bit checksum of the prompt and all sampled tokens, in their order."""
+    """A 32-bit checksum of the prompt and all sampled tokens, in order."""
     crc = zlib.crc32(np.asarray(group.prompt_token_ids, np.int64).tobytes())
     for completion in group.completions:
         ids = np.asarray(completion.token_ids, np.int64)
@@ -24,21 +26,22 @@ def fingerprint(group: SampledGroup) -> int:
 
 
 def answers(ended: Iterator[dict[int, SampledGroup]], rank: int, tensor_parallel: int) -> Iterator[dict[int, Answer]]:
-    """What this rank returns of what its engine yields."""
+    """The groups of this rank's engine, as the rank returns them."""
     for groups in ended:
         yield {index: group if rank % tensor_parallel == 0 else fingerprint(group) for index, group in groups.items()}
 
 
-def verified(
+def verify_answers(
     answers_of_ranks: Iterator[tuple[int, Mapping[int, Answer]]],
     requests: Sequence[SampleRequest],
     ranks: int,
     tensor_parallel: int,
 ) -> Iterator[dict[int, SampledGroup]]:
-    """Groups by the index of their request, each when all ranks of its engine have returned and agree.
+    """Groups by the index of their request. Yields a group when all ranks of its engine have returned it and agree.
 
     Args:
-        answers_of_ranks: rank, and its answers by index in its own requests. Engine e of E has requests e, e + E, ...
+        answers_of_ranks: a rank, and its answers by their index in its requests. Engine e of E has requests e, e + E,
+            ...
 
     Raises:
         SamplerError: two ranks of an engine sampled different tokens, or one returned nothing.
@@ -58,7 +61,8 @@ def verified(
     for index, by_rank in waiting.items():
         raise SamplerError(
             f"problem {requests[index].problem.problem_id}: of the {tensor_parallel} ranks that hold its engine only "
-            f"{sorted(by_rank)} answered. Set rollout.tensor_parallel to 1, or look for what differs between the ranks."
+            f"{sorted(by_rank)} answered. Compare the devices and software of the ranks, or set "
+            "rollout.tensor_parallel to 1."
         )
 
 

@@ -1,8 +1,8 @@
-"""A profiler trace of one training step, requested while the run goes on: ``touch RUN_FOLDER/profile_step``.
+"""A profiler trace of one training step of a running trainer, requested by ``touch RUN_FOLDER/profile_step``.
 
-The next step's work of the trainer (log-probs, update, weight sync; the sampler's thousands of decode steps would bury
-it) is recorded on every rank and written as Chrome traces to ``profiles/`` of the run's folder, for Perfetto or
-chrome://tracing; the report sends them to MLflow.
+Every rank records the trainer's work in the next step: log-probs, update, weight sync. The sampler is left out, because
+its thousands of decode steps would hide the rest. The result is a Chrome trace per rank in ``profiles/`` of the run's
+folder, for Perfetto or chrome://tracing. The report sends them to MLflow.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ class Traced(Protocol):
 
 
 class StepTrace:
-    """Records the ranks that train for one step, when the request lies in the run's folder."""
+    """Records one step on the ranks that train, if the run's folder contains a request."""
 
     def __init__(self, trainers: RankRange[Traced], run_dir: Path | None) -> None:
         self._trainers, self._run_dir, self._recording = trainers, run_dir, False
 
     def begin(self) -> None:
-        """Start recording if that was requested; before any work of a step."""
+        """Start recording if requested. Call it before the work of a step."""
         if self._recording or self._run_dir is None or not (self._run_dir / REQUEST).exists():
             return
         (self._run_dir / REQUEST).unlink()
@@ -41,7 +41,7 @@ class StepTrace:
         self._trainers.each(lambda worker: worker.trace.start())
 
     def end(self, step: int) -> None:
-        """Write what was recorded; after the work of a step."""
+        """Write the recorded traces. Call it after the work of a step."""
         if not self._recording or self._run_dir is None:
             return
         self._recording = False
@@ -54,7 +54,7 @@ class StepTrace:
 
 
 class Trace:
-    """What this process computes between ``start`` and ``stop``, on the CPU and its GPU."""
+    """Records what this process computes between ``start`` and ``stop``, on the CPU and its GPU."""
 
     def __init__(self) -> None:
         self._profile: profile | None = None
@@ -62,7 +62,7 @@ class Trace:
     def start(self) -> None:
         from torch.profiler import profile
 
-        self._profile = profile(record_shapes=True)  # of every activity that torch supports here
+        self._profile = profile(record_shapes=True)  # all activities that torch supports here
         self._profile.start()
 
     def stop(self) -> bytes:

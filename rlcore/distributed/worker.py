@@ -1,5 +1,7 @@
-"""What one rank holds: a shard of the policy and, on the same device, a sampler; or one of them, where the two are
-disaggregated. Runs with or without Ray."""
+"""The worker of one rank: a shard of the policy and a sampler on the same device, or only one of them if disaggregated.
+
+Runs with or without Ray.
+"""
 
 from __future__ import annotations
 
@@ -32,10 +34,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:
-    """Everything a rank needs to build itself. Picklable; no torch."""
+    """Everything that a rank needs to build its worker. Picklable, without torch."""
 
     rank: int  # ranks that train come first, then ranks that only sample
-    world_size: int  # ranks that train
+    world_size: int  # number of ranks that train
     local_rank: int
     device: str  # "cpu" or "cuda"
     threads: int
@@ -44,8 +46,8 @@ class WorkerSpec:
     model: Path
     dataset: Path
     config: ExperimentConfig
-    channel_port: int = 0  # at the master's address, to send weights to ranks that only sample
-    # rendezvous of the ranks that hold one engine together and do not train
+    channel_port: int = 0  # at the master's address, for weights to ranks that only sample
+    # where ranks that hold one engine together, and do not train, find each other
     engine_address: str = ""
     engine_port: int = 0
 
@@ -53,7 +55,7 @@ class WorkerSpec:
     def alone(
         cls, model: Path, dataset: Path, config: ExperimentConfig, device: str, master_port: int = 0
     ) -> WorkerSpec:
-        """The spec of a single rank, on the first device of this machine. Training needs a free port."""
+        """The spec of a single rank on the first device of this machine. Training needs a free port."""
         threads = config.resources.threads_per_worker
         return cls(0, 1, 0, device, threads, "127.0.0.1", master_port, model, dataset, config)
 
@@ -61,8 +63,8 @@ class WorkerSpec:
 class Synced(NamedTuple):
     """The result of one rank's weight sync."""
 
-    checksum: int  # of what was sent, and of what the engine holds
-    waking_seconds: float  # for its engine to get its memory back
+    checksum: int  # of the tensors sent, and of those that the engine has
+    waking_seconds: float  # until the engine had its memory back
 
 
 def _seconds_of(action: Callable[[], object]) -> float:
@@ -77,8 +79,10 @@ def make_worker(spec: WorkerSpec) -> Worker | RolloutWorker:
 
 
 class Worker:
-    """One rank that trains, and samples unless other ranks do. Whatever touches the policy is collective: all ranks
-    that train call it in the same order."""
+    """One rank that trains, and samples unless other ranks do.
+
+    Everything that uses the policy is collective: all ranks that train call it in the same order.
+    """
 
     def __init__(self, spec: WorkerSpec) -> None:
         _enter_world(spec, spec.rank, spec.world_size, spec.master_address, spec.master_port)
@@ -94,7 +98,7 @@ class Worker:
 
         config = spec.config
         self._spec = spec
-        require_supported(  # the policy checks it too, but only after the engine has started
+        require_supported(  # the policy checks this too, but only after the engine has started
             load_hf_config(spec.model, config.model.trust_remote_code),
             longest=config.max_sequence_tokens,
             sequence_parallel=config.training.sequence_parallel,
@@ -108,7 +112,7 @@ class Worker:
         self.trace = Trace()
         self.sampler: VllmSampler | None = None
         if not config.resources.rollout_workers:
-            # before the policy: on a GPU the engine measures free memory, which a shard must not have taken yet
+            # before the policy: on a GPU the engine measures free memory, and a shard would reduce it
             engine = Engine(spec.model, config, spec.device, join_world=True)
             self.sampler = VllmSampler(engine, prompts=prompts, images=self._images)
             self.sampler.memory.sleep()
@@ -129,21 +133,21 @@ class Worker:
         return ImageFeatures(*self._prompts.read(self._images.read(image)))
 
     def generate(self, requests: Sequence[SampleRequest]) -> Iterator[dict[int, Answer]]:
-        """What this rank's engine samples; see ``tensor_parallel.answers``."""
-        for request in requests:  # prepare these images for training while the engine samples
+        """The groups of this rank's engine (``tensor_parallel.answers``)."""
+        for request in requests:  # read these images for training while the engine samples
             for image in request.problem.images:
                 self._features.start(image)
         groups = self._own_sampler.generate(requests)
         return answers(groups, self._spec.rank, self._spec.config.rollout.tensor_parallel)
 
     def release_sampler(self) -> None:
-        """Hand the sampler's memory to training."""
+        """Free the sampler's memory for training."""
         self._own_sampler.memory.sleep()
 
     @property
     def _own_sampler(self) -> VllmSampler:
         if self.sampler is None:
-            raise SamplerError(f"rank {self._spec.rank} only trains: ask the ranks from {self._spec.world_size} on")
+            raise SamplerError(f"rank {self._spec.rank} only trains: call the ranks from {self._spec.world_size} on")
         return self.sampler
 
     def update(
@@ -153,39 +157,38 @@ class Worker:
         learning_rate: float,
         kl_coefficient: float,
     ) -> UpdateResult:
-        """``TorchPolicy.update``, finished on the device too when it returns."""
+        """``TorchPolicy.update``, followed by a synchronisation with the device."""
         self._has_trained = True
         result = self.policy.update(microbatches, totals, learning_rate, kl_coefficient)
-        if self._spec.device == "cuda":  # the optimizer's kernels are still queued; count them in this phase
+        if self._spec.device == "cuda":  # so that the time of the optimizer's kernels counts in this phase
             import torch
 
             torch.cuda.synchronize()
         return result
 
     def sync_weights(self, version: int) -> Synced:
-        """Send the policy's weights, or its adapters if only these train, to this rank's sampler or to the ranks that
-        sample."""
+        """Send the policy's weights, or its adapters if it has any, to this rank's sampler or the ranks that sample."""
         if self.sampler is None:
             self._sender = self._sender or self._make_sender()
-            checksum = self._give(self._sender, version)
+            checksum = self._send_to(self._sender, version)
             self.policy.offload()
             return Synced(checksum, 0.0)
         memory = self.sampler.memory
         if self._has_trained:
             memory.decide()
         waking = _seconds_of(memory.wake_weights)
-        checksum = self._give(self.sampler, version)
-        self.policy.offload()  # before the engine takes the memory for its cache
+        checksum = self._send_to(self.sampler, version)
+        self.policy.offload()  # frees the memory that the engine needs for its cache
         return Synced(checksum, waking + _seconds_of(memory.wake_cache))
 
     def _make_sender(self) -> WeightSender:
-        """Call it at the first sync, when all ranks are up: it waits for the ranks that sample."""
+        """Called at the first sync, when all ranks are running: it waits for the ranks that sample."""
         from rlcore.sampler.channel import WeightSender
 
         channel = _channel(self._spec, 0) if self._spec.rank == 0 else None
         return WeightSender(channel, _engine_dtype(self._spec))
 
-    def _give(self, taker: VllmSampler | WeightSender, version: int) -> int:
+    def _send_to(self, taker: VllmSampler | WeightSender, version: int) -> int:
         from rlcore.models.sharding import unsharded
 
         dtype = None if self._spec.device == "cpu" else self.policy.sync_dtype
@@ -206,8 +209,10 @@ class Worker:
 
 
 class RolloutWorker:
-    """One rank that samples and does not train: an engine, or a part of one. ``sync_weights`` is collective over all
-    ranks, ``generate`` over the ranks of one engine."""
+    """One rank that samples and does not train: an engine, or a part of one.
+
+    ``sync_weights`` is collective over all ranks, ``generate`` over the ranks of one engine.
+    """
 
     def __init__(self, spec: WorkerSpec) -> None:
         from rlcore.sampler.engine import Engine, set_engine_environment
@@ -226,11 +231,11 @@ class RolloutWorker:
         self.sampler = VllmSampler(engine, prompts=_prompts(spec), images=ImageStore(spec.dataset))
 
     def generate(self, requests: Sequence[SampleRequest]) -> Iterator[dict[int, Answer]]:
-        """What this rank's engine samples; see ``tensor_parallel.answers``."""
+        """The groups of this rank's engine (``tensor_parallel.answers``)."""
         return answers(self.sampler.generate(requests), self._spec.rank, self._spec.config.rollout.tensor_parallel)
 
     def sync_weights(self, version: int) -> Synced:
-        """Take what rank 0 sends in ``Worker.sync_weights``."""
+        """Receive the tensors that rank 0 sends in ``Worker.sync_weights``."""
         if self._channel is None:
             self._channel = _channel(self._spec, 1 + self._spec.rank - self._spec.world_size)
         if self._spec.config.model.lora is None:
@@ -247,11 +252,11 @@ class RolloutWorker:
 def evaluation_worker(
     spec: WorkerSpec, *, checkpoint: Path | None, version: int, temperature: float, top_p: float
 ) -> RolloutWorker:
-    """One rank of an evaluation, with the weights that it evaluates.
+    """One rank of an evaluation, with the weights to evaluate.
 
     Args:
-        checkpoint: committed checkpoint whose weights are sampled from; None: those of ``spec.model``.
-        version: policy version to stamp completions with.
+        checkpoint: committed checkpoint with the weights; None: those of ``spec.model``.
+        version: policy version of the completions.
     """
     from rlcore.models.checkpoint import load_hf_state_dict
 
@@ -291,7 +296,7 @@ def _engine_dtype(spec: WorkerSpec) -> torch.dtype:
 
 
 def _peak_memory_bytes(device: str) -> int:
-    """Since the last call on a GPU; of the whole process so far on CPU."""
+    """On a GPU since the last call; on a CPU the process's peak so far."""
     if device == "cpu":
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     import torch
@@ -310,7 +315,7 @@ def _prompts(spec: WorkerSpec) -> PromptBuilder:
 
 
 def _joined_engine_world(spec: WorkerSpec) -> bool:
-    """Join the world of the ranks that hold this one's engine together, where there are others and no trainers."""
+    """With tensor parallelism, join the world of the ranks that hold this rank's engine. Returns whether it did."""
     ranks = spec.config.rollout.tensor_parallel
     if ranks > 1:
         _enter_world(spec, spec.rank % ranks, ranks, spec.engine_address, spec.engine_port)
@@ -318,7 +323,7 @@ def _joined_engine_world(spec: WorkerSpec) -> bool:
 
 
 def _enter_world(spec: WorkerSpec, rank: int, world_size: int, address: str, port: int) -> None:
-    """Join torch.distributed, the way vLLM's external launcher expects to find it."""
+    """Join torch.distributed in the way that vLLM's external launcher expects."""
     from rlcore.sampler.engine import set_engine_environment
 
     set_engine_environment(spec.device)
@@ -334,7 +339,7 @@ def _enter_world(spec: WorkerSpec, rank: int, world_size: int, address: str, por
 
     if spec.device == "cuda":
         torch.cuda.set_device(spec.local_rank)
-        # only a warning, because vLLM's sampling has an operation (cumsum) without a deterministic kernel
+        # warn only, because vLLM samples with an operation (cumsum) that has no deterministic kernel
         torch.use_deterministic_algorithms(spec.config.resources.deterministic, warn_only=True)
     torch.set_num_threads(spec.threads)
     if not dist.is_initialized():

@@ -74,7 +74,7 @@ class PackedModel(nn.Module):
             segments=batch.segments,
             sequence=self.sequence,
         )
-        found = linear_logprobs(
+        values = linear_logprobs(
             out.last_hidden_state[0].index_select(0, batch.predict_from),  # [N, H]
             self.hf.lm_head.weight,
             batch.targets,
@@ -85,12 +85,12 @@ class PackedModel(nn.Module):
             with_entropy=with_entropy,
         )
         if batch.share is None or self.sequence is None:
-            return found
-        logprobs, entropy, kept = gather_trained(found, batch.share, self.sequence)
+            return values
+        logprobs, entropy, kept = gather_trained(values, batch.share, self.sequence)
         return logprobs, entropy, kept
 
     def _inputs(self, batch: Microbatch) -> dict[str, Any]:
-        """Token embeddings, with the vision features of their images."""
+        """Token embeddings, and the features of images."""
         embeddings = self.hf.get_input_embeddings()(batch.token_ids)  # [T, H]
         if self.images is None:
             return {"inputs_embeds": embeddings[None]}
@@ -99,14 +99,14 @@ class PackedModel(nn.Module):
             features = self._features(self.images, batch, embeddings)  # [R, F]
             if batch.share is not None and batch.share.most_features and self.sequence is not None:
                 features = gather_rows(features, batch.share.most_features, self.sequence)
-            elif batch.pixel_values is None:  # of a blank image
+            elif batch.pixel_values is None:  # features of a blank image
                 embeddings, features = embeddings + 0.0 * features.sum(), None
         if features is None:
             return {"inputs_embeds": embeddings[None]}
         return self.images.decoder_inputs(embeddings, features, batch.image_index, batch.image_rows)
 
     def _features(self, images: Images, batch: Microbatch, embeddings: Tensor) -> Tensor:
-        """Of the row's images, or of a blank one where it has none."""
+        """Features of the row's images, or of a blank one if it has none."""
         tower = images.tower(self.hf)
         if batch.pixel_values is None or batch.image_grid_thw is None:
             shape, grid = images.blank(tower.config)
@@ -118,7 +118,7 @@ class PackedModel(nn.Module):
 
 
 def model_shape(hf: Any) -> ModelShape:
-    """What there is to compute. Only matrices count."""
+    """The sizes that determine the FLOPs of a pass. Only matrices count."""
     family, text = family_of(hf.config), hf.config.get_text_config()
     decoder, tower = decoder_of(hf), vision_tower(hf)
     head_size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads

@@ -1,9 +1,7 @@
-"""The policy under training on one rank: an FSDP2 shard, its optimizer, and the frozen reference.
+"""The policy under training on one rank: an FSDP2 shard, its optimizer, and the frozen reference model.
 
-With adapters the reference is the same model with its adapters off.
-
-All ranks call the same methods in the same order; each gets the microbatches planned for it. Nothing here knows
-Ray or vLLM, so one process without either is a complete policy (W = 1).
+With adapters the reference is the same model with its adapters off. All ranks call the same methods in the same order,
+each with its own microbatches. Nothing here uses Ray or vLLM: one process without them is a complete policy.
 """
 
 from __future__ import annotations
@@ -50,8 +48,8 @@ class TorchPolicy:
     ) -> None:
         """
         Args:
-            hf: weights on CPU, the same on every rank, best in ``weights_dtype``: others are converted.
-            mesh: of one dimension, all ranks; sequence groups are of neighbours in it.
+            hf: weights on the CPU, the same on every rank, ideally in ``weights_dtype``. Others are converted.
+            mesh: all ranks, in one dimension. Consecutive ranks form the sequence groups.
             features: reads one image of the prepared dataset.
         """
         require_supported(
@@ -100,34 +98,34 @@ class TorchPolicy:
         self.offload()
 
     def _own_of_reference(self) -> list[nn.Parameter]:
-        shared = {id(parameter) for parameter in self.model.parameters()}  # a frozen tower's
+        shared = {id(parameter) for parameter in self.model.parameters()}  # those of a frozen tower
         return [p for p in self.reference.parameters() if id(p) not in shared] if self.reference is not None else []
 
     def _shard(self, model: PackedModel, mesh: DeviceMesh) -> PackedModel:
         whole = set() if self._frozen_tower is None else set(self._frozen_tower.parameters())
         blocks = [block for block in transformer_blocks(model.hf) if whole.isdisjoint(block.parameters())]
         computes_in = compute_dtype(self.config, mesh.device_type)
-        # in float32, attention has no kernel of its own, so a compiled block would be one in pieces
+        # float32 attention is no single operator, so a compiled block would consist of several graphs
         if is_on(self.config.training.compile_blocks, auto=mesh.device_type == "cuda" and computes_in != torch.float32):
             compile_blocks(blocks)
         precision = MixedPrecisionPolicy(
             param_dtype=computes_in,
-            reduce_dtype=torch.float32,  # and no output_dtype: a block's output is the next layer's input
+            reduce_dtype=torch.float32,  # no output_dtype: a block's output is the next block's input
         )
         model.to(self.device)
         for block in blocks:
             fully_shard(block, mesh=mesh, mp_policy=precision, reshard_after_forward=self._reshards)
         fully_shard(model, mesh=mesh, mp_policy=precision, ignored_params=whole)
-        for before, after in pairwise(model.decoder.layers):  # in backward FSDP2 does so by itself
+        for before, after in pairwise(model.decoder.layers):  # FSDP2 does this by itself in the backward pass
             before.set_modules_to_forward_prefetch([after])
         for module in model.modules():
-            if isinstance(module, FSDPModule):  # a plain sum over ranks: every token's weight is already global
+            if isinstance(module, FSDPModule):  # sum over ranks: the tokens' weights contain the step's denominators
                 module.set_force_sum_reduction_for_comms(True)
                 module.set_gradient_divide_factor(1.0)
         return model
 
     def _pack(self, samples: Sequence[TrainingSample]) -> Microbatch:
-        if self._frozen_tower is not None:  # it is at work here, for the reference as well
+        if self._frozen_tower is not None:  # packing runs it, for the reference too
             self._weights.onload()
         layout, sequence = self.model.image_layout, self._sequence
         batch = pack(samples, layout=layout, features=self._features)
@@ -139,27 +137,27 @@ class TorchPolicy:
     def logprobs(
         self, microbatches: Sequence[Sequence[TrainingSample]], *, reference: bool = False
     ) -> list[list[ScoredTokens]]:
-        """By microbatch and sample; an empty microbatch still takes part in the collectives."""
+        """Log-probs by microbatch and sample. Empty microbatches take part in the collectives too."""
         if reference and self.config.model.lora is not None:
             with adapters_off(self.model):
                 return self.logprobs(microbatches)
         model = self.reference if reference else self.model
         if model is None:
-            raise ValueError("this policy holds no reference model: algorithm.kl.coefficient is 0")
+            raise ValueError("this policy has no reference model: algorithm.kl.coefficient is 0")
         (self._reference_weights if reference else self._weights).onload()
-        found = [self._logprobs_of(model, samples) for samples in microbatches]
+        scored = [self._logprobs_of(model, samples) for samples in microbatches]
         _reshard(model)
         if reference:
             self._offload(self._reference_weights)
-        return found
+        return scored
 
     @torch.no_grad()
     def raw_logprobs(self, samples: Sequence[TrainingSample]) -> list[Floats]:
-        """[L] per sample of the model's own distribution: temperature 1, no token banned. One microbatch."""
+        """Log-probs [L] of each sample at temperature 1 with no token banned. Computes one microbatch."""
         self._weights.onload()
-        found = [scored.logprobs for scored in self._logprobs_of(self.model, samples, raw=True)]
+        logprobs = [scored.logprobs for scored in self._logprobs_of(self.model, samples, raw=True)]
         _reshard(self.model)
-        return found
+        return logprobs
 
     def _logprobs_of(
         self, model: PackedModel, samples: Sequence[TrainingSample], raw: bool = False
@@ -169,7 +167,7 @@ class TorchPolicy:
         parts = np.split(torch.stack([values, kept]).cpu().numpy(), np.cumsum(counts)[:-1], axis=1)
         return [
             ScoredTokens(logprobs=_placed(part[0], sample), truncation_logprobs=_placed(part[1], sample))
-            for part, sample in zip(parts, samples, strict=False)  # of no samples there is one part
+            for part, sample in zip(parts, samples, strict=False)  # np.split gives one part for no samples
         ]
 
     def update(
@@ -181,10 +179,10 @@ class TorchPolicy:
     ) -> UpdateResult:
         """Accumulate the gradient over the microbatches, clip it by its global norm and take one AdamW step.
 
-        The ranks of a sequence group get the same microbatches; the sums of each are those of its first rank.
+        The ranks of a sequence group get the same microbatches, and only the first rank counts their sums.
 
         Args:
-            totals: counts over all microbatches and ranks of this step, the denominators of the loss.
+            totals: the denominators of the loss, over all microbatches and ranks of this step.
             kl_coefficient: of the KL term in the loss.
         """
         self._weights.onload()
@@ -217,14 +215,14 @@ class TorchPolicy:
         return UpdateResult(sums=sums.all_reduce(), grad_norm=grad_norm, skipped=skipped)
 
     def tensors(self) -> dict[str, Tensor]:
-        """The state dict as it is sharded, on the device."""
+        """The sharded state dict, on the device."""
         self._weights.onload()
         return self.model.hf.state_dict()
 
     def full_weights(
         self, dtype: torch.dtype | None = None, bucket_bytes: int = 512 << 20
     ) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor of the state dict, whole, in the state dict's order; of a model with adapters, the base's.
+        """The whole tensors of the state dict, in its order, without adapters.
 
         Collective: all ranks iterate in step.
         """
@@ -234,7 +232,7 @@ class TorchPolicy:
     def adapter_weights(
         self, dtype: torch.dtype | None = None, bucket_bytes: int = 512 << 20
     ) -> Iterator[tuple[str, Tensor]]:
-        """A and (alpha / rank) B of every adapter, whole: B A is then what is added to the weight. Collective."""
+        """The whole A and (alpha / rank) B of every adapter: their product is added to the weight. Collective."""
         tensors = {name: value for name, value in self.tensors().items() if is_adapter(name)}
         alpha = lora_alpha(self.model) or 0.0
         for name in (name for name in tensors if name.endswith(B)):  # before any rounding to ``dtype``
@@ -245,12 +243,12 @@ class TorchPolicy:
         return self.model.shape
 
     def device_name(self) -> str:
-        """As its vendor calls it; what ``flops.peak_flops`` looks for."""
+        """The vendor's name of the device, as in the table of ``flops.peak_flops``."""
         return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
 
     @property
     def sync_dtype(self) -> torch.dtype:
-        """Dtype that the sampler takes weights in."""
+        """Dtype of the weights that the sampler receives."""
         return compute_dtype(self.config, self.device.type)
 
     def offload(self) -> None:
@@ -258,7 +256,7 @@ class TorchPolicy:
         for part in (self._weights, self._reference_weights, self._optimizer_state):
             self._offload(part)
         if self.config.training.offload and self.device.type == "cuda":
-            torch.cuda.empty_cache()  # what the sampler takes is not torch's
+            torch.cuda.empty_cache()  # for the sampler, which has another allocator
 
     def _offload(self, part: HostOffload | OffloadedOptimizer) -> None:
         if self.config.training.offload:
@@ -281,7 +279,7 @@ class TorchPolicy:
 
 
 def _reshard(model: nn.Module) -> None:
-    """Let go of the whole weights that a forward pass without a backward pass leaves behind."""
+    """Free the gathered weights, which a forward pass without a backward pass leaves in memory."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -295,14 +293,14 @@ def _placed(values: Floats, sample: TrainingSample) -> Floats:
 
 
 def _without_dropout(model: nn.Module) -> None:
-    # the sampler has none, so ratios would not start at 1; and a step would depend on torch's generator
+    # the sampler has no dropout, so ratios would not start at 1; and a step would depend on torch's generator
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
 
 
 def is_on(choice: Literal["auto", "on", "off"], *, auto: bool) -> bool:
-    """What a three-way choice of the config comes to."""
+    """Resolves a setting with the values auto, on and off."""
     return auto if choice == "auto" else choice == "on"
 
 
@@ -314,12 +312,12 @@ def compute_dtype(config: ExperimentConfig, device_type: str) -> torch.dtype:
 
 
 def master_dtype(config: ExperimentConfig) -> torch.dtype:
-    """Dtype that trained parameters are kept in between steps."""
+    """Dtype of trained parameters between steps."""
     return torch.bfloat16 if config.training.optimizer == "adamw_bf16" else torch.float32
 
 
 def weights_dtype(config: ExperimentConfig, device_type: str) -> torch.dtype:
-    """Dtype to load the model in. Weights beside adapters never change, so no more of them is kept than is used."""
+    """Dtype to load the model in. The base weights of adapters never change, so the compute dtype is enough."""
     return master_dtype(config) if config.model.lora is None else compute_dtype(config, device_type)
 
 
@@ -328,7 +326,7 @@ def _convert(parameters: Iterable[nn.Parameter], dtype: torch.dtype) -> None:
         parameter.data = parameter.data.to(dtype)
 
 
-# takes the place of an empty microbatch: trained positions none, weight none
+# stands for an empty microbatch: it has no trained tokens, so its loss is 0
 FILLER = TrainingSample(
     token_ids=np.zeros(2, np.int32),
     loss_mask=np.zeros(2, np.bool_),

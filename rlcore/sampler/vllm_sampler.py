@@ -137,9 +137,9 @@ class VllmSampler:
         expected = np.concatenate([prompt, request.drawn])
         if not np.array_equal(expected, expanded):
             raise SamplerError(
-                f"problem {request.problem.problem_id}: vLLM's prompt has {len(expanded)} tokens, the trainer's "
-                f"{len(expected)}. They resize images differently. Set data.min_pixels and data.max_pixels to the "
-                "values that the dataset was prepared with."
+                f"problem {request.problem.problem_id}: vLLM sees a prompt of {len(expanded)} tokens, "
+                f"the trainer one of {len(expected)}. They resize images differently. Set data.min_pixels and "
+                "data.max_pixels to the values that the dataset was prepared with."
             )
         return prompt
 

@@ -71,7 +71,7 @@ def test_what_another_thread_streams_ends_with_the_ranks(ranks: RayRanks) -> Non
         ranks.call(ToyWorker.die, [0], 0)
     assert not streamed.done()
     ranks.close()
-    assert "let go while they were still sampling" in str(streamed.exception(timeout=5))
+    assert "closed while they were still sampling" in str(streamed.exception(timeout=5))
 
 
 def test_a_stuck_rank_tells_its_stacks(ranks: RayRanks, tmp_path: Path) -> None:

@@ -18,9 +18,9 @@ def test_nodes_that_do_not_fit_or_are_cut_off_are_named(tmp_path: Path) -> None:
     answer = hosts.inside(tmp_path, "tests.long.cluster_failures")
     assert answer.returncode == 0, answer.stdout[-3000:] + answer.stderr[-6000:]
     errors = json.loads((tmp_path / "errors.json").read_text())
-    assert "rlcore.errors.ConfigError: the Ray cluster at 10.77.0.1:6379 wants a token" in errors["token"]
+    assert "rlcore.errors.ConfigError: the Ray cluster at 10.77.0.1:6379 requires a token" in errors["token"]
     assert errors["folder"].startswith("ConfigError: the node 10.77.0.")
-    assert "does not see what lies here in /mnt/local/dataset" in errors["folder"]
+    assert "does not see the files in /mnt/local/dataset" in errors["folder"]
     assert errors["room"].startswith("WorkerLostError: Ray has had no room for 3 worker(s)")
     assert "10.77.0.2 (1 CPU)" in errors["room"]
     # which of the two ranks Ray put there is its own choice

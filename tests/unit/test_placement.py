@@ -76,7 +76,7 @@ def test_a_folder_that_lacks_something_is_told(tmp_path: Path) -> None:
 
 def test_a_node_without_the_folders_or_with_other_packages_is_refused() -> None:
     check_seats([seat(), seat("10.0.0.3")])
-    with pytest.raises(ConfigError, match=r"the node 10\.0\.0\.3 does not see what lies here in /data/x\."):
+    with pytest.raises(ConfigError, match=r"the node 10\.0\.0\.3 does not see the files in /data/x\."):
         check_seats([seat(), seat("10.0.0.3", unseen=("/data/x",))])
     here = package_versions()["torch"]
     with pytest.raises(ConfigError, match=rf"10\.0\.0\.2 has torch 1\.0 \(here {here}\)\. Install the same"):
