@@ -116,8 +116,8 @@ class WorkerGroup:
         return [value for value in values if value is not None]
 
     def update(self, samples: Sequence[TrainingSample], learning_rate: float, kl_coefficient: float) -> UpdateResult:
-        """One optimizer step. The plan is that of ``logprobs`` for the same samples, so the same kernels compute old and
-        new log-probs.
+        """One optimizer step. ``logprobs`` makes the same plan for the same samples, so old and new log-probs come from
+        the same kernels.
 
         Samples without a gradient (``has_gradient``) count in the denominators and are not computed.
         """

@@ -93,8 +93,11 @@ def test_tokens_packed_are_tokens_counted():
 class MathKernel:
     """A ``FlashKernel`` for the CPU."""
 
-    forward = staticmethod(math_forward)
-    backward = staticmethod(math_backward)
+    def forward(self, query, key, value, where, scale):
+        return math_forward(query, key, value, *where, scale)
+
+    def backward(self, grad, inputs, out, lse, where, scale):
+        return math_backward(grad, *inputs, out, lse, *where, scale)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
