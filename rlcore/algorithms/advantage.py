@@ -7,7 +7,7 @@ as equal, because dividing by such a spread would amplify rounding. No deviation
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import comb
 from typing import Literal
@@ -97,13 +97,10 @@ def bnpo(rewards: Tensor, graded: Tensor) -> Advantages:
     if p.numel() > 1 and bool(p.max() - p.min() > MIN_SPREAD):
         total = (p.mean() * (1 - p.mean()) / p.var(unbiased=True) - 1).clamp_min(0)
     a, b = (p.mean() * total, (1 - p.mean()) * total) if p.numel() else (total, total)
-    density = _beta_density(means.clamp(MIN_SPREAD, 1 - MIN_SPREAD), 1 + a / 3, 1 + b / 3)
-    return _where(spread, centred / density.clamp_min(MIN_DENSITY))
-
-
-def _beta_density(x: Tensor, alpha: Tensor, beta: Tensor) -> Tensor:
+    x, alpha, beta = means.clamp(MIN_SPREAD, 1 - MIN_SPREAD), 1 + a / 3, 1 + b / 3
     scale = torch.lgamma(alpha + beta) - torch.lgamma(alpha) - torch.lgamma(beta)
-    return (scale + (alpha - 1) * x.log() + (beta - 1) * (-x).log1p()).exp()
+    density = (scale + (alpha - 1) * x.log() + (beta - 1) * (-x).log1p()).exp()  # of Beta(alpha, beta) at x
+    return _where(spread, centred / density.clamp_min(MIN_DENSITY))
 
 
 def pass_at_k(rewards: Tensor, graded: Tensor, *, k: int) -> Advantages:
@@ -220,9 +217,6 @@ def _where(spread: Tensor, values: Tensor) -> Advantages:
     return Advantages(torch.where(spread[:, None], values, 0.0))
 
 
-# --- what the groups of a batch are worth, counted for the metrics ---
-
-
 def group_outcome(accuracy: Sequence[float], graded: Sequence[bool]) -> GroupOutcome:
     """Whether the graded completions of a group are all right (accuracy 1), all wrong (0) or mixed.
 
@@ -238,27 +232,3 @@ def group_outcome(accuracy: Sequence[float], graded: Sequence[bool]) -> GroupOut
     if all(value >= 1 for value in counted):
         return "all_right"
     return "all_wrong" if all(value <= 0 for value in counted) else "mixed"
-
-
-@dataclass(frozen=True, slots=True)
-class OutcomeCounts:
-    """Number of groups by outcome."""
-
-    groups: int
-    all_right: int
-    all_wrong: int
-    ungraded: int
-    zero_signal: int  # without signal; an all-wrong group can still have signal from the format reward
-
-
-def count_outcomes(groups: Iterable[tuple[GroupOutcome, bool]]) -> OutcomeCounts:
-    """Count (outcome, signal) pairs, one per group."""
-    pairs = list(groups)
-    outcomes = [outcome for outcome, _ in pairs]
-    return OutcomeCounts(
-        groups=len(pairs),
-        all_right=outcomes.count("all_right"),
-        all_wrong=outcomes.count("all_wrong"),
-        ungraded=outcomes.count("ungraded"),
-        zero_signal=sum(not signal for _, signal in pairs),
-    )

@@ -117,12 +117,7 @@ def truncated_importance(
 
 
 def masked_importance(
-    logprobs: Tensor,
-    sampler_logprobs: Tensor,
-    sequence_index: Tensor | None,
-    *,
-    min_weight: float,
-    max_weight: float,
+    logprobs: Tensor, sampler_logprobs: Tensor, sequence_index: Tensor | None, *, min_weight: float, max_weight: float
 ) -> Tensor:
     """[N] p_trainer / p_sampler if it is within [min_weight, max_weight], else 0; detached. MIS.
 

@@ -19,15 +19,7 @@ import torch
 from torch import Tensor
 
 from rlcore.algorithms.divergence import MAX_LOG_RATIO, clamped_log_ratio
-from rlcore.config.algorithm import (
-    CispoLoss,
-    GspoLoss,
-    GspoTokenLoss,
-    PolicyLoss,
-    PpoClipLoss,
-    SapoLoss,
-    VespoLoss,
-)
+from rlcore.config.algorithm import CispoLoss, GspoLoss, GspoTokenLoss, PolicyLoss, PpoClipLoss, SapoLoss, VespoLoss
 
 Aggregation = Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant"]
 
@@ -49,12 +41,7 @@ def policy_loss(
     match loss:
         case PpoClipLoss():
             return ppo_clip(
-                logprobs,
-                old,
-                advantages,
-                clip_low=loss.clip_low,
-                clip_high=loss.clip_high,
-                dual_clip=loss.dual_clip,
+                logprobs, old, advantages, clip_low=loss.clip_low, clip_high=loss.clip_high, dual_clip=loss.dual_clip
             )
         case GspoLoss() | GspoTokenLoss():
             of_sequence = gspo if isinstance(loss, GspoLoss) else gspo_token
@@ -67,11 +54,7 @@ def policy_loss(
             return sapo(logprobs, old, advantages, tau_positive=loss.tau_positive, tau_negative=loss.tau_negative)
         case VespoLoss():
             return vespo(
-                logprobs,
-                old,
-                advantages,
-                sequence_index,
-                lengths,
+                *(logprobs, old, advantages, sequence_index, lengths),
                 k_positive=loss.k_positive,
                 lambda_positive=loss.lambda_positive,
                 k_negative=loss.k_negative,
@@ -259,12 +242,7 @@ class StepTotals:
 
 
 def token_weights(
-    sequence_index: Tensor,
-    lengths: Tensor,
-    *,
-    mode: Aggregation,
-    totals: StepTotals,
-    max_completion_tokens: int,
+    sequence_index: Tensor, lengths: Tensor, *, mode: Aggregation, totals: StepTotals, max_completion_tokens: int
 ) -> Tensor:
     """The weight of each token's loss: [N] float64.
 

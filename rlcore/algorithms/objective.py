@@ -120,11 +120,7 @@ def microbatch_loss(
     """
     logprobs, sequence_index, lengths = tokens.logprobs, batch.sequence_index, batch.sequence_lengths
     weights = token_weights(
-        sequence_index,
-        lengths,
-        mode=algorithm.aggregation,
-        totals=totals,
-        max_completion_tokens=max_completion_tokens,
+        sequence_index, lengths, mode=algorithm.aggregation, totals=totals, max_completion_tokens=max_completion_tokens
     ).to(logprobs.dtype)
     old = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
     # with top-p and top-k the sampler's log-probs are those of the truncated distribution, the trainer's are not

@@ -89,7 +89,7 @@ def start_ranks(
     options: dict[str, Any] = {"num_gpus": 1, "num_cpus": 1} if device == "cuda" else {"num_cpus": 1}
     options["runtime_env"] = {"env_vars": worker_environment(device, config.resources)}
     actor: Any = ray.remote(**options)(WorkerActor)
-    actors = [actor.options(scheduling_strategy=place.strategy()).remote() for place in placement.places(group, sizes)]
+    actors = [actor.options(scheduling_strategy=each).remote() for each in placement.strategies(group, sizes)]
     folders = [folder for folder in (model, dataset, stacks) if folder is not None and folder.is_dir()]
     shared = {folder: placement.listing(folder) for folder in folders}
     try:

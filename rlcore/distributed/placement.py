@@ -38,17 +38,6 @@ class Seat:
     unseen: tuple[str, ...]  # shared folders whose files this node does not see
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """A bundle of devices for one rank, or for consecutive ranks."""
-
-    group: PlacementGroup
-    index: int
-
-    def strategy(self) -> PlacementGroupSchedulingStrategy:
-        return PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=self.index)
-
-
 def bundle_sizes(config: ExperimentConfig) -> list[int]:
     """Number of ranks in each bundle. Ray never splits a bundle over nodes.
 
@@ -86,9 +75,13 @@ def reserve(config: ExperimentConfig, device: str) -> PlacementGroup:
     )
 
 
-def places(group: PlacementGroup, sizes: Sequence[int]) -> list[Place]:
-    """The place of each rank."""
-    return [Place(group, index) for index, size in enumerate(sizes) for _ in range(size)]
+def strategies(group: PlacementGroup, sizes: Sequence[int]) -> list[PlacementGroupSchedulingStrategy]:
+    """Ray's placement of each rank in its bundle."""
+    return [
+        PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
+        for index, size in enumerate(sizes)
+        for _ in range(size)
+    ]
 
 
 def by_node(nodes: Sequence[str], sizes: Sequence[int], trainers: int) -> list[int]:

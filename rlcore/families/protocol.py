@@ -92,7 +92,7 @@ class Images(Protocol):
         """The tower's layers: units of sharding, compilation and activation checkpointing."""
 
     def tower_arguments(self, config: Any, grids: Tensor) -> dict[str, Any]:
-        """Keyword arguments of the tower's forward pass beside the pixels, on the CPU.
+        """Keyword arguments of the tower's forward pass, without the pixels, on the CPU.
 
         Args:
             config: of the tower, with packed attention set.
@@ -117,7 +117,7 @@ class Images(Protocol):
     # --- transformers' own forward pass, which a merged model is compared with ---
 
     def plain_arguments(self, layout: ImageLayout, token_ids: Tensor, pixels: Tensor, grids: Tensor) -> dict[str, Any]:
-        """Keyword arguments of transformers' model for one sequence [L] beside its ``input_ids``."""
+        """Keyword arguments of transformers' model for one sequence [L], without ``input_ids``."""
 
     # --- cost ---
 

@@ -89,8 +89,11 @@ def packed_attention(
         refused["dropout"] = dropout
     if segments is not None and is_causal is False:
         refused["is_causal"] = is_causal
-    looks_back = sliding_window is not None and not torch.compiler.is_compiling()
-    if looks_back and (segments is None or int(segments.sizes[2]) > sliding_window):
+    if (
+        sliding_window is not None
+        and not torch.compiler.is_compiling()
+        and (segments is None or int(segments.sizes[2]) > sliding_window)
+    ):
         refused["sliding_window"] = sliding_window
     if refused:
         raise ModelError(
@@ -158,7 +161,7 @@ def _attention(
 ) -> tuple[Tensor, Tensor]:
     """Output [T, Hq, D] and log-sum-exp [Hq, T] float32."""
     where = Sequences(bounds, key_bounds, *sizes[1:].tolist())
-    out, lse = flash_kernel().forward(query, key[key_rows], value[key_rows], where, scale)
+    out, lse = flash_kernel().forward((query, key[key_rows], value[key_rows]), where, scale)
     return out.contiguous(), lse
 
 
@@ -255,7 +258,8 @@ def _attend(
     """[B, queries, Hq, D]: attention of the rows ``queries`` [B, queries] to the rows ``keys`` [B, keys]."""
 
     def batched(x: Tensor, rows: Tensor) -> Tensor:  # [T, H, D] -> [B, H, rows, D]
-        return x.index_select(0, rows.flatten()).unflatten(0, rows.shape).transpose(1, 2)
+        chosen: Tensor = x.index_select(0, rows.flatten()).unflatten(0, rows.shape)  # type: ignore[no-untyped-call]
+        return chosen.transpose(1, 2)
 
     out = scaled_dot_product_attention(
         batched(query, queries),

@@ -17,12 +17,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load as read_checkpoint
+from torch.distributed.checkpoint.state_dict_saver import save as write_checkpoint
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -37,17 +38,6 @@ _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})  # torch.comp
 OptimizerState = dict[str, dict[str, Tensor]]  # parameter name -> state name -> value
 
 
-def save_train_state(model: nn.Module, optimizer: Optimizer, folder: Path) -> None:
-    """Write the weights, or the adapters if there are any, and the optimizer state to ``folder/train_state``.
-
-    Collective over all ranks.
-
-    Raises:
-        CheckpointError: the ranks have optimizer states of different parameters.
-    """
-    _write(_train_state(model, optimizer), folder, None)
-
-
 class BackgroundSaver:
     """Writes train states in the background, one at a time. All ranks build and call it in the same order."""
 
@@ -59,7 +49,8 @@ class BackgroundSaver:
         self._buffers: dict[str, Tensor] = {}  # host memory by name, reused by the next save
 
     def begin(self, model: nn.Module, optimizer: Optimizer, folder: Path) -> None:
-        """Copy what ``save_train_state`` writes to host memory, and start to write the copy.
+        """Copy the weights, or only adapters if there are any, and the optimizer state to host memory. Start to write
+        the copy to ``folder/train_state``. Collective over all ranks.
 
         Raises:
             CheckpointError: the last save is not ``done``, or the ranks have optimizer states of different parameters.
@@ -85,7 +76,8 @@ class BackgroundSaver:
         if isinstance(value, dict):
             return {key: self._on_host(f"{name}.{key}", item) for key, item in value.items()}
         if isinstance(value, DTensor):
-            return DTensor(self._on_host(name, value.to_local()), value._spec, requires_grad=False)
+            local = self._on_host(name, value.to_local())
+            return DTensor(local, value._spec, requires_grad=False)  # type: ignore[no-untyped-call]
         if not isinstance(value, Tensor):
             return value
         buffer = self._buffers.get(name)
@@ -110,7 +102,9 @@ def _train_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
 def _write(tree: dict[str, Any], folder: Path, group: dist.ProcessGroup | None) -> None:
     try:
         with _quiet():
-            dcp.save(tree, checkpoint_id=folder / TRAIN_STATE, process_group=group, no_dist=not dist.is_initialized())
+            write_checkpoint(
+                tree, checkpoint_id=folder / TRAIN_STATE, process_group=group, no_dist=not dist.is_initialized()
+            )
     except CheckpointException as error:  # a BaseException with the tracebacks of all ranks as its text
         rank, (cause, _) = next(iter(error.failures.items()))
         raise StorageError(
@@ -119,7 +113,7 @@ def _write(tree: dict[str, Any], folder: Path, group: dist.ProcessGroup | None) 
 
 
 def load_train_state(model: nn.Module, optimizer: Optimizer, folder: Path) -> None:
-    """Replace weights and optimizer state by those that ``save_train_state`` wrote on any number of ranks. Collective.
+    """Replace weights and optimizer state by those of a checkpoint, written by any number of ranks. Collective.
 
     Raises:
         CheckpointError: parameters, shapes, dtypes, alpha or optimizer groups differ from the checkpoint's.
@@ -132,7 +126,7 @@ def load_train_state(model: nn.Module, optimizer: Optimizer, folder: Path) -> No
     lora = _lora(model)
     tree: dict[str, Any] = {"model": weights, "optimizer": state, "groups": (), "lora": lora}
     with _quiet():
-        dcp.load(tree, checkpoint_id=folder / TRAIN_STATE, no_dist=not dist.is_initialized())
+        read_checkpoint(tree, checkpoint_id=folder / TRAIN_STATE, no_dist=not dist.is_initialized())
     if lora and float(lora["alpha"]) != lora_alpha(model):
         raise CheckpointError(
             f"{folder} was trained with model.lora.alpha {float(lora['alpha']):g}, the model has "
@@ -163,7 +157,7 @@ def load_full_weights(folder: Path, base: Path | None = None, *, trust_remote_co
     if _ALPHA in stored:
         tree["lora"] = {"alpha": torch.empty((), dtype=torch.float64)}
     with _quiet():
-        dcp.load(tree, checkpoint_id=folder / TRAIN_STATE, no_dist=True)
+        read_checkpoint(tree, checkpoint_id=folder / TRAIN_STATE, no_dist=True)
     if _ALPHA not in stored:
         return weights
     if base is None:
@@ -226,7 +220,7 @@ def untied_tensors(model: nn.Module) -> tuple[dict[str, Any], dict[str, str]]:
     return {name: value for name, value in tensors.items() if name not in aliases}, aliases
 
 
-def _parameter_names(model: nn.Module) -> dict[nn.Parameter, str]:
+def _parameter_names(model: nn.Module) -> dict[Tensor, str]:
     return {parameter: _plain(name) for name, parameter in model.named_parameters()}
 
 
@@ -266,7 +260,7 @@ def _require_same_tensors(
 
 
 def _empty_optimizer_state(
-    stored: Mapping[str, TensorStorageMetadata], parameters: Mapping[str, nn.Parameter]
+    stored: Mapping[str, TensorStorageMetadata], parameters: Mapping[str, Tensor]
 ) -> OptimizerState:
     """Tensors to load into: sharded like the parameter if they have its shape, else one copy per rank."""
     state: OptimizerState = {}
@@ -285,7 +279,7 @@ def _empty_optimizer_state(
 
 def _set_optimizer_state(
     optimizer: Optimizer,
-    parameters: Mapping[str, nn.Parameter],
+    parameters: Mapping[str, Tensor],
     state: OptimizerState,
     groups: Sequence[dict[str, Any]],
     folder: Path,

@@ -34,49 +34,33 @@ class Sequences(NamedTuple):
     longest_keys: int
 
 
+Triple = tuple[Tensor, Tensor, Tensor]  # query [T, Hq, D], key and value [K, Hkv, D]; or their gradients
+
+
 class FlashKernel(Protocol):
-    """Causal attention over packed sequences in 16 bits, with the mask aligned to the end of each sequence's keys.
+    """Causal attention over packed sequences in 16 bits, with the mask aligned to the end of each sequence's keys."""
 
-    Query, output and ``grad`` are [T, Hq, D], key and value [K, Hkv, D], ``lse`` [Hq, T] float32.
-    """
-
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, where: Sequences, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        """Output and log-sum-exp."""
+    def forward(self, inputs: Triple, where: Sequences, scale: float) -> tuple[Tensor, Tensor]:
+        """Output [T, Hq, D] and log-sum-exp [Hq, T] float32."""
         ...
 
     def backward(
-        self,
-        grad: Tensor,
-        inputs: tuple[Tensor, Tensor, Tensor],  # query, key, value
-        out: Tensor,
-        lse: Tensor,
-        where: Sequences,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of query, key and value."""
+        self, grad: Tensor, inputs: Triple, out: Tensor, lse: Tensor, where: Sequences, scale: float
+    ) -> Triple:
+        """Gradients of the inputs; ``grad`` is that of ``out``."""
         ...
 
 
 class TorchKernel:
     """torch's operators: a build of FlashAttention 2, or the version that ``activate_flash_attention_impl`` chose."""
 
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, where: Sequences, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        out, lse, *_ = torch.ops.aten._flash_attention_forward(query, key, value, *where, 0.0, True, False, scale=scale)
+    def forward(self, inputs: Triple, where: Sequences, scale: float) -> tuple[Tensor, Tensor]:
+        out, lse, *_ = torch.ops.aten._flash_attention_forward(*inputs, *where, 0.0, True, False, scale=scale)
         return out, lse
 
     def backward(
-        self,
-        grad: Tensor,
-        inputs: tuple[Tensor, Tensor, Tensor],
-        out: Tensor,
-        lse: Tensor,
-        where: Sequences,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self, grad: Tensor, inputs: Triple, out: Tensor, lse: Tensor, where: Sequences, scale: float
+    ) -> Triple:
         no_dropout = (grad.new_zeros(2, dtype=torch.uint64), grad.new_empty(0))  # state of its random generator
         return torch.ops.aten._flash_attention_backward(  # type: ignore[no-any-return]
             grad, *inputs, out, lse, *where, 0.0, True, *no_dropout, scale=scale
@@ -96,30 +80,16 @@ class FlashAttention2:
     def __init__(self, library: FlashAttention2Library) -> None:
         self._library = library
 
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, where: Sequences, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        out, lse, *_ = self._library._flash_attn_varlen_forward(query, key, value, **_options(where, scale))
+    def forward(self, inputs: Triple, where: Sequences, scale: float) -> tuple[Tensor, Tensor]:
+        out, lse, *_ = self._library._flash_attn_varlen_forward(*inputs, **_options(where, scale))
         return out, lse
 
     def backward(
-        self,
-        grad: Tensor,
-        inputs: tuple[Tensor, Tensor, Tensor],
-        out: Tensor,
-        lse: Tensor,
-        where: Sequences,
-        scale: float,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self, grad: Tensor, inputs: Triple, out: Tensor, lse: Tensor, where: Sequences, scale: float
+    ) -> Triple:
         of_query, of_key, of_value = (x.new_empty(x.shape) for x in inputs)
         self._library._flash_attn_varlen_backward(
-            grad,
-            *inputs,
-            out,
-            lse,
-            of_query,
-            of_key,
-            of_value,
+            *(grad, *inputs, out, lse, of_query, of_key, of_value),
             **_options(where, scale),
             window_size_left=-1,
             window_size_right=-1,

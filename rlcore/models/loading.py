@@ -17,11 +17,7 @@ from rlcore.families import family_of
 
 
 def load_hf_model(
-    folder: Path,
-    dtype: torch.dtype,
-    trust_remote_code: bool = False,
-    *,
-    attn_implementation: str | None = None,
+    folder: Path, dtype: torch.dtype, trust_remote_code: bool = False, *, attn_implementation: str | None = None
 ) -> nn.Module:
     """The model of a local folder on the CPU, in ``dtype`` and eval mode, with its vision tower if it has one.
 

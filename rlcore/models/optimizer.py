@@ -72,7 +72,8 @@ class KahanAdamW(torch.optim.Optimizer):
                 # seeded by step and place only: a resumed run, and a step over a few parameters at a time, then use the
                 # same noise. Mixed by SeedSequence, because on a CPU torch uses only 32 bits of a seed
                 generators[device].manual_seed(int(np.random.SeedSequence((step, place)).generate_state(1)[0]))
-                for chunk in zip(*(tensor.split(_CHUNK) for tensor in flat), strict=True):
+                chunks = [tensor.split(_CHUNK) for tensor in flat]  # type: ignore[no-untyped-call]
+                for chunk in zip(*chunks, strict=True):
                     kahan_adamw_(
                         *chunk,
                         step=step,

@@ -40,12 +40,12 @@ class Probe:
     def write(self, folder: Path, policy: ProbePolicy) -> None:
         """Write the inputs and the policy's log-probs into the folder of a checkpoint."""
         sequences = [
-            {
-                "token_ids": sample.token_ids.tolist(),
-                "completion_start": int(np.argmax(sample.loss_mask)),
-                "images": [{"sha256": i.sha256, "width": i.width, "height": i.height} for i in sample.images],
-                "logprobs": logprobs[sample.loss_mask].tolist(),
-            }
+            ProbeSequence(
+                token_ids=tuple(sample.token_ids.tolist()),
+                completion_start=int(np.argmax(sample.loss_mask)),
+                images=sample.images,
+                logprobs=tuple(logprobs[sample.loss_mask].tolist()),
+            ).model_dump()
             for sample, logprobs in zip(self.samples, policy.probe_logprobs(self.samples), strict=True)
         ]
         (folder / PROBE_FILE).write_text(json.dumps({"sequences": sequences}))

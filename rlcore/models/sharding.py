@@ -46,17 +46,17 @@ def checkpoint_blocks(blocks: Sequence[nn.Module], mode: Literal["none", "select
     context: dict[str, Any] = {"context_fn": _selective} if mode == "selective" else {}
     for block in blocks:
         again = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False, **context)
-        block.forward = again  # type: ignore[method-assign]
+        block.forward = again
 
 
 def compile_blocks(blocks: Sequence[nn.Module]) -> None:
     """torch.compile each block's forward without the module's hooks. One graph serves all blocks of a kind."""
     for block in blocks:
-        block.forward = torch.compile(block.forward, dynamic=True)  # type: ignore[method-assign]
+        block.forward = torch.compile(block.forward, dynamic=True)
 
 
 def _selective() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    return create_selective_checkpoint_contexts(_policy)  # type: ignore[no-any-return]
+    return create_selective_checkpoint_contexts(_policy)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _policy(_: SelectiveCheckpointContext, operator: object, *_args: object, **_kwargs: object) -> CheckpointPolicy:
@@ -108,8 +108,8 @@ def _gather_bucket(bucket: Sequence[tuple[str, Tensor]], dtype: torch.dtype | No
             flat = everyone[:, offset : offset + chunk].flatten()
             whole[name] = flat[: value.numel()].view(value.shape)
             offset += chunk
-    for name, value in bucket:
-        yield name, whole[name] if name in whole else value.detach().to(dtype or value.dtype)
+    for name, tensor in bucket:
+        yield name, whole[name] if name in whole else tensor.detach().to(dtype or tensor.dtype)
 
 
 def unsharded(tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     GenerationConfig,
+    PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2_5_VLConfig,
@@ -125,7 +126,7 @@ def build_model(processor: Qwen2_5_VLProcessor, seed: int, *, tied: bool = True)
         dtype="float32",
     )
     model: Qwen2_5_VLForConditionalGeneration
-    model = _random_model(lambda: Qwen2_5_VLForConditionalGeneration(config), processor.tokenizer, seed)
+    model = _random_model(Qwen2_5_VLForConditionalGeneration, config, processor.tokenizer, seed)
     if tied:  # the head has the embedding's deviation: logits would have one of sqrt(_HIDDEN) instead of 1
         torch.nn.init.constant_(model.model.language_model.norm.weight, _HIDDEN**-0.5)
     return model
@@ -139,7 +140,7 @@ def build_text_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen2ForC
         tie_word_embeddings=False,
         dtype="float32",
     )
-    model: Qwen2ForCausalLM = _random_model(lambda: Qwen2ForCausalLM(config), tokenizer, seed)
+    model: Qwen2ForCausalLM = _random_model(Qwen2ForCausalLM, config, tokenizer, seed)
     return model
 
 
@@ -159,11 +160,13 @@ def _decoder_options(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
     }
 
 
-def _random_model(make: Callable[[], Any], tokenizer: PreTrainedTokenizerFast, seed: int) -> Any:
-    """The model that ``make`` builds, with every matrix sampled again from ``seed``."""
+def _random_model(
+    model_class: Callable[..., Any], config: PretrainedConfig, tokenizer: PreTrainedTokenizerFast, seed: int
+) -> Any:
+    """The model of a configuration, with every matrix sampled from ``seed``."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
-        model = make()
+        model = model_class(config)
         for parameter in model.parameters():
             if parameter.ndim >= 2:  # Hugging Face has set norms to one and biases to zero
                 parameter.normal_(std=_WEIGHT_STD)
@@ -175,7 +178,7 @@ def _random_model(make: Callable[[], Any], tokenizer: PreTrainedTokenizerFast, s
 def sampling_defaults(tokenizer: PreTrainedTokenizerFast) -> GenerationConfig:
     """Plain sampling at temperature 1, up to the end of the turn."""
     token = tokenizer.convert_tokens_to_ids
-    return GenerationConfig(
+    return GenerationConfig(  # type: ignore[no-untyped-call]
         bos_token_id=token(PAD),
         eos_token_id=[token(END_OF_TURN), token(PAD)],
         pad_token_id=token(PAD),
@@ -214,7 +217,7 @@ def warm_start(
         running_loss = latest if step == 1 else _LOSS_MEMORY * running_loss + (1 - _LOSS_MEMORY) * latest
         if running_loss <= run.enough_loss:
             break
-    model.eval()
+    model.eval()  # type: ignore[no-untyped-call]
     return step
 
 
@@ -243,7 +246,7 @@ def completion_text(problem: SyntheticProblem | ArithmeticProblem) -> str:
 def _worked_example(
     processor: Qwen2_5_VLProcessor | PreTrainedTokenizerFast, problem: SyntheticProblem | ArithmeticProblem
 ) -> _Example:
-    tokenizer = getattr(processor, "tokenizer", processor)
+    tokenizer: Any = getattr(processor, "tokenizer", processor)
     content: Any = problem.question
     if isinstance(problem, SyntheticProblem):
         content = [{"type": "image"}, {"type": "text", "text": problem.question}]

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
 
 import numpy as np
 import torch
@@ -53,14 +54,11 @@ class TorchPolicy:
             features: reads one image of the prepared dataset.
         """
         require_supported(
-            hf.config,
-            longest=config.max_sequence_tokens,
-            sequence_parallel=config.training.sequence_parallel,
+            hf.config, longest=config.max_sequence_tokens, sequence_parallel=config.training.sequence_parallel
         )
         self.config = config
-        self.device = torch.device(
-            mesh.device_type, torch.cuda.current_device() if mesh.device_type == "cuda" else None
-        )
+        on_gpu = mesh.device_type == "cuda"
+        self.device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device(mesh.device_type)
         self._reshards = is_on(config.training.reshard_after_forward, auto=mesh.size() > 1)
         _convert(hf.parameters(), weights_dtype(config, mesh.device_type))
         choose_trainable(hf, config.model, config.seed)
@@ -70,16 +68,17 @@ class TorchPolicy:
         shared = {} if self._frozen_tower is None else {id(self._frozen_tower): self._frozen_tower}
         reference = copy.deepcopy(hf, shared) if with_reference else None
         self._sequence = sequence_group(mesh, config.training.sequence_parallel)
-        options = {
-            "sequence": self._sequence,
-            "images_embedded": self._frozen_tower is not None,
-            "temperature": config.rollout.temperature,
-            "banned_token_ids": banned_token_ids,
-            "top_p": config.rollout.top_p,
-            "top_k": config.rollout.top_k,
-        }
+        packed = partial(
+            PackedModel,
+            temperature=config.rollout.temperature,
+            banned_token_ids=banned_token_ids,
+            top_p=config.rollout.top_p,
+            top_k=config.rollout.top_k,
+            sequence=self._sequence,
+            images_embedded=self._frozen_tower is not None,
+        )
         checkpoint_blocks(transformer_blocks(hf), config.model.gradient_checkpointing)
-        self.model = self._shard(PackedModel(hf, **options), mesh)
+        self.model = self._shard(packed(hf), mesh)
         self._features = features
         if self._frozen_tower is not None and self.model.images is not None and features is not None:
             dtype = compute_dtype(config, mesh.device_type)
@@ -89,7 +88,7 @@ class TorchPolicy:
         _without_dropout(self.model)
         self.reference = None
         if reference is not None:
-            self.reference = self._shard(PackedModel(reference.requires_grad_(False), **options), mesh).eval()
+            self.reference = self._shard(packed(reference.requires_grad_(False)), mesh).eval()
         self.optimizer = make_optimizer(self.model.parameters(), config.training)
         self._weights = HostOffload(self.model.parameters)
         self._reference_weights = HostOffload(self._own_of_reference)
@@ -188,10 +187,11 @@ class TorchPolicy:
         self._weights.onload()
         sums = StepSums()
         counts = self._sequence is None or self._sequence.rank == 0
+        sharded = cast(FSDPModule, self.model)
         for number, samples in enumerate(microbatches, start=1):
             last = number == len(microbatches)
-            self.model.set_reshard_after_backward(self._reshards or last)
-            self.model.set_requires_gradient_sync(self._reshards or last)
+            sharded.set_reshard_after_backward(self._reshards or last)
+            sharded.set_requires_gradient_sync(self._reshards or last)
             batch = self._pack(samples or [FILLER])
             tokens = PolicyTokens(*self.model(batch))
             loss, part = microbatch_loss(
@@ -202,7 +202,7 @@ class TorchPolicy:
                 kl_coefficient=kl_coefficient,
                 max_completion_tokens=self.config.rollout.max_completion_tokens,
             )
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             sums = sums.merge(part if counts else part.zeros())
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.config.training.max_grad_norm)
         grad_norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
@@ -217,7 +217,8 @@ class TorchPolicy:
     def tensors(self) -> dict[str, Tensor]:
         """The sharded state dict, on the device."""
         self._weights.onload()
-        return self.model.hf.state_dict()
+        tensors: dict[str, Tensor] = self.model.hf.state_dict()
+        return tensors
 
     def full_weights(
         self, dtype: torch.dtype | None = None, bucket_bytes: int = 512 << 20

@@ -154,11 +154,7 @@ def _continued(plan: Any, left: dict[str, int], offset: int, *, tells: bool = Fa
     if tells:
         return step
     return replace(
-        step,
-        finished_req_ids=set(),
-        free_encoder_mm_hashes=[],
-        preempted_req_ids=None,
-        new_block_ids_to_zero=None,
+        step, finished_req_ids=set(), free_encoder_mm_hashes=[], preempted_req_ids=None, new_block_ids_to_zero=None
     )
 
 
@@ -199,11 +195,7 @@ def _update(scheduler: Any, plan: Any, result: _Tokens, sampled: defaultdict[str
             sampled[name].logprobs.append(result.logprobs[row, :length])
     places = {name: row for row, name in enumerate(result.names)}
     step_output = replace(
-        result.first,
-        req_ids=result.names,
-        req_id_to_index=places,
-        sampled_token_ids=last,
-        logprobs=None,
+        result.first, req_ids=result.names, req_id_to_index=places, sampled_token_ids=last, logprobs=None
     )
     ended = []
     for client in scheduler.update_from_output(plan, step_output).values():

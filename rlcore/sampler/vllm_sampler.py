@@ -179,10 +179,10 @@ class VllmSampler:
         device, dtype = self._engine.device, self._engine.dtype
         sent, due = self._loader.load((name, value.to(device, dtype)) for name, value in weights)
         self._engine.reset_caches()
-        held = checksum(self._engine.held_weights())
-        if due != held:
+        actual = checksum(self._engine.held_weights())
+        if due != actual:
             raise SamplerError(
-                f"after the weight sync to version {version} the sampler's parameters have the checksum {held}, and "
+                f"after the weight sync to version {version} the sampler's parameters have the checksum {actual}, and "
                 f"the trainer's, or this rank's part of them, {due}: not every weight arrived. Check that vLLM loads "
                 "each tensor of this architecture by its Hugging Face name."
             )
@@ -196,10 +196,10 @@ class VllmSampler:
             SamplerError: their checksums differ.
         """
         theirs = checksum(value.to(self._engine.dtype) for _, value in weights)
-        held = checksum(self._engine.held_weights())
-        if theirs != held:
+        actual = checksum(self._engine.held_weights())
+        if theirs != actual:
             raise SamplerError(
-                f"the sampler's base weights have the checksum {held}, the trainer's {theirs}: with the same adapter "
+                f"the sampler's base weights have the checksum {actual}, the trainer's {theirs}: with the same adapter "
                 "they would be two policies. Check that the model folder has not changed since the run started."
             )
 
@@ -222,10 +222,10 @@ class VllmSampler:
         sent = checksum(adapter.values())
         self._engine.install_adapter(adapter, self._lora.rank)
         self._engine.reset_caches()
-        held = checksum(self._engine.held_adapter())
-        if sent != held:
+        actual = checksum(self._engine.held_adapter())
+        if sent != actual:
             raise SamplerError(
-                f"after the sync to version {version} the sampler's adapter has the checksum {held}, the trainer's "
+                f"after the sync to version {version} the sampler's adapter has the checksum {actual}, the trainer's "
                 f"{sent}: not every tensor arrived. Check that vLLM supports adapters for each linear layer of this "
                 "architecture, with model.lora.vision_tower for the vision tower as well."
             )

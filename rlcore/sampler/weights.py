@@ -291,10 +291,7 @@ def watched_reload(
 
 @torch.no_grad()
 def replay_load(
-    copies: Mapping[str, list[Copy]],
-    weights: Iterator[tuple[str, Tensor]],
-    bucket_bytes: int,
-    took: Took | None = None,
+    copies: Mapping[str, list[Copy]], weights: Iterator[tuple[str, Tensor]], bucket_bytes: int, took: Took | None = None
 ) -> None:
     """Repeat the copies of a ``watched_load`` with new values of the same tensors."""
     into: list[Tensor] = []

@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from rlcore.algorithms.advantage import GroupOutcome, count_outcomes, group_outcome
+from rlcore.algorithms.advantage import GroupOutcome, group_outcome
 from rlcore.algorithms.divergence import Dtype, effective_sample_size, normal_limit
 from rlcore.algorithms.objective import UpdateResult
 from rlcore.config import AlgorithmConfig, ExperimentConfig
@@ -144,14 +144,14 @@ def rollout_metrics(
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     lengths = np.array([len(r.completion.token_ids) for r in rollouts])
     prompts = sum(len(group.prompt_token_ids) * len(group.rollouts) for group in groups)
-    outcomes = count_outcomes((_outcome(group), has_signal(group, algorithm)) for group in groups)
+    outcomes = [_outcome(group) for group in groups]
     tokens = int(lengths.sum())
     return {
         **known,
         **_reward_metrics([rollout.score for rollout in rollouts]),
-        "rollout/all_right": outcomes.all_right / outcomes.groups,
-        "rollout/all_wrong": outcomes.all_wrong / outcomes.groups,
-        "rollout/zero_signal": outcomes.zero_signal / outcomes.groups,
+        "rollout/all_right": outcomes.count("all_right") / len(groups),
+        "rollout/all_wrong": outcomes.count("all_wrong") / len(groups),
+        "rollout/zero_signal": sum(not has_signal(group, algorithm) for group in groups) / len(groups),
         "rollout/truncated": float(np.mean([r.completion.finish_reason == "length" for r in rollouts])),
         "rollout/completion_tokens_mean": float(lengths.mean()),
         "rollout/completion_tokens_max": float(lengths.max()),

@@ -75,7 +75,7 @@ def test_another_flash_attention_equals_torchs_own(version: str, module: str, he
     )
 
     def values(kernel: FlashKernel) -> tuple[Tensor, ...]:
-        out, lse = kernel.forward(query, key, value, ends, SCALE)
+        out, lse = kernel.forward((query, key, value), ends, SCALE)
         return out, lse, *kernel.backward(grad, (query, key, value), out, lse, ends, SCALE)
 
     expected = values(TorchKernel())

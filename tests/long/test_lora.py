@@ -89,9 +89,9 @@ def test_the_loop_trains_adapters_and_a_resumed_run_equals_an_unbroken_one(
 
 def _shaken_checkpoint(model: Path, config: ExperimentConfig, folder: Path) -> dict[str, Any]:
     """Every weight of the model changed, and committed as a run would."""
-    from rlcore.models.checkpoint import save_train_state
     from rlcore.models.torch_policy import TorchPolicy
     from tests.numerics import toy
+    from tests.train_states import save_train_state
 
     policy = TorchPolicy(
         load_hf_model(model, torch.float32),

@@ -10,7 +10,7 @@ from torch import Tensor, tensor
 from torch.testing import assert_close
 
 from rlcore.algorithms import advantage
-from rlcore.algorithms.advantage import OutcomeCounts, count_outcomes, group_outcome
+from rlcore.algorithms.advantage import group_outcome
 from tests.numerics import reference
 
 NAN = float("nan")
@@ -256,12 +256,6 @@ def test_outcomes_say_all_right_all_wrong_mixed_and_ungraded():
     assert group_outcome([0, 1, 0], [True, False, True]) == "all_wrong"
     assert group_outcome([0, 1, 0], [True, True, True]) == "mixed"
     assert group_outcome([1, 1, 1], [True, False, False]) == "ungraded"
-
-
-def test_outcomes_are_counted_over_a_step():
-    pairs = [("all_right", False), ("all_wrong", True), ("mixed", True), ("ungraded", False)]
-    counts = count_outcomes(pairs)
-    assert counts == OutcomeCounts(groups=4, all_right=1, all_wrong=1, ungraded=1, zero_signal=2)
 
 
 @each_estimator

@@ -103,7 +103,7 @@ def test_flash_attn_2_gets_each_argument_in_its_place(layout):
     query, grad = (torch.randn(int(where.bounds[-1]), 4, 8, generator=generator) for _ in range(2))
     key, value = (torch.randn(len(where.key_rows), 2, 8, generator=generator) for _ in range(2))
     kernel = FlashAttention2(Library())
-    out, lse = kernel.forward(query, key, value, ends, SCALE)
+    out, lse = kernel.forward((query, key, value), ends, SCALE)
     assert_close((out, lse), math_forward(query, key, value, *ends, SCALE))
     expected = math_backward(grad, query, key, value, out, lse, *ends, SCALE)
     assert_close(kernel.backward(grad, (query, key, value), out, lse, ends, SCALE), expected)

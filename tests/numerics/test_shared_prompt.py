@@ -93,8 +93,8 @@ def test_tokens_packed_are_tokens_counted():
 class MathKernel:
     """A ``FlashKernel`` for the CPU."""
 
-    def forward(self, query, key, value, where, scale):
-        return math_forward(query, key, value, *where, scale)
+    def forward(self, inputs, where, scale):
+        return math_forward(*inputs, *where, scale)
 
     def backward(self, grad, inputs, out, lse, where, scale):
         return math_backward(grad, *inputs, out, lse, *where, scale)

@@ -23,7 +23,6 @@ from rlcore.config import LoraConfig, ModelConfig
 from rlcore.errors import CheckpointError, ModelError
 from rlcore.jobs.bootstrap import folder_digest
 from rlcore.jobs.merge import VERIFIED, VerifyReport, merge_checkpoint, merge_once, transformers_logprobs, verify_merged
-from rlcore.models.checkpoint import save_train_state
 from rlcore.models.loading import load_hf_model
 from rlcore.models.lora import choose_trainable
 from rlcore.models.optimizer import KahanAdamW
@@ -31,6 +30,7 @@ from rlcore.models.probe import ProbeSequence, read_probe
 from rlcore.segment.spec import SegmentEnd
 from rlcore.segment.store import LocalCheckpointStore
 from rlcore.types import ImageRef
+from tests.train_states import save_train_state
 
 IMAGE_TOKEN = 60
 PIXELS = {"min_pixels": 28 * 28, "max_pixels": 84 * 84}
