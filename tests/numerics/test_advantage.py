@@ -88,7 +88,7 @@ def test_bnpo_without_a_beta_to_fit_is_the_centred_reward(rewards):
     assert_close(advantage.bnpo(rewards, everyone(rewards)).values, expected)
 
 
-def test_bnpo_bounds_what_one_group_far_off_the_others_weighs():
+def test_bnpo_bounds_the_weight_of_an_outlier_group():
     rewards = doubles([[1.0] + [0.0] * 15] + [[1.0] * 8 + [0.0] * 8] * 400)  # p = 1/16 against 400 times 1/2
     found = advantage.bnpo(rewards, everyone(rewards)).values
     assert_close(found[0, 0], doubles((1 - 1 / 16) / advantage.MIN_DENSITY))
@@ -122,7 +122,7 @@ def test_pass_at_1_is_grpo_with_the_population_deviation():
     assert_close(advantage.pass_at_k(rewards, everyone(rewards), k=1).values, expected)
 
 
-def test_pass_at_k_of_a_group_that_is_no_larger_than_k_teaches_nothing():
+def test_pass_at_k_has_no_signal_with_k_completions_or_fewer():
     rewards = doubles([[1.0, 0.0, 0.0]])
     for k in (3, 4):
         found = advantage.pass_at_k(rewards, everyone(rewards), k=k)
@@ -172,7 +172,7 @@ def test_reinforce_plus_plus_baseline_equals_the_values_worked_out_by_hand():
 
 
 @each_estimator
-def test_an_ungraded_member_gets_exactly_0_and_moves_nobody(estimate):
+def test_an_ungraded_completion_gets_exactly_0_and_changes_no_other(estimate):
     rewards = doubles([[1.0, NAN, 0.0, 0.0], [0.0, 1.0, NAN, 0.5]])
     graded = ~rewards.isnan()
     found = estimate(rewards, graded).values
@@ -194,7 +194,7 @@ def test_an_ungraded_member_gets_exactly_0_and_moves_nobody(estimate):
         ([NAN, NAN, NAN, NAN], [False] * 4),
     ],
 )
-def test_a_group_without_signal_is_exactly_0_beside_one_with(estimate, rewards, graded):
+def test_a_group_without_signal_is_exactly_0_next_to_one_with_signal(estimate, rewards, graded):
     batch, verdicts = doubles([rewards, [1.0, 0.0, 0.0, 0.5]]), tensor([graded, [True] * 4])
     found = estimate(batch, verdicts)
     assert found.signal.tolist() == [False, True]
@@ -206,7 +206,7 @@ def test_a_group_without_signal_is_exactly_0_beside_one_with(estimate, rewards, 
 
 
 @each_estimator
-def test_a_group_of_one_teaches_nothing(estimate):
+def test_a_group_of_one_has_no_signal(estimate):
     rewards = doubles([[1.0], [0.0]])
     found = estimate(rewards, everyone(rewards))
     assert not found.signal.any()

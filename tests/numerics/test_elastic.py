@@ -63,7 +63,7 @@ def _run(world: int, model: Path, out: Path, source: Path | None = None) -> tupl
     return json.loads(Path(f"{out}.json").read_text()), torch.load(f"{out}.pt", weights_only=True)
 
 
-def test_a_checkpoint_goes_on_with_another_number_of_ranks(tiny_model: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_continues_on_another_number_of_ranks(tiny_model: Path, tmp_path: Path) -> None:
     written = {world: _run(world, tiny_model, tmp_path / f"by-{world}") for world in (1, 2)}
     for before, after in ((1, 2), (2, 1), (2, 4)):
         expected, weights = written[before]
@@ -97,7 +97,7 @@ class Echo:
             yield {place: SampledGroup(np.array([int(request.problem.problem_id), request.seed]), ())}
 
 
-def test_the_order_and_seeds_of_the_data_do_not_know_the_ranks() -> None:
+def test_the_order_and_seeds_of_the_data_do_not_depend_on_the_ranks() -> None:
     problems = [Problem(str(index), "", (), "", "", {}) for index in range(10)]
     seen = {}
     for world in (1, 2, 4):

@@ -144,6 +144,6 @@ def of_transformers(model: torch.nn.Module, item: TrainingSample, brightness: fl
         (Gemma2Config(**SMALL, head_dim=8, final_logit_softcapping=None), "softcap"),
     ],
 )
-def test_what_attention_would_leave_out_is_refused_in_the_forward_pass_too(config: Any, keyword: str) -> None:
+def test_unsupported_attention_is_refused_in_the_forward_pass_too(config: Any, keyword: str) -> None:
     with pytest.raises(ModelError, match=f"Attention calls attention with .*{keyword}"):
         logprobs(config, [sample(5, 5, 0)])

@@ -52,7 +52,7 @@ def counted_calls(policy: TorchPolicy) -> list[int]:
 
 
 @pytest.mark.parametrize("offload", [False, True])
-def test_the_step_is_the_one_of_a_tower_run_in_each_pass(tiny_model: Path, offload: bool):
+def test_the_step_equals_that_of_a_tower_that_runs_in_each_pass(tiny_model: Path, offload: bool):
     trained = taken(toy.policy(tiny_model, settings(freeze=False)))
     policy = toy.policy(tiny_model, settings(freeze=True, offload=offload))
     calls = counted_calls(policy)
@@ -96,7 +96,7 @@ def toy_vision_config() -> Any:
     return model.config.vision_config
 
 
-def test_features_are_kept_up_to_a_limit_and_made_in_the_compute_dtype():
+def test_cached_features_are_limited_and_in_the_compute_dtype():
     read: list[str] = []
 
     def picture(image: ImageRef) -> ImageFeatures:
@@ -133,7 +133,7 @@ def _rank(rank: int, world: int, model: str, folder: str) -> None:
         torch.save({"gradient": found["gradient"], "loss": found["loss"], "restored": restored}, f"{folder}/found.pt")
 
 
-def test_ranks_need_not_meet_for_it_and_its_weights_are_saved_whole(tiny_model: Path, tmp_path: Path):
+def test_a_frozen_tower_needs_no_collectives_and_is_saved_whole(tiny_model: Path, tmp_path: Path):
     """Two ranks with different pictures, and one microbatch without any."""
     on_ranks(2, _rank, str(tiny_model), str(tmp_path))
     two = torch.load(tmp_path / "found.pt", weights_only=True)

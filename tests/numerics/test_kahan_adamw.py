@@ -101,7 +101,7 @@ def test_the_second_moment_falls_with_the_gradient() -> None:
     assert float(optimizer.state[parameter]["exp_avg_sq"].double().mean()) == pytest.approx(expected, rel=0.01)
 
 
-def test_rounding_at_random_is_right_on_average_and_exact_where_it_can_be() -> None:
+def test_stochastic_rounding_is_right_on_average_and_exact_if_possible() -> None:
     noise = torch.randint(1 << 16, (100_000,), dtype=torch.int32, generator=torch.Generator().manual_seed(0))
     quarter = torch.full((100_000,), 1 + 2**-7 / 4)  # a quarter of the way from 1 to the next bfloat16
     rounded = rounded_by(quarter, noise).double()
@@ -139,7 +139,7 @@ def test_frozen_parameters_are_left_out() -> None:
     assert optimizer.param_groups[0]["params"] == [trained]
 
 
-def test_the_nearest_is_torchs() -> None:
+def test_rounding_to_nearest_equals_torchs() -> None:
     torch.manual_seed(0)
     ties = torch.tensor([1 + 2**-8, 1 + 3 * 2**-8, -1 - 2**-8, 0.0, -0.0])
     values = torch.cat([torch.randn(10_000) * 10.0 ** torch.randint(-30, 30, (10_000,)), ties])

@@ -126,7 +126,7 @@ def test_the_effective_sample_size_equals_the_value_worked_out_by_hand():
     assert_close(effective_sample_size(ratios.sum(), ratios.square().sum()), tensor(12.25 / 5.25))
 
 
-def test_sampler_and_trainer_that_agree_lose_no_sample():
+def test_agreement_gives_the_whole_effective_sample_size():
     logprobs = torch.randn(50) - 2
     ratios = importance_ratios(logprobs, logprobs)
     assert effective_sample_size(ratios.sum(), ratios.square().sum()) == 50
@@ -151,7 +151,7 @@ def test_importance_weights_equal_the_values_worked_out_by_hand():
     assert_close(masked, tensor([1.0, 1.0, 0.0]))
 
 
-def test_importance_weights_carry_no_gradient_and_survive_extremes_and_nothing():
+def test_importance_weights_have_no_gradient_and_stay_finite():
     trainer = tensor([0.0, -500.0]).requires_grad_()
     sampler = tensor([-500.0, 0.0])
     for index in (None, tensor([0, 1])):

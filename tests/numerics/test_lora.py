@@ -103,7 +103,7 @@ def flat(tensors: dict[str, Tensor]) -> Tensor:
     return torch.cat([tensors[name].flatten() for name in sorted(tensors)])
 
 
-def test_step_0_is_the_base_to_the_last_bit_and_so_is_the_reference_ever_after(tiny_model: Path) -> None:
+def test_step_0_and_the_reference_equal_the_base_bit_for_bit(tiny_model: Path) -> None:
     samples = toy.samples(6)
     base = logprobs(toy.policy(tiny_model, settings(lora=None)), samples)
     policy = toy.policy(tiny_model, settings(kl=0.1))
@@ -171,7 +171,7 @@ def test_the_gradient_is_that_of_the_merged_model(tiny_model: Path, tmp_path: Pa
     assert float((a - b).norm() / b.norm()) < 3e-6  # float32: W' is rounded once more than W x + s B A x is
 
 
-def test_adapters_are_drawn_alike_and_differ_by_seed_and_layer(tiny_model: Path) -> None:
+def test_adapters_are_reproducible_and_differ_by_seed_and_layer(tiny_model: Path) -> None:
     def drawn(seed: int) -> dict[str, Tensor]:
         hf = AutoModelForImageTextToText.from_pretrained(tiny_model, dtype=torch.float32)
         torch.manual_seed(int.from_bytes(os.urandom(4)))
@@ -187,7 +187,7 @@ def test_adapters_are_drawn_alike_and_differ_by_seed_and_layer(tiny_model: Path)
     assert 0.9 * bound < float(ups[0].abs().max()) <= bound
 
 
-def test_peft_reads_the_same_adapter_and_says_the_same(tmp_path: Path) -> None:
+def test_peft_computes_the_same_with_this_adapter(tmp_path: Path) -> None:
     """An outside witness, on a text model: PEFT's own layers with our tensors under PEFT's names."""
     from peft import LoraConfig as PeftConfig
     from peft import get_peft_model, set_peft_model_state_dict
@@ -213,7 +213,7 @@ def test_peft_reads_the_same_adapter_and_says_the_same(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw_bf16"])
-def test_resume_is_exact_and_the_checkpoint_holds_adapters_alone(
+def test_resume_is_exact_and_the_checkpoint_holds_only_adapters(
     tiny_model: Path, tmp_path: Path, optimizer: str
 ) -> None:
     config = settings(optimizer=optimizer)
@@ -296,7 +296,7 @@ def test_a_checkpoint_with_a_frozen_tower_is_whole(tiny_model: Path, tmp_path: P
 
 
 @pytest.mark.parametrize("model", [ModelConfig(lora=LORA), ModelConfig(freeze_vision_tower=True)])
-def test_a_text_model_trains_as_well(model: ModelConfig) -> None:
+def test_a_text_model_trains_too(model: ModelConfig) -> None:
     hf = text_model(300)
     config = settings().model_copy(update={"model": model})
     policy = TorchPolicy(hf, config, mesh=toy.one_rank_mesh(), banned_token_ids=[], features=None)
@@ -308,7 +308,7 @@ def test_a_text_model_trains_as_well(model: ModelConfig) -> None:
     assert count == (2 * 14 if model.lora else len(list(policy.model.parameters())))
 
 
-def test_adapters_keep_float32_beside_weights_in_bfloat16(tiny_model: Path, tmp_path: Path) -> None:
+def test_adapters_stay_in_float32_with_weights_in_bfloat16(tiny_model: Path, tmp_path: Path) -> None:
     config = settings()
     config = config.model_copy(update={"model": config.model.model_copy(update={"compute_dtype": "bfloat16"})})
     policy = toy.policy(tiny_model, config)

@@ -22,7 +22,7 @@ from tests.ranks import on_ranks
 KL = 0.1
 
 
-def test_memory_goes_and_comes_back_under_the_same_tensors():
+def test_offloaded_memory_returns_to_the_same_tensors():
     base = torch.arange(1000.0)
     view, other, small = base[100:].view(30, 30), torch.ones(700, dtype=torch.bfloat16), torch.ones(3)
     rest = HostOffload(lambda: [base, view, other, small])
@@ -129,7 +129,7 @@ def _rank(rank: int, world: int, model: str, folder: str) -> None:
     np.save(f"{folder}/same-{rank}.npy", np.array([same, len(plain)]))
 
 
-def test_and_so_it_is_with_shards_of_uneven_size(tiny_model: Path, tmp_path: Path) -> None:
+def test_offload_of_uneven_shards_changes_no_bit(tiny_model: Path, tmp_path: Path) -> None:
     """3 ranks, which the widths (128, 384) do not all split evenly over."""
     on_ranks(3, _rank, str(tiny_model), str(tmp_path))
     for rank in range(3):

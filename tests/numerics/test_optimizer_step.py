@@ -54,7 +54,7 @@ def one_update(policy: TorchPolicy, samples: list[TrainingSample], rate: float =
     return policy.update([samples], StepTotals(sum(s.num_trained for s in samples), len(samples)), rate, 0.0)
 
 
-def test_a_longer_gradient_is_scaled_to_the_norm_and_a_shorter_one_is_left(tiny_model: Path) -> None:
+def test_only_a_gradient_above_the_norm_is_clipped(tiny_model: Path) -> None:
     samples = toy.samples(4)
 
     def handed_over(max_norm: float) -> tuple[Tensor, float]:

@@ -113,7 +113,7 @@ def test_the_gradient_does_not_depend_on_microbatches_or_order(tiny_model: Path,
         ({"gradient_checkpointing": "full"}, {"compile_blocks": "on"}),
     ],
 )
-def test_what_is_kept_for_backward_does_not_change_the_gradient(
+def test_activation_checkpointing_does_not_change_the_gradient(
     tiny_model: Path, model: dict[str, str], training: dict[str, str]
 ) -> None:
     samples = toy.samples(4)
@@ -161,7 +161,7 @@ def test_on_policy_the_ratio_is_exactly_one(tiny_model: Path, loss: str, mode: s
     assert all(torch.equal(value, before[name]) for name, value in policy.full_weights())
 
 
-def test_what_top_p_and_top_k_cut_is_no_mismatch(tiny_model: Path) -> None:
+def test_truncation_by_top_p_and_top_k_is_no_mismatch(tiny_model: Path) -> None:
     """A sampler that scales up what it kept, at the same weights: every weight is 1 and every token counts."""
     settings = toy.config(kl={"coefficient": 0.0})
     settings = settings.model_copy(update={"rollout": settings.rollout.model_copy(update={"top_p": 0.9, "top_k": 40})})

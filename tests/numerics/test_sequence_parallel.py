@@ -123,7 +123,7 @@ def row() -> Microbatch:
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 7])
-def test_the_shares_put_together_are_the_row(size):
+def test_the_parts_of_all_ranks_together_are_the_row(size):
     whole = row()
     parts = [cut(whole, rank, size, LAYOUT) for rank in range(size)]
     count = len(whole.token_ids)
@@ -163,7 +163,7 @@ def test_every_image_token_finds_its_row_among_the_gathered_features(size):
     assert seen.equal(features[whole.image_rows])
 
 
-def test_what_fills_a_row_up_sees_itself_alone():
+def test_padding_of_a_row_attends_only_to_itself():
     whole = pack(toy.samples(2, text_only=True), layout=None, features=None)
     size = len(whole.token_ids) - 1  # two tokens a rank, and the last ones nothing
     part = cut(whole, size - 1, size, None)

@@ -62,7 +62,7 @@ def test_a_bundle_stays_whole_and_in_order() -> None:
     assert order == [0, 1, 4, 5, 2, 3]
 
 
-def test_a_folder_that_lacks_something_is_told(tmp_path: Path) -> None:
+def test_a_folder_that_lacks_files_is_reported(tmp_path: Path) -> None:
     for name in ("same", "other"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "file").write_text("12")
@@ -94,7 +94,7 @@ def test_the_network_interface_is_that_of_rays_address() -> None:
         network_variables("192.0.2.77")
 
 
-def test_what_steers_the_workers_goes_along_and_no_secret() -> None:
+def test_variables_that_change_results_are_sent_and_secrets_are_not() -> None:
     variables = {
         "NCCL_DEBUG": "INFO",
         "NCCL_SOCKET_IFNAME": "eth7",  # of one machine

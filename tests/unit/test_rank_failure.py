@@ -31,14 +31,14 @@ def failed(rank: int, at: float, error: Exception, *, died: bool = False) -> Ran
     return RankFailure(rank, f"pid {rank} on node", at, error, f"Traceback of rank {rank}", died)
 
 
-def test_a_gone_process_comes_before_the_errors_that_it_made() -> None:
+def test_a_dead_process_comes_before_the_errors_that_it_causes() -> None:
     collective = failed(0, 1.0, RuntimeError("Connection closed by peer"))
     gone = failed(1, 1.5, WorkerLostError("rank 1 is gone"), died=True)
     assert first_of([collective, gone]) is gone
     assert first_of([gone]) is gone
 
 
-def test_of_errors_the_earliest_is_the_first() -> None:
+def test_the_earliest_error_comes_first() -> None:
     late = failed(0, 2.0, RuntimeError("timed out in a collective"))
     early = failed(3, 1.0, ValueError("the real one"))
     assert first_of([late, early]) is early
@@ -67,7 +67,7 @@ def test_the_error_is_raised_with_the_traceback_of_its_rank() -> None:
         (Unpicklable("[Errno 28] No space left on device", None), StorageError),
     ],
 )
-def test_what_another_process_cannot_read_becomes_one_of_ours(error: Exception, kind: type[Exception]) -> None:
+def test_an_error_that_cannot_be_unpickled_is_replaced(error: Exception, kind: type[Exception]) -> None:
     travelling = portable(error)
     assert type(travelling) is kind
     assert str(error) in str(travelling)

@@ -47,14 +47,14 @@ def counting(room: int) -> tuple[ReadAhead, list[str]]:
     return ReadAhead(read, kept_bytes=room), reads
 
 
-def test_the_one_used_longest_ago_goes_first() -> None:
+def test_the_least_recently_used_image_is_evicted_first() -> None:
     ahead, reads = counting(2 * IMAGE_BYTES)
     for name in ("a", "b", "a", "c", "a", "b"):
         ahead.of(image(name))
     assert reads == ["a", "b", "c", "b"]
 
 
-def test_large_images_fill_the_room_sooner() -> None:
+def test_the_cache_is_limited_by_bytes() -> None:
     ahead, reads = counting(4 * IMAGE_BYTES)
     large = ImageRef("large", 56, 56)  # all of the room
     for ref in (image("a"), image("b"), large, image("a")):
@@ -62,7 +62,7 @@ def test_large_images_fill_the_room_sooner() -> None:
     assert reads == ["a", "b", "large", "a"]
 
 
-def test_a_batch_beyond_the_room_is_not_read_ahead_in_vain() -> None:
+def test_a_batch_larger_than_the_cache_evicts_no_unused_image() -> None:
     """Reading on would push out what training wants first."""
     ahead, reads = counting(3 * IMAGE_BYTES)
     for name in "abcdefgh":
@@ -72,7 +72,7 @@ def test_a_batch_beyond_the_room_is_not_read_ahead_in_vain() -> None:
     assert reads == list("abcdefgh")
 
 
-def test_what_is_held_stays_within_the_room() -> None:
+def test_the_cache_stays_within_its_limit() -> None:
     ahead, _ = counting(3 * IMAGE_BYTES)
     for batch in ("abcdefgh", "ijklmnop"):
         for name in batch:
@@ -83,7 +83,7 @@ def test_what_is_held_stays_within_the_room() -> None:
             assert ahead.held_bytes <= 3 * IMAGE_BYTES
 
 
-def test_an_image_larger_than_the_room_is_read_all_the_same() -> None:
+def test_an_image_larger_than_the_cache_is_read() -> None:
     ahead, reads = counting(IMAGE_BYTES)
     ahead.of(ImageRef("large", 56, 56))
     ahead.of(image("a"))
@@ -91,7 +91,7 @@ def test_an_image_larger_than_the_room_is_read_all_the_same() -> None:
     assert ahead.held_bytes == IMAGE_BYTES
 
 
-def test_what_goes_wrong_is_raised_where_the_image_is_wanted() -> None:
+def test_an_error_of_the_read_is_raised_to_the_caller() -> None:
     def read(ref: ImageRef) -> Any:
         raise FileNotFoundError(ref.sha256)
 

@@ -72,17 +72,17 @@ def test_both_ranks_of_an_engine_get_its_requests_and_one_answers():
 
 
 @pytest.mark.parametrize("wrong", [2, 3])
-def test_ranks_that_drew_different_tokens_are_named(wrong: int):
+def test_ranks_that_sampled_different_tokens_are_named(wrong: int):
     with pytest.raises(SamplerError, match=r"problem 1: rank 2 sampled tokens of crc \w{8}, rank 3 .* of crc \w{8}\."):
         generate(FourRanks(wrong=wrong))
 
 
-def test_a_rank_that_says_nothing_is_missed():
+def test_a_rank_that_does_not_answer_is_reported():
     with pytest.raises(SamplerError, match=r"of the 2 ranks that hold its engine only \[0\] answered"):
         generate(FourRanks(silent=1))
 
 
-def test_what_was_drawn_depends_on_every_token_and_on_where_completions_end():
+def test_the_fingerprint_depends_on_every_token_and_on_where_completions_end():
     same = fingerprint(group(1, [2, 3], [4]))
     assert fingerprint(group(1, [2, 3], [4])) == same
     others = [group(0, [2, 3], [4]), group(1, [2], [3, 4]), group(1, [2, 3], [5]), group(1, [4], [2, 3])]

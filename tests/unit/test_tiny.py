@@ -46,7 +46,7 @@ def digest_of(model: torch.nn.Module) -> str:
 
 
 @pytest.mark.parametrize("text", ["Angle x?", "  two\n\nlines ", "50\N{DEGREE SIGN} \N{GREEK SMALL LETTER PI}", ""])
-def test_text_is_its_bytes_and_comes_back(text: str) -> None:
+def test_text_is_encoded_as_bytes_and_decoded_again(text: str) -> None:
     ids = processor().tokenizer(text)["input_ids"]
     assert len(ids) == len(text.encode())
     assert max(ids, default=0) < 256
@@ -109,7 +109,7 @@ def test_completions_are_short_and_in_the_math_format() -> None:
 # ---- weights
 
 
-def test_weights_follow_the_seed_and_leave_the_generator_alone() -> None:
+def test_weights_depend_on_the_seed_and_the_generator_is_unchanged() -> None:
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)
@@ -179,7 +179,7 @@ def test_bootstrap_makes_the_tiny_policy_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("threads")
-def test_of_two_that_make_it_at_once_the_first_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_two_concurrent_runs_the_first_makes_the_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def slower(folder: Path, config: TinyModelConfig) -> None:
         monkeypatch.undo()
         made.append(bootstrap(spec(tmp_path, "tiny")))  # another process is faster

@@ -53,7 +53,7 @@ def test_the_folder_loads_as_a_language_model(tmp_path: Path, task: str) -> None
     assert tokens[0] == tokens[1]
 
 
-def test_weights_follow_the_seed_and_leave_the_generator_alone() -> None:
+def test_weights_depend_on_the_seed_and_the_generator_is_unchanged() -> None:
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)

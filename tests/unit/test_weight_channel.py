@@ -56,7 +56,7 @@ def test_every_sampler_gets_what_was_sent(dtype: torch.dtype, bucket_bytes: int)
             assert torch.equal(left, right)
 
 
-def test_what_the_sender_counts_is_what_the_samplers_count() -> None:
+def test_sender_and_samplers_compute_the_same_checksum() -> None:
     weights = tensors(torch.bfloat16)[:3]
 
     def work(number: int, channel: WeightChannel) -> int:

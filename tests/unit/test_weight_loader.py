@@ -56,7 +56,7 @@ def test_a_repeated_load_equals_a_load() -> None:
     assert [p.data_ptr() for p in model.parameters()] == addresses
 
 
-def test_a_repeated_load_takes_sources_that_lie_elsewhere_in_memory() -> None:
+def test_a_repeated_load_accepts_sources_at_other_addresses() -> None:
     """As they come out of a packed all-gather: views into one buffer; or not contiguous, as no loader saw them."""
     model, plain = Fused(), Fused()
     copies = watched_load(model, iter(tensors(0)))

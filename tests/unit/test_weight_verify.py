@@ -59,14 +59,14 @@ def loaded(weights: Sequence[Weights]) -> list[tuple[Part, Parts]]:
     return ranks
 
 
-def test_each_rank_holds_the_sum_of_what_it_took():
+def test_each_rank_has_the_checksum_of_what_it_copied():
     for model, parts in loaded([tensors(0), tensors(0)]):
         assert parts.due(verify=True) == model.held() != checksum(value for _, value in tensors(0))
         model.key.data[1, 2] += 1
         assert parts.due(verify=False) != model.held()
 
 
-def test_a_repeated_load_counts_what_came_with_it():
+def test_a_repeated_load_has_the_checksum_of_its_own_values():
     model, parts = Part(1), Parts(lambda own: [own])
     copies = watched_load(model, iter(tensors(0)))
     parts.begin()
@@ -74,7 +74,7 @@ def test_a_repeated_load_counts_what_came_with_it():
     assert checksum([model.up, model.down, model.key, model.norm, model.embedding]) == parts.due(verify=False)
 
 
-def test_a_load_that_copies_at_its_end_is_watched_as_well():
+def test_a_load_that_copies_at_its_end_is_recorded_too():
     model = Part(0)
     found: dict[str, int] = {}
     buffer = torch.cat([value.flatten() for _, value in tensors(0)])  # as they come out of one packed message
@@ -94,7 +94,7 @@ def test_a_load_that_copies_at_its_end_is_watched_as_well():
     assert found == {"up": 1, "down": 1, "key": 1, "norm": 1, "embedding": 1, "head": 0}
 
 
-def test_what_no_rank_took_is_named():
+def test_elements_that_no_rank_copied_are_named():
     without = [(name, value) for name, value in tensors(0) if name != "up"]
     for _, parts in loaded([tensors(0), without]):
         with pytest.raises(SamplerError, match="24 of the 48 elements of up were taken by no rank"):
@@ -104,7 +104,7 @@ def test_what_no_rank_took_is_named():
             parts.due(verify=True)
 
 
-def test_what_no_rank_takes_has_to_be_tied():
+def test_a_tensor_that_no_rank_copies_must_be_tied():
     changed = [(name, value + 1 if name == "head" else value) for name, value in tensors(0)]
     for _, parts in loaded([changed, changed]):
         with pytest.raises(SamplerError, match="78 of the 78 elements of head were taken by no rank"):

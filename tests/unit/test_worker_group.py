@@ -51,7 +51,7 @@ class FourRanks:
         return [action(worker, own) for worker, own in zip(self._workers, arguments, strict=True)]
 
 
-def test_neighbours_of_a_sequence_group_get_the_same_rows_and_the_first_one_answers():
+def test_ranks_of_a_sequence_group_get_the_same_rows_and_the_first_answers():
     config = build_experiment(
         {
             "name": "toy",
