@@ -21,7 +21,7 @@ from tasks.store.made import cache_key, kept, present
 
 CHAMPION = "champion"  # the best of its experiment so far, by more than chance: tasks/champion.py
 ALIAS = "verified"  # nothing gets it before transformers and vLLM have both agreed with the policy
-_CODE = ("rlcore/models", "rlcore/families", "rlcore/rollout")
+_CODE = ("rlcore/jobs/bootstrap.py", "rlcore/models", "rlcore/families", "rlcore/rollout")
 
 
 def _key(_: TaskRunContext, parameters: dict[str, Any]) -> str:

@@ -22,7 +22,7 @@ def _key(_: TaskRunContext, parameters: dict[str, Any]) -> str:
     model: ModelConfig = parameters["model"]
     files = sorted(Path(model.path).glob("*")) if Path(model.path).is_dir() else []
     stamps = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    code = ("rlcore/models", "rlcore/families", "rlcore/data")
+    code = ("rlcore/jobs/bootstrap.py", "rlcore/models", "rlcore/families", "rlcore/data")
     return cache_key("model", json.dumps([model.model_dump(mode="json"), stamps]), *code)
 
 

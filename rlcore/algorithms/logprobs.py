@@ -109,7 +109,7 @@ def linear_logprobs(
         targets: [N] int64.
         temperature: of the sampler.
         banned: [n] int64, tokens with probability 0.
-        top_p, top_k: of the sampler. The log-probs are of the whole distribution all the same.
+        top_p, top_k: of the sampler. They change ``truncation_logprobs``, not the log-probs.
         with_entropy: costs a pass over the logits.
         chunk_size: rows of logits at a time; None: as many as ``LOGIT_BYTES`` hold.
 

@@ -123,7 +123,7 @@ class WorkerGroup:
         """
         trained = sum(s.num_trained for s in samples)
         totals = StepTotals(tokens=max(1, trained), sequences=len(samples))  # 0 tokens if all completions are masked
-        # without any gradient one sample is computed all the same, because AdamW's state has to take its step
+        # without any gradient one sample is still computed, because AdamW's state has to take its step
         samples = [s for s in samples if has_gradient(s)] or samples[:1]
         microbatches_of_ranks = self._for_each_rank(samples, self._plan(samples))
         self._trace.begin()
@@ -250,7 +250,7 @@ def plan_microbatches(
         attention_weight: cost of a token's attention to another one. The cost of a token's matrix products is 1.
 
     Raises:
-        ValueError: one sequence alone exceeds the budget.
+        ValueError: a single sequence exceeds the budget.
     """
     longest = max((size.prompt + size.completion for size in sizes), default=0)
     if longest > token_budget:

@@ -24,12 +24,11 @@ class PackedModel(nn.Module):
     """Wraps a Hugging Face model as ``microbatch -> (log-probs, entropy, truncation_logprobs)`` of its trained tokens.
 
     The log-probs are those of the sampled distribution: logits divided by ``temperature``, banned tokens left out.
-    ``truncation_logprobs`` are the log of the share that top-p and top-k keep. The vision tower runs once per distinct
-    image of the microbatch. Without an image it runs on a blank one, because with sharded weights every rank takes
-    part in every layer's collectives. It does not run where the images come embedded, and a frozen tower builds no
-    graph.
+    ``truncation_logprobs`` are the log of the mass that top-p and top-k keep. The vision tower runs once per distinct
+    image of the microbatch. Without an image it runs on a blank one, because with sharded weights every rank takes part
+    in every layer's collectives. It does not run if the images are embedded already. A frozen tower builds no graph.
 
-    With a sequence group its ranks call it with their shares of one row, and each gets the values of the whole.
+    The ranks of a sequence group call it with their parts of one row, and each gets the values of the whole row.
     """
 
     def __init__(

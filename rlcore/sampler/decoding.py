@@ -68,7 +68,7 @@ def decode(core: Any, tokens_per_call: int, queued_ahead: int) -> Iterator[list[
     while scheduler.has_requests():
         plan = scheduler.schedule()
         left = _tokens_left(scheduler, plan)
-        if not left:  # run the plan all the same: it tells the runner which requests are finished
+        if not left:  # run the plan, because it tells the runner which requests are finished
             ahead = []
             scheduler.update_from_output(plan, executor.execute_model(plan))
             continue
