@@ -1,4 +1,4 @@
-"""From the text of a completion to its Score. No torch here: a grading process has to start fast."""
+"""From the text of a completion to its Score. No torch here, so that a grading process starts fast."""
 
 from __future__ import annotations
 
@@ -19,14 +19,16 @@ from rlcore.config.reward import (
     UserReward,
 )
 from rlcore.errors import RewardError
-from rlcore.rewards.clevr_count import clevr_count_reward
-from rlcore.rewards.countdown import countdown_reward
-from rlcore.rewards.dapo import dapo_reward
-from rlcore.rewards.geoqa import geoqa_reward
-from rlcore.rewards.gsm8k import gsm8k_reward
-from rlcore.rewards.math import math_reward, math_verify_reward, r1v_reward
-from rlcore.rewards.multiple_choice import multiple_choice_reward
-from rlcore.rewards.overlong import LengthRule, OverlongBatchReward, OverlongReward
+from rlcore.rewards.arithmetic import countdown_reward, gsm8k_reward
+from rlcore.rewards.dapo import LengthRule, OverlongBatchReward, OverlongReward, dapo_reward
+from rlcore.rewards.formatted import (
+    clevr_count_reward,
+    geoqa_reward,
+    math_reward,
+    math_verify_reward,
+    multiple_choice_reward,
+    r1v_reward,
+)
 from rlcore.rewards.protocol import BatchRewardFn, Reward
 from rlcore.rewards.user import user_reward
 
@@ -34,18 +36,18 @@ __all__ = ["BatchRewardFn", "Reward", "environment_of", "make_reward"]
 
 
 def environment_of(config: RewardConfig) -> tuple[str, ...]:
-    """Names of the environment variables that the reward may read; a built-in one reads none."""
+    """Names of the environment variables that the reward may read. Built-in rewards read none."""
     return config.environment if isinstance(config, UserReward) else ()
 
 
 def make_reward(config: RewardConfig, *, max_completion_tokens: int) -> Reward:
-    """The reward that the experiment describes; picklable, so that a grading process can be sent it.
+    """The configured reward. It can be pickled and sent to a grading process.
 
     Args:
-        max_completion_tokens: what a completion may have; the overlong penalty ends there.
+        max_completion_tokens: budget of a completion, where the overlong penalty is largest.
 
     Raises:
-        RewardError: a user's file is not there, or the overlong buffer is larger than a completion.
+        RewardError: a user's file does not exist, or the overlong buffer is larger than the budget.
     """
     reward, overlong = _reward(config), config.overlong
     if overlong is None:

@@ -1,19 +1,23 @@
-"""Reward ``dapo`` (arXiv:2503.14476): the last "Answer:" line is right, +1 or -1.
+"""DAPO (arXiv:2503.14476): reward ``dapo``, and the soft punishment of long completions, around any reward.
 
-The normalisation is Minerva's (arXiv:2206.14858, appendix D.1), as DAPO's own grader has it
-(github.com/BytedTsinghua-SIA/DAPO, verl's math_dapo.py). Two differences: an answer that MathRuler calls equal
-counts too, and a last "Answer:" with nothing behind it is no answer, where DAPO's goes back to an earlier one.
+``dapo`` normalises answers as Minerva does (arXiv:2206.14858, appendix D.1) and as DAPO's own grader does
+(github.com/BytedTsinghua-SIA/DAPO, verl's math_dapo.py), with two differences: answers that MathRuler calls equal count
+as well, and a last "Answer:" with nothing after it is no answer, where DAPO's grader takes an earlier one.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
-from rlcore.rewards.format import stated_truth
+from rlcore.ports import RewardFn
+from rlcore.rewards.extract import stated_truth
 from rlcore.rewards.grading import MAX_ANSWER_CHARS, math_equal
+from rlcore.rewards.protocol import BatchRewardFn
 from rlcore.types import FinishReason, Problem, Score
 
-WINDOW = 300  # characters at the end of the completion that are read, as in DAPO's grader
+WINDOW = 300  # last characters of the completion, the only ones that DAPO's grader reads
 
 _ANSWER = re.compile(r"answer\s*:\s*", re.IGNORECASE)
 _SUBSTITUTIONS = (
@@ -46,16 +50,16 @@ _REWRITES = (
 
 
 def dapo_reward(text: str, problem: Problem, num_tokens: int, finish_reason: FinishReason) -> Score:
-    """+1 if the answer is right, else -1; the part ``accuracy`` is 1 or 0."""
+    """+1 if the last "Answer:" line is right, else -1; the part ``accuracy`` is 1 or 0."""
     answer = answer_line(text)
     right = answer is not None and _equal(answer, stated_truth(problem.answer))
     return Score(1.0 if right else -1.0, {"accuracy": float(right)}, graded=True)
 
 
 def answer_line(text: str, window: int = WINDOW) -> str | None:
-    """What follows the last "Answer:" (in any case) in the last ``window`` characters, up to the end of its line.
+    """The answer after the last "Answer:" (in any case) in the last ``window`` characters, to the end of its line.
 
-    It may begin on a later line. Bold marks around it are dropped. None: there is none, or nothing follows it.
+    It may begin on a later line. Bold marks around it are dropped. None: no "Answer:", or nothing after it.
     """
     tail = text[-window:]
     last = None
@@ -68,7 +72,7 @@ def answer_line(text: str, window: int = WINDOW) -> str | None:
 
 
 def normalize_final_answer(answer: str) -> str:
-    """Minerva's normal form of an answer: what follows the last "=", without units, text commands and blanks."""
+    """Minerva's normal form of an answer: the part after the last "=", without units, text commands and blanks."""
     answer = answer.split("=")[-1]
     for before, after in _SUBSTITUTIONS:
         answer = answer.replace(before, after)
@@ -89,3 +93,53 @@ def _equal(answer: str, truth: str) -> bool:
     if wanted and given == wanted:  # a truth that is all units has no normal form
         return True
     return math_equal(answer, truth) or (bool(wanted) and math_equal(given, wanted))
+
+
+@dataclass(frozen=True, slots=True)
+class LengthRule:
+    """Equation 13, in tokens."""
+
+    max_tokens: int  # L_max: the budget of a completion
+    buffer_tokens: int  # L_cache: the last tokens of the budget, over which the penalty grows
+    penalty: float  # weight of the part
+
+    def part(self, num_tokens: int) -> float:
+        """0 up to max_tokens - buffer_tokens, -1 from max_tokens on, linear between."""
+        over = num_tokens - (self.max_tokens - self.buffer_tokens)
+        return -min(1.0, max(0, over) / self.buffer_tokens) if over > 0 else 0.0
+
+    def apply(self, score: Score, num_tokens: int) -> Score:
+        """Add penalty * part to the reward, and the unweighted part as ``overlong``. Ungraded scores stay."""
+        if not score.graded:
+            return score
+        part = self.part(num_tokens)
+        return replace(score, reward=score.reward + self.penalty * part, parts={**score.parts, "overlong": part})
+
+
+@dataclass(frozen=True, slots=True)
+class OverlongReward:
+    """A reward with the length penalty."""
+
+    inner: RewardFn
+    rule: LengthRule
+
+    def __call__(self, text: str, problem: Problem, num_tokens: int, finish_reason: FinishReason) -> Score:
+        return self.rule.apply(self.inner(text, problem, num_tokens, finish_reason), num_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class OverlongBatchReward:
+    """A batch reward with the length penalty."""
+
+    inner: BatchRewardFn
+    rule: LengthRule
+
+    def score_batch(
+        self,
+        texts: Sequence[str],
+        problems: Sequence[Problem],
+        num_tokens: Sequence[int],
+        finish_reasons: Sequence[FinishReason],
+    ) -> Sequence[Score]:
+        scores = self.inner.score_batch(texts, problems, num_tokens, finish_reasons)
+        return [self.rule.apply(score, tokens) for score, tokens in zip(scores, num_tokens, strict=True)]

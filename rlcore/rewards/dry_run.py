@@ -1,4 +1,4 @@
-"""Try a reward before training, in the same kind of process that will run it."""
+"""Tests a reward before training, in a grading process like those of the run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rlcore.rewards.pool import GradingPool
 from rlcore.rewards.protocol import BatchRewardFn
 from rlcore.types import Completion, Problem, Score
 
-START_SECONDS = 60.0  # for a file that never ends; loading a built-in reward takes about a second
+START_SECONDS = 60.0  # ends a user's file that never returns; a built-in reward loads in about a second
 
 SAMPLE = Problem(
     problem_id="dry-run",
@@ -29,15 +29,15 @@ LETTER_SAMPLE = Problem("dry-run", "Which is 2 + 3? (A) 4 (B) 5", (), "B", "dry 
 def dry_run(config: RewardConfig, *, max_completion_tokens: int, problem: Problem | None = None) -> tuple[Score, ...]:
     """Grade three made-up completions: one in the right format, an empty one, and one of 10,000 characters.
 
-    Takes about two seconds. It ends at the first completion that cannot be graded, so it takes at most the start
-    plus ``deadline_seconds`` (for a reward of many at once: six times that).
+    Takes about two seconds, and at most the start plus ``deadline_seconds`` (six times that for a batch reward), since
+    it stops at the first completion that cannot be graded.
 
     Args:
-        problem: a real one, with the columns that training will have. Without it a made-up one is used; a user's
-            reward, which may read any column, is then only loaded, and no Score is returned.
+        problem: from the dataset, with the columns that training will have. None: a made-up problem; a user's reward,
+            which may read any column, is then only loaded and no Score is returned.
 
     Raises:
-        RewardError: it cannot be loaded, or a completion could not be graded; with the traceback, where there is one.
+        RewardError: the reward does not load, or a completion could not be graded; with the traceback, if any.
     """
     reward = make_reward(config, max_completion_tokens=max_completion_tokens)
     variables = environment_of(config)
@@ -54,10 +54,9 @@ def dry_run(config: RewardConfig, *, max_completion_tokens: int, problem: Proble
                 future = pool.submit([problem] * len(few), few)
                 scores += future.result(timeout=2 * len(few) * config.deadline_seconds + START_SECONDS)
             except FutureTimeoutError:
-                raise _refused(config, problem, "It came to no end.") from None
-            if pool.first_failure is not None or pool.batch_failures:
-                detail = pool.first_batch_failure or pool.first_failure or ""
-                raise _refused(config, problem, detail)
+                raise _refused(config, problem, "It did not end.") from None
+            if failures := [failure for failure in (pool.first_batch_failure, *pool.last_failures()) if failure]:
+                raise _refused(config, problem, failures[0])
         return tuple(scores)
 
 
@@ -83,6 +82,6 @@ def _refused(config: RewardConfig, problem: Problem, detail: str) -> RewardError
     return RewardError(
         f"the reward {config.name!r} ({where}) failed on its dry run, on problem {problem.problem_id} with answer "
         f"{problem.answer[:100]!r} and columns {sorted(problem.extra)}. It must give a Score for any text within "
-        f"reward.deadline_seconds ({config.deadline_seconds:g}). Mend it, or choose another reward.name. "
+        f"reward.deadline_seconds ({config.deadline_seconds:g}). Fix it, or choose another reward.name. "
         f"What happened:\n{detail}"
     )

@@ -1,8 +1,8 @@
-"""From a written expression to a sympy expression, without running anything.
+"""Parses a written expression into a sympy expression, without running anything.
 
 sympy's own parser turns text into Python code and evaluates it, so a completion could run code. Here sympy only
-inserts what people leave out (``2x``, ``3!``); the result is read as a tree, and a node outside a short list is
-refused.
+completes the notation (``2x``, ``3!``). The result is read as a syntax tree in which only a short list of nodes is
+allowed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import sympy
 from sympy.parsing import sympy_parser
 
 MAX_CHARS = 5000  # above two answers of MAX_ANSWER_CHARS
-MAX_BRACKETS = 200  # sympy's time grows with their depth squared, and Python reads no more
+MAX_BRACKETS = 200  # sympy's time grows with the square of their depth, and Python's parser allows no more
 MAX_EXPONENT = 10_000
 MAX_BITS = 100_000  # of a power of two numbers
 MAX_FACTORIAL = 5000
@@ -33,7 +33,7 @@ _TRANSFORMATIONS = (
     *sympy_parser.standard_transformations,
     sympy_parser.implicit_multiplication_application,
 )
-# The names that sympy's parser does not take for variables. It looks them up and calls none.
+# Names that sympy's parser does not treat as variables. It looks them up and calls none.
 _KNOWN = {
     **{name: getattr(sympy, name) for name in sympy.__all__},
     **{name: value for name, value in vars(builtins).items() if isinstance(value, types.BuiltinFunctionType)},
@@ -43,15 +43,15 @@ _KNOWN = {
 
 
 class NotAnExpression(ValueError):
-    """The text is not an expression of numbers, variables, + - * / ^ and known functions, or is too large."""
+    """The text is too large, or holds more than numbers, variables, + - * / ^ and known functions."""
 
 
 def parse_expression(text: str) -> sympy.Expr:
-    """The expression that a text writes; multiplication signs may be left out, and ^ is a power.
+    """Parse an expression. Multiplication signs may be missing; ^ is a power.
 
     Raises:
-        NotAnExpression: it holds something else, or a number that would be too large.
-        Exception: sympy and Python raise errors of many kinds for text that cannot be split into tokens or parsed.
+        NotAnExpression: something is not allowed, or a number would be too large.
+        Exception: sympy and Python raise many kinds of errors for text that cannot be parsed.
     """
     text = " ".join(text.split())
     if len(text) > MAX_CHARS or text.count("(") > MAX_BRACKETS or not _ALLOWED.fullmatch(text):
@@ -60,11 +60,11 @@ def parse_expression(text: str) -> sympy.Expr:
 
 
 def read_code(code: object) -> sympy.Expr:
-    """The expression of the Python code that sympy's parser makes of a text. It is read as a tree and not run.
+    """Read the Python code that sympy's parser makes of a text, as a tree. It is not run.
 
     Raises:
-        NotAnExpression: it holds a node that is not on the list, or a number that would be too large.
-        SyntaxError, ValueError, RecursionError, MemoryError: it is no Python expression, or nested too deep.
+        NotAnExpression: a node is not allowed, or a number would be too large.
+        SyntaxError, ValueError, RecursionError, MemoryError: it is not a Python expression, or nested too deep.
     """
     if not isinstance(code, str):
         raise NotAnExpression(f"{code!r} is not text")
@@ -118,7 +118,7 @@ def _bits(number: sympy.Expr) -> int:
 
 
 def _call(function: ast.expr, argument: ast.expr) -> sympy.Expr:
-    """The calls that sympy's parser inserts around literals, and the few that an answer may write."""
+    """The calls that sympy's parser inserts around literals, and the few that an answer may contain."""
     match function, argument:
         case ast.Name("Integer"), ast.Constant(int(number)):
             return sympy.Integer(number)

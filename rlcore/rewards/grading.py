@@ -1,10 +1,10 @@
-"""Is an answer mathematically equal to the reference answer? The only importer of mathruler and math-verify.
+"""Tests whether an answer equals the reference answer mathematically. The only importer of mathruler and math-verify.
 
-A model or a dataset wrote both answers, so nothing of them may be evaluated as Python. sympy's parser does that, and
-MathRuler calls it; it gets ``parse_expression`` in its place. math-verify has a grammar of its own, but sympy makes its
-numbers from text. So while either compares, sympy's evaluator is replaced too, and no road leads to it.
+A model or a dataset wrote both answers, so they must never be evaluated as Python. MathRuler calls sympy's parser,
+which does evaluate; it gets ``parse_expression`` instead. math-verify has its own grammar, but lets sympy make numbers
+from text. Therefore sympy's evaluator is also replaced while either of them compares.
 
-Comparing may take forever or take all memory: call this in a process that can be killed.
+A comparison may take forever, or all memory: call this in a process that can be killed.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from rlcore.rewards.expressions import parse_expression, read_code
 MAX_ANSWER_CHARS = 2000  # far above any reference answer; mathruler's time grows faster than the length
 MAX_VERIFIED_CHARS = 500  # the same for math-verify, whose parser is slower
 
-# of what math-verify searches for, the box alone: it is given nothing else
+# math-verify searches for a box only: it is given nothing else
 _BOX_ONLY = (LatexExtractionConfig(try_extract_without_anchor=False, boxed_match_priority=0),)
 
-# math-verify warns, in each process, that its timeouts are off: on purpose, see math_verify_equal. pylatexenc, which
-# mathruler uses, warns once for each malformed command, and a policy can write thousands of them.
+# math-verify warns in each process that its timeouts are off, which is on purpose (see math_verify_equal). pylatexenc,
+# which mathruler uses, warns about each malformed command, and a policy can write thousands.
 for _name in ("math_verify.parser", "math_verify.grader", "pylatexenc"):
     logging.getLogger(_name).setLevel(logging.ERROR)
 
 mathruler.grader._sympy_parse = parse_expression
 
 _comparing: ContextVar[bool] = ContextVar("_comparing", default=False)
-_evaluate = sympy_parser.eval_expr  # the one place where sympy evaluates text; sympify(str) gets there too
+_evaluate = sympy_parser.eval_expr  # the only place where sympy evaluates text, sympify(str) included
 
 
 def _evaluate_outside(code: object, local_dict: dict[str, object], global_dict: dict[str, object]) -> object:
@@ -56,18 +56,14 @@ def _nothing_is_evaluated() -> Iterator[None]:
         _comparing.reset(token)
 
 
-@lru_cache(maxsize=8192)  # the completions of a group mostly give the same few answers
+@lru_cache(maxsize=8192)  # the completions of a group give few different answers
 def math_equal(candidate: str, truth: str) -> bool:
-    """Compare two answers, written in LaTeX or plain, as mathruler does.
+    """Compare two answers in LaTeX or plain text as mathruler does.
 
-    Units, percent and dollar signs, degrees and thousands commas do not count; fractions must be reduced
-    where both are fractions; an integer must be given as an integer; else sympy decides whether the
-    difference is 0. Blank is never equal; an answer longer than ``MAX_ANSWER_CHARS`` only to the same text. What
-    ``parse_expression`` refuses is unequal.
-
-    Args:
-        candidate: what was inside the box. A completion without a box has no candidate: do not ask.
-        truth: the reference answer of the problem.
+    Units, percent and dollar signs, degrees and thousands separators are ignored. Two fractions must both be reduced,
+    an integer must be written as an integer; otherwise sympy decides whether the difference is 0. A blank candidate is
+    never equal, one longer than ``MAX_ANSWER_CHARS`` only to the same text. Text that ``parse_expression`` refuses is
+    unequal.
     """
     candidate, truth = candidate.strip(), truth.strip()
     if not candidate or len(candidate) > MAX_ANSWER_CHARS:
@@ -82,20 +78,20 @@ def math_equal(candidate: str, truth: str) -> bool:
 
 @lru_cache(maxsize=1024)
 def _normalizes_to_nothing(truth: str) -> bool:
-    """mathruler drops units, so a truth that is nothing else ("second") would equal any other unit."""
+    """mathruler drops units, so a truth that is only a unit ("second") would equal any other unit."""
     return bool(grade_answer("", truth))
 
 
 @lru_cache(maxsize=8192)
 def math_verify_equal(candidate: str, truth: str) -> bool:
-    """Compare two answers, written in LaTeX or plain, as the math-verify library does.
+    """Compare two answers in LaTeX or plain text as the math-verify library does.
 
-    It knows more than mathruler (sets, intervals, matrices, relations) and forgives more (fractions that are not
-    reduced, 50% for 0.5). Blank, or longer than ``MAX_VERIFIED_CHARS``, is never equal unless it is the truth to
-    the letter; what it cannot parse, it compares as text.
+    It knows more than mathruler (sets, intervals, matrices, relations) and accepts more (unreduced fractions, 50% for
+    0.5). Text that it cannot parse is compared as text. A blank candidate is never equal, one longer than
+    ``MAX_VERIFIED_CHARS`` only to the same text.
 
-    Its own timeouts are off: they use signal.alarm, and a grading process has a deadline that also ends what a
-    signal cannot interrupt.
+    Its timeouts are off: they use signal.alarm, while the deadline of a grading process also ends code that no signal
+    can interrupt.
     """
     candidate, truth = candidate.strip(), truth.strip()
     if not candidate or len(candidate) > MAX_VERIFIED_CHARS:

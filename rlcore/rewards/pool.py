@@ -1,7 +1,7 @@
 """Grading in processes that can be killed, with a deadline for each completion.
 
-Each worker is one thread here, one process, and a socket between them. There is no queue that processes
-share, so one that dies, even while idle, cannot take a lock or the others with it.
+Each worker is a thread here, a process, and a socket between them. Processes share no queue, so that one that dies
+cannot keep a lock or take the others with it.
 """
 
 from __future__ import annotations
@@ -42,17 +42,16 @@ UNGRADED = Score(reward=0.0, parts={}, graded=False)
 
 
 class GradingPool:
-    """``Grader`` over processes of its own. Use it from any thread; close it, or use ``with``.
+    """A ``Grader`` that runs the reward in processes. Safe from any thread; close it, or use ``with``.
 
-    A grading that takes longer than the deadline, raises, or whose process dies twice, gives an ungraded Score and
-    is counted under that reason. The other completions are graded as if nothing had happened. After the first death a
-    new process grades the completion again, because something else may have killed the process.
+    A completion is ungraded, and counted by reason, if its grading exceeds the deadline, raises, or loses its process
+    twice. After the first death another process tries again, because something else may have killed the process. Other
+    completions are not affected.
 
-    A ``BatchRewardFn`` is called with all that a process is sent at once, n completions, and may take n deadlines.
-    If that fails in any way (n deadlines are over, it raises, its process dies), the n are given to it one by one,
-    so that only the culprits are lost; ``batch_failures`` counts this.
+    A ``BatchRewardFn`` gets the n completions of a chunk in one call, which may take n deadlines. If that call fails in
+    any way, it gets them one by one, so that only the culprits are ungraded; ``batch_failures`` counts these calls.
 
-    The processes have no network, no secrets and no files but a scratch folder each (sandbox.py).
+    The processes have no network, no secrets, and no files but a scratch folder each (sandbox.py).
     """
 
     def __init__(
@@ -64,40 +63,31 @@ class GradingPool:
         start_seconds: float = START_SECONDS,
         environment: Sequence[str] = (),
     ) -> None:
-        """Start the processes and wait until all can grade.
+        """Start the processes and wait until all have loaded the reward.
 
         Args:
-            reward: picklable, from a module that can be imported (so not from ``__main__``).
-            processes: gradings that run at the same time.
-            deadline_seconds: wall-clock time that one completion may take.
-            start_seconds: wall-clock time that loading the reward may take.
-            environment: names of variables that the reward may see in addition to ``ENVIRONMENT``.
+            reward: picklable, from an importable module (not ``__main__``).
+            processes: gradings at the same time.
+            deadline_seconds: wall-clock time per completion.
+            start_seconds: wall-clock time to load the reward.
+            environment: variables that the reward may read, in addition to ``ENVIRONMENT``.
 
         Raises:
             RewardError: the reward cannot be pickled, a process cannot load it, or a variable is not set.
         """
         payload, variables = _pickled(reward), _environment(environment)
-        self.first_failure: str | None = None  # in words, of the first grading lost; a traceback if it raised
-        self.first_traceback: str | None = None  # of the first reward that raised
         self._chunks_per_process = 1 if isinstance(reward, BatchRewardFn) else 4
         self._deadline = deadline_seconds
-        self._lost: Counter[Reason] = Counter()
+        self.ungraded: Counter[Reason] = Counter()  # completions by reason
         self._last_failures: deque[str] = deque(maxlen=KEPT_FAILURES)
         self._lock = threading.Lock()  # guards the counters, the batches and _closed
         self._closed = False
         self._unfinished: set[_Batch] = set()
         self._chunks: queue.SimpleQueue[_Chunk | None] = queue.SimpleQueue()
         self._scratch = tempfile.TemporaryDirectory(prefix="rlflow-graders-", ignore_cleanup_errors=True)
-        self._workers = [
-            _Worker(
-                payload,
-                isinstance(reward, BatchRewardFn),
-                start_seconds,
-                variables,
-                Path(self._scratch.name, str(index)),
-            )
-            for index in range(processes)
-        ]
+        folders = [Path(self._scratch.name, str(index)) for index in range(processes)]
+        together = isinstance(reward, BatchRewardFn)
+        self._workers = [_Worker(payload, together, start_seconds, variables, folder) for folder in folders]
         ready: list[Future[None]] = [Future() for _ in range(processes)]
         self._threads = [
             threading.Thread(target=self._serve, args=pair, name="grading", daemon=True)
@@ -113,55 +103,36 @@ class GradingPool:
             raise
         if missing := self._workers[0].missing:
             logger.warning(
-                "grading processes run without protection of: %s. This system refuses what takes it from them.",
+                "grading processes run without protection of: %s. This system does not support it.",
                 ", ".join(missing),
             )
 
     @property
-    def timeouts(self) -> int:
-        """Gradings killed at the deadline, since the pool was made."""
-        return self._lost["timeout"]
-
-    @property
-    def errors(self) -> int:
-        """Gradings in which the reward raised, or returned no finite Score."""
-        return self._lost["error"]
-
-    @property
-    def deaths(self) -> int:
-        """Gradings whose process died, or could not be started again."""
-        return self._lost["death"]
-
-    @property
     def batch_failures(self) -> int:
-        """Calls of a ``BatchRewardFn`` that failed, and were made again one completion at a time."""
+        """Calls of a ``BatchRewardFn`` that failed and were repeated one completion at a time."""
         return sum(worker.batch_failures for worker in self._workers)
 
     @property
     def first_batch_failure(self) -> str | None:
-        """What the first of them was, in words; a traceback if it raised."""
+        """Why the first of them failed; a traceback if it raised."""
         return next((worker.first_batch_failure for worker in self._workers if worker.first_batch_failure), None)
 
     def last_failures(self) -> list[str]:
-        """What the latest gradings were lost to, in words, oldest first."""
+        """Why the latest ungraded completions are ungraded, oldest first."""
         with self._lock:
             return list(self._last_failures)
 
     def submit(self, problems: Sequence[Problem], completions: Sequence[Completion]) -> Future[list[Score]]:
         """Start grading completion i against problem i; the future holds the scores in the same order.
 
-        The future cannot be cancelled, and fails only if the pool is closed before the scores are in.
+        The future cannot be cancelled. It fails only if the pool is closed before all scores are known.
 
         Raises:
-            ValueError: not one problem per completion.
+            ValueError: the numbers of problems and completions differ.
             RewardError: the pool is closed.
         """
-        batch = _Batch(
-            [
-                (completion.text, problem, len(completion.token_ids), completion.finish_reason)
-                for problem, completion in zip(problems, completions, strict=True)
-            ]
-        )
+        pairs = zip(problems, completions, strict=True)
+        batch = _Batch([(c.text, problem, len(c.token_ids), c.finish_reason) for problem, c in pairs])
         count = len(batch.jobs)
         with self._lock:
             if self._closed:
@@ -170,14 +141,14 @@ class GradingPool:
                 self._unfinished.add(batch)
             else:
                 batch.future.set_result([])
-        # several chunks per process, so that a slow answer holds up little of what is behind it
+        # Several chunks per process, so that few completions wait for a slow one.
         size = max(1, min(MAX_CHUNK, -(-count // (self._chunks_per_process * len(self._workers)))))
         for start in range(0, count, size):
             self._chunks.put(_Chunk(batch, range(start, min(start + size, count))))
         return batch.future
 
     def close(self) -> None:
-        """Kill every process, wait for it, and fail what was still being graded. Safe to call again."""
+        """Kill all processes, wait for them, and fail the futures of unfinished batches. May be called twice."""
         with self._lock:
             self._closed = True
             unfinished, self._unfinished = self._unfinished, set()
@@ -198,7 +169,7 @@ class GradingPool:
         self.close()
 
     def _serve(self, worker: _Worker, started: Future[None]) -> None:
-        """One worker's thread. It makes the process, too: the kernel ends that with the thread behind it."""
+        """A worker's thread. It also starts the process, because the kernel kills the process when this thread ends."""
         try:
             worker.start()
         except (RewardError, OSError) as error:
@@ -212,12 +183,12 @@ class GradingPool:
                 for verdict in worker.grade([chunk.batch.jobs[i] for i in todo], self._deadline):
                     self._record(chunk.batch, todo[graded], verdict)
                     graded += 1
-                todo = todo[graded:]  # what was behind a completion that cost the process its life
+                todo = todo[graded:]  # the completions after one that killed the process
         worker.stop()
 
     def _record(self, batch: _Batch, index: int, verdict: Score | _Failure) -> None:
         with self._lock:
-            if batch not in self._unfinished:  # closed: the process was killed, and not by what it graded
+            if batch not in self._unfinished:  # closed: the pool killed the process, not the completion
                 return
             batch.scores[index] = verdict if isinstance(verdict, Score) else UNGRADED
             if isinstance(verdict, _Failure):
@@ -229,15 +200,11 @@ class GradingPool:
             batch.future.set_result([batch.scores[i] for i in range(len(batch.jobs))])
 
     def _count(self, failure: _Failure, problem: Problem) -> None:
-        self._lost[failure.reason] += 1
+        self.ungraded[failure.reason] += 1
         self._last_failures.append(f"problem {problem.problem_id}, {failure.reason}: {failure.detail.strip()}")
-        if self.first_failure is None:
-            self.first_failure = failure.detail
-        if failure.reason == "error" and self.first_traceback is None:
-            self.first_traceback = failure.detail
-        if self._lost[failure.reason] == 1:
+        if self.ungraded[failure.reason] == 1:
             logger.warning(
-                "first grading lost to a %s, problem %s; further ones are only counted. %s",
+                "first completion ungraded by a %s, problem %s. Further ones are counted, not logged. %s",
                 failure.reason,
                 problem.problem_id,
                 failure.detail,
@@ -245,6 +212,7 @@ class GradingPool:
 
 
 Reason = Literal["timeout", "error", "death"]
+"""Killed at the deadline; raised, or returned something else than a finite Score; the process died twice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,7 +222,7 @@ class _Failure:
 
 
 class _Batch:
-    """What one submit() asked for, and the scores so far by index."""
+    """The jobs of one submit() and the scores so far, by index."""
 
     def __init__(self, jobs: list[Job]) -> None:
         self.jobs = jobs
@@ -270,30 +238,30 @@ class _Chunk:
 
 
 class _Worker:
-    """One grading process at a time. ``retire`` may come from any thread, the rest from the worker's own."""
+    """Starts, uses and replaces one grading process. Only ``retire`` may be called from another thread."""
 
     def __init__(
         self, payload: bytes, batch: bool, start_seconds: float, variables: Mapping[str, str], scratch: Path
     ) -> None:
-        self.missing: list[str] = []  # what the sandbox could not take away, in words
+        self.missing: list[str] = []  # what the sandbox could not take away
         self.batch_failures = 0
         self.first_batch_failure: str | None = None
         self._payload = payload  # the pickled reward
-        self._batch = batch  # it is a BatchRewardFn
+        self._batch = batch  # whether it is a BatchRewardFn
         self._start_seconds = start_seconds
         self._scratch = scratch
         self._variables = {**variables, "TMPDIR": str(scratch), "HOME": str(scratch)}
-        self._lock = threading.Lock()  # a process is not started while the worker is retired
+        self._lock = threading.Lock()  # no process starts while the worker is retired
         self._retired = False
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
 
     def start(self) -> Connection:
-        """Start a process, wait until it has loaded the reward, and return the line to it.
+        """Start a process, wait until it has loaded the reward, and return the connection to it.
 
         Raises:
             RewardError: it cannot load the reward, or the worker is retired.
-            OSError: the process died at once, or could not be made.
+            OSError: the process could not be started, or died at once.
         """
         ours, theirs = socket.socketpair()
         with theirs, self._lock:
@@ -301,7 +269,7 @@ class _Worker:
                 ours.close()
                 raise RewardError("the grading pool is closed.")
             self._connection = connection = Connection(ours.detach())
-            shutil.rmtree(self._scratch, ignore_errors=True)  # what the last process left
+            shutil.rmtree(self._scratch, ignore_errors=True)  # files of the last process
             self._scratch.mkdir(mode=0o700)
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", WORKER, str(theirs.fileno()), str(self._scratch)],
@@ -309,21 +277,21 @@ class _Worker:
                 stdin=subprocess.DEVNULL,
                 env=self._variables,
             )
-        failure: str | None = f"It gave no sign of life for {self._start_seconds:g} s."
+        failure: str | None = f"It did not answer within {self._start_seconds:g} s."
         try:
             connection.send_bytes(self._payload)
             if connection.poll(self._start_seconds):
                 state = json.loads(connection.recv_bytes(MAX_ANSWER_BYTES))
                 failure, self.missing = state["error"], state["missing"]
         except (EOFError, OSError) as error:
-            failure = f"It died ({error!r}); its own words are on stderr."
+            failure = f"It died ({error!r}). See its output on stderr."
         if failure is not None:
             self.stop()
             raise RewardError(f"a grading process could not load the reward. {failure}")
         return connection
 
     def grade(self, jobs: Sequence[Job], deadline_seconds: float) -> Iterator[Score | _Failure]:
-        """Verdicts in order. They end early after a failure that cost the process its life."""
+        """Verdicts in order. They end early after a failure that killed the process."""
         if not self._batch or len(jobs) == 1:
             yield from self._ask(jobs, deadline_seconds, deadline_seconds)
             return
@@ -335,21 +303,21 @@ class _Worker:
         if self.batch_failures == 1:
             detail = next((verdict.detail for verdict in verdicts if isinstance(verdict, _Failure)), "")
             self.first_batch_failure = detail
-            logger.warning("a batch of %d could not be graded at once, so one by one. %s", len(jobs), detail)
+            logger.warning("a batch of %d completions failed and is graded one by one. %s", len(jobs), detail)
         for job in jobs:
             yield from self._ask([job], deadline_seconds, deadline_seconds)
 
     def _ask(
         self, jobs: Sequence[Job], first_seconds: float, deadline_seconds: float, *, again: bool = True
     ) -> Iterator[Score | _Failure]:
-        """Send the jobs together. The first answer may take ``first_seconds``, each further one the deadline.
+        """Send the jobs together. The first answer may take ``first_seconds``, each later one ``deadline_seconds``.
 
         Args:
-            again: ask once more for the job whose process died.
+            again: repeat the job whose process died once.
         """
         try:
             payload = jobs_to_json(jobs)
-        except Exception:  # noqa: BLE001 - a problem can hold anything; only its own gradings are lost
+        except Exception:  # noqa: BLE001 - a problem can hold anything; only its own completions are ungraded
             if len(jobs) == 1:
                 yield _Failure("error", traceback.format_exc())
             else:
@@ -396,7 +364,7 @@ class _Worker:
         return process.wait()
 
     def retire(self) -> None:
-        """Kill the process for good; the worker's thread sees its line go dead."""
+        """Kill the process for good. The worker's thread sees its connection close."""
         with self._lock:
             self._retired = True
             process = self._process
@@ -407,7 +375,7 @@ class _Worker:
     def _alive(self) -> Connection:
         if self._process is not None and self._connection is not None and self._process.poll() is None:
             return self._connection
-        self.stop()  # it died idle, or was killed over the last completion
+        self.stop()  # it died idle, or was killed after the last completion
         return self.start()
 
 
@@ -417,16 +385,16 @@ def _pickled(reward: Reward) -> bytes:
     except (pickle.PicklingError, TypeError, AttributeError) as error:
         raise RewardError(
             f"the reward {reward!r} cannot be sent to a grading process: {error}. Make it a function at the "
-            "top of a module, or a functools.partial of one."
+            "top of a module, or a functools.partial of such a function."
         ) from None
 
 
 def _environment(names: Sequence[str]) -> dict[str, str]:
-    """The variables that start an interpreter and those named, the modules that we can import, and no thread pools."""
+    """The variables of a grading process: what an interpreter needs, ``names``, our import path, no thread pools."""
     if absent := [name for name in names if name not in os.environ]:
         raise RewardError(
-            f"reward.environment names {', '.join(absent)}, which is not set where the trainer runs. "
-            "Set it there, or take it off the list."
+            f"reward.environment names {', '.join(absent)}, which is not set in the trainer's environment. "
+            "Set it there, or remove it from the list."
         )
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     kept = {name: os.environ[name] for name in (*ENVIRONMENT, *names) if name in os.environ}

@@ -1,4 +1,4 @@
-"""What a grading process can be given, and what travels between it and the trainer: JSON, which holds no code."""
+"""The kinds of rewards, and the JSON that the trainer and a grading process exchange. JSON holds no code."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Job: TypeAlias = tuple[str, Problem, int, FinishReason]  # the arguments of a Re
 
 @runtime_checkable
 class BatchRewardFn(Protocol):
-    """A reward that is cheaper for many completions at once, such as a model that judges."""
+    """A reward that is cheaper for many completions at once, such as a judge model."""
 
     def score_batch(
         self,
@@ -25,20 +25,17 @@ class BatchRewardFn(Protocol):
         num_tokens: Sequence[int],
         finish_reasons: Sequence[FinishReason],
     ) -> Sequence[Score]:
-        """Score completion i against problem i, for all i; one Score each, in order.
-
-        Called with all that a grading process was sent at once (1 to ``pool.MAX_CHUNK`` completions).
-        """
+        """Score completion i against problem i, for 1 to ``pool.MAX_CHUNK`` completions; one Score each, in order."""
 
 
 Reward: TypeAlias = RewardFn | BatchRewardFn
 
 
 def jobs_to_json(jobs: Sequence[Job]) -> bytes:
-    """The jobs as a grading process reads them; a tuple in a problem's ``extra`` becomes a list.
+    """The jobs as JSON. A tuple in a problem's ``extra`` becomes a list.
 
     Raises:
-        TypeError, ValueError: a problem holds what JSON cannot.
+        TypeError, ValueError: a problem holds a value that JSON cannot.
     """
     return json.dumps(
         [
@@ -64,14 +61,14 @@ def _problem(
 
 
 def answer_to_json(answer: Score | str) -> bytes:
-    """A score, or in words why there is none."""
+    """A score, or the reason why there is none."""
     if isinstance(answer, str):
         return json.dumps({"error": answer}).encode()
     return json.dumps({"reward": answer.reward, "parts": dict(answer.parts), "graded": answer.graded}).encode()
 
 
 def answer_from_json(data: bytes) -> Score | str:
-    """What a grading process answered. It is not trusted: a completion may have got the better of it.
+    """The answer of a grading process. It is checked, because a completion may have taken over the process.
 
     Raises:
         ValueError: it is neither a score of finite numbers nor an error.

@@ -1,8 +1,7 @@
-"""What a grading process gives up before it loads a reward: network, processes, and files outside its own folder.
+"""Takes network, other processes, and files outside its folder from a grading process before it loads a reward.
 
-Four layers, each without a library and, but for the first, without privileges: a network namespace, Landlock (files),
-a seccomp filter (system calls), and resource limits. They cannot be undone, and threads and modules that come later
-are bound by them as well.
+Four layers without a library: a network namespace (the only one that needs privileges), Landlock (files), a seccomp
+filter (system calls), and resource limits. They cannot be undone and also bind later threads and modules.
 """
 
 from __future__ import annotations
@@ -27,10 +26,10 @@ _CLONE_NEWUSER, _CLONE_NEWNET = 0x10000000, 0x40000000
 
 
 def enter(scratch: Path) -> list[str]:
-    """Give up what grading does not need, for good, and return what this system could not take, in words.
+    """Enter the sandbox for good, and return the rights that this system could not take away.
 
-    What stays: reading files (``read_code_only`` ends it), writing into ``scratch``, threads, memory, and file
-    descriptors that are open.
+    Still allowed: reading files (until ``read_code_only``), writing into ``scratch``, threads, memory, and open file
+    descriptors.
     """
     if sys.platform != "linux":
         return [f"network, processes and files (there is no sandbox for {sys.platform})"]
@@ -53,7 +52,7 @@ def enter(scratch: Path) -> list[str]:
 
 
 def read_code_only(scratch: Path) -> None:
-    """Give up reading all but ``scratch`` and, for later imports, the interpreter and the packages that are loaded."""
+    """Allow reading only ``scratch`` and, for later imports, the interpreter and the loaded packages."""
     folders = {scratch, Path(sys.prefix), Path(sys.base_prefix), *map(Path, SYSTEM_FILES)}
     for name, module in list(sys.modules.items()):
         if "." not in name:
@@ -68,15 +67,15 @@ def _limit(kind: int, wanted: int) -> None:
 
 
 def _call(function: str, *arguments: object) -> int:
-    """Call a function of libc; -1 where it fails. It takes integers, None and buffers."""
+    """Call a function of libc with integers, None and buffers; -1 if it fails."""
     words = [ctypes.c_long(a) if isinstance(a, int) else a for a in arguments]
     result: int = getattr(ctypes.CDLL(None, use_errno=True), function)(*words)
     return result
 
 
 def _leave_network() -> bool:
-    """A network namespace holds nothing but its own, unconfigured, loopback. Users other than root need a user
-    namespace for it, which some systems and most containers refuse."""
+    """Enter a network namespace, which has only an unconfigured loopback. Users other than root also need a user
+    namespace, which some systems and most containers refuse."""
     return _call("unshare", _CLONE_NEWNET) == 0 or _call("unshare", _CLONE_NEWUSER | _CLONE_NEWNET) == 0
 
 
@@ -85,7 +84,7 @@ _CAP_DAC_READ_SEARCH = 2
 
 
 def _drop_capabilities() -> None:
-    """Leave root nothing but reading all files: with more, it could look into the trainer's process."""
+    """Leave root only the right to read all files. With more it could read the trainer's memory."""
     header = ctypes.create_string_buffer(struct.pack("=Ii", _CAPABILITY_VERSION, 0), 8)
     sets = ctypes.create_string_buffer(24)  # effective, permitted, inheritable; for the lower and the upper 32
     if _call("capget", header, sets) == 0:
@@ -104,17 +103,17 @@ _FILE_RIGHTS = _WRITE_FILE | _READ_FILE | _TRUNCATE  # the others are for folder
 
 
 def restrict_writing(writable: Iterable[Path]) -> bool:
-    """Allow writing to these files and below these folders only. It also ends access to other processes' /proc.
+    """Allow writing only to these files and below these folders. This also ends access to other processes' /proc.
 
     Returns:
-        False where the kernel has no Landlock (before 5.13, or switched off).
+        False if the kernel has no Landlock (before 5.13, or switched off).
     """
     return _restrict(_WRITE_FILE | _DIRECTORY_WRITES | _REFER | _TRUNCATE, writable)
 
 
 def restrict_reading(readable: Iterable[Path]) -> bool:
-    """Allow reading these files and below these folders only; False as for ``restrict_writing``."""
-    # without the right to refer, no file could move between folders any more, in the scratch folder either
+    """Allow reading only these files and below these folders; False as for ``restrict_writing``."""
+    # Without the right to refer, files could not move between folders, not even in the scratch folder.
     return _restrict(_READ_FILE | _READ_DIR | _REFER, readable)
 
 
@@ -150,10 +149,10 @@ def _allow(ruleset: int, rights: int, path: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What a seccomp filter has to know of a processor."""
+    """Facts about a processor that a seccomp filter needs."""
 
     audit: int  # AUDIT_ARCH_*
-    column: int  # of its numbers in the tables below
+    column: int  # of the tables below
     seccomp: int  # the system call's number
     other_abi: int | None  # numbers from here on belong to a second set of system calls
 
@@ -249,7 +248,7 @@ DENIED: Mapping[str, tuple[int | None, int | None]] = {
     "request_key": (249, 218),
     "keyctl": (250, 219),
 }
-# where Landlock is missing: nothing is written, not even in the scratch folder
+# Without Landlock nothing can be written, not even in the scratch folder.
 DENIED_WRITES: Mapping[str, tuple[int | None, int | None]] = {
     "creat": (85, None),
     "truncate": (76, 45),
@@ -285,9 +284,9 @@ Instruction = tuple[int, int, int, int]  # code, jump if true, jump if false, va
 
 
 def filter_program(machine: Machine, pid: int, *, deny_writing: bool) -> list[Instruction]:
-    """The classic BPF program that a system call runs through; ``pid`` is the only process that may be signalled.
+    """The classic BPF program that filters system calls; ``pid`` is the only process that may be signalled.
 
-    Only the low 32 bits of an argument are looked at; the kernel takes no more of those that are compared here.
+    It reads only the low 32 bits of an argument. The kernel uses no more of the arguments that are compared here.
     """
 
     def when(pair: tuple[int | None, int | None], *body: Instruction) -> list[Instruction]:
@@ -300,7 +299,7 @@ def filter_program(machine: Machine, pid: int, *, deny_writing: bool) -> list[In
     allow, deny, absent = (_RETURN, 0, 0, _ALLOW), (_RETURN, 0, 0, _DENY), (_RETURN, 0, 0, _ABSENT)
     program: list[Instruction] = [
         (_LOAD, 0, 0, _ARCHITECTURE_AT),
-        (_EQUAL, 1, 0, machine.audit),  # another set of system calls, such as that of 32 bits
+        (_EQUAL, 1, 0, machine.audit),  # another set of system calls, such as the 32-bit one
         deny,
         (_LOAD, 0, 0, _NUMBER_AT),
     ]
@@ -328,7 +327,7 @@ _SPEC_ALLOW = 4  # without it, kernels before 5.16 slow the whole process down
 
 
 def install_filter(*, deny_writing: bool) -> bool:
-    """Install the filter for good; False where the kernel takes none, or the processor is not in ``MACHINES``."""
+    """Install the filter for good; False if the kernel refuses it, or the processor is not in ``MACHINES``."""
     machine = MACHINES.get(platform.machine())
     if machine is None:
         return False

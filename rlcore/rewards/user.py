@@ -1,7 +1,7 @@
-"""Reward ``user``: a function of the user's, in a Python file of theirs.
+"""Reward ``user``: a function in the user's Python file.
 
-What is sent to a grading process names the file. The process runs it before it says that it can grade, so a file that
-does not load is refused at the start, and nothing of it ever runs in the trainer.
+The trainer sends the file's name and never runs the file. A grading process runs it before it reports that it can
+grade, so that a file that does not load is refused at the start.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _RETURNS = (
 
 
 def user_reward(config: UserReward) -> Reward:
-    """The reward of the file, which is not run here. A relative path starts at the current directory.
+    """The reward in the configured file, which is not run here. Paths are relative to the current directory.
 
     Raises:
-        RewardError: there is no such file.
+        RewardError: the file does not exist.
     """
     file = config.file.expanduser().resolve()
     if not file.is_file():
@@ -99,25 +99,25 @@ class UserBatchReward:
 def _loaded(
     make: type[UserSingleReward] | type[UserBatchReward], file: Path, function: str, arguments: Mapping[str, Any]
 ) -> UserSingleReward | UserBatchReward:
-    """What a reward is unpickled with: the file is run, and the call is checked against the function."""
+    """Unpickles a reward: runs the file and checks that the function accepts the call."""
     _check_call(_load(file, function), file, function, arguments)
     return make(file, function, arguments)
 
 
 @lru_cache(maxsize=8)
 def _load(file: Path, name: str) -> Callable[..., Any]:
-    """Run the file and return its function. Modules beside the file can be imported from it.
+    """Run the file and return its function. The file can import modules from its folder.
 
     Raises:
-        RewardError: no such file or function. What the file itself raises goes through.
+        RewardError: no such file or function. Exceptions of the file itself are not caught.
     """
     if str(file.parent) not in sys.path:
-        sys.path.append(str(file.parent))  # last: it must not hide a library
+        sys.path.append(str(file.parent))  # last, so that it hides no library
     spec = importlib.util.spec_from_file_location(f"rlflow_user_reward_{file.stem}", file)
     if spec is None or spec.loader is None:
-        raise RewardError(f"reward.file {file} is no Python file. Name one that ends in .py.")
+        raise RewardError(f"reward.file {file} is not a Python file. Name a file that ends in .py.")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses and pickle look a class's module up
+    sys.modules[spec.name] = module  # dataclasses and pickle look up the module of a class
     spec.loader.exec_module(module)
     function: Callable[..., Any] | None = getattr(module, name, None)
     if not callable(function):
@@ -127,7 +127,7 @@ def _load(file: Path, name: str) -> Callable[..., Any]:
             if inspect.isfunction(value) and value.__module__ == module.__name__
         )
         raise RewardError(
-            f"reward.function is {name!r}, and {file} has no such function. Functions defined there: "
+            f"reward.function is {name!r}, but {file} has no such function. Functions defined there: "
             f"{', '.join(defined) or 'none'}. Set reward.function to one of them."
         )
     return function
@@ -136,25 +136,25 @@ def _load(file: Path, name: str) -> Callable[..., Any]:
 def _check_call(function: Callable[..., Any], file: Path, name: str, arguments: Mapping[str, Any]) -> None:
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # written in C: only a call can tell
+    except (TypeError, ValueError):  # written in C: its signature is not known
         return
     try:
         signature.bind(*_CALLED_WITH, **arguments)
     except TypeError as error:
         call = ", ".join([*_CALLED_WITH, *(f"{key}={value!r}" for key, value in arguments.items())])
         raise RewardError(
-            f"{file} defines {name}{signature}, and it is called as {name}({call}), which does not fit: {error}. "
-            "Let it take the first four by position and every key of reward.arguments by name."
+            f"{file} defines {name}{signature}, which cannot be called as {name}({call}): {error}. "
+            "Accept the first four arguments by position and every key of reward.arguments by name."
         ) from None
 
 
 def _score(value: object, where: str) -> Score:
-    """What a user's function returned, as a Score.
+    """The return value of a user's function as a Score.
 
-    Without a part ``accuracy`` the reward, cut to [0, 1], stands in for it: pass rates are made of it.
+    Without a part ``accuracy``, the reward clipped to [0, 1] is the accuracy, because pass rates need one.
 
     Raises:
-        RewardError: it is none of the things that may be returned.
+        RewardError: the value has another type, or holds other than finite numbers.
     """
     reward: Any
     parts: dict[str, Any]

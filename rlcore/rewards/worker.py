@@ -1,9 +1,8 @@
 """One grading process: ``python -m rlcore.rewards.worker FD SCRATCH``, started and killed by ``GradingPool``.
 
-It gives up network, processes and files (sandbox.py), takes a pickled reward over the socket FD and says that it can
-grade, or why not. Then it answers each job of each list that it is sent, in turn, with a score, or with a traceback
-where the reward raised. A reward of many completions at once gets the whole list, so its first answer comes when it
-has them all. Jobs and answers are JSON: what a model wrote must reach no unpickler, on either side.
+It enters the sandbox (sandbox.py), reads a pickled reward from the socket FD, and reports that it can grade, or why
+not. Then it reads lists of jobs and answers each job in order with a score, or a traceback if the reward raised. A
+batch reward gets the whole list at once. Jobs and answers are JSON, so that no text of a model is ever unpickled.
 """
 
 from __future__ import annotations
@@ -25,20 +24,20 @@ from rlcore.rewards.protocol import BatchRewardFn, Job, Reward, answer_to_json, 
 from rlcore.rewards.user import UserBatchReward, UserSingleReward
 from rlcore.types import Score
 
-MEMORY_BYTES = 4 << 30  # what a grading may take; more could get the trainer killed in its place
-MAX_WORDS = 20_000  # characters of a traceback, from its end
+MEMORY_BYTES = 4 << 30  # per grading; with more, the kernel could kill the trainer instead
+MAX_TRACEBACK_CHARS = 20_000  # from its end
 HINT = (
-    "\nA reward runs without network, without other processes, and writes only into its temporary folder: "
+    "\nA reward has no network, cannot start processes, and writes only into its temporary folder: "
     "docs/howto/own-reward.md."
 )
 _PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's to handle
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer handles Ctrl-C
     connection, scratch = Connection(int(sys.argv[1])), Path(sys.argv[2])
     missing = sandbox.enter(scratch)
-    if sys.platform == "linux":  # a worker stuck inside sympy must not outlive a trainer that was killed
+    if sys.platform == "linux":  # a worker stuck in sympy must not outlive a killed trainer
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     try:
         reward = _receive_reward(connection, missing)
@@ -49,30 +48,30 @@ def main() -> None:
             for answer in _answers(reward, jobs_from_json(connection.recv_bytes())):
                 connection.send_bytes(answer_to_json(answer))
     except (EOFError, BrokenPipeError, ConnectionResetError):
-        return  # the pool is gone
+        return  # the pool was closed
 
 
 def _receive_reward(connection: Connection, missing: list[str]) -> Reward | None:
     payload = connection.recv_bytes()
     try:
-        reward: Reward = pickle.loads(payload)  # from the trainer, before any text of a model gets here
-    except Exception as error:  # noqa: BLE001 - whatever an import can raise is the pool's to report
-        connection.send_bytes(json.dumps({"error": _words(error), "missing": missing}).encode())
+        reward: Reward = pickle.loads(payload)  # from the trainer, before any text of a model arrives
+    except Exception as error:  # noqa: BLE001 - the pool reports whatever an import raises
+        connection.send_bytes(json.dumps({"error": _describe(error), "missing": missing}).encode())
         return None
     connection.send_bytes(json.dumps({"error": None, "missing": missing}).encode())
     return reward
 
 
 def _answers(reward: Reward, jobs: Sequence[Job]) -> Iterator[Score | str]:
-    """One for each job, in order: its Score, or the traceback of what went wrong."""
+    """For each job in order its Score, or a traceback."""
     if isinstance(reward, BatchRewardFn):
         yield from _batch_answers(reward, jobs)
         return
     for job in jobs:
         try:
             answer: Score | str = _checked(reward(*job))
-        except BaseException as error:  # noqa: BLE001 - even SystemExit is one completion's affair
-            answer = _words(error)
+        except BaseException as error:  # noqa: BLE001 - even SystemExit affects one completion only
+            answer = _describe(error)
         yield answer
 
 
@@ -83,13 +82,13 @@ def _batch_answers(reward: BatchRewardFn, jobs: Sequence[Job]) -> Sequence[Score
         if len(scores) != len(jobs):
             raise TypeError(f"the reward returned {len(scores)} scores for {len(jobs)} completions")
     except BaseException as error:  # noqa: BLE001
-        return [_words(error)] * len(jobs)
+        return [_describe(error)] * len(jobs)
     return scores
 
 
-def _words(error: BaseException) -> str:
+def _describe(error: BaseException) -> str:
     refused = isinstance(error, PermissionError) or isinstance(error.__cause__ or error.__context__, PermissionError)
-    return "".join(traceback.format_exception(error))[-MAX_WORDS:] + (HINT if refused else "")
+    return "".join(traceback.format_exception(error))[-MAX_TRACEBACK_CHARS:] + (HINT if refused else "")
 
 
 def _checked(score: object) -> Score:

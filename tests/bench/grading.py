@@ -93,7 +93,7 @@ def measure(problems: list[Problem], completions: list[Completion], deadline: fl
             "seconds": round(seconds, 2),
             "right_share": sum(score.parts.get("accuracy", 0) for score in scores) / len(scores),
             "ungraded": sum(not score.graded for score in scores),
-            "timeouts": pool.timeouts,
+            "timeouts": pool.ungraded["timeout"],
         }
 
 

@@ -10,11 +10,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from rlcore.config import CountdownConfig, DataConfig
+from rlcore.data.synthetic import PUBLIC_SPLITS, SPLITS
 from rlcore.data.synthetic.arithmetic import ArithmeticProblem, draw_countdown, draw_sum
 from rlcore.data.synthetic.sources import COUNTDOWN, SUMS, check_drawn, write_drawn
-from rlcore.data.synthetic.splits import PUBLIC_SPLITS, SPLITS
 from rlcore.errors import DataError
-from rlcore.rewards.countdown import countdown_reward
+from rlcore.rewards.arithmetic import countdown_reward
 from rlcore.types import Problem
 
 SOME = 80

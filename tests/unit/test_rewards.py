@@ -6,7 +6,7 @@ import pytest
 
 from rlcore.config.reward import MathReward
 from rlcore.rewards import make_reward
-from rlcore.rewards.format import format_parts, last_boxed
+from rlcore.rewards.extract import format_parts, last_boxed
 from rlcore.rewards.grading import MAX_ANSWER_CHARS, math_equal
 from rlcore.types import Problem, Score
 

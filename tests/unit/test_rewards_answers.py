@@ -17,7 +17,7 @@ from rlcore.config.reward import (
 )
 from rlcore.errors import RewardError
 from rlcore.rewards import make_reward
-from rlcore.rewards.countdown import MAX_CHARS, _parse, _value
+from rlcore.rewards.arithmetic import MAX_EXPRESSION_CHARS, _parse, _value
 from rlcore.rewards.extract import choice_letter, last_number, leading_number, only_number, whole_number
 from rlcore.types import Problem, Score
 
@@ -146,7 +146,7 @@ def test_countdown_counts_in_exact_fractions_and_takes_the_answer_for_a_target()
         "1 2",
         "__import__('os')",
         "(" * 120 + "1" + ")" * 120,
-        "1" * (MAX_CHARS + 1),
+        "1" * (MAX_EXPRESSION_CHARS + 1),
         "1+\x00",
         "",
     ],

@@ -18,7 +18,7 @@ from rlcore.config.reward import (
 from rlcore.errors import RewardError
 from rlcore.rewards import make_reward
 from rlcore.rewards.dapo import WINDOW, answer_line, normalize_final_answer
-from rlcore.rewards.format import after_think, answer_parts, last_answer, stated_truth
+from rlcore.rewards.extract import after_think, answer_parts, last_answer, stated_truth
 from rlcore.rewards.grading import MAX_VERIFIED_CHARS, math_verify_equal
 from rlcore.types import Problem, Score
 

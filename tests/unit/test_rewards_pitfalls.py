@@ -151,7 +151,7 @@ def test_what_can_hang_sympy_ends_at_the_deadline(pooled):
     texts = [case.template.replace("@", WRONG[name]) for name in HANGS]
     scores = grade(case, pool, texts, r"21 \sqrt { 3 }" if symbolic else case.answer)
     assert all(not score.graded or score.parts["accuracy"] == 0 for score in scores)
-    assert (pool.errors, pool.deaths) == (0, 0)
+    assert (pool.ungraded["error"], pool.ungraded["death"]) == (0, 0)
     assert grade(case, pool, [case.right], case.answer)[0].parts["accuracy"] == 1
 
 

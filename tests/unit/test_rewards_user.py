@@ -91,7 +91,7 @@ def test_arguments_helpers_and_other_names(tmp_path):
     config = user(tmp_path, source, function="mark", arguments={"weight": 0.5})
     scores, pool = grade(config, "", "abc")
     assert [score.reward for score in scores] == [0, 3]
-    assert pool.first_failure is None
+    assert pool.last_failures() == []
 
 
 def test_a_relative_file_is_found_from_the_current_directory(tmp_path, monkeypatch):
@@ -144,7 +144,7 @@ def test_a_batch_may_take_a_deadline_for_each_completion(tmp_path):
         deadline=0.5,
     )
     assert all(score.graded for score in scores)
-    assert (pool.timeouts, pool.batch_failures) == (0, 0)
+    assert (pool.ungraded["timeout"], pool.batch_failures) == (0, 0)
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_a_batch_that_fails_is_graded_one_by_one_so_that_only_the_culprit_is_los
     source = f"import os, time\n{BATCH}if 'bad' in texts:\n        {trouble}\n    return [1] * len(texts)"
     scores, pool = grade(user(tmp_path, source, batch=True), "a", "bad", "b", deadline=0.7)
     assert [score.graded for score in scores] == [True, False, True]
-    assert (pool.timeouts, pool.errors, pool.deaths) == losses
+    assert (pool.ungraded["timeout"], pool.ungraded["error"], pool.ungraded["death"]) == losses
     assert pool.batch_failures == 1
 
 
@@ -227,7 +227,7 @@ def test_the_dry_run_of_a_reward_that_hangs_ends(tmp_path, settings):
 
 def test_a_file_that_never_ends_does_not_hang_the_dry_run(tmp_path, monkeypatch):
     monkeypatch.setattr("rlcore.rewards.dry_run.START_SECONDS", 3.0)
-    with pytest.raises(RewardError, match="no sign of life for 3 s"):
+    with pytest.raises(RewardError, match="did not answer within 3 s"):
         dry_run(user(tmp_path, "while True: pass"), max_completion_tokens=64)
 
 

@@ -9,8 +9,7 @@ from transformers import PreTrainedTokenizerFast
 from rlcore.data.synthetic.arithmetic import ArithmeticProblem, draw_countdown, draw_sum
 from rlcore.data.tiny import build_text_tokenizer
 from rlcore.models.tiny import GAME
-from rlcore.rewards.countdown import countdown_reward
-from rlcore.rewards.gsm8k import gsm8k_reward
+from rlcore.rewards.arithmetic import countdown_reward, gsm8k_reward
 from rlcore.types import Problem
 
 TASKS = ("sums", "countdown")

@@ -1,29 +1,70 @@
-"""Reward ``countdown`` (TinyZero's game, github.com/Jiayi-Pan/TinyZero): reach the target with the given numbers."""
+"""Rewards of arithmetic tasks: ``gsm8k`` and ``countdown``."""
 
 from __future__ import annotations
 
 import ast
 import re
 from collections.abc import Iterator
+from decimal import Decimal
 from fractions import Fraction
+from typing import Literal
 
 from rlcore.errors import RewardError
-from rlcore.rewards.format import last_answer
+from rlcore.rewards.extract import last_answer, last_number, leading_number, whole_number
 from rlcore.types import FinishReason, Problem, Score
 
-MAX_CHARS = 256  # of an expression; bounds the depth of its tree and the size of its values
+MAX_EXPRESSION_CHARS = 256  # bounds the depth of the tree and the size of its values
 
+_MARK = "####"
 _ARITHMETIC = re.compile(r"[0-9+\-*/() ]+")
+
+
+def gsm8k_reward(
+    text: str,
+    problem: Problem,
+    num_tokens: int,
+    finish_reason: FinishReason,
+    *,
+    method: Literal["strict", "flexible"],
+) -> Score:
+    """``gsm8k`` (arXiv:2110.14168): 1 if the final number equals the truth as an exact decimal (42 is 42.0), else 0.
+
+    strict: the number right after the last "####". flexible: the last number of the text. Thousands separators, a
+    dollar sign and a full stop at the end are ignored. The truth may be a number, or a solution that ends in "#### 42".
+
+    Raises:
+        RewardError: the problem's answer is not a number.
+    """
+    truth = _truth(problem)
+    given = _after_mark(text) if method == "strict" else last_number(text)
+    right = given is not None and given == truth
+    return Score(float(right), {"accuracy": float(right)}, graded=True)
+
+
+def _truth(problem: Problem) -> Decimal:
+    truth = _after_mark(problem.answer) if _MARK in problem.answer else whole_number(problem.answer)
+    if truth is None:
+        raise RewardError(
+            f"the answer of problem {problem.problem_id} is {problem.answer[:200]!r}. The gsm8k reward needs a number, "
+            "or a solution that ends in '#### 42'. Choose another reward.name, or mend the dataset."
+        )
+    return truth
+
+
+def _after_mark(text: str) -> Decimal | None:
+    _, mark, rest = text.rpartition(_MARK)
+    return leading_number(rest.lstrip(" \t")) if mark else None
 
 
 def countdown_reward(
     text: str, problem: Problem, num_tokens: int, finish_reason: FinishReason, *, format_score: float
 ) -> Score:
-    """1 if right; ``format_score`` if the answer tag holds something else; 0 without a closed answer tag.
+    """``countdown``, TinyZero's game (github.com/Jiayi-Pan/TinyZero): reach the target with the given numbers.
 
-    The last answer tag holds an expression of whole numbers, + - * / and brackets, and perhaps "= target" behind
-    it. It is right if it uses each of ``problem.extra["nums"]`` exactly once and its value, in exact fractions, is
-    ``problem.extra["target"]`` (without that column: ``problem.answer``). It is parsed, never run.
+    1 if the last answer tag is right, ``format_score`` if it is wrong, 0 without a closed answer tag. The answer is an
+    expression of whole numbers, + - * / and brackets, with an optional "= target" after it. It is right if it uses each
+    of ``problem.extra["nums"]`` exactly once and its exact value is ``problem.extra["target"]`` (without that column
+    ``problem.answer``). It is parsed, never run.
 
     Raises:
         RewardError: the problem has no usable numbers or target.
@@ -42,7 +83,7 @@ def _task(problem: Problem) -> tuple[list[Fraction], Fraction]:
     numbers, target = problem.extra.get("nums"), problem.extra.get("target", problem.answer)
     try:
         if not isinstance(numbers, list | tuple) or not numbers:
-            raise ValueError("nums is no list of numbers")
+            raise ValueError("nums is not a list of numbers")
         return [_fraction(number) for number in numbers], _fraction(target)
     except ValueError as error:
         raise RewardError(
@@ -53,7 +94,7 @@ def _task(problem: Problem) -> tuple[list[Fraction], Fraction]:
 
 def _fraction(value: object) -> Fraction:
     if isinstance(value, bool) or not isinstance(value, int | float | str):
-        raise ValueError(f"{value!r} is no number")
+        raise ValueError(f"{value!r} is not a number")
     if isinstance(value, str):
         return Fraction(int(value))
     if value != value or value in (float("inf"), float("-inf")):
@@ -72,9 +113,9 @@ def _solves(answer: str, numbers: list[Fraction], target: Fraction) -> bool:
 
 
 def _parse(expression: str) -> ast.expr | None:
-    """The tree of an arithmetic expression; None where it is anything else, or long."""
+    """The tree of an arithmetic expression; None for anything else, or if it is too long."""
     expression = " ".join(expression.split())
-    if len(expression) > MAX_CHARS or not _ARITHMETIC.fullmatch(expression):
+    if len(expression) > MAX_EXPRESSION_CHARS or not _ARITHMETIC.fullmatch(expression):
         return None
     try:
         tree = ast.parse(expression, mode="eval").body

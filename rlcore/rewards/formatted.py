@@ -1,0 +1,161 @@
+"""Rewards that add accuracy and format, both 0 or 1: (1 - format_weight) * accuracy + format_weight * format.
+
+``math``, ``math_verify`` and ``multiple_choice`` expect a think block and a boxed answer; ``r1v``, ``clevr_count`` and
+``geoqa`` a think block and an answer block. The last two, and ``r1v`` itself, follow R1-V (github.com/Deep-Agent/R1-V).
+"""
+
+from __future__ import annotations
+
+from decimal import Decimal
+
+from rlcore.errors import RewardError
+from rlcore.rewards.dapo import answer_line
+from rlcore.rewards.extract import (
+    MAX_CHOICE_CHARS,
+    after_think,
+    answer_parts,
+    choice_letter,
+    format_parts,
+    last_answer,
+    last_boxed,
+    only_number,
+    stated_truth,
+)
+from rlcore.rewards.grading import math_equal, math_verify_equal
+from rlcore.types import FinishReason, Problem, Score
+
+
+def math_reward(
+    text: str, problem: Problem, num_tokens: int, finish_reason: FinishReason, *, format_weight: float
+) -> Score:
+    """MathRuler compares the last box of the completion with the truth. A box in the question does not count."""
+    parts = format_parts(text)
+    right = parts.answer is not None and math_equal(parts.answer, problem.answer)
+    return weighted_score(right, parts.well_formed, format_weight)
+
+
+def math_verify_reward(
+    text: str, problem: Problem, num_tokens: int, finish_reason: FinishReason, *, format_weight: float
+) -> Score:
+    """As ``math_reward``, but math-verify compares. Its own search for an answer in prose is not used."""
+    parts = format_parts(text)
+    right = parts.answer is not None and math_verify_equal(parts.answer, problem.answer)
+    return weighted_score(right, parts.well_formed, format_weight)
+
+
+def r1v_reward(
+    text: str, problem: Problem, num_tokens: int, finish_reason: FinishReason, *, format_weight: float
+) -> Score:
+    """MathRuler compares the last answer tag with the truth.
+
+    Accuracy is 0 without a closed answer tag. EasyR1 grades the whole completion in that case, which rewards texts that
+    happen to parse as the truth.
+    """
+    parts = answer_parts(text)
+    right = parts.answer is not None and math_equal(parts.answer, stated_truth(problem.answer))
+    return weighted_score(right, parts.well_formed, format_weight)
+
+
+def clevr_count_reward(
+    text: str, problem: Problem, num_tokens: int, finish_reason: FinishReason, *, format_weight: float
+) -> Score:
+    """The only number in the last answer tag must be the right integer. Words around it are ignored ("5 cubes").
+
+    The truth may be "5" or "<answer> 5 </answer>".
+
+    Raises:
+        RewardError: the problem's answer does not hold exactly one integer.
+    """
+    truth = _count(stated_truth(problem.answer))
+    if truth is None:
+        raise RewardError(
+            f"the answer of problem {problem.problem_id} is {problem.answer[:200]!r}. The clevr_count reward needs one "
+            "integer. Choose another reward.name, or mend the dataset."
+        )
+    parts = answer_parts(text)
+    given = None if parts.answer is None else _count(parts.answer)
+    return weighted_score(given == truth, parts.well_formed, format_weight)
+
+
+def _count(text: str) -> Decimal | None:
+    number = only_number(text)
+    return number if number is not None and number == number.to_integral_value() else None
+
+
+def geoqa_reward(
+    text: str, problem: Problem, num_tokens: int, finish_reason: FinishReason, *, format_weight: float
+) -> Score:
+    """MathRuler compares the last answer tag with the truth ("145", or "<answer> 145° </answer>").
+
+    If the problem has a column ``choices`` (a list of values), a letter stands for its choice on either side: "C"
+    equals the third value. Two letters are compared as letters.
+
+    Raises:
+        RewardError: ``choices`` is not a list of values.
+    """
+    choices = _choices(problem)
+    parts = answer_parts(text)
+    right = parts.answer is not None and _equal(parts.answer, stated_truth(problem.answer), choices)
+    return weighted_score(right, parts.well_formed, format_weight)
+
+
+def _choices(problem: Problem) -> list[str]:
+    choices = problem.extra.get("choices")
+    if choices is None:
+        return []
+    if not isinstance(choices, list | tuple) or not all(isinstance(choice, str | int | float) for choice in choices):
+        raise RewardError(
+            f"the choices of problem {problem.problem_id} are {choices!r}. The geoqa reward takes a list of texts or "
+            "numbers. Rename or mend the column choices."
+        )
+    return [str(choice) for choice in choices]
+
+
+def _equal(answer: str, truth: str, choices: list[str]) -> bool:
+    given, wanted = _choice_index(answer, choices), _choice_index(truth, choices)
+    if given is not None and wanted is not None:
+        return given == wanted
+    values = (answer if given is None else choices[given], truth if wanted is None else choices[wanted])
+    left, right = (value.replace("°", "").strip() for value in values)  # MathRuler knows \circ only
+    return math_equal(left, right)
+
+
+def _choice_index(text: str, choices: list[str]) -> int | None:
+    """The index of the choice that a text names by its letter."""
+    letter = choice_letter(text)
+    index = None if letter is None else ord(letter) - ord("A")
+    return index if index is not None and index < len(choices) else None
+
+
+def multiple_choice_reward(
+    text: str, problem: Problem, num_tokens: int, finish_reason: FinishReason, *, format_weight: float
+) -> Score:
+    """Compares letters, A to J. Well formed is what is well formed for ``math`` or for ``r1v``.
+
+    The letter is taken from the last box; if that names none, from the last answer tag; then from the last "Answer:"
+    line. The text after the think block is searched first, then the whole text.
+
+    Raises:
+        RewardError: the problem's answer is not a letter.
+    """
+    truth = choice_letter(stated_truth(problem.answer))
+    if truth is None:
+        raise RewardError(
+            f"the answer of problem {problem.problem_id} is {problem.answer[:200]!r}. The multiple_choice reward needs "
+            "a letter from A to J. Choose another reward.name, or mend the dataset."
+        )
+    given = _stated_letter(after_think(text)) or _stated_letter(text)
+    well_formed = format_parts(text).well_formed or answer_parts(text).well_formed
+    return weighted_score(given == truth, well_formed, format_weight)
+
+
+def _stated_letter(text: str) -> str | None:
+    for answer in (last_boxed(text), last_answer(text), answer_line(text, MAX_CHOICE_CHARS)):
+        if answer is not None and (letter := choice_letter(answer)):
+            return letter
+    return None
+
+
+def weighted_score(accuracy: bool, well_formed: bool, format_weight: float) -> Score:
+    parts = {"accuracy": float(accuracy), "format": float(well_formed)}
+    return Score((1 - format_weight) * parts["accuracy"] + format_weight * parts["format"], parts, graded=True)
