@@ -13,7 +13,7 @@ from infra.settings import Settings
 from infra.store.download import forget_unused, localize
 from rlcore.artifacts import DatasetRef
 from rlcore.config import ExperimentConfig
-from rlcore.data.prepare.digest import dataset_key, prepared_folder, resized_folder, resized_key
+from rlcore.data.prepare.folder import dataset_key, prepared_folder, resized_folder, resized_key
 from rlcore.data.prepare.sources import parse_source
 from rlcore.errors import DataError
 from rlcore.specs import PrepareSpec, ResizeSpec

@@ -15,34 +15,30 @@ from rlcore.data.table import IMAGES
 from rlcore.errors import StorageError
 from rlcore.types import ImageRef
 
-_KEPT_BYTES = 256 << 20  # 85 images of 1024 x 1024: those that the sampler and the trainer ask for one after the other
-
-
-def _decoded_bytes(ref: ImageRef) -> int:
-    return ref.width * ref.height * 3
+_KEPT_BYTES = 256 << 20  # 85 images of 1024 x 1024; sampler and trainer read the same images in turn
 
 
 class ImageStore:
-    """Resized images of one dataset folder, by reference.
+    """Resized images of one dataset folder, by reference. Safe to use from several threads.
 
-    The last ``kept_bytes`` of them stay decoded and are handed out again: do not alter them.
+    The latest ``kept_bytes`` stay decoded and are returned again: do not modify them.
     """
 
     def __init__(self, folder: Path, kept_bytes: int = _KEPT_BYTES) -> None:
         self._folder = folder
         self._kept_bytes = kept_bytes
         self._decoded: OrderedDict[ImageRef, Image.Image] = OrderedDict()
-        self._held = 0
-        self._lock = Lock()  # the sampler and the thread that reads ahead share one store
+        self._decoded_bytes = 0
+        self._lock = Lock()  # the sampler and the read-ahead thread share one store
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ImageStore, (self._folder, self._kept_bytes)  # a worker starts with an empty cache
 
     def read(self, ref: ImageRef) -> Image.Image:
-        """The image, RGB, of exactly ``ref``'s size.
+        """The RGB image, exactly of ``ref``'s size.
 
         Raises:
-            StorageError: it is missing, does not decode, or has another size.
+            StorageError: the file is missing, does not decode, or has another size.
         """
         with self._lock:
             if ref in self._decoded:
@@ -52,10 +48,10 @@ class ImageStore:
         with self._lock:
             if ref not in self._decoded:
                 self._decoded[ref] = image
-                self._held += _decoded_bytes(ref)
-            while self._held > self._kept_bytes:
+                self._decoded_bytes += 3 * ref.width * ref.height
+            while self._decoded_bytes > self._kept_bytes:
                 oldest, _ = self._decoded.popitem(last=False)
-                self._held -= _decoded_bytes(oldest)
+                self._decoded_bytes -= 3 * oldest.width * oldest.height
         return image
 
     def _decode(self, ref: ImageRef) -> Image.Image:

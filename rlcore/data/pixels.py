@@ -1,7 +1,7 @@
-"""One image: size by header, decoding to RGB, and the grid that a model's vision tower cuts it into.
+"""One image: its size from the header, decoding to RGB, and its size on the grid of a model's vision tower.
 
-Nothing here trusts the bytes: the size is checked before anything is decoded, only known formats are opened,
-and every failure is an ``Unusable`` with a reason. Pillow's warnings never leave this module.
+The bytes are not trusted: the size is checked before decoding, only known formats are opened, and every failure is an
+``Unusable`` with a reason. Pillow's warnings never leave this module.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from PIL import Image, UnidentifiedImageError
 from rlcore.data.rejects import Reason, Unusable
 from rlcore.families.protocol import Resizing
 
-# Not TIFF: its library writes about damaged files to stderr, past every Python filter.
+# Without TIFF, whose library writes to stderr about damaged files, and Python cannot filter that.
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF")
-MAX_SOURCE_PIXELS = 64 * 2**20  # decoded that is 256 MiB as RGBA, per process
+MAX_SOURCE_PIXELS = 64 * 2**20  # 256 MiB per process, decoded as RGBA
 
 _ORIENTATION_TAG = 0x0112
 _UPRIGHT = {
@@ -34,7 +34,7 @@ _UPRIGHT = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-# What Pillow's parsers raise on damaged files; its plugins have no common error.
+# What Pillow's plugins raise for damaged files; they have no common base class.
 _DAMAGED = (
     OSError, ValueError, SyntaxError, EOFError, KeyError, IndexError, TypeError, AttributeError,
     OverflowError, NotImplementedError, RuntimeError, struct.error, zlib.error,
@@ -43,22 +43,22 @@ _DAMAGED = (
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a file says about its image before anything is decoded."""
+    """Facts about an image that need no decoding."""
 
-    width: int  # pixels, upright (EXIF orientation applied)
+    width: int  # pixels, after the EXIF orientation is applied
     height: int
     orientation: int  # EXIF, 1 to 8
-    ready: bool  # an upright RGB PNG without transparency: usable as it is where the size fits
+    ready: bool  # an upright RGB PNG without transparency, which needs no conversion if its size fits
 
 
 def stable_target_size(width: int, height: int, rule: Resizing, min_pixels: int, max_pixels: int) -> tuple[int, int]:
-    """``rule.target_size``, with the promise that applying the rule to the result changes nothing.
+    """``rule.target_size``, but only if applying the rule to the result changes nothing.
 
-    Trainer and sampler apply the rule again to the stored image. Where a second pass would change the size
-    (very long images, or bounds with no grid size between them) image-token counts would differ.
+    Trainer and sampler apply the rule again to the stored image. If that changed the size (very long images, or bounds
+    with no grid size between them), the numbers of image tokens would differ.
 
     Raises:
-        Unusable: IMAGE_SHAPE, when the rule refuses the image or its own result.
+        Unusable: IMAGE_SHAPE, if the rule refuses the image, or changes its own result.
     """
     bounds = f"data.min_pixels {min_pixels}, data.max_pixels {max_pixels}"
     try:
@@ -83,10 +83,10 @@ def read_header(data: bytes) -> Header:
 
 
 def load_rgb(data: bytes) -> Image.Image:
-    """Decode to an upright RGB image; transparency is laid on white, 16-bit grey is scaled to 8 bits.
+    """Decode to an upright RGB image. Transparency becomes white, 16-bit grey is scaled to 8 bits.
 
     Raises:
-        Unusable: as ``read_header``, or pixel data that is truncated or damaged.
+        Unusable: as ``read_header``, or the pixel data is truncated or damaged.
     """
     with _opened(data) as image:
         orientation = _header(image).orientation
@@ -107,7 +107,9 @@ def _opened(data: bytes) -> Iterator[Image.Image]:
         except (Image.DecompressionBombWarning, Image.DecompressionBombError) as error:
             raise Unusable(Reason.IMAGE_TOO_LARGE, str(error)) from None
         except UnidentifiedImageError:
-            detail = f"{len(data)} bytes from {data[:8]!r} on are no {', '.join(FORMATS)}, or a broken header"
+            detail = (
+                f"{len(data)} bytes starting with {data[:8]!r} are no {', '.join(FORMATS)}, or have a broken header"
+            )
             raise Unusable(Reason.IMAGE_FORMAT, detail) from None
         except _DAMAGED as error:
             raise Unusable(Reason.IMAGE_DAMAGED, f"{type(error).__name__}: {error}") from None
@@ -117,7 +119,7 @@ def _refuse_by_header(image: Image.Image) -> None:
     width, height = image.size
     if width * height > MAX_SOURCE_PIXELS:
         raise Unusable(Reason.IMAGE_TOO_LARGE, f"{width}x{height} is above {MAX_SOURCE_PIXELS} pixels")
-    # A multi-picture JPEG (a phone's photo with its depth map) opens on the photo; other frames are a film.
+    # A multi-picture JPEG (a phone's photo with its depth map) opens the photo; other files with frames are animations.
     frames = getattr(image, "n_frames", 1)
     if frames > 1 and image.format != "MPO":
         raise Unusable(Reason.IMAGE_ANIMATED, f"{image.format} with {frames} frames")
@@ -131,12 +133,12 @@ def _header(image: Image.Image) -> Header:
 
 
 def _orientation(image: Image.Image) -> int:
-    # A PNG's EXIF chunk may stand behind the pixels; asking for it would decode them, so it does not count.
+    # A PNG's EXIF chunk may come after the pixels. Reading it there would decode them, so it is ignored.
     if image.format == "PNG" and "exif" not in image.info:
         return 1
     try:
         value = image.getexif().get(_ORIENTATION_TAG, 1)
-    except _DAMAGED:  # broken metadata around a good image: it counts as upright, as in every viewer
+    except _DAMAGED:  # broken metadata of a good image: viewers show it upright
         return 1
     return value if value in _UPRIGHT else 1
 
@@ -145,7 +147,7 @@ def _to_rgb(image: Image.Image) -> Image.Image:
     if image.mode.startswith("I"):
         return _deep_grey(image).convert("RGB")
     if image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info:
-        # By way of straight RGBA: palettes and premultiplied modes convert to nothing else.
+        # First to RGBA, because palettes and premultiplied modes convert to nothing else.
         layered = image if image.mode == "RGBA" else image.convert("RGBA")
         if layered.getchannel("A").getextrema() == (255, 255):
             return layered.convert("RGB")
@@ -155,10 +157,10 @@ def _to_rgb(image: Image.Image) -> Image.Image:
 
 
 def _deep_grey(image: Image.Image) -> Image.Image:
-    # Pillow clips 16 bits to 8, which turns most of a scan white; scale instead.
+    # Pillow clips 16 bits to 8, which makes most of a scan white.
     values = np.asarray(image)
     if values.min() < 0 or values.max() > 65535:
-        raise Unusable(Reason.IMAGE_FORMAT, f"grey values of mode {image.mode} reach beyond 16 bits")
+        raise Unusable(Reason.IMAGE_FORMAT, f"grey values of mode {image.mode} exceed 16 bits")
     return Image.fromarray(((values.astype(np.uint32) + 128) // 257).astype(np.uint8))
 
 

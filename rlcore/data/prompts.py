@@ -1,7 +1,7 @@
-"""From a question to tokens: prompt template, chat template, image placeholders.
+"""Turns a question into tokens: prompt template, chat template, image placeholders.
 
-P prompt tokens. vLLM takes a prompt with one placeholder per image (``unexpanded_tokens``) and expands it
-itself; the trainer needs the same prompt expanded (``tokens``). Both come from here and cannot drift apart.
+P prompt tokens. vLLM takes a prompt with one placeholder per image (``unexpanded``) and expands it itself; the trainer
+needs the expanded prompt (``tokens``). Both are made here, so that they cannot differ.
 """
 
 from __future__ import annotations
@@ -68,10 +68,10 @@ def load_processor(model: ModelConfig) -> Any:
             f"model.path {model.path!r}: no such folder. Allowed: tiny, a Hugging Face id (owner/name), "
             "or a folder with config.json, tokenizer and safetensors."
         )
-    # A language model's folder has no processor config; a hub id is sorted out by AutoProcessor.
+    # A language model's folder has no processor config. For a hub id AutoProcessor finds out.
     text_only = local and not any((folder / name).is_file() for name in _PROCESSOR_FILES)
     try:
-        found = (AutoTokenizer if text_only else AutoProcessor).from_pretrained(
+        loaded = (AutoTokenizer if text_only else AutoProcessor).from_pretrained(
             str(folder) if local else model.path,
             revision=model.revision or "main",
             trust_remote_code=model.trust_remote_code,
@@ -79,9 +79,9 @@ def load_processor(model: ModelConfig) -> Any:
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ModelError(
             f"model.path {model.path!r}: its tokenizer or processor does not load: {error}. "
-            f"A folder has to hold tokenizer.json and, for images, a processor config. {_listing(folder)}"
+            f"A model folder needs tokenizer.json and, for images, a processor config. {_listing(folder)}"
         ) from error
-    processor = TextProcessor(found) if isinstance(found, PreTrainedTokenizerBase) else found
+    processor = TextProcessor(loaded) if isinstance(loaded, PreTrainedTokenizerBase) else loaded
     if not (processor.chat_template or processor.tokenizer.chat_template):
         raise ModelError(
             f"model.path {model.path!r} has no chat template. {_listing(folder)}"
@@ -106,14 +106,14 @@ class PromptBuilder:
     Args:
         processor: what ``load_processor`` returned.
         template: a name under rlcore/data/templates, or the path of a Jinja file that uses ``content``.
-        min_pixels, max_pixels: bounds that images were, or will be, resized to.
-        system_prompt: system message of problems without one of their own; None: none.
+        min_pixels, max_pixels: bounds for resized images.
+        system_prompt: system message for problems that have none; None: no message.
         chat_template_arguments: variables of the model's chat template.
 
     Raises:
-        ConfigError: no such template, or one that does not parse or uses other variables than ``content``; arguments
-            that the chat template does not mention.
-        ModelError: an image processor of no supported family.
+        ConfigError: the template does not exist, does not parse, or uses other variables than ``content``; or the chat
+            template does not mention an argument.
+        ModelError: the image processor is of no supported family.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class PromptBuilder:
 
     @classmethod
     def of(cls, processor: Any, data: DataConfig) -> Self:
-        """The prompts that an experiment's ``data`` asks for."""
+        """The prompts that ``data`` configures."""
         return cls(
             processor,
             data.template,
@@ -152,12 +152,12 @@ class PromptBuilder:
 
     @property
     def image_token_id(self) -> int | None:
-        """The placeholder's id; None where the model takes no images."""
+        """Id of the image placeholder; None if the model takes no images."""
         return self._image_token_id
 
     @property
     def banned_token_ids(self) -> tuple[int, ...]:
-        """Vision tokens, ascending: a completion that held one would claim an image that is not there."""
+        """Vision tokens, ascending. A completion with one of them would refer to an image that does not exist."""
         known = self.tokenizer.get_added_vocab()
         return tuple(sorted(known[text] for text in PLACEHOLDERS if text in known))
 
@@ -173,34 +173,34 @@ class PromptBuilder:
         return self._resizing
 
     def target_size(self, width: int, height: int) -> tuple[int, int]:
-        """Width and height that an original of this size is resized to.
+        """Width and height of an image of this size after resizing.
 
         Raises:
-            Unusable: no stable size on the grid within the bounds.
+            Unusable: the grid has no stable size within the bounds.
         """
         return stable_target_size(width, height, self.resizing, *self._bounds)
 
     def read(self, image: Image.Image) -> tuple[Tensor, Grid]:
-        """A resized image as the vision tower takes it: its pixels and its grid."""
+        """Pixels and grid of a resized image, as the vision tower takes them."""
         pixels, (grid,) = self.resizing.read([image], *self._bounds)
         return pixels, grid
 
     def image_tokens(self, width: int, height: int) -> int:
-        """Placeholders that a resized image expands to."""
+        """Number of tokens of a resized image."""
         return self.resizing.num_tokens(width, height)
 
     def special_tokens_in(self, text: str) -> list[str]:
-        """Special tokens spelled out in a text, which the tokenizer would take for real ones."""
+        """Special tokens that a text spells out. The tokenizer would treat them as real ones."""
         return [token for token in self._special if token in text]
 
     def chat_text(self, question: str, num_images: int, context: Sequence[Message] = ()) -> str:
-        """The prompt as text, up to where the answer starts, with one unexpanded placeholder per image.
+        """The prompt as text, up to the start of the answer, with one placeholder per image.
 
         Args:
-            context: messages before the question. The prompt template wraps the question alone.
+            context: messages before the question. The prompt template wraps only the question.
 
         Raises:
-            DataError: context and rendered question together do not hold ``num_images`` markers.
+            DataError: context and rendered question do not have ``num_images`` markers together.
         """
         messages = [*context, Message("user", self._template.render(content=question))]
         if self._system_prompt is not None and messages[0].role != "system":
@@ -220,49 +220,49 @@ class PromptBuilder:
         return str(text)
 
     def _content(self, text: str) -> str | list[dict[str, str]]:
-        if self._resizing is None:  # a language model's chat template takes plain text
+        if self._resizing is None:  # chat templates of language models take plain text
             return text
         texts = [{"type": "text", "text": piece} for piece in text.split(IMAGE_MARKER)]
         parts = [part for piece in texts for part in ({"type": "image"}, piece)][1:]
         return [part for part in parts if part.get("text") != ""]
 
     def unexpanded_tokens(self, question: str, num_images: int, context: Sequence[Message] = ()) -> Ints:
-        """``chat_text`` as token ids: what vLLM takes.
+        """``chat_text`` as token ids, as vLLM takes them.
 
         Raises:
-            DataError: as ``chat_text``, or the question spells out the model's own image placeholder.
+            DataError: as ``chat_text``, or the question spells out the model's image placeholder.
         """
         text = self.chat_text(question, num_images, context)
-        # verbose=False: a prompt beyond the model's length is our reject, not a warning
+        # verbose=False: a prompt above the model's length is rejected later and needs no warning
         ids = self.tokenizer.encode(text, add_special_tokens=False, verbose=False)
         tokens = np.asarray(ids, dtype=np.int32)
-        if (found := int(self._is_image(tokens).sum())) != num_images:
+        if (placeholders := int(self._is_image(tokens).sum())) != num_images:
             raise DataError(
-                f"{found} image placeholder(s) for {num_images} image(s) in {question[:80]!r}. "
-                "Take the model's special tokens out of the problem."
+                f"{placeholders} image placeholder(s) for {num_images} image(s) in {question[:80]!r}. "
+                "Remove the model's special tokens from the problem."
             )
         return tokens
 
     def unexpanded(self, problem: Problem) -> Ints:
-        """The whole prompt of a problem, as vLLM takes it."""
+        """The prompt of a problem, as vLLM takes it."""
         return self.unexpanded_tokens(problem.question, len(problem.images), problem.context)
 
     def tokens(self, problem: Problem) -> Ints:
-        """[P] token ids with every image expanded: what the model sees."""
+        """[P] token ids with every image expanded, as the model sees them."""
         return self.expand(self.unexpanded(problem), problem.images)
 
     def texts(self, completions: Sequence[Ints]) -> list[str]:
-        """What completions say, special tokens removed."""
+        """The text of each completion, without special tokens."""
         if self.tokenizer.clean_up_tokenization_spaces:
             return list(self.tokenizer.batch_decode([c.tolist() for c in completions], skip_special_tokens=True))
-        # the tokenizer behind it: one call for many, which lets other threads run
+        # The Rust tokenizer decodes many in one call and releases the GIL.
         decode = partial(self.tokenizer.backend_tokenizer.decode_batch, skip_special_tokens=True)
         parts = [[c.tolist() for c in completions[i : i + 64]] for i in range(0, len(completions), 64)]
         with ThreadPoolExecutor(min(8, len(os.sched_getaffinity(0)))) as pool:
             return [text for part in pool.map(decode, parts) for text in part]
 
     def expand(self, tokens: Ints, images: Sequence[ImageRef]) -> Ints:
-        """Repeat the i-th placeholder as often as image i has tokens."""
+        """Repeat the placeholder of each image once per token of the image."""
         repeats = np.ones(len(tokens), dtype=np.int64)
         repeats[self._is_image(tokens)] = [self.image_tokens(image.width, image.height) for image in images]
         return np.repeat(tokens, repeats)
@@ -277,7 +277,7 @@ def _require_mentioned(arguments: Mapping[str, object], chat_template: str) -> N
     if unknown:
         raise ConfigError(
             f"data.chat_template_arguments sets {', '.join(unknown)}, which the model's chat template does not "
-            "mention. Take it out, or choose a model whose template knows it."
+            "mention. Remove it, or choose a model whose template uses it."
         )
 
 
@@ -289,12 +289,12 @@ def _compile(name_or_path: str) -> jinja2.Template:
         template = environment.from_string(text)
     except jinja2.TemplateSyntaxError as error:
         raise ConfigError(
-            f"data.template {name_or_path!r} line {error.lineno}: {error.message}. Mend the template."
+            f"data.template {name_or_path!r} line {error.lineno}: {error.message}. Fix the template."
         ) from None
     if variables != {"content"}:
         raise ConfigError(
             f"data.template {name_or_path!r} uses {', '.join(sorted(variables)) or 'no variable'}. "
-            "Allowed is content, the problem's text, and a template has to use it."
+            "A template must use content, the problem's text, and no other variable."
         )
     return template
 
@@ -309,10 +309,10 @@ TEMPLATES = Path(__file__).parent / "templates"
 
 
 def template_text(name_or_path: str) -> str:
-    """Text of a prompt template: a name under ``templates`` or the path of a file.
+    """Text of a prompt template: a name under ``templates``, or the path of a file.
 
     Raises:
-        ConfigError: neither; lists the known names.
+        ConfigError: no such template; lists the known names.
     """
     known = {path.stem: path for path in sorted(TEMPLATES.glob("*.jinja"))}
     path = known.get(name_or_path, Path(name_or_path).expanduser())

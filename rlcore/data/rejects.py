@@ -1,4 +1,4 @@
-"""Why a row of a source cannot be used: one reason per row, kept beside the dataset, never a silent drop."""
+"""Rows of a source that cannot be used, each with a reason, stored with the dataset. No row is dropped silently."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ _REMEDIES = {
 
 
 class Unusable(Exception):
-    """A row or an image that cannot be used; becomes a ``Reject``. Picklable: it crosses the process pool."""
+    """A row or an image cannot be used; becomes a ``Reject``. Can be pickled, for the process pool."""
 
     def __init__(self, reason: Reason, detail: str) -> None:
         super().__init__(reason, detail)
@@ -83,15 +83,15 @@ def read_rejects(path: Path) -> list[Reject]:
 
 
 def nothing_usable(source: str, rejects: Sequence[Reject], columns: Sequence[str] = ()) -> DataError:
-    """The error of a dataset without a single usable row: counts by reason, and what most likely helps."""
+    """The error for a dataset without any usable row: counts by reason, and the most likely remedy."""
     if not rejects:
         return DataError(f"{source} holds no rows. Point data.train and data.validation at a source with rows.")
     counts = Counter(reject.reason for reject in rejects).most_common()
     example = next(reject for reject in rejects if reject.reason == counts[0][0])
-    found = f" Columns found: {', '.join(columns)}." if columns else ""
+    names = f" Columns found: {', '.join(columns)}." if columns else ""
     return DataError(
         f"{source}: none of {len(rejects)} rows is usable: "
         f"{', '.join(f'{reason} {count}' for reason, count in counts)}. "
-        f"First {example.reason}: row {example.row}, {example.detail}.{found} "
+        f"First {example.reason}: row {example.row}, {example.detail}.{names} "
         f"Most likely remedy: {_REMEDIES[Reason(counts[0][0])]}."
     )

@@ -1,99 +1,168 @@
-"""The order in which problems are trained on: seeded, endless, and the same after a restart."""
+"""The order in which problems are trained on: a seeded, endless stream, and a curriculum that skips problems.
+
+Everything here is a pure function of (position in the stream, pass rates, postponed problems). A run that is resumed
+from these continues with the same problems.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Self
+from types import MappingProxyType
+from typing import NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
 
+from rlcore.config import CurriculumConfig
+
 
 class ProblemStream:
-    """One endless sequence of problem indices: epochs, each a permutation drawn from (seed, epoch).
+    """An endless sequence of problem indices: epochs, each a permutation seeded by (seed, epoch).
 
-    The sequence depends on ``num_problems`` and ``seed`` alone, not on how it is cut into batches. Any
-    num_problems // 3 indices in a row are distinct, also across an epoch border.
+    The sequence depends only on ``num_problems`` and ``seed``, not on batch sizes. Any num_problems // 3 indices in a
+    row are distinct, also across an epoch border.
 
-    ``take`` hands out; ``advance`` says how many of those were trained, and only that is in ``state``. What
-    was handed out but not trained when a run dies comes again.
+    Args:
+        taken: indices that an earlier process has taken.
 
     Raises:
         ValueError: num_problems below 1.
     """
 
-    def __init__(self, num_problems: int, seed: int) -> None:
+    def __init__(self, num_problems: int, seed: int, taken: int = 0) -> None:
         if num_problems < 1:
-            raise ValueError(f"num_problems is {num_problems}: there is nothing to draw from. Prepare a dataset first.")
-        self._num_problems = num_problems
+            raise ValueError(f"num_problems is {num_problems}: there is nothing to train on. Prepare a dataset first.")
+        self.num_problems = num_problems
+        self.taken = taken  # indices taken so far, over all epochs
         self._seed = seed
-        self._taken = 0
-        self._trained = 0
         self._order = lru_cache(maxsize=2)(self._epoch_order)
-
-    @classmethod
-    def at(cls, state: Mapping[str, int]) -> Self:
-        """The stream as it was when ``state`` was read, with everything untrained still to come."""
-        stream = cls(state["num_problems"], state["seed"])
-        stream._taken = stream._trained = state["position"]
-        return stream
 
     def take(self, n: int) -> list[int]:
         """The next ``n`` problem indices."""
-        end = self._taken + n
+        end = self.taken + n
         indices: list[int] = []
-        while self._taken < end:
-            epoch, start = divmod(self._taken, self._num_problems)
-            part = self._order(epoch)[start : start + end - self._taken]
+        while self.taken < end:
+            epoch, start = divmod(self.taken, self.num_problems)
+            part = self._order(epoch)[start : start + end - self.taken]
             indices += part.tolist()
-            self._taken += len(part)
+            self.taken += len(part)
         return indices
 
-    def advance(self, n: int) -> None:
-        """Count ``n`` more of the problems handed out as trained.
-
-        Raises:
-            ValueError: fewer than ``n`` are handed out and not yet trained.
-        """
-        if not 0 <= n <= self._taken - self._trained:
-            raise ValueError(f"advance({n}): {self._taken - self._trained} problems are handed out and not trained.")
-        self._trained += n
-
-    def state(self) -> dict[str, int]:
-        """What a checkpoint keeps; ``at`` reads it back."""
-        return {"num_problems": self._num_problems, "seed": self._seed, "position": self._trained}
-
-    @property
-    def num_problems(self) -> int:
-        return self._num_problems
-
-    @property
-    def taken(self) -> int:
-        """Problems handed out so far, over all epochs: trained, waiting to be, or left out."""
-        return self._taken
-
-    @property
-    def position(self) -> int:
-        """Problems trained (or left out) so far, over all epochs."""
-        return self._trained
-
-    @property
-    def epoch(self) -> float:
-        """Epochs trained so far."""
-        return self._trained / self._num_problems
-
-    def _draw(self, epoch: int) -> npt.NDArray[np.int64]:
-        return np.random.Generator(np.random.PCG64([self._seed % 2**64, epoch])).permutation(self._num_problems)
+    def _permutation(self, epoch: int) -> npt.NDArray[np.int64]:
+        return np.random.Generator(np.random.PCG64([self._seed % 2**64, epoch])).permutation(self.num_problems)
 
     def _epoch_order(self, epoch: int) -> npt.NDArray[np.int64]:
-        """The epoch's draw, with the last third of the epoch before kept out of the first third.
+        """The epoch's permutation, with the problems of the last third of the previous epoch moved out of the first
+        third.
 
-        Only the first two thirds are rearranged, so the last third of any epoch is its plain draw, and no
-        epoch needs more than its predecessor's. Of 2k places at most k hold a problem of that last third.
+        Only the first two thirds are rearranged. So the last third of any epoch is that of its permutation, and no
+        epoch depends on more than the one before. Of the first 2k places at most k hold such a problem.
         """
-        order, k = self._draw(epoch), self._num_problems // 3
+        order, k = self._permutation(epoch), self.num_problems // 3
         if epoch == 0 or k == 0:
             return order
-        recent = np.isin(order[: 2 * k], self._draw(epoch - 1)[-k:])
+        recent = np.isin(order[: 2 * k], self._permutation(epoch - 1)[-k:])
         return np.concatenate([order[: 2 * k][~recent], order[: 2 * k][recent], order[2 * k :]])
+
+
+class Measured(NamedTuple):
+    rate: float  # right completions / graded completions, 0 to 1
+    epoch: int  # whole epochs taken from the stream when it was measured
+
+
+@dataclass(frozen=True, slots=True)
+class PassRates:
+    """The latest pass rate of each problem that was trained on, by its index in the dataset. Immutable."""
+
+    by_index: Mapping[int, Measured] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "by_index", MappingProxyType(dict(self.by_index)))
+
+    def __reduce__(self) -> tuple[type[PassRates], tuple[dict[int, Measured]]]:
+        return PassRates, (dict(self.by_index),)  # a mapping proxy cannot be pickled
+
+    def updated(self, rates: Mapping[int, float], epoch: int) -> PassRates:
+        """These pass rates with newer ones, all measured in ``epoch``.
+
+        Raises:
+            ValueError: a rate is not between 0 and 1.
+        """
+        for index, rate in rates.items():
+            if not 0 <= rate <= 1:
+                raise ValueError(f"problem {index} has a pass rate of {rate}. Allowed is right / graded, 0 to 1.")
+        return PassRates({**self.by_index, **{index: Measured(rate, epoch) for index, rate in rates.items()}})
+
+    def to_json(self) -> str:
+        """For a checkpoint; ``from_json`` restores it exactly."""
+        return json.dumps({str(index): list(measured) for index, measured in sorted(self.by_index.items())})
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        return cls({int(index): Measured(float(rate), int(epoch)) for index, (rate, epoch) in json.loads(text).items()})
+
+
+def rests(rates: PassRates, index: int, epoch: int, config: CurriculumConfig) -> bool:
+    """Whether problem ``index`` is skipped in ``epoch``.
+
+    A problem rests for ``config.rest_epochs`` epochs after a pass rate at or beyond a bound. Then it is trained on, and
+    so measured, again. A problem without a pass rate never rests.
+    """
+    latest = rates.by_index.get(index)
+    if latest is None or config.hardest < latest.rate < config.easiest:
+        return False
+    return epoch - latest.epoch <= config.rest_epochs
+
+
+@dataclass(frozen=True, slots=True)
+class NextProblems:
+    indices: list[int]
+    postponed: tuple[int, ...]  # taken from the stream but not in ``indices``; they come first in the next batch
+
+
+def next_problems(
+    stream: ProblemStream,
+    n: int,
+    rates: PassRates,
+    config: CurriculumConfig | None,
+    *,
+    postponed: Sequence[int] = (),
+    avoid: Collection[int] = (),
+) -> NextProblems:
+    """The next ``n`` problems of the stream that do not rest.
+
+    They are distinct and not in ``avoid``, as far as the dataset is large enough. A larger batch goes through the whole
+    dataset before it repeats a problem. A problem that the stream repeats too early (at an epoch border) is postponed,
+    so that each epoch is trained whole.
+
+    A problem that rests counts as taken, so ``stream.taken`` may grow by more than ``n``. If a whole epoch has no
+    problem for this batch, because all rest or are already in it, nothing rests for the remainder of the batch. So at
+    most n + 2 epochs are searched.
+
+    Args:
+        postponed: of the previous batch.
+        avoid: problems that will be trained together with these.
+    """
+    chosen: list[int] = []
+    waiting = list(postponed)
+    busy = set(avoid)
+    skipped = 0  # in a row
+    while len(chosen) < n:
+        if len(busy) == stream.num_problems:
+            busy.clear()
+        epoch = stream.taken // stream.num_problems
+        place = next((place for place, index in enumerate(waiting) if index not in busy), None)
+        index = stream.take(1)[0] if place is None else waiting.pop(place)
+        if index in busy:
+            waiting.append(index)
+            skipped += 1
+        elif config is not None and skipped < stream.num_problems and rests(rates, index, epoch, config):
+            skipped += 1
+        else:
+            chosen.append(index)
+            busy.add(index)
+            skipped = 0 if skipped < stream.num_problems else skipped
+    return NextProblems(chosen, tuple(waiting))

@@ -1,4 +1,4 @@
-"""``problems.parquet``, the table of a prepared dataset, and what ``report.json`` says about it."""
+"""``problems.parquet``, the table of a prepared dataset, and ``report.json``, its statistics."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _BIN_TOKENS = 64
 
 @dataclass(frozen=True, slots=True)
 class PreparedRow:
-    """A kept problem, and what is known about its prompt."""
+    """A usable problem and the size of its prompt."""
 
     problem: Problem
     row: int  # index in the source, from 0
@@ -45,7 +45,7 @@ class PromptStats(BaseModel):
 
 
 class DatasetReport(BaseModel):
-    """``report.json``: written last, so a folder that has one is complete."""
+    """``report.json``. It is written last, so a folder with a report is complete."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -62,10 +62,10 @@ class DatasetReport(BaseModel):
 
 
 def load_rows(folder: Path) -> list[PreparedRow]:
-    """Every kept problem of a prepared dataset, in source order.
+    """Every problem of a prepared dataset, in source order.
 
     Raises:
-        StorageError: the folder is no prepared dataset, or its table is damaged.
+        StorageError: the folder is not a prepared dataset, or its table is damaged.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -139,11 +139,7 @@ def prompt_stats(rows: Sequence[PreparedRow]) -> PromptStats:
 
 
 def load_problems(path: Path) -> list[Problem]:
-    """The problems of a prepared dataset (raw or resized), in source order.
-
-    Raises:
-        StorageError: the folder is no prepared dataset, or its table is damaged.
-    """
+    """The problems of a prepared dataset (raw or resized), in source order. Errors as ``load_rows``."""
     return [row.problem for row in load_rows(path)]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     PreTrainedTokenizerFast,
@@ -10,7 +12,7 @@ from transformers import (
     Qwen2VLVideoProcessor,
 )
 
-# Qwen2.5-VL's special tokens, then Qwen3's thinking marks, which are ordinary text and stay when decoded.
+# Qwen2.5-VL's special tokens, then Qwen3's thinking marks, which are ordinary text and stay in decoded text.
 SPECIAL_TOKENS = (
     "<|endoftext|>",
     "<|im_start|>",
@@ -30,7 +32,7 @@ SPECIAL_TOKENS = (
 TEXT_TOKENS = ("<think>", "</think>")
 END_OF_TURN = "<|im_end|>"
 PAD = "<|endoftext|>"
-# ChatML as Qwen2-VL writes it, without a default system message: at a token per byte that is half the prompt.
+# ChatML as in Qwen2-VL, but without a default system message, which would be half the prompt at one token per byte.
 CHAT_TEMPLATE = """\
 {%- for message in messages -%}
 {{- '<|im_start|>' + message['role'] + '\\n' -}}
@@ -54,7 +56,7 @@ CHAT_TEMPLATE = """\
 
 
 def build_tokenizer(text_tokens: tuple[str, ...] = TEXT_TOKENS) -> PreTrainedTokenizerFast:
-    """One token per byte, no merges, so that it reads any text and no vocabulary has to be shipped."""
+    """One token per byte and no merges, so that it encodes any text without a vocabulary file."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={symbol: rank for rank, symbol in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -62,7 +64,8 @@ def build_tokenizer(text_tokens: tuple[str, ...] = TEXT_TOKENS) -> PreTrainedTok
     specials = [AddedToken(text, special=True, normalized=False) for text in SPECIAL_TOKENS]
     tokenizer.add_special_tokens(specials)
     tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in text_tokens])
-    return PreTrainedTokenizerFast(
+    make_tokenizer: Callable[..., PreTrainedTokenizerFast] = PreTrainedTokenizerFast  # not annotated
+    return make_tokenizer(
         tokenizer_object=tokenizer,
         eos_token=END_OF_TURN,
         pad_token=PAD,
@@ -73,16 +76,17 @@ def build_tokenizer(text_tokens: tuple[str, ...] = TEXT_TOKENS) -> PreTrainedTok
     )
 
 
-# Paper is 0 and ink is negative: an empty patch then adds nothing, and what is left is what has to be read.
+# Paper is 0 and ink is negative, so that an empty patch adds nothing.
 _IMAGE_MEAN = [1.0, 1.0, 1.0]
 _IMAGE_STD = [0.5, 0.5, 0.5]
 _PIXELS = {"min_pixels": 56 * 56, "max_pixels": 1024 * 1024}
 
 
 def build_processor() -> Qwen2_5_VLProcessor:
-    """Byte-level tokenizer, Qwen2-VL image and video processors and chat template; needs no files."""
+    """Byte-level tokenizer, Qwen2-VL image and video processors, and chat template. Needs no files."""
     look = {"image_mean": _IMAGE_MEAN, "image_std": _IMAGE_STD, **_PIXELS}
-    return Qwen2_5_VLProcessor(
+    make_processor: Callable[..., Qwen2_5_VLProcessor] = Qwen2_5_VLProcessor
+    return make_processor(
         image_processor=Qwen2VLImageProcessor(**look),
         tokenizer=build_tokenizer(),
         video_processor=Qwen2VLVideoProcessor(**look),
@@ -94,5 +98,5 @@ ANSWER_TOKENS = ("<answer>", "</answer>")
 
 
 def build_text_tokenizer() -> PreTrainedTokenizerFast:
-    """The policies' tokenizer of bytes, with tokens for the thinking and answer marks; needs no files."""
+    """Byte-level tokenizer with tokens for the thinking and answer marks. Needs no files."""
     return build_tokenizer(TEXT_TOKENS + ANSWER_TOKENS)

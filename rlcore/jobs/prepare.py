@@ -15,8 +15,7 @@ from pathlib import Path
 
 from rlcore.artifacts import DatasetRef
 from rlcore.data.pixels import MAX_SOURCE_PIXELS, read_header
-from rlcore.data.prepare.digest import prepared_folder
-from rlcore.data.prepare.folder import ORIGINALS, existing_dataset, finish_folder, progress
+from rlcore.data.prepare.folder import ORIGINALS, existing_dataset, finish_folder, prepared_folder, progress
 from rlcore.data.prepare.questions import ImageCell, conversation, place_images, plain_text
 from rlcore.data.prepare.sources import SourceRow, open_source
 from rlcore.data.prompts import PromptBuilder, load_processor

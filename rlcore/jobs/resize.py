@@ -18,8 +18,15 @@ from PIL import Image
 
 from rlcore.artifacts import DatasetRef
 from rlcore.data.pixels import load_rgb, read_header
-from rlcore.data.prepare.digest import resized_folder
-from rlcore.data.prepare.folder import ORIGINALS, REJECTS, existing_dataset, finish_folder, load_report, progress
+from rlcore.data.prepare.folder import (
+    ORIGINALS,
+    REJECTS,
+    existing_dataset,
+    finish_folder,
+    load_report,
+    progress,
+    resized_folder,
+)
 from rlcore.data.rejects import Reject, Unusable, nothing_usable, read_rejects
 from rlcore.data.table import IMAGES, PreparedRow, load_rows
 from rlcore.errors import ConfigError, RlflowError, StorageError

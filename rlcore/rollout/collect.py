@@ -15,8 +15,7 @@ from typing import Protocol
 from rlcore.adjustments import Adjustments
 from rlcore.config import ExperimentConfig
 from rlcore.config.algorithm import RemaxAdvantage
-from rlcore.data.curriculum import next_problems
-from rlcore.data.stream import ProblemStream
+from rlcore.data.stream import ProblemStream, next_problems
 from rlcore.distributed.group import WorkerGroup
 from rlcore.errors import StarvedError, UngradedError
 from rlcore.ports import Grader, SampleRequest
@@ -242,9 +241,7 @@ def _next_groups(
         others: groups whose problems are not taken as long as there are others.
     """
     data, epoch = run.config.data, state.problems_seen // len(run.problems)
-    stream = ProblemStream.at(
-        {"num_problems": len(run.problems), "seed": data.shuffle_seed, "position": state.problems_seen}
-    )
+    stream = ProblemStream(len(run.problems), data.shuffle_seed, taken=state.problems_seen)
     avoid = {group.index for group in others}
     found = next_problems(stream, count, state.pass_rates, data.curriculum, postponed=state.postponed, avoid=avoid)
     groups = new_groups(

@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rlcore.data.curriculum import PassRates
+from rlcore.data.stream import PassRates
 from rlcore.errors import CheckpointError
 from rlcore.rollout.groups import Group
 from rlcore.types import Completion, Floats, Problem, Score, TrainingSample, Turn

@@ -21,8 +21,8 @@ from pyarrow import parquet
 
 from rlcore.artifacts import DatasetRef
 from rlcore.config import DataConfig, ModelConfig
+from rlcore.data.synthetic import Split
 from rlcore.data.synthetic.geometry import draw_problem
-from rlcore.data.synthetic.splits import Split
 from rlcore.specs import JobSpec, PrepareSpec, ResizeSpec
 
 SPLITS: tuple[Split, ...] = ("train", "validation")

@@ -101,7 +101,7 @@ def test_the_order_and_seeds_of_the_data_do_not_depend_on_the_ranks() -> None:
     problems = [Problem(str(index), "", (), "", "", {}) for index in range(10)]
     seen = {}
     for world in (1, 2, 4):
-        stream = ProblemStream.at({"num_problems": 10, "seed": 3, "position": 12})  # as a checkpoint says
+        stream = ProblemStream(10, seed=3, taken=12)
         requests = sample_requests([problems[i] for i in stream.take(8)], 4, seed=7, batch="3")
         ranks = EchoRanks(world)
         groups = in_order(SamplerGroup(RankRange(ranks, 0, world)).generate(requests))

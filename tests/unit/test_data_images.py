@@ -16,8 +16,7 @@ from PIL import Image
 from rlcore.artifacts import DatasetRef
 from rlcore.config import DataConfig, ModelConfig
 from rlcore.data.image_store import ImageStore
-from rlcore.data.prepare.digest import PREPARE_VERSION, RESIZE_VERSION
-from rlcore.data.prepare.folder import load_report
+from rlcore.data.prepare.folder import PREPARE_VERSION, RESIZE_VERSION, load_report
 from rlcore.data.rejects import read_rejects
 from rlcore.data.table import load_problems, load_rows
 from rlcore.errors import ConfigError, DataError, StorageError

@@ -18,8 +18,7 @@ from PIL import Image
 
 from rlcore.artifacts import DatasetRef
 from rlcore.config import DataConfig, ModelConfig, build_experiment
-from rlcore.data.prepare.digest import dataset_key
-from rlcore.data.prepare.folder import load_report
+from rlcore.data.prepare.folder import dataset_key, load_report
 from rlcore.data.prompts import load_processor
 from rlcore.data.rejects import read_rejects
 from rlcore.data.table import load_problems, load_rows
@@ -463,7 +462,7 @@ def test_a_key_is_computed_without_torch(tmp_path):
     spec = tmp_path / "spec.json"
     spec.write_text(spec_for(path).model_dump_json())
     code = (
-        "import sys; from pathlib import Path; from rlcore.data.prepare.digest import dataset_key;"
+        "import sys; from pathlib import Path; from rlcore.data.prepare.folder import dataset_key;"
         "from rlcore.specs import PrepareSpec;"
         f"print(dataset_key(PrepareSpec.model_validate_json(Path({str(spec)!r}).read_text())));"
         "assert not {'torch', 'transformers', 'datasets', 'vllm', 'ray'} & set(sys.modules)"

@@ -12,9 +12,9 @@ import pytest
 from PIL import Image
 
 from rlcore.config import DataConfig
+from rlcore.data.synthetic import SPLITS
 from rlcore.data.synthetic.geometry import CELL, KINDS, SyntheticProblem, draw_problem, split_of
 from rlcore.data.synthetic.sources import SYNTHETIC, write_drawn
-from rlcore.data.synthetic.splits import SPLITS
 from rlcore.errors import DataError
 
 SOME = 60

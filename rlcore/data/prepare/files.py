@@ -1,4 +1,4 @@
-"""Local data files: which ones a source means, and their rows as they stand."""
+"""Local data files: those that belong to a source, and their unchanged rows."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ _SPLIT_WORDS = {
 }
 _POINT = "Point data.train or data.validation at"
 
-Row = Mapping[str, Any]  # as read: one value per column, of whatever type the source has
+Row = Mapping[str, Any]  # one value per column, with the source's types
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """One file or hub split: its columns, and its rows one after the other."""
+    """One file, or one split of a hub dataset."""
 
     name: str
     columns: tuple[str, ...]
-    num_rows: int | None  # None: not known before the end
+    num_rows: int | None  # None: unknown before the last row
     rows: Iterator[Row]
-    base: Path  # image paths are relative to it
+    base: Path  # image paths are relative to this folder
 
 
 def source_files(path: Path, split: str) -> list[Path]:
     """The data files of a local source, in order: the file itself, or those of a folder.
 
-    A folder counts by its best format (parquet, then jsonl, then json). Where its file or folder names speak
-    of splits, only those of ``split`` are taken, so that a test split never slips into training.
+    Of a folder, only the files of its best format count (parquet, then jsonl, then json). If file or folder names name
+    splits, only those of ``split`` are used, so that no test split is trained on by mistake.
 
     Raises:
-        DataError: nothing there, nothing readable, or no file of this split; says what was found.
+        DataError: no such path, no data file, or none of this split; lists what exists.
     """
     if path.is_file() and path.suffix in _SUFFIXES:
         return [path]
@@ -66,21 +66,21 @@ def source_files(path: Path, split: str) -> list[Path]:
 
 
 def open_file(path: Path) -> Table:
-    """Columns and rows of one data file; parquet and jsonl are read piece by piece.
+    """Columns and rows of one data file. Parquet and jsonl files are read in pieces.
 
     Raises:
-        DataError: the file does not parse (here, or while its rows are read).
+        DataError: the file does not parse (now, or while its rows are read).
     """
     if path.suffix == ".parquet":
         return _open_parquet(path)
     rows = _json_lines(path) if path.suffix == ".jsonl" else _json_array(path)
-    first = list(islice(rows, 1000))  # a column may be absent from single rows
+    first = list(islice(rows, 1000))  # single rows may lack a column
     columns = tuple(dict.fromkeys(key for row in first for key in row))
     return Table(str(path), columns, None, chain(first, rows), path.parent)
 
 
 def image_files(path: Path, column: str) -> list[Path]:
-    """Image files that a column of images or videos names by path instead of holding them, in order, each once."""
+    """The distinct image files that a column of images or videos names by path, in order."""
     if path.suffix == ".parquet":
         values = _parquet_images_by_path(path, column)
     else:
@@ -90,7 +90,7 @@ def image_files(path: Path, column: str) -> list[Path]:
 
 
 def cell(row: Row, column: str) -> object:
-    """The value of a column; a dotted name that is no column itself is a path into nested objects. None: not there."""
+    """The value of a column, or None. A dotted name that is not a column is a path into nested objects."""
     if column in row:
         return row[column]
     value: object = row
@@ -100,7 +100,7 @@ def cell(row: Row, column: str) -> object:
 
 
 def videos_of(value: object, base: Path) -> Iterator[tuple[bytes | Path | None, ...] | None]:
-    """The videos of one cell, a list of videos that are lists of frames; None for one that is anything else."""
+    """The videos of one cell, a list of lists of frames; None for a video that is not a list."""
     if value is None:
         return
     for video in value if isinstance(value, list) else [value]:
@@ -108,15 +108,15 @@ def videos_of(value: object, base: Path) -> Iterator[tuple[bytes | Path | None, 
 
 
 def images_of(value: object, base: Path) -> Iterator[bytes | Path | None]:
-    """The images of one cell: encoded bytes, a file relative to ``base``, or None where neither is found.
+    """The images of one cell: encoded bytes, a file relative to ``base``, or None for anything else.
 
-    A cell is bytes, a path, {bytes, path}, or a list of these; a cell of None holds no image.
+    A cell is bytes, a path, {bytes, path}, or a list of these. A cell of None has no images.
     """
     if value is None:
         return
     if isinstance(value, list):
         for item in value:
-            # None inside a list stands for an image that is not there.
+            # None in a list stands for a missing image.
             yield from (None,) if item is None else images_of(item, base)
     elif isinstance(value, bytes):
         yield value
@@ -140,7 +140,7 @@ def _open_parquet(path: Path) -> Table:
     try:
         file = pq.ParquetFile(path)
     except (pa.ArrowException, OSError) as error:
-        raise DataError(f"{path} is no readable parquet file: {error}. Fetch or write it again.") from error
+        raise DataError(f"{path} is not a readable parquet file: {error}. Download or write it again.") from error
     columns = tuple(file.schema_arrow.names)
     return Table(str(path), columns, file.metadata.num_rows, _parquet_rows(path, file), path.parent)
 
@@ -152,13 +152,13 @@ def _parquet_rows(path: Path, file: Any) -> Iterator[Row]:
         for batch in file.iter_batches(BATCH_ROWS):
             yield from batch.to_pylist()
     except (pa.ArrowException, OSError) as error:
-        raise DataError(f"{path} is damaged: {error}. Fetch or write it again.") from error
+        raise DataError(f"{path} is damaged: {error}. Download or write it again.") from error
 
 
 def _parquet_images_by_path(path: Path, column: str) -> Iterator[object]:
     import pyarrow.parquet as pq
 
-    _open_parquet(path)  # for its error
+    _open_parquet(path)  # raises if it is not readable
     file = pq.ParquetFile(path)
     leaves = {
         leaf.path: number
@@ -166,7 +166,7 @@ def _parquet_images_by_path(path: Path, column: str) -> Iterator[object]:
         if leaf.path == column or leaf.path.startswith(f"{column}.")
     }
     texts = [name for name, number in leaves.items() if file.schema.column(number).logical_type.type == "STRING"]
-    # An image whose bytes are in the file is hashed with it, whatever its path says.
+    # An image whose bytes are in the file is hashed with the file, so its path does not matter.
     contents = [f"{name.removesuffix('path')}bytes" for name in texts if name.endswith(".path")]
     contents = [name for name in contents if name in leaves]
     if not texts or (contents and all(_has_no_nulls(file, leaves[name]) for name in contents)):
@@ -176,7 +176,7 @@ def _parquet_images_by_path(path: Path, column: str) -> Iterator[object]:
 
 
 def _has_no_nulls(file: Any, leaf: int) -> bool:
-    """By the file's statistics, so that images are not read; False where they do not say."""
+    """From the file's statistics, so that no image is read; False if they are missing."""
     groups = (file.metadata.row_group(number).column(leaf) for number in range(file.metadata.num_row_groups))
     return all(group.is_stats_set and group.statistics.null_count == 0 for group in groups)
 
@@ -192,7 +192,7 @@ def _json_row(line: bytes, where: str) -> Row:
     try:
         row = json.loads(line)
     except ValueError as error:
-        raise DataError(f"{where} is no JSON: {error}. Mend the line or take it out.") from None
+        raise DataError(f"{where} is not JSON: {error}. Fix or remove the line.") from None
     if not isinstance(row, dict):
         raise DataError(f"{where} holds {type(row).__name__}, not an object. Write {{column: value}} on each line.")
     return row
@@ -202,7 +202,11 @@ def _json_array(path: Path) -> Iterator[Row]:
     try:
         rows = json.loads(path.read_bytes())
     except ValueError as error:
-        raise DataError(f"{path} is no JSON: {error}. One object per line is .jsonl; .json is one array.") from None
+        raise DataError(
+            f"{path} is not JSON: {error}. A .json file holds one array, a .jsonl file one object per line."
+        ) from None
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise DataError(f"{path} is no array of objects. Write [{{column: value}}, ...], or one per line as .jsonl.")
+        raise DataError(
+            f"{path} is not an array of objects. Write [{{column: value}}, ...], or .jsonl with one per line."
+        )
     yield from rows

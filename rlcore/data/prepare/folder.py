@@ -1,7 +1,12 @@
-"""The folder of a prepared dataset: what is in it, and how it comes into being whole or not at all."""
+"""The folder of a prepared dataset: its name, a hash of everything that decides its content, and its files.
+
+Without torch and transformers, so that a Prefect task can compute the key for its cache.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -9,21 +14,116 @@ from pathlib import Path
 from typing import TypeVar
 
 from rlcore.artifacts import DatasetRef
-from rlcore.config import DataConfig
+from rlcore.config import DataConfig, ModelConfig
+from rlcore.data.prepare.files import image_files, source_files
+from rlcore.data.prepare.sources import parse_source
+from rlcore.data.prompts import template_text
 from rlcore.data.rejects import Reject, write_rejects
+from rlcore.data.synthetic.sources import COUNTDOWN, DRAWN
 from rlcore.data.table import IMAGES, PROBLEMS, DatasetReport, PreparedRow, prompt_stats, write_rows
 from rlcore.errors import StorageError
+from rlcore.specs import PrepareSpec, ResizeSpec
 
-ORIGINALS = "raw_images"  # of a dataset before resizing: files as they came, named by their hash
+ORIGINALS = "raw_images"  # of a dataset before resizing: the original files, named by their hash
 REJECTS = "rejects.jsonl"
 
 _REPORT = "report.json"
 
+# Raise one of these when the same inputs give another folder: the rules of prepare or of resize have changed.
+PREPARE_VERSION = 3
+RESIZE_VERSION = 1
+
+_DATA = Path(__file__).parents[1]
+_PROMPT_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "merges.txt",
+    "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json",
+    "preprocessor_config.json", "processor_config.json",
+)  # fmt: skip
+
 T = TypeVar("T")
 
 
+def dataset_key(spec: PrepareSpec) -> str:
+    """Digest of everything that decides what ``prepare`` makes: the source's content and the settings.
+
+    A source or model on a hub counts by its name and revision, because its content is not on this machine. Image files
+    that a source names by path count by path, size and modification time.
+    """
+    data = spec.data
+    settings = {
+        "version": PREPARE_VERSION,
+        "source": spec.source,
+        "content": _source_content(spec),
+        "columns": [data.problem_column, data.answer_column, data.images_column, data.videos_column],
+        "max_images": data.max_images,
+        "template": template_text(data.template),
+        "system_prompt": data.system_prompt,
+        "chat_template_arguments": data.chat_template_arguments,
+        "pixels": [data.min_pixels, data.max_pixels],
+        "max_prompt_tokens": data.max_prompt_tokens,
+        "model": _model_content(spec.model),
+    }
+    return _digest(settings)
+
+
+def resized_key(spec: ResizeSpec) -> str:
+    """Digest of what ``resize`` makes. The target sizes are part of the dataset that it reads."""
+    return _digest({"version": RESIZE_VERSION, "dataset": spec.dataset.digest})
+
+
+def prepared_folder(spec: PrepareSpec) -> Path:
+    """The folder that ``prepare`` writes."""
+    return spec.datasets_dir / f"raw-{dataset_key(spec)}"
+
+
+def resized_folder(spec: ResizeSpec) -> Path:
+    """The folder that ``resize`` writes."""
+    return spec.datasets_dir / resized_key(spec)
+
+
+def _digest(settings: dict[str, object]) -> str:
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _source_content(spec: PrepareSpec) -> object:
+    name, split = parse_source(spec.source, spec.split)
+    if spec.source_path is not None:
+        files = source_files(spec.source_path, split)
+        columns = (spec.data.images_column, spec.data.videos_column)
+        root = spec.source_path if spec.source_path.is_dir() else spec.source_path.parent
+        outside = (image for file in files for column in columns for image in image_files(file, column))
+        return [[file.name, _file_hash(file)] for file in files] + [list(_stamp(image, root)) for image in outside]
+    if name in DRAWN:
+        data = spec.data
+        code = [_file_hash(_DATA / "synthetic" / file) for file in ("sources.py", "__init__.py", DRAWN[name])]
+        game = data.countdown.model_dump(mode="json") if name == COUNTDOWN else None
+        return [*code, name, split, data.synthetic_problems, data.synthetic_seed, game]
+    return [name, split]
+
+
+def _model_content(model: ModelConfig) -> object:
+    if model.path == "tiny":  # its tokenizer is code
+        return [model.tiny.task, _file_hash(_DATA / "tiny.py")]
+    folder = Path(model.path)
+    if folder.is_dir():
+        return [[name, _file_hash(folder / name)] for name in _PROMPT_FILES if (folder / name).is_file()]
+    return [model.path, model.revision]
+
+
+def _file_hash(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _stamp(path: Path, root: Path) -> Iterator[str | int]:
+    yield str(path.relative_to(root) if path.is_relative_to(root) else path)
+    if path.is_file():
+        status = path.stat()
+        yield from (status.st_size, status.st_mtime_ns)
+
+
 def load_report(folder: Path) -> DatasetReport:
-    """What ``report.json`` says.
+    """Read ``report.json``.
 
     Raises:
         StorageError: it is missing or damaged.
@@ -45,9 +145,9 @@ def finish_folder(
     rows: Sequence[PreparedRow],
     rejects: Sequence[Reject],
 ) -> DatasetRef:
-    """Write table, rejects and report into ``aside``, where the images are already.
+    """Write table, rejects and report into ``aside``, which already holds the images.
 
-    The reference returned points at ``final``.
+    The returned reference points at ``final``.
     """
     write_rows(aside, rows)
     write_rejects(aside / REJECTS, rejects)
@@ -70,10 +170,10 @@ def finish_folder(
 
 
 def existing_dataset(final: Path) -> DatasetRef | None:
-    """The finished dataset at ``final``, or None where there is none.
+    """The finished dataset at ``final``, or None if there is no such folder.
 
     Raises:
-        StorageError: the folder is there but parts of it are missing.
+        StorageError: parts of the folder are missing.
     """
     if not final.exists():
         return None
@@ -87,7 +187,7 @@ def existing_dataset(final: Path) -> DatasetRef | None:
 
 
 def progress(items: Iterable[T], text: str, total: int | None) -> Iterator[T]:
-    """The items, with a progress bar on stderr where that is a terminal."""
+    """The items, with a progress bar if stderr is a terminal."""
     if not sys.stderr.isatty():
         yield from items
         return

@@ -1,4 +1,4 @@
-"""The texts of a problem, however a source writes it, with one ``<image>`` marker per image in the end."""
+"""The texts of a problem, from any of the forms that sources use, with one ``<image>`` marker per image."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from rlcore.types import Message, Role
 
 VIDEO_MARKER = "<video>"
 
-ImageCell = bytes | Path | None  # encoded bytes or a file; None: neither was found
+ImageCell = bytes | Path | None  # encoded bytes or a file; None: anything else
 
 _MARKERS = re.compile(f"({IMAGE_MARKER}|{VIDEO_MARKER})")
 
 
 def plain_text(value: object, what: str, empty: Reason) -> str:
-    """The text of a cell; numbers as they are written.
+    """The text of a cell. Numbers become text.
 
     Raises:
         Unusable: ``empty``, or NOT_TEXT.
@@ -35,13 +35,15 @@ def plain_text(value: object, what: str, empty: Reason) -> str:
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise Unusable(Reason.NOT_TEXT, f"the {what} holds half a character: {error.reason}") from None
+        raise Unusable(Reason.NOT_TEXT, f"the {what} has an unpaired surrogate: {error.reason}") from None
     return value
 
 
 def conversation(value: object) -> tuple[Message, ...]:
-    """The messages of a cell, the question last: text, or a chat that may begin with a system message and turns of an
-    example. Parts of a message that are images or videos become their markers.
+    """The messages of a cell, the question last.
+
+    A cell is text, or a chat: an optional system message, then turns of user and assistant. Images and videos inside a
+    message become markers.
 
     Raises:
         Unusable: EMPTY_PROBLEM; NOT_TEXT, also for turns in another order.
@@ -54,7 +56,7 @@ def conversation(value: object) -> tuple[Message, ...]:
     if len(turns) % 2 == 0 or turns != [("user", "assistant")[i % 2] for i in range(len(turns))]:
         raise Unusable(
             Reason.NOT_TEXT,
-            f"the problem is a conversation of {', '.join(roles)}; allowed are a system message, or none, and then "
+            f"the problem is a conversation of {', '.join(roles)}; allowed are an optional system message and then "
             "turns of user and assistant that begin and end with the user",
         )
     return tuple(_message(message) for message in value)  # type: ignore[attr-defined]
@@ -63,10 +65,10 @@ def conversation(value: object) -> tuple[Message, ...]:
 def place_images(
     texts: Sequence[str], images: Sequence[ImageCell], videos: Sequence[Sequence[ImageCell]]
 ) -> tuple[list[str], list[ImageCell]]:
-    """The texts with every video marker as one image marker per frame, and all images in the markers' order.
+    """Replace each video marker by one image marker per frame, and return the texts and all images in marker order.
 
     Raises:
-        Unusable: MARKER_COUNT or VIDEO_MARKER_COUNT, when markers and images (or videos) do not pair up.
+        Unusable: MARKER_COUNT or VIDEO_MARKER_COUNT, if the numbers of markers and images (or videos) differ.
     """
     for marker, given, reason in (
         (IMAGE_MARKER, len(images), Reason.MARKER_COUNT),
@@ -104,7 +106,7 @@ def _message(message: dict[str, object]) -> Message:
     if isinstance(content, list):
         content = "".join(chain.from_iterable(_part_text(part, role) for part in content))
     if role == "system" and content == "":
-        return Message(role, "")  # keeps a chat template from putting in a system text of its own
+        return Message(role, "")  # an empty message keeps a chat template from adding its default system text
     return Message(role, plain_text(content, "problem", Reason.EMPTY_PROBLEM))
 
 

@@ -1,4 +1,4 @@
-"""Rows of a dataset as it comes: local files, the Hugging Face hub, or problems drawn on the spot."""
+"""Rows of a dataset before preparation: from local files, the Hugging Face hub, or a synthetic source."""
 
 from __future__ import annotations
 
@@ -21,35 +21,35 @@ _ID_COLUMNS = ("problem_id", "id")
 
 @dataclass(frozen=True, slots=True)
 class SourceRow:
-    """One row of a source, columns sorted out, nothing checked yet."""
+    """One row of a source, by its configured columns. Nothing is checked yet."""
 
     index: int  # in the source, from 0
-    row_id: str | None  # None: the source has no id column, or no id in this row
+    row_id: str | None  # None: no id column, or no id in this row
     problem: object
     answer: object
     images: tuple[ImageCell, ...]
-    videos: tuple[tuple[ImageCell, ...] | None, ...]  # frames; None: no list of frames
+    videos: tuple[tuple[ImageCell, ...] | None, ...]  # frames; None: not a list of frames
     extra: Mapping[str, object]  # every other column, JSON values
 
     @property
     def num_images(self) -> int:
-        """Images, frames included."""
+        """Images and frames of videos."""
         return len(self.images) + sum(len(video) for video in self.videos if video)
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
     columns: tuple[str, ...]
-    num_rows: int | None  # None: not known before the end
+    num_rows: int | None  # None: unknown before the last row
     rows: Iterator[SourceRow]
-    folders: tuple[Path, ...]  # image files are read below these only
+    folders: tuple[Path, ...]  # image files are read only below these
 
 
 def open_source(spec: PrepareSpec, scratch: Path) -> Source:
-    """Rows of the source that ``spec`` names, read batch by batch.
+    """Rows of the source that ``spec`` names, read in batches.
 
     Args:
-        scratch: an empty folder for drawn problems; has to live as long as the rows are read.
+        scratch: an empty folder for synthetic problems. Keep it until all rows are read.
 
     Raises:
         DataError: no such file, folder, split or hub id, a file that does not parse, or a missing column.
@@ -78,14 +78,14 @@ def open_source(spec: PrepareSpec, scratch: Path) -> Source:
 
 
 def parse_source(source: str, split: str) -> tuple[str, str]:
-    """``name@split`` taken apart; without @split (or where @ is part of a path) the split is ``split``."""
+    """Name and split of ``name@split``. Without @split, or if @ is part of a path, the split is ``split``."""
     name, _, words = source.rpartition("@")
     return (name, words) if name and "/" not in words and "." not in words else (source, split)
 
 
 def _folders(path: Path) -> tuple[Path, ...]:
-    """Where the images of a local source may lie: in its folder, and, in a snapshot of the Hugging Face cache, in the
-    folder that the snapshot's links lead to."""
+    """Folders that may hold the images of a local source: its own, and for a snapshot in the Hugging Face cache the
+    folder that the snapshot's links point to."""
     folder = path if path.is_dir() else path.parent
     blobs = folder.parent.parent / "blobs"
     return (folder, blobs) if folder.parent.name == "snapshots" and blobs.is_dir() else (folder,)
@@ -113,13 +113,13 @@ def _open_hub(name: str, split: str) -> Table:
         raise DataError(
             f"{name}@{split} cannot be loaded: {error}. data.train and data.validation take a hub id "
             f"with its split (owner/name@train, or owner/name:subset@train), "
-            f"a drawn source ({', '.join(DRAWN)}), or a local file or folder."
+            f"a synthetic source ({', '.join(DRAWN)}), or a local file or folder."
         ) from error
     return Table(f"{name}@{split}", tuple(dataset.column_names), len(dataset), _arrow_rows(dataset), Path())
 
 
 def _arrow_rows(dataset: Any) -> Iterator[Row]:
-    # In arrow form images stay the bytes they are; any other form decodes them, slowly and without a guard.
+    # The arrow format leaves images encoded. Other formats decode them, slowly and without our checks.
     for table in dataset.with_format("arrow").iter(BATCH_ROWS):
         yield from table.to_pylist()
 
@@ -127,7 +127,7 @@ def _arrow_rows(dataset: Any) -> Iterator[Row]:
 def _check_columns(table: Table, data: DataConfig) -> None:
     wanted = {"data.problem_column": data.problem_column, "data.answer_column": data.answer_column}
     missing = {key: name for key, name in wanted.items() if not {name, name.partition(".")[0]} & set(table.columns)}
-    if missing and table.columns:  # an empty file has no columns, and says so as a dataset without rows
+    if missing and table.columns:  # an empty file has no columns; it is reported as a dataset without rows
         raise DataError(
             f"{table.name} lacks the column(s) {', '.join(map(repr, missing.values()))}. "
             f"Columns found: {', '.join(table.columns)}. Set {' and '.join(missing)} to one of them "

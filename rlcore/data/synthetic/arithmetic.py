@@ -1,7 +1,6 @@
-"""Drawn problems without pictures: sums, a stand-in for gsm8k that a tiny policy can learn, and the countdown game.
+"""Synthetic problems of text: sums, which a tiny policy can learn in place of gsm8k, and the countdown game.
 
-A problem belongs to the split that a hash of its content falls into, so none of one split can appear in another,
-whatever the seeds are.
+A hash of its content decides the split of a problem, so that none appears in two splits, whatever the seeds are.
 """
 
 from __future__ import annotations
@@ -12,12 +11,12 @@ from dataclasses import dataclass
 from random import Random
 
 from rlcore.config import CountdownConfig
-from rlcore.data.synthetic.splits import Split, split_of
+from rlcore.data.synthetic import Split, split_of
 from rlcore.errors import DataError
 
-_TERMS = (3, 4)  # fewest and most terms of a sum; the few sums of two would be learnt by heart
+_TERMS = (3, 4)  # fewest and most terms of a sum; a policy would memorise the few sums of two terms
 _LARGEST_TERM = 12
-_MAX_TRIES = 10_000  # one in four falls into the split; the rest is for numbers that rarely reach a target
+_MAX_TRIES = 10_000  # one in four belongs to the split; many more where few expressions reach a target
 
 _APPLY: dict[str, Callable[[int, int], int]] = {
     "+": operator.add,
@@ -29,19 +28,17 @@ _APPLY: dict[str, Callable[[int, int], int]] = {
 
 @dataclass(frozen=True, slots=True)
 class ArithmeticProblem:
-    """One drawn problem."""
-
     problem_id: str
     question: str
     answer: str
     numbers: tuple[int, ...]
     target: int  # of countdown; the sum of a sum
     solution: str  # an expression over all numbers that equals ``target``
-    reasoning: str  # one calculation after the other, for supervised warm-up
+    reasoning: str  # the calculations in order, for the supervised warm start
 
 
 def draw_sum(split: Split, index: int, seed: int) -> ArithmeticProblem:
-    """Sum ``index`` of a split, ``7+12+4=``; the same three arguments always give the same one."""
+    """Sum ``index`` of a split, ``7+12+4=``; the same arguments always give the same one."""
     random = Random(f"sums/{seed}/{split}/{index}")
     while True:
         numbers = tuple(random.randint(1, _LARGEST_TERM) for _ in range(random.randint(*_TERMS)))
@@ -66,11 +63,11 @@ def draw_sum(split: Split, index: int, seed: int) -> ArithmeticProblem:
 def draw_countdown(split: Split, index: int, seed: int, config: CountdownConfig) -> ArithmeticProblem:
     """Game ``index`` of a split; the same arguments always give the same one.
 
-    Always solvable: the target is the value of a random expression over all numbers, whose every intermediate result
-    is a whole number above 0. Numbers in another order are the same game, and fall into the same split.
+    Every game can be solved: the target is the value of a random expression over all numbers, whose intermediate
+    results are all whole numbers above 0. Numbers in another order are the same game and belong to the same split.
 
     Raises:
-        DataError: ``config`` allows no game, or hardly any.
+        DataError: ``config`` allows no game, or almost none.
     """
     _check(config)
     random = Random(f"countdown/{seed}/{split}/{index}")
@@ -82,7 +79,7 @@ def draw_countdown(split: Split, index: int, seed: int, config: CountdownConfig)
             break
     else:
         raise DataError(
-            f"no countdown game of the split {split} in {_MAX_TRIES} tries with {config!r}: there are hardly any. "
+            f"no countdown game of the split {split} in {_MAX_TRIES} tries with {config!r}: almost no game exists. "
             "Raise data.countdown.max_target or data.countdown.max_number."
         )
     random.shuffle(numbers)
@@ -99,7 +96,7 @@ def draw_countdown(split: Split, index: int, seed: int, config: CountdownConfig)
 
 @dataclass(frozen=True, slots=True)
 class _Value:
-    """An expression, and how it is worked out. ``precedence``: 0 a sum, 1 a product, 2 a number."""
+    """An expression and its calculation. ``precedence``: 0 a sum, 1 a product, 2 a number."""
 
     total: int
     text: str
@@ -120,12 +117,12 @@ def _combine(random: Random, numbers: Sequence[int], operations: Sequence[str]) 
 
 
 def _join(random: Random, left: _Value, right: _Value, operations: Sequence[str]) -> _Value:
-    left, right = sorted((left, right), key=lambda value: -value.total)  # one way to write it where both are right
+    left, right = sorted((left, right), key=lambda value: -value.total)  # one order, one way to write it
     whole = {"+": True, "*": True, "-": left.total > right.total, "/": left.total % right.total == 0}
     symbol = random.choice([symbol for symbol in operations if whole[symbol]])
     total = _APPLY[symbol](left.total, right.total)
     precedence = 0 if symbol in "+-" else 1
-    # a - (b + c) and a / (b * c) need their brackets; a + (b - c) and a * (b / c) would not, and keep them
+    # a - (b + c) and a / (b * c) need brackets; a + (b - c) and a * (b / c) get them too
     text = f"{left.within(precedence)}{symbol}{right.within(precedence + 1)}"
     step = f"{left.total}{symbol}{right.total}={total}"
     return _Value(total, text, precedence, (*left.steps, *right.steps, step))
@@ -135,6 +132,6 @@ def _check(config: CountdownConfig) -> None:
     fewest, most = config.numbers
     if not 2 <= fewest <= most:
         raise DataError(
-            f"data.countdown.numbers is [{fewest}, {most}]. Allowed are the fewest and the most numbers of a game, "
-            "in this order and at least 2, such as [3, 4]."
+            f"data.countdown.numbers is [{fewest}, {most}]. Give the fewest and the most numbers of a game, in this "
+            "order and at least 2, such as [3, 4]."
         )

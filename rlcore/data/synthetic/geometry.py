@@ -1,10 +1,10 @@
 """Synthetic geometry problems, drawn with Pillow, in geometry3k's schema: small enough for CPU experiments.
 
-Every question is two words; what it asks about is only in the picture. A picture belongs to the split that a
-hash of its pixels falls into, so no picture of one split can appear in another, whatever the seeds are.
+Every question is two words; the numbers are only in the picture. A hash of its pixels decides the split of a picture,
+so that no picture appears in two splits, whatever the seeds are.
 
-Two things are easier than in a textbook, so that a model of a million parameters can learn to read in a
-minute: labels sit in cells of 14 pixels (one patch of the policy's vision tower), and figures are not to scale.
+Two things are easier than in a textbook, so that a model of a million parameters learns to read in a minute: each
+label fills a cell of 14 pixels (one patch of the policy's vision tower), and figures are not to scale.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from random import Random
 
 from PIL import Image, ImageDraw, ImageFont
 
-from rlcore.data.synthetic import splits
-from rlcore.data.synthetic.splits import Split
+from rlcore.data import synthetic
+from rlcore.data.synthetic import Split
 
 CELL = 14  # pixels of a patch; picture sides are multiples of two cells
 _SUPERSAMPLE = 4  # lines are drawn four times larger and averaged, which smooths their edges
@@ -29,13 +29,13 @@ _FONT_SIZE = 13  # two digits fill one cell
 
 @dataclass(frozen=True, slots=True)
 class SyntheticProblem:
-    """One drawn problem. ``answer`` follows from the question and ``numbers``, which only the picture shows."""
+    """``answer`` follows from the question and ``numbers``, which only the picture shows."""
 
     problem_id: str
     kind: str
     question: str  # without the image marker
     numbers: tuple[int, ...]
-    reasoning: str  # what a right thought about it says, for supervised warm-up
+    reasoning: str  # a correct thought, for the supervised warm start
     answer: str
     picture: Image.Image
 
@@ -55,9 +55,9 @@ Label = tuple[Cell, str]
 
 
 def draw_problem(split: Split, index: int, seed: int) -> SyntheticProblem:
-    """Problem ``index`` of a split; the same three arguments always give the same picture and text.
+    """Problem ``index`` of a split; the same arguments always give the same picture and text.
 
-    Kinds take turns by index. Pictures are drawn until one falls into ``split``: four tries on average.
+    The kinds alternate with the index. Pictures are drawn until one belongs to ``split``: four tries on average.
     """
     kind = list(KINDS)[index % len(KINDS)]
     random = Random(f"{seed}/{split}/{index}")
@@ -77,8 +77,8 @@ def draw_problem(split: Split, index: int, seed: int) -> SyntheticProblem:
 
 
 def split_of(picture: Image.Image) -> Split:
-    """The only split that this picture may appear in: a hash of size and pixels, a quarter to each split."""
-    return splits.split_of(f"{picture.width}x{picture.height}:".encode() + picture.tobytes())
+    """The only split in which this picture may appear, by a hash of its size and pixels."""
+    return synthetic.split_of(f"{picture.width}x{picture.height}:".encode() + picture.tobytes())
 
 
 def png_bytes(picture: Image.Image) -> bytes:
@@ -102,7 +102,7 @@ def _polygon(random: Random) -> _Sketch:
 
 
 def _triangle(random: Random) -> _Sketch:
-    """Two angles of a triangle are given, x is the third."""
+    """Two angles of a triangle are given; x is the third."""
     first, second = (10 * random.randint(4, 7) for _ in range(2))
     corners = [
         (_near(random, 7), _near(random, 75)),
@@ -118,7 +118,7 @@ def _triangle(random: Random) -> _Sketch:
 
 
 def _straight_line(random: Random) -> _Sketch:
-    """A ray leaves a straight line; one angle is given, x is the other."""
+    """A ray starts on a straight line; one angle is given, x is the other."""
     angle = 10 * random.randint(2, 9)
     foot = (_near(random, 42, 6), 49.0 + random.uniform(-3, 2))
     tilt = random.uniform(-0.5, 0.5)
@@ -131,7 +131,7 @@ def _straight_line(random: Random) -> _Sketch:
 
 
 def _segment(random: Random) -> _Sketch:
-    """A segment in two parts with their lengths; the question asks for the whole."""
+    """The lengths of the two parts of a segment are given; the question asks for the sum."""
     first, second = (random.randint(2, 8) for _ in range(2))
     ends = [_near(random, 7), _near(random, 42, 6), _near(random, 77)]
     height, slope = _near(random, 42), random.uniform(-0.1, 0.1)

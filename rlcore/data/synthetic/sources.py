@@ -1,4 +1,4 @@
-"""Problems drawn from a seed in place of a file: which sources there are, and how their rows are written."""
+"""The synthetic sources, and the parquet files that they are written to."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from pathlib import Path
 from typing import Any
 
 from rlcore.config import DataConfig
-from rlcore.data.synthetic.splits import Split, check_split
+from rlcore.data.synthetic import Split, check_split
 
 SYNTHETIC, COUNTDOWN, SUMS = "synthetic-geometry", "countdown", "sums"
 DRAWN = {SYNTHETIC: "geometry.py", COUNTDOWN: "arithmetic.py", SUMS: "arithmetic.py"}
-"""Name of a drawn source -> the file beside this one that draws it."""
+"""Name of a synthetic source -> the file of this folder that generates it."""
 
 
 def check_drawn(name: str, split: str, data: DataConfig) -> None:
-    """Draw one problem, for the errors of ``write_drawn`` before anything is written."""
+    """Generate one problem, so that the errors of ``write_drawn`` are raised before anything is written."""
     next(_rows(name, check_split(name, split), 1, data))
 
 
 def write_drawn(folder: Path, name: str, split: str, data: DataConfig) -> Path:
-    """Draw the problems of a source into ``folder/SPLIT.parquet`` and return that path.
+    """Write the problems of a source to ``folder/SPLIT.parquet`` and return that path.
 
-    Training has ``data.synthetic_problems`` problems, validation and test an eighth of it each. The same arguments
-    give the same file byte for byte.
+    The training split has ``data.synthetic_problems`` problems, validation and test an eighth of that each. The same
+    arguments give the same file, byte for byte.
 
     Raises:
         DataError: an unknown split, or settings that allow no problem.
@@ -49,11 +49,16 @@ def _rows(name: str, split: Split, count: int, data: DataConfig) -> Iterator[dic
         if name == SYNTHETIC:
             problem = draw_problem(split, index, seed)
             image = {"bytes": png_bytes(problem.picture), "path": f"{problem.problem_id}.png"}
-            row = {"id": problem.problem_id, "kind": problem.kind, "problem": f"<image>{problem.question}"}
-            yield {**row, "answer": problem.answer, "images": [image]}
+            yield {
+                "id": problem.problem_id,
+                "kind": problem.kind,
+                "problem": f"<image>{problem.question}",
+                "answer": problem.answer,
+                "images": [image],
+            }
             continue
         drawn = draw_sum(split, index, seed) if name == SUMS else draw_countdown(split, index, seed, data.countdown)
-        row = {"id": drawn.problem_id, "problem": drawn.question, "answer": drawn.answer}
+        row: dict[str, object] = {"id": drawn.problem_id, "problem": drawn.question, "answer": drawn.answer}
         yield row if name == SUMS else {**row, "nums": list(drawn.numbers), "target": drawn.target}
 
 
