@@ -1,7 +1,6 @@
-"""What earlier failures have changed about a run: kept in its folder, told to its next trainer. No torch.
+"""Changes that earlier failures made to a run. They are stored in its folder and passed to its next trainer. No torch.
 
-The experiment stays as it was written, its digest too; everything here is beside it, on record, and the same after
-every resume.
+The experiment and its digest stay as written. The changes are recorded and are the same after every resume.
 """
 
 from __future__ import annotations
@@ -15,40 +14,40 @@ from rlcore.errors import ConfigError
 
 
 class Intervention(BaseModel):
-    """A rollback's change: the steps after ``step`` run at another rate and are sampled with another seed."""
+    """A rollback's change: the steps after ``step`` use another learning rate and another sampling seed."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    step: int  # of the checkpoint that was gone back to
-    learning_rate_factor: float  # on the configured rate; those of earlier rollbacks are in it
-    seed: int  # in place of the experiment's
-    rule: str  # the health rule, in words
+    step: int  # of the checkpoint that training resumed from
+    learning_rate_factor: float  # of the configured rate; includes earlier rollbacks
+    seed: int  # replaces the experiment's
+    rule: str  # the health rule as text
 
 
 class Adjustments(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     tokens_per_microbatch: int | None = None
-    """In place of the experiment's, after it ran out of memory. The gradient does not depend on it."""
+    """Replaces the experiment's after it ran out of memory. The gradient does not depend on it."""
     interventions: tuple[Intervention, ...] = ()
     """In order of their steps."""
     rollbacks: int = 0
-    """How often the run has gone back so far."""
+    """Rollbacks of the run so far."""
     healthy_from: int = 0
-    """Health rules look at the steps after this one."""
+    """Health rules ignore steps up to this one."""
 
     def applied_to(self, experiment: ExperimentConfig) -> ExperimentConfig:
-        """The experiment as the next trainer computes it: of the adjustments, the one that changes no number."""
+        """The experiment with the adjusted memory budget, which changes no number."""
         if self.tokens_per_microbatch is None:
             return experiment
         training = experiment.training.model_copy(update={"tokens_per_microbatch": self.tokens_per_microbatch})
         return experiment.model_copy(update={"training": training})
 
     def with_less_memory(self, experiment: ExperimentConfig) -> Self:
-        """Half the token budget.
+        """Halve the token budget, down to one longest sequence.
 
         Raises:
-            ConfigError: half of it could not hold one sequence.
+            ConfigError: it is already that small.
         """
         now = self.tokens_per_microbatch or experiment.training.tokens_per_microbatch
         least = -(-experiment.max_sequence_tokens // experiment.training.sequence_parallel)
@@ -63,9 +62,9 @@ class Adjustments(BaseModel):
         return self.model_copy(update={"tokens_per_microbatch": max(least, now // 2)})
 
     def rolled_back(self, step: int, experiment: ExperimentConfig, *, factor: float, rule: str) -> Self:
-        """From the checkpoint of ``step`` on: the learning rate times ``factor``, and a seed that no step has had.
+        """After the checkpoint of ``step``: the learning rate times ``factor``, and a new sampling seed.
 
-        What an earlier rollback changed after ``step`` has been taken back with the steps; its factor stays in.
+        Changes that earlier rollbacks made after ``step`` are dropped with those steps, but their factor is kept.
         """
         before = self.interventions[-1].learning_rate_factor if self.interventions else 1.0
         rollbacks = self.rollbacks + 1
@@ -76,16 +75,16 @@ class Adjustments(BaseModel):
         return self.model_copy(update={"interventions": (*kept, fresh), "rollbacks": rollbacks, "healthy_from": step})
 
     def paused(self, step: int) -> Self:
-        """Health rules count from ``step`` on: whoever continues the run has seen what was before."""
+        """Restart the health rules after ``step``, because a person has looked at the run before continuing it."""
         return self.model_copy(update={"healthy_from": step})
 
     def learning_rate_factor(self, step: int) -> float:
-        """Of optimizer step ``step``."""
+        """For optimizer step ``step``."""
         intervention = self._at(step)
         return 1.0 if intervention is None else intervention.learning_rate_factor
 
     def seed(self, step: int, configured: int) -> int:
-        """Of the rollout batch that optimizer step ``step`` is the first to train on."""
+        """Sampling seed of the rollout batch whose first optimizer step is ``step``."""
         intervention = self._at(step)
         return configured if intervention is None else intervention.seed
 

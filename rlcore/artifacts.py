@@ -1,4 +1,4 @@
-"""References that cross Prefect: small, JSON, content-addressed where that is possible."""
+"""References that Prefect tasks exchange: small, JSON, and content-addressed if possible."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class ModelRef(Artifact):
 
 
 class CheckpointRef(Artifact):
-    """A committed train state. The manifest beside it is the truth; this only points at it."""
+    """A pointer to a committed train state. Its manifest is authoritative."""
 
     path: str
     step: int
@@ -52,7 +52,7 @@ class EvalReport(Artifact):
     num_problems: int
     samples_per_problem: int
     accuracy: float  # pass@1: mean over problems of the share of right samples
-    accuracy_low: float  # 95 % bootstrap interval over problems
+    accuracy_low: float  # 95% bootstrap interval over problems
     accuracy_high: float
     reward: float
     reward_low: float
@@ -61,4 +61,4 @@ class EvalReport(Artifact):
     ungraded: float  # share without a verdict
     table: str  # parquet path: one row per completion
     seconds: float
-    at: float = 0.0  # when it was made, seconds since the epoch; 0: the report is older than this field
+    at: float = 0.0  # creation time, seconds since the epoch; 0: made before this field existed

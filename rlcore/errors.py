@@ -1,29 +1,4 @@
-"""One picklable error tree, named by the boundary that failed.
-
-RlflowError
-  ConfigError         the experiment cannot work as written; never retried
-  DataError           the dataset, an image or a prompt is unusable; never retried
-  ModelError          model files, tokenizer, chat template or a merge that does not verify
-  RewardError         a reward function is missing or fails on its dry run
-    UngradedError       too many completions of a batch could not be graded
-  StorageError        files: no space, no permission, an incomplete or damaged artifact
-  CheckpointError       a checkpoint does not match its manifest, or its run
-  ServerError         MLflow or Prefect cannot be reached
-  SamplerError        the sampler is not what the trainer says (weights, tokens, versions)
-  DivergedError       non-finite gradients several steps in a row
-  StarvedError        dynamic sampling found too few groups with signal
-  LeaseLostError      another trainer holds the run
-  TrainerFailedError  the trainer's process ended without a committed segment
-    PreemptedError      it was told to stop, and has committed
-    HangError           it made no progress, and was killed
-    RetriesUsedUpError  one class of failure came back as often as it is retried, without progress between
-  WorkerLostError     the process of a rank, or its node, is gone
-  MemoryExhaustedError  memory of a GPU or of the host was not enough
-  HealthError         a health rule says pause; never retried by itself
-  RollbackError       a health rule says roll back; the next try starts from the last checkpoint
-
-Every message says what was found, what is allowed and what to change.
-"""
+"""One tree of picklable errors. Every message says what was found, what is allowed and what to change."""
 
 from __future__ import annotations
 
@@ -33,11 +8,11 @@ class RlflowError(Exception):
 
 
 class ConfigError(RlflowError, ValueError):
-    """The experiment cannot work as written."""
+    """The experiment cannot work as written; never retried."""
 
 
 class DataError(RlflowError, ValueError):
-    """A dataset, image or prompt is unusable."""
+    """A dataset, image or prompt is unusable; never retried."""
 
 
 class ModelError(RlflowError):
@@ -53,11 +28,11 @@ class UngradedError(RewardError):
 
 
 class StorageError(RlflowError, OSError):
-    """Files: no space, no permission, an incomplete or damaged artifact."""
+    """No space, no permission, or an incomplete or damaged artifact."""
 
 
 class CheckpointError(StorageError):
-    """A checkpoint does not match its manifest, or belongs to another run."""
+    """A checkpoint does not match its manifest or its run."""
 
 
 class ServerError(RlflowError, ConnectionError):
@@ -65,7 +40,7 @@ class ServerError(RlflowError, ConnectionError):
 
 
 class SamplerError(RlflowError):
-    """The sampler does not hold what the trainer says it holds."""
+    """The sampler does not have the weights, tokens or version that the trainer expects."""
 
 
 class DivergedError(RlflowError):
@@ -85,32 +60,32 @@ class TrainerFailedError(RlflowError):
 
 
 class PreemptedError(TrainerFailedError):
-    """The trainer was told to stop, and has committed."""
+    """The trainer committed a checkpoint and stopped, because it was told to."""
 
 
 class HangError(TrainerFailedError):
-    """The trainer made no progress, and was killed."""
+    """The trainer made no progress and was killed."""
 
 
 class RetriesUsedUpError(TrainerFailedError):
-    """One class of failure came back as often as it is retried, without progress between."""
+    """One class of failure used up its retries without progress in between."""
 
 
 class WorkerLostError(RlflowError):
-    """The process of a rank, or its node, is gone."""
+    """The process of a rank, or its node, died."""
 
 
 class MemoryExhaustedError(RlflowError):
-    """Memory of a GPU or of the host was not enough."""
+    """A GPU or the host ran out of memory."""
 
 
 class HealthError(RlflowError):
-    """A health rule says pause."""
+    """A health rule pauses the run; never retried automatically."""
 
 
 class RollbackError(RlflowError):
-    """A health rule says roll back."""
+    """A health rule rolls the run back: the next attempt starts from the last checkpoint."""
 
 
 class WorkerTraceback(Exception):
-    """The traceback in the process of a rank, as the cause of the error that is raised here for it."""
+    """The traceback of an error in the process of a rank: the cause of the error raised in this process."""

@@ -1,7 +1,7 @@
-"""Why a trainer failed, and what is done about it: the one table. No torch.
+"""The table of failure classes: why a trainer failed, and how the run reacts. No torch.
 
-The trainer's process turns its error into an exit code by it, the segment task turns exit code and report into a
-retry, a delay and a change, and docs/reliability.md prints it.
+The trainer's process turns its error into an exit code, the segment task turns exit code and report into a retry, a
+delay and a change, and docs/reliability.md prints the table.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from rlcore.errors import (
 
 EXIT_DONE = 0
 EXIT_UNKNOWN = 1
-EXIT_PREEMPTED = 75  # told to stop; the last checkpoint is committed
+EXIT_PREEMPTED = 75  # told to stop; the last step is committed
 EXIT_OUT_OF_MEMORY = 76
 EXIT_DIVERGED = 77
-EXIT_BAD_CONFIG = 78  # never retried; too few groups with signal as well
+EXIT_BAD_CONFIG = 78  # never retried; also for too few groups with signal
 EXIT_WORKER_LOST = 79
 EXIT_UNGRADED = 80
 EXIT_STORAGE = 81
-EXIT_PAUSED = 82  # a health rule; the checkpoint is committed
-EXIT_ROLLBACK = 83  # a health rule; nothing is committed since the last segment
+EXIT_PAUSED = 82  # by a health rule; the last step is committed
+EXIT_ROLLBACK = 83  # by a health rule; nothing is committed since the last segment
 
 
 class Failure(StrEnum):
@@ -65,54 +65,54 @@ class Failure(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """What is done about one class of failure."""
+    """The reaction to one class of failure."""
 
     failure: Failure
     means: str
-    exit_code: int | None  # of the trainer's process; None: not the trainer finds it
+    exit_code: int | None  # of the trainer's process; None: the trainer does not detect this failure
     errors: tuple[type[Exception], ...]
-    delays: tuple[float, ...]  # seconds before try 1, 2, ... after it without progress between; empty: never retried
-    change: str  # before the retry
-    advice: str  # to the user, once it is final
+    delays: tuple[float, ...]  # seconds before each retry while there is no progress; empty: never retried
+    change: str  # made before the retry
+    advice: str  # for the user, after the last retry
 
 
 POLICIES: tuple[Policy, ...] = (
     Policy(
         Failure.OUT_OF_MEMORY,
-        "torch finds no GPU memory, or the kernel or Ray kills a process for the host's",
+        "torch runs out of GPU memory, or the kernel or Ray kills a process because the host's memory is full",
         EXIT_OUT_OF_MEMORY,
         (MemoryExhaustedError, MemoryError),
         (5, 5, 10, 10, 10, 10),
-        "half of `training.tokens_per_microbatch`, down to one longest sequence; the gradient stays the same",
+        "half of `training.tokens_per_microbatch`, but at least one longest sequence; the gradient stays the same",
         "Lower training.tokens_per_microbatch, rollout.max_sequences or rollout.gpu_memory_utilization, or set "
         "rollout.sleep to always or training.offload to true.",
     ),
     Policy(
         Failure.WORKER_LOST,
-        "the process of a rank, the trainer's own, or a node is gone",
+        "the process of a rank, the trainer, or a node died",
         EXIT_WORKER_LOST,
         (WorkerLostError,),
         (5, 30, 120),
         "fresh workers, from the last checkpoint",
-        "See what ended the process: the message has Ray's words, the kernel's log the rest.",
+        "Find out what ended the process: read Ray's part of the message and the kernel's log.",
     ),
     Policy(
         Failure.HANG,
-        "no progress for `segment.hang_minutes`, the start included",
+        "no progress for `segment.hang_minutes`, also during the start",
         None,
         (HangError,),
         (5, 30, 120),
-        "the stacks of all threads are kept in `stacks/` of the run's folder, everything of the run is killed",
-        "Read the stacks; raise segment.hang_minutes if the work is slow and not stuck.",
+        "the stacks of all threads are saved in `stacks/` of the run's folder, and all processes of the run are killed",
+        "Read the stacks. Raise segment.hang_minutes if the work is slow but not stuck.",
     ),
     Policy(
         Failure.DIVERGED,
-        "more than `training.max_nonfinite_steps` steps in a row had a non-finite gradient; each was skipped, counted",
+        "more than `training.max_nonfinite_steps` steps in a row had a non-finite gradient; each was skipped",
         EXIT_DIVERGED,
         (DivergedError,),
         (),
         "",
-        "Lower training.learning_rate, or look at reward/ and loss/ of the steps before.",
+        "Lower training.learning_rate, or look at reward/ and loss/ of the previous steps.",
     ),
     Policy(
         Failure.UNGRADED,
@@ -121,7 +121,7 @@ POLICIES: tuple[Policy, ...] = (
         (UngradedError,),
         (5, 30),
         "fresh grading processes",
-        "Mend the reward, give it more reward.deadline_seconds, or raise reward.max_ungraded_share.",
+        "Fix the reward, raise reward.deadline_seconds, or raise reward.max_ungraded_share.",
     ),
     Policy(
         Failure.STORAGE,
@@ -129,21 +129,21 @@ POLICIES: tuple[Policy, ...] = (
         EXIT_STORAGE,
         (StorageError,),
         (10, 30, 60, 120, 180, 300),
-        "nothing; what is committed stays, what was staged goes",
-        "Free space, make the folder writable, or bring the object store back.",
+        "nothing; committed checkpoints stay, unfinished ones are removed",
+        "Free space, make the folder writable, or make the object store reachable.",
     ),
     Policy(
         Failure.TRACKING,
-        "MLflow or Prefect does not answer; training goes on, its end waits `RLFLOW_TRACKING_WAIT_SECONDS` for MLflow",
+        "MLflow or Prefect does not answer; the end of training waits `RLFLOW_TRACKING_WAIT_SECONDS` for MLflow",
         None,
         (ConnectionError,),
         (30, 60, 120, 300),
-        "nothing; the journal holds every step",
+        "nothing; the journal has every step",
         "Start the server again, then continue the run.",
     ),
     Policy(
         Failure.BAD_INPUT,
-        "the experiment, the data, the model or the reward cannot work as they are",
+        "the experiment, the data, the model or the reward cannot work as configured",
         EXIT_BAD_CONFIG,
         (ConfigError, DataError, ModelError, RewardError),
         (),
@@ -152,30 +152,30 @@ POLICIES: tuple[Policy, ...] = (
     ),
     Policy(
         Failure.STARVED,
-        "dynamic sampling finds too few groups with signal, and `if_short` is fail",
+        "dynamic sampling found too few groups with signal, and `if_short` is fail",
         EXIT_BAD_CONFIG,
         (StarvedError,),
         (),
         "",
-        "Raise algorithm.dynamic_sampling.max_rounds, or take easier or harder problems.",
+        "Raise algorithm.dynamic_sampling.max_rounds, or use easier or harder problems.",
     ),
     Policy(
         Failure.PREEMPTED,
-        "somebody else told the trainer to stop; it has committed its checkpoint",
+        "something outside rlflow told the trainer to stop; the last step is committed",
         EXIT_PREEMPTED,
         (PreemptedError,),
         (5, 30, 120),
         "from that checkpoint",
-        "See who stops the trainer.",
+        "Find out what stops the trainer.",
     ),
     Policy(
         Failure.PAUSED,
-        "a health rule with `action: pause`, or a rollback too many; the checkpoint is committed",
+        "a health rule with `action: pause`, or after `max_rollbacks`; the last step is committed",
         EXIT_PAUSED,
         (HealthError,),
         (),
         "",
-        "Look at the metrics; continuing the run goes on, and its rules count from there.",
+        "Look at the metrics. You can continue the run; its rules then start to count anew.",
     ),
     Policy(
         Failure.ROLLBACK,
@@ -193,16 +193,16 @@ POLICIES: tuple[Policy, ...] = (
         (RlflowError, OSError),
         (5, 30, 120),
         "fresh processes, from the last checkpoint",
-        "The traceback above and the trainer's log say more.",
+        "See the traceback above and the trainer's log.",
     ),
 )
 OUTAGES = frozenset({Failure.STORAGE, Failure.TRACKING})
-"""Failures of a service that may be back later; what has been done is not lost meanwhile."""
+"""Failures of a service that may recover by itself. No finished work is lost meanwhile."""
 _BY_FAILURE = {policy.failure: policy for policy in POLICIES}
 _STORAGE_ERRNOS = frozenset(
     {errno.ENOSPC, errno.EROFS, errno.EIO, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.ESTALE, errno.EFBIG}
 )
-# torch writes checkpoints in C++ and by threads: of the error number only its words are left.
+# torch writes checkpoints in C++ threads, whose errors have only the text of the error number.
 _STORAGE_WORDS = (*(f"[Errno {number}]" for number in sorted(_STORAGE_ERRNOS)), "file write failed")
 _MEMORY_WORDS = ("out of memory", "low on memory", "can't allocate memory", "Cannot allocate memory")
 
@@ -212,7 +212,7 @@ def policy_of(failure: Failure) -> Policy:
 
 
 def classify(error: BaseException) -> Failure | None:
-    """The class of an error of the trainer or of the task that follows it; None: a mistake in our own code."""
+    """The class of an error of the trainer or of the task that follows it; None: a bug in rlflow."""
     if isinstance(error, RetriesUsedUpError):
         return None
     for item in _chain(error):
@@ -229,17 +229,17 @@ def classify(error: BaseException) -> Failure | None:
 
 
 def exit_code(error: Exception) -> int:
-    """Of a trainer that stops for ``error``."""
+    """The exit code of a trainer that stops because of ``error``."""
     failure = classify(error)
     code = None if failure is None else policy_of(failure).exit_code
     return EXIT_UNKNOWN if code is None else code
 
 
 def error_of_exit(code: int, said: str) -> RlflowError:
-    """What to raise for a trainer that left an exit code and no report.
+    """The error to raise for a trainer that left an exit code but no report.
 
     Args:
-        said: the code in words.
+        said: the code as text.
     """
     if code < 0:
         return WorkerLostError(f"the trainer ended with {said}")
@@ -250,20 +250,20 @@ def error_of_exit(code: int, said: str) -> RlflowError:
 
 
 def with_free_space(error: Exception, folder: Path) -> StorageError:
-    """The same failure with what the disk has to say. A damaged checkpoint is no matter of space."""
+    """The same failure with the free space of the disk. A damaged checkpoint has nothing to do with space."""
     if isinstance(error, CheckpointError):
         return error
     text = str(error) if isinstance(error, StorageError) else f"{type(error).__name__}: {error}"
     existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     free = shutil.disk_usage(existing).free
     return StorageError(
-        f"{text}\nThe disk of {folder} has {free / 2**20:.0f} MiB free. Free space there, or make the folder writable; "
-        "what is committed is safe, and the run goes on from it."
+        f"{text}\nThe disk of {folder} has {free / 2**20:.0f} MiB free. Free space there, or make the folder writable. "
+        "Committed checkpoints are safe, and the run continues from the last one."
     )
 
 
 def table() -> str:
-    """Markdown, for docs/reliability.md."""
+    """The table in Markdown, for docs/reliability.md."""
     rows = ["| class | what it is | exit code | retried after | changed before the retry | once final |"]
     rows.append("| --- | --- | --- | --- | --- | --- |")
     for policy in POLICIES:
@@ -282,12 +282,12 @@ def _delays(policy: Policy) -> str:
 
 
 def _says(error: BaseException, words: tuple[str, ...]) -> bool:
-    # our own messages quote settings and texts of others; only foreign ones are taken by their words
+    # Our own messages quote settings and foreign texts, so only foreign errors are classified by their text.
     return not isinstance(error, RlflowError) and any(word in str(error) for word in words)
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """The error and what it came from."""
+    """The error and its causes."""
     seen: list[BaseException] = []
     item: BaseException | None = error
     while item is not None and item not in seen:

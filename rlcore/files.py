@@ -1,7 +1,7 @@
-"""Files and folders that appear whole or not at all. No torch.
+"""Atomic writes of files and folders. No torch.
 
-Any number of processes may write the same name, also on several hosts that share a volume: each writes under a name of
-its own and renames it. What is renamed is on disk before its new name is, and that before the call returns.
+Several processes may write the same name, also on hosts that share a volume: each writes under a unique name and
+renames it. The content is on disk before the new name, and the new name before the call returns.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _FILES_AT_ONCE = 16
 
 
 def write_json_atomically(path: Path, text: str) -> None:
-    """A small file; readers see the old one or the new one, never a part."""
+    """Write a small file. Readers see the old content or the new, never a part."""
     write_atomically(path, text.encode())
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """The same for bytes."""
+    """As ``write_json_atomically``, for bytes."""
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = _aside(path)
     try:
@@ -38,7 +38,7 @@ def write_atomically(path: Path, content: bytes) -> None:
         fsync(aside)
         aside.replace(path)
     except OSError:
-        with contextlib.suppress(OSError):  # the first error says more
+        with contextlib.suppress(OSError):  # the first error is more useful
             aside.unlink(missing_ok=True)
         raise
     fsync(path.parent)
@@ -46,10 +46,9 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 @contextmanager
 def building(final: Path) -> Iterator[Path]:
-    """A folder to fill; it becomes ``final`` by one rename when the block ends.
+    """A new folder that is renamed to ``final`` when the block ends, and removed if the block raises.
 
-    Where another process finished the same folder first, its folder stays and ours is removed, as it is when the block
-    raises.
+    If another process finished the same folder first, that one stays and ours is removed.
 
     Raises:
         StorageError: no space left, or no permission to write.
@@ -70,12 +69,12 @@ def building(final: Path) -> Iterator[Path]:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS):
             raise
         raise StorageError(
-            f"cannot write {final}: {error}. Free space or allow writing there, and run again."
+            f"cannot write {final}: {error}. Free space or make the folder writable, and run again."
         ) from error
 
 
 def remove_whole(folder: Path) -> None:
-    """Remove a folder so that nobody sees a part of it; no error where there is none."""
+    """Remove a folder so that nobody sees a part of it. A missing folder is no error."""
     trash = _aside(folder)
     with contextlib.suppress(FileNotFoundError):
         folder.rename(trash)
@@ -83,20 +82,19 @@ def remove_whole(folder: Path) -> None:
 
 
 def files_below(folder: Path) -> Iterator[Path]:
-    """The files in a folder and in its subfolders. Another process may rename or remove subfolders meanwhile: what it
-    has not reached yet is then missing, while ``Path.rglob`` raises."""
+    """All files below a folder. Unlike ``Path.rglob`` it does not raise if another process removes a subfolder."""
     for inside, _, names in os.walk(folder):
         yield from (Path(inside, name) for name in names)
 
 
 def fsync_tree(folder: Path) -> None:
-    """Put a folder and all that is in it on disk, so that a rename after it cannot come first."""
-    with ThreadPoolExecutor(_FILES_AT_ONCE) as pool:  # the file system then writes its log once for many of them
+    """Flush a folder and everything in it to disk, so that a later rename cannot reach the disk earlier."""
+    with ThreadPoolExecutor(_FILES_AT_ONCE) as pool:  # lets the file system write its log once for many files
         list(pool.map(fsync, (folder, *folder.rglob("*"))))
 
 
 def fsync(path: Path) -> None:
-    """Put a file's content, or a folder's names, on disk."""
+    """Flush a file's content, or a folder's names, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -119,6 +117,6 @@ def _rename(aside: Path, final: Path) -> None:
 
 def _remove_stale(final: Path) -> None:
     for left in final.parent.glob(f".{final.name}.*.tmp"):
-        with contextlib.suppress(FileNotFoundError):  # another process removes it as well
+        with contextlib.suppress(FileNotFoundError):  # another process may remove it as well
             if time.time() - left.stat().st_mtime > _STALE_SECONDS:
                 shutil.rmtree(left, ignore_errors=True)

@@ -1,7 +1,7 @@
-"""What a training pass computes, and how that compares with the chip: model FLOPs utilisation.
+"""The FLOPs of a training pass, and the model FLOPs utilisation of a device.
 
-Only what the model needs is counted: padding never, recomputed activations never, a prompt that a group shares once.
-Norms, activations and the optimizer are left out, as everywhere (PaLM, arXiv:2204.02311, appendix B).
+Only work that the model needs is counted: no padding, no recomputed activations, and a prompt that a group shares only
+once. Norms, activations and the optimizer are left out, as is usual (PaLM, arXiv:2204.02311, appendix B).
 """
 
 from __future__ import annotations
@@ -10,19 +10,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 PEAK_BF16 = {"H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "GH200": 989e12, "B200": 2250e12, "A100": 312e12}
-"""FLOP/s, dense, by what is in the device's name; the longest match counts. From the vendors' data sheets."""
+"""Dense FLOP/s by a part of the device's name (the longest match counts), from the vendors' data sheets."""
 
 
 @dataclass(frozen=True, slots=True)
 class TowerShape:
     """A vision tower: widths in elements, areas in patches."""
 
-    parameters: int  # that every patch meets
-    merger_parameters: int  # that every merged patch meets
-    merged: int  # patches that become one
+    parameters: int  # applied to every patch
+    merger_parameters: int  # applied to every merged patch
+    merged: int  # patches that are merged into one
     patch_size: int  # pixels per side
     width: int  # heads * head size
-    full_layers: int  # whose patches see their whole frame
+    full_layers: int  # layers whose patches attend to their whole frame
     window_layers: int
     window: int  # patches of a window
     trains: bool
@@ -31,27 +31,27 @@ class TowerShape:
 @dataclass(frozen=True, slots=True)
 class ModelShape:
     parameters: int  # of the decoder's layers
-    head_parameters: int  # of the LM head, which the trained tokens meet
+    head_parameters: int  # of the LM head, applied to the trained tokens
     layers: int
     width: int  # of attention: query heads * head size
-    weights_train: bool  # False beside adapters: the backward pass has no weight gradients
+    weights_train: bool  # False with adapters: the backward pass has no weight gradients
     tower: TowerShape | None
 
     @property
     def attention_weight(self) -> float:
-        """Cost of a token that looks at another one, where the token's matrix products cost 1."""
+        """Cost of attending to one token, relative to the matrix products of a token."""
         return 2 * self.layers * self.width / self.parameters
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a pass over some microbatches computes."""
+    """The work of a pass over some microbatches."""
 
     forward_flops: float
     backward_flops: float
-    tokens: int  # computed: a prompt once in each microbatch
-    prompt_tokens: int  # of these
-    shared_tokens: int  # not computed, because another sequence of the microbatch has the same prompt
+    tokens: int  # computed; a prompt counts once per microbatch
+    prompt_tokens: int  # part of ``tokens``
+    shared_tokens: int  # saved, because another sequence of the microbatch has the same prompt
 
     def __add__(self, other: Work) -> Work:
         return Work(
@@ -72,16 +72,16 @@ class GroupSize:
 
     prompt: int
     completions: tuple[int, ...]
-    trained: int  # of the completions' tokens
+    trained: int  # tokens of the completions that are trained
 
 
 def pass_work(shape: ModelShape, groups: Sequence[GroupSize], images: Sequence[tuple[int, int]]) -> Work:
-    """One microbatch through the model.
+    """The work of one microbatch.
 
-    Forward FLOPs: 2 N per token (N the layers' parameters), 2 V H per trained token for the head, 4 * layers * width
-    per pair of a token and one that it sees (itself counted half), and the tower's in the same way. Backward twice that
-    where weights train, once for a decoder whose weights do not. A tower that does not train counts nothing: what it
-    makes of an image is kept from pass to pass.
+    Forward: 2 N FLOPs per token (N parameters of the layers), 2 V H per trained token for the head, and
+    4 * layers * width per pair of a token and a token that it attends to (itself counts half). The tower is counted in
+    the same way. Backward: twice that if the weights train, once for a decoder with frozen weights. A frozen tower
+    counts 0, because its outputs are cached.
 
     Args:
         images: (width, height) in pixels of each distinct image.
@@ -114,12 +114,12 @@ def _tower_flops(tower: TowerShape, width: int, height: int) -> float:
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Dense bf16 FLOP/s of one device; None where the table does not know it."""
+    """Dense bf16 FLOP/s of one device; None if it is not in the table."""
     known = [name for name in PEAK_BF16 if name in device_name]
     return PEAK_BF16[max(known, key=len)] if known else None
 
 
 def utilisation(flops: float, seconds: float, devices: int, device_name: str) -> float | None:
-    """Share of what the devices could have computed in that time; None for a device of unknown peak."""
+    """FLOPs divided by what the devices could compute in that time; None if their peak is unknown."""
     peak = peak_flops(device_name)
     return None if peak is None else flops / (seconds * devices * peak)

@@ -1,5 +1,5 @@
-"""Processes: a quick start with torch and vLLM, stack traces on a signal, kills for memory, work in a thread, seconds
-per phase."""
+"""Process helpers: faster imports, stack traces on a signal, counts of out-of-memory kills, a background thread, and
+seconds per phase."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ from typing import TypeVar
 
 @contextmanager
 def making_what_stays() -> Iterator[None]:
-    """Imports and engine starts make millions of objects that stay: looking through them again and again is a third of
-    the start-up time. Those made inside are not looked at later either."""
+    """Pause the garbage collector, and exclude the objects made inside the block from later collections.
+
+    Imports and engine starts make millions of permanent objects. Scanning them repeatedly is a third of the start-up.
+    """
     gc.disable()
     try:
         yield
@@ -30,9 +32,9 @@ def making_what_stays() -> Iterator[None]:
 
 @contextmanager
 def leaving_out(*packages: str) -> Iterator[None]:
-    """Imports inside find these packages not installed, unless they have been imported before."""
+    """Make these packages look uninstalled inside the block, unless they are already imported."""
     absent = [name for name in packages if name not in sys.modules]
-    sys.modules.update(dict.fromkeys(absent))  # type: ignore[arg-type]  # None: no such module
+    sys.modules.update(dict.fromkeys(absent))  # type: ignore[arg-type]  # None makes an import fail
     try:
         yield
     finally:
@@ -41,32 +43,32 @@ def leaving_out(*packages: str) -> Iterator[None]:
 
 
 def make_transformers_lean() -> None:
-    """To be called before transformers is imported. It imports scikit-learn and SciPy, where they are installed, for
-    assisted decoding and for losses of object detection: a fifth of the time that importing it takes."""
+    """Call this before the first import of transformers, which then takes a fifth less time: it imports scikit-learn
+    and SciPy, if installed, for assisted decoding and object detection only."""
     with leaving_out("sklearn", "scipy"):
-        from transformers import utils
+        from transformers.utils import import_utils
 
-        utils.is_sklearn_available()  # it remembers the answer
-        utils.is_scipy_available()
+        import_utils.is_sklearn_available()  # transformers caches the answers
+        import_utils.is_scipy_available()
 
 
 @contextmanager
 def importing_vllm() -> Iterator[None]:
-    """It imports SciPy, where it is installed, for sound: a third of the time that importing it takes."""
+    """Import vLLM inside the block, in a third less time: without SciPy, which it imports, if installed, for audio."""
     make_transformers_lean()
-    from transformers import utils
+    from transformers.utils import import_utils
 
-    asked_before = utils.is_sklearn_available() or utils.is_scipy_available()  # and it would miss them now
-    with leaving_out(*(() if asked_before else ("scipy",))):
+    in_use = import_utils.is_sklearn_available() or import_utils.is_scipy_available()
+    with leaving_out(*(() if in_use else ("scipy",))):
         yield
 
 
-# This control group's own count where it has one (version 2, version 1), else the machine's.
+# The count of this control group (version 2, version 1), else of the machine.
 _COUNTERS = ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control", "/proc/vmstat")
 
 
 def oom_kills(counters: tuple[str, ...] = _COUNTERS) -> int:
-    """Kills so far: compare two counts. 0 where the kernel does not say."""
+    """Out-of-memory kills since boot, to compare two counts; 0 if the kernel does not count them."""
     for path in counters:
         if not Path(path).exists():
             continue
@@ -82,10 +84,10 @@ _FRAMES_SHOWN = 4
 
 
 def dump_on_signal(folder: Path, name: str, pid: int) -> None:
-    """From now on SIGUSR1 makes this process append its stacks to ``folder/NAME-PID.txt``."""
+    """On SIGUSR1, this process appends its stacks to ``folder/NAME-PID.txt``."""
     folder.mkdir(parents=True, exist_ok=True)
     file = (folder / f"{name}-{pid}.txt").open("w")
-    faulthandler.register(SIGNAL, file=file, all_threads=True)  # holds the file open from here on
+    faulthandler.register(SIGNAL, file=file, all_threads=True)  # keeps the file open
 
 
 def pid_of(dump: Path) -> int:
@@ -93,8 +95,8 @@ def pid_of(dump: Path) -> int:
 
 
 def innermost(dump: str, frames: int = _FRAMES_SHOWN) -> list[str]:
-    """The innermost frames of the main thread in what faulthandler wrote: it takes the signal, so it is the current
-    one; faulthandler prints it last where it is not."""
+    """The innermost frames of the main thread, from faulthandler's output. The main thread handles the signal, so it is
+    the current thread; otherwise faulthandler prints it last."""
     blocks = [block for block in dump.split("\n\n") if "(most recent call first)" in block]
     if not blocks:
         return []
@@ -106,16 +108,16 @@ T = TypeVar("T")
 
 
 def in_background(work: Callable[[], T]) -> Future[T]:
-    """What ``work`` returns or raises. Its thread keeps no process alive that is on its way out."""
+    """Run ``work`` in a daemon thread; the future has its result or exception."""
     future: Future[T] = Future()
 
     def run() -> None:
         try:
             future.set_result(work())
-        except BaseException as error:  # noqa: BLE001 - whoever asks for the result gets it
+        except BaseException as error:  # noqa: BLE001 - raised by future.result()
             future.set_exception(error)
 
-    Thread(target=run, daemon=True, name="beside the training").start()
+    Thread(target=run, daemon=True, name="background").start()
     return future
 
 
@@ -135,11 +137,11 @@ class Clock:
             self.note(phase, time.perf_counter() - start)
 
     def note(self, phase: str, seconds: float) -> None:
-        """Add seconds that a phase took beside the others."""
+        """Add to the seconds of a phase."""
         self._phases[phase] = self._phases.get(phase, 0.0) + seconds
 
     def move(self, seconds: float, phase: str, to: str) -> None:
-        """Count seconds of one phase as another's."""
+        """Move seconds from one phase to another."""
         self.note(phase, -seconds)
         self.note(to, seconds)
 

@@ -1,7 +1,7 @@
-"""Work that runs in the trainer's interpreter: ``python -m <module> spec.json``, one result, one error.
+"""Specs of the jobs that run in the trainer's interpreter: ``python -m <module> spec.json``.
 
-The process that asks (a Prefect task) never imports torch. It writes a spec, starts the module and reads
-``spec.result`` (the artifact as JSON) or, after a non-zero exit, ``spec.result + ".error"``.
+A Prefect task, which never imports torch, writes a spec, starts the module and reads ``spec.result`` (the artifact as
+JSON) or, after a non-zero exit, ``spec.result + ".error"``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class JobSpec(BaseModel):
 class PrepareSpec(JobSpec):
     """rlcore.jobs.prepare: source -> DatasetRef with original images."""
 
-    source: str  # the experiment's words, for the record
+    source: str  # as written in the experiment
     source_path: Path | None  # local file or folder; None: ``source`` is a Hugging Face id with @split, or synthetic
     split: Literal["train", "validation"]
     data: DataConfig
@@ -67,7 +67,7 @@ class MergeSpec(JobSpec):
     experiment: ExperimentConfig
     checkpoint: CheckpointRef
     base: ModelRef
-    dataset: DatasetRef  # holds the pictures of the probe
+    dataset: DatasetRef  # has the images of the probe
     models_dir: Path
 
     @property
@@ -77,7 +77,7 @@ class MergeSpec(JobSpec):
 
 
 class JobError(BaseModel):
-    """What a failed job leaves behind, so that the asker can raise the same error."""
+    """The error of a failed job, so that the task can raise it."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -87,7 +87,7 @@ class JobError(BaseModel):
 
 
 def read_error(result: Path) -> JobError | None:
-    """The error a failed job left beside ``result``, or None."""
+    """The error that a failed job wrote next to ``result``, or None."""
     path = Path(f"{result}.error")
     return JobError.model_validate(json.loads(path.read_text())) if path.exists() else None
 
@@ -96,7 +96,7 @@ _TINY_SOURCES = ("models/tiny*.py", "data/tiny.py", "data/synthetic/*.py")
 
 
 def tiny_folder(models_dir: Path, config: TinyModelConfig) -> Path:
-    """Where the tiny policy of this configuration, made by this code, lives."""
+    """The folder of the tiny policy with this configuration, made by this version of the code."""
     digest = hashlib.sha256(config.model_dump_json().encode())
     for pattern in _TINY_SOURCES:
         for file in sorted(Path(__file__).parent.glob(pattern)):

@@ -1,4 +1,4 @@
-"""What flows between the stages of a step: plain, picklable, no torch.
+"""The data that the stages of a step exchange: plain, picklable, no torch.
 
 Letters in shapes: C completion tokens, P prompt tokens, L = P + C tokens of one sequence.
 A value at index t describes token t; ``logprobs[t] = log p(token t | tokens < t)``, in nats.
@@ -13,7 +13,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-# length: of its own budget. unfinished: it is to be continued (rollout.partial), and never graded or trained like that
+# length: cut at its token budget. unfinished: to be continued (rollout.partial), and not graded or trained before that
 FinishReason = Literal["stop", "length", "abort", "unfinished"]
 Role = Literal["system", "user", "assistant"]
 Ints = npt.NDArray[np.int32]
@@ -23,19 +23,19 @@ Bools = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class ImageRef:
-    """One image of the prepared store: already RGB, already resized to the model's patch grid."""
+    """One image of the image store: RGB, and resized to the model's patch grid."""
 
-    sha256: str  # of the original file's bytes; names the resized file in the image store
+    sha256: str  # of the original file; names the resized file in the image store
     width: int  # pixels after resizing
     height: int
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """What comes before the question: a system message, or a turn of an example."""
+    """A message before the question: a system message, or a turn of an example."""
 
     role: Role
-    text: str  # holds "<image>" markers, as the question does
+    text: str  # with "<image>" markers, as the question
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Problem:
     """One row of a prepared dataset."""
 
     problem_id: str
-    question: str  # holds one "<image>" marker per image, in order
+    question: str  # with one "<image>" marker per image, in order
     images: tuple[ImageRef, ...]  # those of the context first
     answer: str
     source: str
@@ -52,7 +52,7 @@ class Problem:
 
     @property
     def conversation(self) -> str:
-        """All that the row asks, for people: the question, below its context where it has one."""
+        """Context and question, for people to read."""
         if not self.context:
             return self.question
         return "\n".join(f"[{m.role}] {m.text}" for m in (*self.context, Message("user", self.question)))
@@ -60,9 +60,9 @@ class Problem:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Turn:
-    """Consecutive tokens of a completion with one author: the policy or, if ``given``, the environment."""
+    """Consecutive tokens of a completion that the policy or, if ``given``, the environment wrote."""
 
-    token_ids: Ints  # [T], of the policy's last turn with the first EOS
+    token_ids: Ints  # [T]; the policy's last turn ends with the EOS, if it sampled one
     logprobs: Floats  # [T], of the distribution sampled from (after temperature, top-p and top-k); 0 for given tokens
     given: bool = False  # never trained on
 
@@ -74,9 +74,7 @@ class Completion:
     turns: tuple[Turn, ...]  # today exactly one, the policy's
     text: str  # special tokens removed
     finish_reason: FinishReason
-    policy_version: (
-        int  # number of optimizer steps behind the weights that sampled it, its first token where they differ
-    )
+    policy_version: int  # optimizer steps of the policy that sampled the first token
 
     @classmethod
     def one_turn(
@@ -91,18 +89,18 @@ class Completion:
 
     @property
     def logprobs(self) -> Floats:
-        """[C], as the turns'."""
+        """[C], of all turns."""
         return self.turns[0].logprobs if len(self.turns) == 1 else np.concatenate([t.logprobs for t in self.turns])
 
     @property
     def by_policy(self) -> Bools:
-        """[C], True on the tokens that the policy wrote."""
+        """[C], True for tokens of the policy."""
         return np.concatenate([np.full(len(turn.token_ids), not turn.given) for turn in self.turns])
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """The reward of one completion. ``graded`` is False where no verdict was reached in time."""
+    """The reward of one completion. ``graded`` is False if it could not be graded."""
 
     reward: float
     parts: Mapping[str, float]  # unweighted, by name
@@ -124,8 +122,8 @@ class TrainingSample:
     sampler_logprobs: Floats  # [L], what the sampler reported; 0 outside the mask
     images: tuple[ImageRef, ...]
     policy_version: int
-    advantages: Floats | None = None  # [L], 0 outside the mask; None: not known yet
-    old_logprobs: Floats | None = None  # [L]; None: exactly the policy being trained (ratio 1)
+    advantages: Floats | None = None  # [L], 0 outside the mask; None: not computed yet
+    old_logprobs: Floats | None = None  # [L]; None: those of the policy that trains (ratio 1)
     truncation_logprobs: Floats | None = None  # [L], of the old policy; None: as old_logprobs
     ref_logprobs: Floats | None = None  # [L]; None: no KL term
 
@@ -135,7 +133,7 @@ class TrainingSample:
 
     @property
     def num_prompt(self) -> int:
-        """Tokens before the first trained one; all of them where nothing is trained."""
+        """Tokens before the first trained one; all tokens if none is trained."""
         return int(self.loss_mask.argmax()) if self.loss_mask.any() else self.num_tokens
 
     @property
