@@ -1,16 +1,15 @@
-"""Packing: many sequences in one row, no padding, every prompt once. The shape legend of the project.
+"""Packing: many sequences in one row, without padding, each prompt once. The shape legend of the project.
 
-A row holds K distinct prompts, then the completions of all B sequences in the order of their prompts; a sequence that
-was sampled from the same prompt as another one shares it. What a sequence is then is its prompt and its completion,
-wherever they lie in the row.
+A row holds the K distinct prompts, then the completions of all B sequences in the order of their prompts. Sequences
+with the same prompt share it. For example, two completions a and b of prompt p, and one c of q, make the row p q a b c.
 
 Letters: B sequences of a microbatch, L tokens of one sequence, K distinct prompts, S prompts and completions, T tokens
-of the row, N trained (completion) tokens of the microbatch, I distinct images, R = rows of their merged vision
-features, M image tokens of the row, W ranks. Where the ranks of a sequence group compute a row together
-(``rlcore.models.sequence``), a rank holds t of its T tokens, m of the M, i of the I, and n of the N.
+of the row, N trained (completion) tokens of the microbatch, I distinct images, R rows of their merged vision features,
+M image tokens of the row, W ranks. If the ranks of a sequence group share a row (``rlcore.models.sequence``), a rank
+has t of its T tokens, m of the M, i of the I, and n of the N.
 
 Alignment: a value at index t of a sequence describes token t. ``logprobs[t] = log p(token t | tokens < t)``. Values of
-a microbatch are those of its trained tokens alone, in the order in which the sequences were given.
+a microbatch cover only its trained tokens, in the order in which the sequences were given.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from rlcore.types import Floats, ImageRef, TrainingSample
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ImageFeatures:
-    """One image as the vision tower takes it, and what it has made of it where that is known."""
+    """One image as the vision tower takes it, and the tower's output if it is cached."""
 
     pixel_values: Tensor  # [patches, channels * temporal * patch * patch]
     grid_thw: Grid
@@ -39,31 +38,31 @@ class ImageFeatures:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Segments:
-    """Who sees whom in a packed row: a prompt sees itself, a completion its prompt and itself, both causally."""
+    """Attention in a packed row: a prompt attends to itself, a completion to its prompt and itself, both causally."""
 
     bounds: Tensor  # [S+1] int32, starts of the K prompts and then of the completions, then T
-    key_bounds: Tensor  # [S+1] int32, the part of key_rows that each segment sees, the last rows of it being its own
+    key_bounds: Tensor  # [S+1] int32, the part of key_rows that each segment attends to; its own rows come last
     key_rows: Tensor  # int64: row of each key, prompt before completion
-    sizes: Tensor  # [3] int64: K, longest segment, longest segment with its prompt; on the CPU, where they are read
+    sizes: Tensor  # [3] int64, on the CPU: K, longest segment, longest segment with its prompt
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowShare:
-    """Where one rank's share of a row lies in the whole."""
+    """One rank's share of a row."""
 
-    trained: Tensor  # [n] int64: which of the N trained tokens this rank predicts
-    places: Tensor  # [N] int64: where each is among all ranks' own, ``most_trained`` places a rank
-    most_trained: int  # n of the rank with most
-    most_features: int  # rows of merged vision features of the rank with most; 0: the row has no image
+    trained: Tensor  # [n] int64: indices of the trained tokens that this rank predicts
+    places: Tensor  # [N] int64: index of each trained token in all ranks' shares, padded to ``most_trained`` per rank
+    most_trained: int  # the largest n of a rank
+    most_features: int  # the largest number of merged vision features of a rank; 0: the row has no image
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Microbatch:
-    """Sequences packed for one forward pass. What is said of the row is of this rank's share if it has one; segments
-    and the values of the trained tokens are always whole."""
+    """Sequences packed for one forward pass. With a ``share``, tensors of the row cover only this rank's share;
+    segments and values of the trained tokens always cover the whole row."""
 
     token_ids: Tensor  # [T] int64
-    position_ids: Tensor  # [T], or [A, T] with A axes; of each sequence as if alone
+    position_ids: Tensor  # [T], or [A, T] with A axes; each sequence counts from its own start
     segments: Segments
     predict_from: Tensor  # [N] int64: position in the row whose hidden state predicts the token; [n] of a share
     targets: Tensor  # [N] int64: the token; [n] of a share
@@ -75,15 +74,15 @@ class Microbatch:
     truncation_logprobs: Tensor | None  # [N]
     ref_logprobs: Tensor | None  # [N]
     pixel_values: Tensor | None  # [patches of I images, ...]
-    image_grid_thw: Tensor | None  # [I, 3], on the CPU, where it is read
-    image_features: Tensor | None  # [R, H] where they are known; then the two above are None
+    image_grid_thw: Tensor | None  # [I, 3], on the CPU
+    image_features: Tensor | None  # [R, H] if they are cached; then the two above are None
     image_index: Tensor  # [M] int64: position in the row of each image token
-    image_rows: Tensor  # [M] int64: row of the merged vision features that it takes
+    image_rows: Tensor  # [M] int64: row of the merged vision features that replaces it
     share: RowShare | None = None
 
 
 def prompt_key(sample: TrainingSample) -> Hashable:
-    """Samples of one key have the same prompt, images included."""
+    """Equal for samples with the same prompt and images."""
     return tuple(image.sha256 for image in sample.images), sample.token_ids[: sample.num_prompt].tobytes()
 
 
@@ -93,15 +92,15 @@ def pack(
     layout: ImageLayout | None,
     features: Callable[[ImageRef], ImageFeatures] | None,
 ) -> Microbatch:
-    """Pack samples, on the CPU. Each distinct prompt and each distinct image appears once, whoever shows it.
+    """Pack samples, on the CPU. Each distinct prompt and each distinct image appears once.
 
     Args:
         layout: None for a text model.
-        features: reads one image; needed where samples have images. Either all are embedded or none is.
+        features: reads one image; required if samples have images. Either all images are embedded or none.
 
     Raises:
-        ValueError: the first token of a sample is to be trained; a text model is given images; image tokens that do
-            not match the images; log-probs on some samples and not on others.
+        ValueError: the first token of a sample is trained; a text model gets images; image tokens do not match the
+            images; only some samples have log-probs.
     """
     images = _read_images(samples, layout, features)
     tokens = np.concatenate([s.token_ids for s in samples])
@@ -166,8 +165,8 @@ def _read_images(
 def _places(
     samples: Sequence[TrainingSample], images: Mapping[str, ImageFeatures], layout: ImageLayout | None
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Positions ([sum L], or [A, sum L] with A axes) of the sequences end to end, and the row of the vision features
-    that each of their tokens takes (-1: none)."""
+    """For the concatenated sequences: position ids ([sum L], or [A, sum L] with A axes), and the row of the vision
+    features that replaces each token (-1: none)."""
     if layout is None:
         return np.concatenate([np.arange(s.num_tokens) for s in samples]), np.full(
             sum(s.num_tokens for s in samples), -1
@@ -195,8 +194,11 @@ def _places(
 def _share_prompts(
     samples: Sequence[TrainingSample], starts: npt.NDArray[np.int64]
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], Segments]:
-    """Where each token of the sequences end to end lies in the row ([sum L]), where each token of the row comes from
-    ([T]), and the row's segments."""
+    """Map the concatenated sequences to a row that has each prompt once.
+
+    Returns:
+        The row index of each token of the sequences ([sum L]), the inverse ([T]), and the segments of the row.
+    """
     groups: dict[Hashable, list[int]] = {}
     for index, sample in enumerate(samples):
         groups.setdefault(prompt_key(sample), []).append(index)
@@ -217,7 +219,7 @@ def _share_prompts(
     for prompt, members in zip(prompts, groups.values(), strict=True):
         for index in members:
             own = np.arange(starts[index] + len(prompt), starts[index + 1])
-            if len(own):  # nothing trained, nothing but a prompt
+            if len(own):  # a sample without trained tokens is only a prompt
                 rows = np.arange(end, end + len(own))
                 row_of[own] = rows
                 source.append(own)
@@ -239,12 +241,12 @@ def _floats(arrays: Sequence[Floats]) -> Tensor:
 
 
 def on_device(batch: Microbatch, device: torch.device) -> Microbatch:
-    """The microbatch where it is computed; what is read on the CPU stays there."""
+    """The microbatch on ``device``, except the tensors that are read on the CPU."""
     stay = ("image_grid_thw", "sizes")
 
     def with_moved(part: Any) -> Any:
-        found = {field.name: getattr(part, field.name) for field in fields(part) if field.name not in stay}
-        return replace(part, **{k: moved(v, device) for k, v in found.items() if isinstance(v, Tensor)})
+        values = {field.name: getattr(part, field.name) for field in fields(part) if field.name not in stay}
+        return replace(part, **{k: moved(v, device) for k, v in values.items() if isinstance(v, Tensor)})
 
     share = None if batch.share is None else with_moved(batch.share)
     on_it: Microbatch = replace(with_moved(batch), segments=with_moved(batch.segments), share=share)
@@ -252,39 +254,39 @@ def on_device(batch: Microbatch, device: torch.device) -> Microbatch:
 
 
 def moved(values: Tensor, device: torch.device) -> Tensor:
-    """On ``device``, without waiting for what it is at work on."""
+    """The tensor on ``device``, without synchronising with it."""
     if values.device.type == device.type:
         return values
     return values.pin_memory().to(device, non_blocking=True)
 
 
 def trained_positions(loss_mask: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
-    """Where the trained tokens of sequences end to end are, and what predicts them.
+    """Positions of the trained tokens of concatenated sequences.
 
     Args:
         loss_mask: [T] bool, True on trained tokens.
-        cu_seqlens: [B+1] int, starts of the sequences, then T, their tokens together.
+        cu_seqlens: [B+1] int, starts of the sequences, then T.
 
     Returns:
-        predict_from [N] int64, the position whose hidden state predicts the token, and token_index [N] int64,
-        the position of the token. Both in packing order.
+        predict_from [N] int64, the position whose hidden state predicts the token, and token_index [N] int64, the
+        position of the token. Both in packing order.
 
     Raises:
-        ValueError: the first token of a sequence is to be trained; nothing in its sequence predicts it.
+        ValueError: the first token of a sequence is trained, but no token before it predicts it.
     """
-    starts = cu_seqlens[:-1][cu_seqlens[:-1] < cu_seqlens[1:]].long()  # an empty sequence starts at its neighbour's
+    starts = cu_seqlens[:-1][cu_seqlens[:-1] < cu_seqlens[1:]].long()  # an empty sequence has no token of its own
     bad = starts[loss_mask[starts]]
     if bad.numel():
         raise ValueError(
-            f"loss_mask is True at position {bad[0]}, the first token of a sequence: nothing predicts "
-            "it. A sequence starts with at least one prompt token."
+            f"loss_mask is True at position {bad[0]}, the first token of a sequence, which nothing predicts. "
+            "Start each sequence with at least one prompt token."
         )
     token_index = loss_mask.nonzero()[:, 0]
     return token_index - 1, token_index
 
 
 def trained_sequences(loss_mask: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
-    """Which sequence each trained token is of, and how many each sequence has.
+    """The sequence of each trained token, and the number of trained tokens of each sequence.
 
     Args:
         loss_mask: [T] bool.

@@ -1,8 +1,8 @@
-"""What a run will need before it starts: memory per GPU by part, and seconds per rollout batch. No torch, no weights.
+"""Estimates the memory per GPU and the seconds per rollout batch of a run before it starts. No torch, no weights.
 
-Memory is counted from shapes; where kernels decide (what a block keeps, temporaries) the numbers below were fitted to
-one H200. Seconds divide counted work by efficiencies that were measured there. How far off both are is in
-``tests/unit/test_estimate.py`` and docs/cost.md.
+Memory is computed from shapes. Constants for what kernels decide (saved activations, temporaries) were fitted on one
+H200. Time is work divided by efficiencies measured there. ``tests/unit/test_estimate.py`` and docs/cost.md have the
+errors of both.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from rlcore.flops import GroupSize, ModelShape, Work, pass_work
 from rlcore.specs import JobSpec
 
 GIB = 2**30
-_COMPUTE = 2  # bytes of bfloat16, that forward, backward and sampling run in
+_COMPUTE = 2  # bytes of bfloat16, for forward, backward and sampling
 _LOGITS = 3 * GIB  # algorithms.logprobs.LOGIT_BYTES of float32 logits, and half as much for their gradient
-_TEMPORARIES = 2 * GIB  # of one block's forward and backward, and what the allocator cannot place
-_ENGINE = 2 * GIB  # of vLLM beside weights and cache: its activations and CUDA graphs
-_EAGER = 1.85  # times what compiled blocks keep: norms in float32, every intermediate
-_SELECTIVE = 0.55  # of what is kept without checkpointing: matrix products and attention alone
+_TEMPORARIES = 2 * GIB  # one block's forward and backward, and fragmentation
+_ENGINE = 2 * GIB  # vLLM's activations and CUDA graphs
+_EAGER = 1.85  # saved activations relative to compiled blocks: norms in float32, every intermediate
+_SELECTIVE = 0.55  # saved activations relative to no checkpointing: only matrix products and attention
 
 MEMORY = {"H100": 79.1, "H200": 139.8, "A100": 79.2, "B200": 178.4}
 """GiB that torch sees of one device, by name."""
@@ -31,26 +31,24 @@ BANDWIDTH = {"H100": 3.35e12, "H200": 4.8e12, "A100": 2.04e12, "B200": 8.0e12}
 
 @dataclass(frozen=True, slots=True)
 class Efficiency:
-    """Shares of the peak, measured on one H200 with 1.5 B and 7 B text models and a 3 B vision-language one."""
+    """Shares of the peak, measured on one H200 with text models of 1.5 B and 7 B and a vision-language model of 3 B."""
 
-    update_kept: float = (
-        0.45  # model FLOPs utilisation with every activation kept, compiled; text, 41,000 to 135,000 tokens
-    )
-    update_full: float = 0.345  # with every block computed again
+    update_kept: float = 0.45  # model FLOPs utilisation without checkpointing, compiled; text, 41,000 to 135,000 tokens
+    update_full: float = 0.345  # with every block recomputed
     update_selective: float = 0.44  # measured with 7 B in bfloat16
-    update_tower: float = 0.88  # times that for models with a trained tower
-    forward: float = 0.45  # log-prob passes; not measured apart from updates
-    decode: float = 0.54  # of bandwidth and FLOPs together, by 256 to 1,024 sequences at a time
+    update_tower: float = 0.88  # factor for models with a trained tower
+    forward: float = 0.45  # log-prob passes; not measured separately
+    decode: float = 0.54  # of bandwidth and FLOPs together, with 256 to 1,024 sequences at a time
     sync_bytes_per_second: float = 75e9
     sleep_and_wake: float = 0.5  # seconds
 
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """A model as its config.json has it."""
+    """Sizes of a model, from its config.json."""
 
     shape: ModelShape
-    parameters: int  # of everything, tied weights once
+    parameters: int  # of the whole model; tied weights count once
     trained_parameters: int
     tower_parameters: int
     hidden: int
@@ -64,18 +62,18 @@ class Architecture:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What of an experiment decides memory and time. Tokens of one sequence are means, but for ``longest``."""
+    """The settings that decide memory and time. Tokens per sequence are means, except ``longest``."""
 
     workers: int
     rollout_workers: int
-    engine_workers: int  # that hold one sampler together
+    engine_workers: int  # workers that share one sampler
     group_size: int
     problems: int  # per rollout batch
-    passes: int  # times that a batch is gone through
+    passes: int  # PPO epochs
     prompt_tokens: float
     completion_tokens: float
     longest: int
-    image_size: tuple[int, int] | None  # pixels of the image of each problem, if it has one
+    image_size: tuple[int, int] | None  # pixels of each problem's image, if it has one
     tokens_per_microbatch: int
     checkpointing: str  # none, selective, full
     compiled: bool
@@ -83,11 +81,11 @@ class Plan:
     reshard: bool
     offload: bool
     reference: bool
-    old_logprobs: bool  # a pass of their own
+    old_logprobs: bool  # computed in a separate pass
     sampler_share: float  # of the GPU's memory
     max_sequences: int  # of one sampler
-    in_flight: float  # sequences that a sampler has under way, per sequence of a batch: above 1 by partial rollouts
-    overlapped: bool  # the next batch is sampled, by other GPUs, while this one trains
+    in_flight: float  # unfinished sequences per sequence of a batch; above 1 with partial rollouts
+    overlapped: bool  # other GPUs sample the next batch while this one trains
     device: str  # a key of MEMORY
 
 
@@ -98,26 +96,26 @@ class MemoryEstimate:
     weights: int
     gradients: int
     optimizer: int
-    whole_copy: int  # of weights in the compute dtype: of the model, or of two blocks at a time
+    whole_copy: int  # unsharded weights in the compute dtype: of the model, or of two blocks at a time
     reference: int
     activations: int
     head: int  # logits and their gradients
     temporaries: int
     sampler_weights: int
-    kv_cache: int  # what is left of the sampler's share
-    kv_cache_wanted: int  # by max_sequences of the greatest length
+    kv_cache: int  # the rest of the sampler's share
+    kv_cache_wanted: int  # for max_sequences of the greatest length
     device: int
 
     @property
     def training(self) -> int:
-        """While updating, the engine asleep."""
+        """During an update, while the engine sleeps."""
         parts = (self.weights, self.gradients, self.optimizer, self.whole_copy, self.reference, self.activations)
         return sum(parts) + self.head + self.temporaries
 
     def sampling(self, offload: bool) -> int:
-        """While sampling, on a GPU that also trains."""
-        at_rest = 0 if offload else self.weights + self.optimizer + self.reference
-        return at_rest + self.sampler_weights + max(0, self.kv_cache) + _ENGINE
+        """During sampling, on a GPU that also trains."""
+        trainer = 0 if offload else self.weights + self.optimizer + self.reference
+        return trainer + self.sampler_weights + max(0, self.kv_cache) + _ENGINE
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,9 +137,9 @@ class TimeEstimate:
 
 
 def estimate_memory(model: Architecture, plan: Plan) -> MemoryEstimate:
-    """Per GPU of those that train; ``kv_cache`` is negative where the sampler's share cannot hold the weights.
+    """Memory of a GPU that trains. ``kv_cache`` is negative if the sampler's share cannot hold the weights.
 
-    Weights, gradients and moments are sharded over the workers; frozen ones are in the compute dtype. Without
+    Weights, gradients and moments are sharded over the workers; frozen weights are in the compute dtype. Without
     resharding a worker also holds the whole model in the compute dtype and its gradient in float32.
     """
     trained, frozen = model.trained_parameters, model.parameters - model.trained_parameters
@@ -176,10 +174,10 @@ def estimate_memory(model: Architecture, plan: Plan) -> MemoryEstimate:
 
 
 def _activations(model: Architecture, plan: Plan) -> int:
-    """Of a full microbatch, when its backward pass begins.
+    """Saved activations of a full microbatch when its backward pass begins.
 
-    A block that is computed again keeps its input; otherwise, per token, queries, keys, values, attention's output, the
-    norms' outputs and three widths of the feed-forward layer.
+    A recomputed block saves its input. Other blocks save, per token, queries, keys, values, the outputs of attention
+    and norms, and three widths of the feed-forward layer.
     """
     tokens, layers = plan.tokens_per_microbatch, model.shape.layers
     inputs = tokens * layers * model.hidden * _COMPUTE
@@ -198,12 +196,12 @@ def _activations(model: Architecture, plan: Plan) -> int:
 
 
 def _cache_bytes(model: Architecture) -> int:
-    """Of a token in the sampler's cache: its key and value in each layer."""
+    """Key and value of one token in all layers of the sampler's cache."""
     return 2 * model.shape.layers * model.key_value_width * _COMPUTE
 
 
 def batch_work(model: Architecture, plan: Plan) -> Work:
-    """What one pass over a rollout batch computes: each prompt once for its group."""
+    """The work of one pass over a rollout batch, with each prompt computed once for its group."""
     completion, prompt = round(plan.completion_tokens), round(plan.prompt_tokens)
     group = GroupSize(prompt, (completion,) * plan.group_size, completion * plan.group_size)
     images = [plan.image_size] * plan.problems if plan.image_size is not None else []
@@ -236,9 +234,8 @@ def estimate_seconds(
 
 
 def _generate(model: Architecture, plan: Plan, peak: float, bandwidth: float) -> float:
-    """Seconds at full efficiency: in each token's step the weights and the cache are read and the layers computed;
-    before that, every prompt is computed once, and what an older policy had begun again. What the workers of one
-    sampler tell each other is not counted."""
+    """Seconds at full efficiency. Each decoding step reads weights and cache and computes the layers. Before that,
+    every prompt and every continued completion is computed once. Communication within a sampler is not counted."""
     samplers = (plan.rollout_workers or plan.workers) / plan.engine_workers
     peak, bandwidth = plan.engine_workers * peak, plan.engine_workers * bandwidth
     sequences = plan.problems * plan.group_size / samplers

@@ -1,4 +1,4 @@
-"""Composition root: an ExperimentConfig and prepared artifacts become a wired run."""
+"""Builds a run: connects an ExperimentConfig, a model and a dataset with workers, graders and sinks."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ def training_run(
     run_dir: Path,
     stacks: Path,
 ) -> Iterator[TrainingRun]:
-    """Workers up, run wired; on exit everything that was started here is gone.
+    """A run with started workers. On exit everything that was started here is stopped.
 
     Args:
-        on_progress: called whenever the ranks have finished something.
-        run_dir: where traces are requested and written.
+        on_progress: called whenever a rank has finished something.
+        run_dir: folder in which traces are requested and written.
         stacks: folder for the stacks of a worker that gets SIGUSR1.
     """
     with graded_ranks(config, make_worker, model=model, dataset=dataset, stacks=stacks) as (ranks, grader):
@@ -63,11 +63,11 @@ def graded_ranks(
     dataset: Path,
     stacks: Path | None = None,
 ) -> Iterator[tuple[RayRanks, GradingPool]]:
-    """Ray, its workers and the grading processes; all gone on exit, but for a cluster that was running before."""
+    """Start Ray, its workers and the grading processes. All stop on exit, except a cluster that was already running."""
     address, grader = cluster_address(), _grader(config)
     start_ray(address, num_cpus=config.resources.devices)
     try:
-        # the machine of the driver may be one of a cluster that has no GPU
+        # The driver's own machine may have no GPU while others of the cluster do.
         device = "cuda" if config.resources.device == "auto" and address and has_gpus() else pick_device(config)
         ranks = start_ranks(make, model=model, dataset=dataset, config=config, device=device, stacks=stacks)
         try:
@@ -83,11 +83,11 @@ def graded_ranks(
 def graded_samplers(
     config: ExperimentConfig, make: Callable[[WorkerSpec], object], *, model: Path, dataset: Path
 ) -> Iterator[tuple[Ranks, GradingPool]]:
-    """The same for an evaluation. A single sampler on this machine lives in this process: starting Ray for it would
-    take about as long as starting the sampler."""
+    """As ``graded_ranks``, for an evaluation. A single sampler on this machine runs in this process, because starting
+    Ray takes about as long as starting the sampler."""
     if cluster_address() or config.resources.devices > 1:
-        with graded_ranks(config, make, model=model, dataset=dataset) as found:
-            yield found
+        with graded_ranks(config, make, model=model, dataset=dataset) as ranks_and_grader:
+            yield ranks_and_grader
         return
     grader = _grader(config)
     try:

@@ -3,8 +3,8 @@
     problems -> sample G completions each -> score -> advantages -> one or more policy gradient steps -> the sampler
     takes the new weights
 
-Whatever runs behind a protocol (Ray, FSDP2, vLLM, grading processes) is wired in ``rlcore/training/assemble.py``; the
-arithmetic is in ``rlcore/algorithms``; stopping, checkpoints and segments are in ``rlcore/segment/run.py``.
+``rlcore/training/assemble.py`` connects Ray, FSDP2, vLLM and the grading processes; ``rlcore/algorithms`` has the
+arithmetic; ``rlcore/segment/run.py`` has stopping, checkpoints and segments.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from rlcore.training.run import TrainingRun, TrainState
 
 
 def train(run: TrainingRun, state: TrainState, *, until_step: int, should_stop: Callable[[], bool]) -> TrainState:
-    """Train from ``state`` to ``until_step`` optimizer steps, or to the end of the batch in which
-    ``should_stop`` turns true. The sampler must hold the weights of ``state.step``.
+    """Train until optimizer step ``until_step``, or to the end of the rollout batch in which ``should_stop`` becomes
+    true. The sampler must have the weights of ``state.step``.
 
-    ``rlcore/rollout/schedule.py`` decides what is sampled and trained when: only groups with signal, one batch ahead,
-    completions that are continued in the next batch.
+    ``rlcore/rollout/schedule.py`` decides when groups are sampled and trained: dynamic sampling, prefetching and
+    partial rollouts.
 
     Raises:
-        DivergedError: non-finite gradients in more consecutive steps than the config allows.
-        StarvedError: dynamic sampling gave too few groups with signal, and the config says to end the run then.
-        UngradedError: more of a rollout batch than the config allows could not be graded.
+        DivergedError: more non-finite gradients in a row than the config allows.
+        StarvedError: dynamic sampling found too few groups with signal, and the config ends the run in that case.
+        UngradedError: a larger share of a rollout batch than the config allows could not be graded.
     """
     config, workers = run.config, run.workers
     training, kl = config.training, config.algorithm.kl
@@ -64,8 +64,8 @@ def train(run: TrainingRun, state: TrainState, *, until_step: int, should_stop: 
             work += workers.work(part)
             streak = state.nonfinite_in_a_row + 1 if result.skipped else 0
             state = replace(state, step=state.step + 1, nonfinite_in_a_row=streak)
-            found = update_metrics(result, kl_coefficient, alarm_above=alarm_above, stale=batch.stale)
-            metrics.append(found | {"optim/learning_rate": rate})
+            values = update_metrics(result, kl_coefficient, alarm_above=alarm_above, stale=batch.stale)
+            metrics.append(values | {"optim/learning_rate": rate})
             if streak > training.max_nonfinite_steps:
                 break
         diverged = state.nonfinite_in_a_row > training.max_nonfinite_steps
@@ -85,10 +85,10 @@ def train(run: TrainingRun, state: TrainState, *, until_step: int, should_stop: 
         run.on_batch(last_step, batch.generated, batch.groups)
         for step, values in enumerate(metrics, start=state.step - len(metrics) + 1):
             run.sink.step(step, values)
-        if diverged:  # only now, so that the journal holds the steps that explain it
+        if diverged:  # raised after the journal has the steps that explain it
             raise DivergedError(
                 f"the gradient was not finite in {state.nonfinite_in_a_row} steps in a row, the last one step "
-                f"{state.step}. Lower training.learning_rate or look at reward/ and loss/ of the steps before."
+                f"{state.step}. Lower training.learning_rate, or look at reward/ and loss/ of the previous steps."
             )
     return state
 
@@ -97,8 +97,8 @@ def adapted(kl: KlConfig, coefficient: float, kls: Sequence[float], completions:
     """The KL coefficient of the next batch.
 
     Args:
-        kls: mean KL per token of each step of the batch; the last finite one counts. Without one the coefficient stays:
-            one NaN would make it NaN in all later steps.
+        kls: mean KL per token of each step of the batch. The last finite one counts; without one the coefficient stays,
+            because a single NaN would make it NaN in all later steps.
     """
     finite = [value for value in kls if math.isfinite(value)]
     if kl.adaptive is None or not finite:
@@ -109,7 +109,7 @@ def adapted(kl: KlConfig, coefficient: float, kls: Sequence[float], completions:
 
 
 def learning_rate(step: int, config: TrainingConfig) -> float:
-    """The rate of optimizer step ``step``, counted from 1: linear warm-up, then constant. Never 0."""
+    """Learning rate of optimizer step ``step``, counted from 1: linear warm-up, then constant. Never 0."""
     if step < 1:
         raise ValueError(f"optimizer steps count from 1, got {step}")
     return config.learning_rate * min(1.0, step / config.warmup_steps) if config.warmup_steps else config.learning_rate

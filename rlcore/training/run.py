@@ -1,4 +1,4 @@
-"""What a training run is made of, and where it stands."""
+"""The parts of a training run, and its state."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from rlcore.rollout.state import RolloutState
 from rlcore.types import Problem
 
 OnBatch = Callable[[int, Sequence[Group], Sequence[Group]], None]
-"""Called once per rollout batch, when its training has ended: the batch's last step, what was generated for it, and the
-groups that it was trained on, in their order."""
+"""Called after the training of each rollout batch, with its last step, the groups generated for it, and the groups
+trained on, in order."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingRun:
-    """A wired experiment."""
+    """The parts of an experiment, connected."""
 
     config: ExperimentConfig
     problems: Sequence[Problem]
@@ -30,12 +30,12 @@ class TrainingRun:
     grader: Grader
     sink: MetricSink
     on_batch: OnBatch
-    adjustments: Adjustments = Adjustments()  # what rollbacks have changed
+    adjustments: Adjustments = Adjustments()  # made by rollbacks
 
 
 @dataclass(frozen=True, slots=True)
 class TrainState:
-    """Where a run stands: with the sharded weights and optimizer it is all that a resume needs."""
+    """The state of a run. With the sharded weights and optimizer it is all that a resume needs."""
 
     step: int = 0  # optimizer steps taken; also the version of the weights
     nonfinite_in_a_row: int = 0
@@ -43,7 +43,7 @@ class TrainState:
     rollouts: RolloutState = RolloutState()
 
     def scalars(self) -> dict[str, Any]:
-        """What fits into a line of JSON; the rest is in the files of ``save``."""
+        """The part that fits into JSON; ``save`` writes the rest."""
         return {
             "step": self.step,
             "problems_seen": self.rollouts.problems_seen,
@@ -53,20 +53,20 @@ class TrainState:
         }
 
     def save(self, folder: Path) -> None:
-        """Write the pass rates and the groups that are not trained on yet into a checkpoint's folder."""
+        """Write the pass rates and the untrained groups into a checkpoint's folder."""
         self.rollouts.save(folder)
 
     @classmethod
     def load(
         cls, folder: Path, scalars: Mapping[str, Any], problems: Sequence[Problem], *, mask_truncated: bool
     ) -> TrainState:
-        """Read what ``save`` and ``scalars`` wrote.
+        """Restore the state from ``scalars`` and the files of ``save``.
 
         Args:
-            problems: of the dataset that the run trains on.
+            problems: of the run's dataset.
 
         Raises:
-            CheckpointError: a group is of a problem that the dataset does not have.
+            CheckpointError: the dataset lacks the problem of a group.
         """
         return cls(
             step=scalars["step"],
