@@ -1,4 +1,4 @@
-"""From the scores of a step's groups to the advantage of every trained token."""
+"""Turns the scores of a rollout batch into the advantage of every trained token."""
 
 from __future__ import annotations
 
@@ -31,36 +31,36 @@ from rlcore.types import Floats, Score, TrainingSample
 @dataclass(frozen=True, slots=True, eq=False)
 class StepAdvantages:
     samples: list[TrainingSample]  # in the order of the groups, advantages attached
-    signal: list[bool]  # of each group, among those of the step: ``Advantages.signal``
-    kl_penalty: float | None  # mean per trained token of the KL in the reward, nats, before the coefficient
+    signal: list[bool]  # of each group, compared with the others: ``Advantages.signal``
+    kl_penalty: float | None  # mean KL in the reward per trained token, nats, before the coefficient
 
 
 def has_signal(group: Group, algorithm: AlgorithmConfig) -> bool:
-    """Whether the estimator, given the scores of this group alone, has an advantage other than 0 for any of its
-    completions. What an estimator compares with other groups, and a KL in the reward, are not known here."""
+    """Whether this group alone gives any completion an advantage other than 0. Comparisons with other groups and a KL
+    in the reward are ignored."""
     penalties = [np.zeros(sample.num_tokens, np.float32) for sample in group.samples]
     return bool(_estimate([group], penalties, algorithm, kl_coefficient=0.0).signal)
 
 
 def attach_advantages(groups: Sequence[Group], algorithm: AlgorithmConfig, *, kl_coefficient: float) -> StepAdvantages:
-    """Advantages of a step's groups by the configured estimator.
+    """Attach the advantages of the configured estimator to the samples of the groups.
 
-    A KL in the reward is taken off here, per token from the token on, and its reference log-probs are dropped: the
-    loss has no KL term then.
+    A KL in the reward is subtracted here, for each token from that token on. The reference log-probs are then dropped,
+    so that the loss has no KL term.
     """
     samples = [sample for group in groups for sample in group.samples]
     in_reward = algorithm.kl.place == "reward" and samples[0].ref_logprobs is not None
     penalties = [
         _penalties(sample, algorithm) if in_reward else np.zeros(sample.num_tokens, np.float32) for sample in samples
     ]
-    found = _estimate(groups, penalties, algorithm, kl_coefficient)
-    rows = found.values.flatten(0, 1)
+    estimates = _estimate(groups, penalties, algorithm, kl_coefficient)
+    rows = estimates.values.flatten(0, 1)
     with_advantages = [replace(s, advantages=_of_tokens(s, row)) for s, row in zip(samples, rows, strict=True)]
     mean_penalty = None
     if in_reward:
         with_advantages = [replace(s, ref_logprobs=None) for s in with_advantages]
         mean_penalty = sum(_total(p) for p in penalties) / max(1, sum(s.num_trained for s in samples))
-    return StepAdvantages(with_advantages, found.signal.tolist(), mean_penalty)
+    return StepAdvantages(with_advantages, estimates.signal.tolist(), mean_penalty)
 
 
 def _estimate(
@@ -112,7 +112,7 @@ def _estimate(
 def _returns(
     groups: Sequence[Group], samples: Sequence[TrainingSample], penalties: Sequence[Floats], coefficient: float
 ) -> tuple[Tensor, Tensor]:
-    """Reward to go [S, C] over the trained tokens of S sequences, and which of the [S, C] there are."""
+    """Reward to go [S, C] over the trained tokens of S sequences, and a mask [S, C] of the tokens that exist."""
     scores = [r.score.reward for g in groups for r in g.rollouts]
     longest = max(1, *(s.num_trained for s in samples))
     returns = torch.zeros(len(samples), longest, dtype=torch.float64)
@@ -130,7 +130,7 @@ def _total(penalties: Floats) -> float:
 
 
 def _penalties(sample: TrainingSample, algorithm: AlgorithmConfig) -> Floats:
-    """[L] KL(policy || reference) of each trained token, under the policy that sampled it; 0 without log-probs."""
+    """[L] KL(policy || reference) of each trained token, for the policy that sampled it; 0 without log-probs."""
     if sample.old_logprobs is None or sample.ref_logprobs is None:
         return np.zeros(sample.num_tokens, np.float32)
     values = kl_estimate(algorithm.kl.estimator, torch.tensor(sample.old_logprobs), torch.tensor(sample.ref_logprobs))
@@ -138,8 +138,8 @@ def _penalties(sample: TrainingSample, algorithm: AlgorithmConfig) -> Floats:
 
 
 def _of_tokens(sample: TrainingSample, values: Tensor) -> Floats:
-    """[L] from one value of the sequence, or from the values [C] of its trained tokens."""
+    """Spread one value of the sequence, or the values [C] of its trained tokens, over its tokens [L]."""
     out = np.zeros(sample.num_tokens, np.float32)
-    found = values.numpy().astype(np.float32)
-    out[sample.loss_mask] = found if found.ndim == 0 else found[: sample.num_trained]
+    trained = values.numpy().astype(np.float32)
+    out[sample.loss_mask] = trained if trained.ndim == 0 else trained[: sample.num_trained]
     return out

@@ -1,6 +1,6 @@
-"""The one loop that fills a rollout batch: sample, grade while sampling, admit to training, add log-probs.
+"""The loop that fills a rollout batch: sample, grade while sampling, admit to training, add log-probs.
 
-What is sampled and trained when is decided in ``schedule.py``.
+``schedule.py`` decides when groups are sampled and trained.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from rlcore.types import Problem, Score, TrainingSample
 
 
 class RolloutRun(Protocol):
-    """What this module needs of a training run."""
+    """The parts of a training run that this module uses."""
 
     @property
     def config(self) -> ExperimentConfig: ...
@@ -44,12 +44,12 @@ class RolloutRun(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """What the sampler did during one batch, and what was wasted."""
+    """The sampler's work for one batch."""
 
     rounds: int = 0
     tokens: int = 0  # of completions
-    continued: int = 0  # completions that an older policy had begun
-    dropped_stale: int = 0  # groups that would have been trained too late
+    continued: int = 0  # completions that an older policy began
+    dropped_stale: int = 0  # groups that would exceed the allowed staleness
 
     def __add__(self, other: Counts) -> Counts:
         return Counts(
@@ -62,49 +62,49 @@ class Counts:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RolloutBatch:
-    """The groups to train on, and what became of everything that was sampled for them."""
+    """The groups to train on, and the remaining state."""
 
     groups: Sequence[Group]
-    generated: Sequence[Group]  # kept or not; empty where surplus groups alone fill the batch
+    generated: Sequence[Group]  # for this batch, trained on or not; empty if surplus groups fill the batch
     counts: Counts
     rollouts: RolloutState  # without these groups
     age_max: int = 0  # policy versions between the oldest token and the policy that trains on it
-    stale: bool = False  # the sampler's log-probs are those of older policies
-    filled: int = 0  # groups without signal that take the place of groups with signal
+    stale: bool = False  # the sampler's log-probs come from older policies
+    filled: int = 0  # groups without signal, used because too few have one
     from_buffer: int = 0  # surplus groups of earlier batches
-    following: Future[Filled] | None = None  # the batch that is sampled ahead
+    following: Future[Filled] | None = None  # the prefetched batch
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Filled:
-    """The state once enough groups are ready for a batch: these come first among its groups."""
+    """The state when enough groups are ready for a batch. These come first in ``state.groups``."""
 
     state: RolloutState
     counts: Counts
-    generated: Sequence[Group] = ()  # by dynamic sampling: groups with signal, then groups without
-    gradings: Sequence[Grading] = ()  # not waited for yet
-    ungraded: Collection[tuple[str, int]] = ()  # keys of the ready groups whose scores nobody has looked at
-    seconds: float = 0.0  # of sampling while the batch before was trained; 0 without prefetching on other devices
+    generated: Sequence[Group] = ()  # with dynamic sampling: groups with signal, then groups without
+    gradings: Sequence[Grading] = ()  # not finished yet
+    ungraded: Collection[tuple[str, int]] = ()  # keys of the ready groups that wait for their scores
+    seconds: float = 0.0  # of sampling during the previous batch's training; 0 without prefetching on other devices
 
     def without(self, size: int) -> RolloutState:
-        """The state after a batch of ``size`` groups has been taken from it."""
+        """The state without the first ``size`` groups."""
         return replace(self.state, groups=self.state.groups[size:])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Grading:
-    """Completions that ended at the same time, and their scores, which may not be there yet."""
+    """Completions that were submitted to the grader together, and their future scores."""
 
-    places: list[tuple[tuple[str, int], int | None]]  # key of the group, and which completion; None: the baseline
+    places: list[tuple[tuple[str, int], int | None]]  # key of the group, index of the completion (None: the baseline)
     scores: Future[list[Score]]
 
 
 def collect(run: RolloutRun, state: RolloutState, step: int, clock: Clock) -> RolloutBatch:
-    """The rollout batch to train on after ``step`` optimizer steps. With prefetching, the next batch is started too.
+    """The rollout batch to train on after ``step`` optimizer steps. With prefetching, also start the next one.
 
     Raises:
-        StarvedError: dynamic sampling gave too few groups with signal, and the config says to end the run then.
-        UngradedError: more of the groups than the config allows could not be graded.
+        StarvedError: dynamic sampling found too few groups with signal, and the config ends the run in that case.
+        UngradedError: a larger share of the completions than the config allows could not be graded.
     """
     schedule = Schedule.of(run.config)
     filled = _fill(run, schedule, state, clock, step=step, version=step)
@@ -115,7 +115,7 @@ def collect(run: RolloutRun, state: RolloutState, step: int, clock: Clock) -> Ro
     if not (schedule.prefetch and run.workers.disaggregated):
         with clock("generate"):
             run.workers.release_sampler()
-    filled = _graded(run, _with_policy_logprobs(run, schedule, filled, clock), clock)  # grading goes on meanwhile
+    filled = _graded(run, _with_policy_logprobs(run, schedule, filled, clock), clock)  # while grading runs
     groups = filled.state.groups[: schedule.size]
     age = max(schedule.age(group, step) for group in groups)
     return RolloutBatch(
@@ -132,8 +132,9 @@ def collect(run: RolloutRun, state: RolloutState, step: int, clock: Clock) -> Ro
 
 
 def with_prefetched(batch: RolloutBatch, clock: Clock) -> RolloutBatch:
-    """The batch with the state that holds the next one, once that is sampled and graded: the sampler gets new weights
-    after this, and a checkpoint needs no policy that is gone.
+    """Wait for the prefetched batch, and return ``batch`` with a state that includes it.
+
+    After this the sampler may get new weights, and a checkpoint depends on no older policy.
 
     Raises:
         StarvedError, UngradedError: as ``collect``, for the next batch.
@@ -154,19 +155,19 @@ def with_prefetched(batch: RolloutBatch, clock: Clock) -> RolloutBatch:
 
 
 def _prefetch(run: RolloutRun, schedule: Schedule, state: RolloutState, clock: Clock, step: int) -> Future[Filled]:
-    """Start the batch after the one for ``step``, with the same policy: while that one trains if the sampler has
-    devices of its own, else now."""
+    """Sample the batch after the one for ``step``, with the same policy: in the background if the sampler has its own
+    devices, else now."""
     next_step = step + schedule.steps_per_version
 
     def fill(clock: Clock) -> Filled:
         return _graded(run, _fill(run, schedule, state, clock, step=next_step, version=step), clock)
 
-    def fill_beside() -> Filled:
-        own = Clock()
-        return replace(fill(own), seconds=own.seconds.get("generate", 0.0))
+    def fill_in_background() -> Filled:
+        own_clock = Clock()
+        return replace(fill(own_clock), seconds=own_clock.seconds.get("generate", 0.0))
 
     if run.workers.disaggregated:
-        return in_background(fill_beside)
+        return in_background(fill_in_background)
     done: Future[Filled] = Future()
     done.set_result(fill(clock))
     return done
@@ -184,7 +185,7 @@ def _fill(run: RolloutRun, schedule: Schedule, state: RolloutState, clock: Clock
     usable = [group for group in state.groups if schedule.usable(group, step)]
     waiting = [group for group in usable if group.state != "ready"]
     ready = [group for group in usable if group.state == "ready"]
-    if schedule.asynchronous:  # log-probs are taken when the groups train
+    if schedule.asynchronous:  # log-probs are computed when the groups train
         ready = [admit(group) for group in ready]
     before, needed = len(ready), schedule.size - len(ready)
     counts = Counts(dropped_stale=len(state.groups) - len(usable))
@@ -219,7 +220,7 @@ def _fill(run: RolloutRun, schedule: Schedule, state: RolloutState, clock: Clock
         raise StarvedError(
             f"step {step + 1}: {len(with_signal) + len(without_signal)} groups in {counts.rounds} rounds gave "
             f"{len(with_signal)} with signal, and {needed} were needed. Raise algorithm.dynamic_sampling.max_rounds, "
-            "take easier or harder problems, or set algorithm.dynamic_sampling.if_short to fill."
+            "use easier or harder problems, or set algorithm.dynamic_sampling.if_short to fill."
         )
     ready += without_signal[:short]
     surplus = [replace(group, surplus=True) for group in ready[schedule.size :]] if schedule.keeps_surplus else []
@@ -235,24 +236,24 @@ def _fill(run: RolloutRun, schedule: Schedule, state: RolloutState, clock: Clock
 def _next_groups(
     run: RolloutRun, state: RolloutState, count: int, batch: str, others: Sequence[Group], version: int
 ) -> tuple[RolloutState, list[Group]]:
-    """New groups of the next problems of the stream.
+    """New groups for the next problems of the stream.
 
     Args:
-        others: groups whose problems are not taken as long as there are others.
+        others: groups whose problems are avoided as far as possible.
     """
     data, epoch = run.config.data, state.problems_seen // len(run.problems)
     stream = ProblemStream(len(run.problems), data.shuffle_seed, taken=state.problems_seen)
     avoid = {group.index for group in others}
-    found = next_problems(stream, count, state.pass_rates, data.curriculum, postponed=state.postponed, avoid=avoid)
+    chosen = next_problems(stream, count, state.pass_rates, data.curriculum, postponed=state.postponed, avoid=avoid)
     groups = new_groups(
-        [(index, run.problems[index]) for index in found.indices],
+        [(index, run.problems[index]) for index in chosen.indices],
         run.config.rollout.group_size,
         batch=batch,
         epoch=epoch,
         policy_version=version,
         taken=[group.key for group in others],
     )
-    return replace(state, problems_seen=stream.taken, postponed=found.postponed), groups
+    return replace(state, problems_seen=stream.taken, postponed=chosen.postponed), groups
 
 
 def _sample(
@@ -265,8 +266,9 @@ def _sample(
     gradings: list[Grading],
     clock: Clock,
 ) -> tuple[list[Group], Counts]:
-    """Rounds until ``room`` groups have ended. A round adds at most ``tokens_per_round`` tokens to each completion,
-    but samples the ``first`` groups to their ends. What has ended is submitted to the grader at once.
+    """Sample in rounds until ``room`` groups have ended, and submit ended completions to the grader at once.
+
+    A round adds at most ``tokens_per_round`` tokens to each completion, but samples the ``first`` groups to their ends.
     """
     seed = run.adjustments.seed(step + 1, run.config.seed)
     current, counts = {group.key: group for group in groups}, Counts()
@@ -302,7 +304,7 @@ def _sample(
 
 
 def _graded(run: RolloutRun, filled: Filled, clock: Clock) -> Filled:
-    """With all scores, once the grader has finished."""
+    """Wait for the grader and add the scores."""
     if not filled.ungraded:
         return filled
     groups = _scored(filled.state.groups, filled.gradings, clock)
@@ -311,7 +313,7 @@ def _graded(run: RolloutRun, filled: Filled, clock: Clock) -> Filled:
 
 
 def _scored(groups: Sequence[Group], gradings: Sequence[Grading], clock: Clock) -> list[Group]:
-    with clock("reward"):  # only what grading takes longer than sampling
+    with clock("reward"):  # only the time that grading takes beyond sampling
         results = [(grading.places, grading.scores.result()) for grading in gradings]
     scores: defaultdict[tuple[str, int], dict[int | None, Score]] = defaultdict(dict)
     for places, values in results:
@@ -342,13 +344,13 @@ def require_graded(scores: Sequence[Score], max_share: float, grader: Grader) ->
         last = "\n- ".join(grader.last_failures())
         raise UngradedError(
             f"{ungraded} of {len(scores)} completions could not be graded, allowed is a share of {max_share:g} "
-            f"(reward.max_ungraded_share). The last ones:\n- {last}\nMend the reward, give it more "
-            "reward.deadline_seconds or reward.processes, or raise the share."
+            f"(reward.max_ungraded_share). The last ones:\n- {last}\nFix the reward, raise reward.deadline_seconds or "
+            "reward.processes, or raise the share."
         )
 
 
 def _with_policy_logprobs(run: RolloutRun, schedule: Schedule, filled: Filled, clock: Clock) -> Filled:
-    """With old and reference log-probs for the batch, and for its surplus unless that is corrected when it trains."""
+    """Add old and reference log-probs to the batch, and to its surplus unless the surplus trains asynchronously."""
     batch, rest = filled.state.groups[: schedule.size], filled.state.groups[schedule.size :]
     groups = _scored_by_policies(run, batch, clock, run.config.training.mini_batches)
     if not schedule.asynchronous and rest:
@@ -359,8 +361,8 @@ def _with_policy_logprobs(run: RolloutRun, schedule: Schedule, filled: Filled, c
 
 
 def _scored_by_policies(run: RolloutRun, groups: Sequence[Group], clock: Clock, parts: int) -> list[Group]:
-    """Groups whose samples have old and reference log-probs, as far as the config needs them. Samples that have them
-    keep them: they are those of the policy that sampled.
+    """Add the old and reference log-probs that the config needs. Samples that already have some keep them, because they
+    come from the policy that sampled.
 
     Args:
         parts: optimizer steps that the groups are split into.
@@ -381,8 +383,8 @@ def _scored_by_policies(run: RolloutRun, groups: Sequence[Group], clock: Clock, 
 
 
 def _with_old_logprobs(run: RolloutRun, update: Sequence[TrainingSample]) -> Sequence[TrainingSample]:
-    """The samples of one update. All of them go through the pass, also those whose values stay: the microbatches are
-    then those of the update, so that its ratio starts at exactly 1."""
+    """The samples of one update with old log-probs. Samples that have some pass through the model too, so that the
+    microbatches are those of the update and its ratio starts at exactly 1."""
     if all(sample.old_logprobs is not None for sample in update):
         return update
     return [
@@ -394,7 +396,7 @@ def _with_old_logprobs(run: RolloutRun, update: Sequence[TrainingSample]) -> Seq
 
 
 def needs_old_logprobs(config: ExperimentConfig) -> bool:
-    """Whether the policy that updates may be another than the one that sampled, or its log-probs are needed first."""
+    """Whether the policy that updates may differ from the one that sampled, or its log-probs are needed earlier."""
     schedule, algorithm = Schedule.of(config), config.algorithm
     surplus = schedule.needs_signal and schedule.keeps_surplus and not schedule.asynchronous
     kl_in_reward = algorithm.kl.place == "reward" and algorithm.kl.coefficient > 0
@@ -402,6 +404,6 @@ def needs_old_logprobs(config: ExperimentConfig) -> bool:
 
 
 def split(samples: Sequence[TrainingSample], parts: int) -> list[Sequence[TrainingSample]]:
-    """Equal parts in order; whole groups, because ``parts`` divides the problems of a batch."""
+    """Split into equal parts, in order. Groups stay whole, because ``parts`` divides the problems of a batch."""
     size = len(samples) // parts
     return [samples[start : start + size] for start in range(0, len(samples), size)]

@@ -1,4 +1,4 @@
-"""A group: the completions of one problem, from new to ready to train on."""
+"""A group is the completions of one problem. Its state goes from new to ready to train on."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ State = Literal["new", "sampling", "graded", "ready"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Group:
-    """The G completions of one problem. All of them begin under the same policy."""
+    """The G completions of one problem, all begun by the same policy."""
 
     index: int  # of the problem, in the dataset
     problem: Problem
-    seed_key: str  # the rollout batch it was sampled for; its random seeds derive from this and the problem
+    seed_key: str  # names its rollout batch; sampling seeds derive from it and the problem
     epoch: int  # of the stream, when the problem was taken from it
     prompt_token_ids: Ints  # [P], every image expanded to its image-token count; empty while the group is new
     completions: tuple[Completion, ...]
     scores: tuple[Score | None, ...]  # None: not graded yet
-    baseline: Score | None = None  # of the greedy completion, where the estimator wants one
+    baseline: Score | None = None  # of the greedy completion, if the estimator needs one
     samples: tuple[TrainingSample, ...] = ()  # one per completion, once the group is admitted to training
-    surplus: bool = False  # admitted when its own batch was full
+    surplus: bool = False  # admitted after its own batch was full
 
     @classmethod
     def new(cls, index: int, problem: Problem, size: int, *, seed_key: str, epoch: int, policy_version: int) -> Group:
-        """Nothing is sampled yet; ``policy_version`` will sample the first tokens."""
+        """A group without tokens; ``policy_version`` will sample the first ones."""
         nothing = np.zeros(0, np.int32)
         empty = Completion.one_turn(nothing, np.zeros(0, np.float32), "", "unfinished", policy_version)
         return cls(index, problem, seed_key, epoch, nothing, (empty,) * size, (None,) * size)
@@ -53,12 +53,12 @@ class Group:
 
     @property
     def policy_version(self) -> int:
-        """Of the policy that sampled the oldest token."""
+        """Version of the policy that sampled the oldest token."""
         return self.completions[0].policy_version
 
     @property
     def unfinished(self) -> tuple[int, ...]:
-        """Which completions have not ended."""
+        """Indices of the completions that have not ended."""
         return tuple(i for i, completion in enumerate(self.completions) if completion.finish_reason == "unfinished")
 
     @property
@@ -67,10 +67,10 @@ class Group:
         return tuple(Rollout(c, s) for c, s in zip(self.completions, self.scores, strict=True) if s is not None)
 
     def requests(self, seed: int, max_tokens: int | None) -> list[tuple[tuple[int, ...], SampleRequest]]:
-        """What to ask the sampler for next, and which completions each request is for.
+        """The next requests to the sampler, each with the indices of its completions.
 
-        A new group is one request. Later each unfinished completion is a request of its own, with a seed that depends
-        on the tokens sampled so far.
+        A new group is one request. Later each unfinished completion is a separate request, with a seed that depends on
+        the tokens sampled so far.
         """
         if self.state == "new":
             first = sampling_seed(seed, self.seed_key, self.problem.problem_id)
@@ -83,13 +83,13 @@ class Group:
         return SampleRequest(self.problem, 1, own, max_tokens=max_tokens, drawn=so_far)
 
     def continued(self, answer: SampledGroup, which: Sequence[int]) -> Group:
-        """With the tokens that the sampler added to the completions ``which``."""
+        """The group with the tokens that the sampler added to the completions ``which``."""
         pieces = dict(zip(which, answer.completions, strict=True))
         completions = tuple(joined(c, pieces[i]) if i in pieces else c for i, c in enumerate(self.completions))
         return replace(self, prompt_token_ids=answer.prompt_token_ids, completions=completions)
 
     def scored(self, scores: Mapping[int | None, Score]) -> Group:
-        """With the scores of some completions; the key None is the baseline's."""
+        """The group with the scores of some completions. The key None is the baseline."""
         return replace(
             self,
             scores=tuple(scores.get(i, before) for i, before in enumerate(self.scores)),
@@ -97,10 +97,10 @@ class Group:
         )
 
     def admitted(self, *, mask_truncated: bool) -> Group:
-        """With its training samples, without log-probs of a policy.
+        """The group with its training samples, which have no log-probs of a policy yet.
 
         Args:
-            mask_truncated: train no token of a completion that was cut at its budget.
+            mask_truncated: train no token of a completion that was cut at its token budget.
         """
         prompt = self.prompt_token_ids
         samples = [to_sample(self.problem, prompt, c, mask_truncated=mask_truncated) for c in self.completions]
@@ -120,8 +120,8 @@ def new_groups(
 
     Args:
         batch: names the rollout batch and the attempt to fill it.
-        taken: keys of other groups. A problem that occurs again for the same batch gets another seed key, because its
-            completions would be the same otherwise.
+        taken: keys of other groups. A problem that occurs twice in a batch gets another seed key, because its
+            completions would otherwise be the same.
     """
     keys, groups = set(taken), []
     for index, problem in problems:
@@ -132,19 +132,19 @@ def new_groups(
 
 
 def _seed_keys(batch: str) -> Iterator[str]:
-    """Of a problem's first group in a batch, its second, and so on."""
+    """Seed keys for the first group of a problem in a batch, the second, and so on."""
     yield batch
     yield from (f"{batch}#{occurrence}" for occurrence in count(1))
 
 
 def sampling_seed(seed: int, key: str, problem_id: str) -> int:
-    """31 bits. vLLM gives completion i of a request this seed + i, so completions of a group differ."""
+    """A seed of 31 bits. vLLM samples completion i of a request with seed + i, so that completions differ."""
     digest = hashlib.sha256(f"{seed}/{key}/{problem_id}".encode()).digest()
     return int.from_bytes(digest[:4], "big") >> 1
 
 
 def joined(before: Completion, piece: Completion) -> Completion:
-    """A completion with more tokens of the policy: each token keeps the log-prob it was sampled with."""
+    """Append tokens of the policy to a completion. Each token keeps the log-prob that it was sampled with."""
     *turns, last = before.turns
     (more,) = piece.turns
     if last.given:
@@ -158,7 +158,7 @@ def joined(before: Completion, piece: Completion) -> Completion:
 
 
 def in_order(ended: Iterable[Mapping[int, SampledGroup]]) -> list[SampledGroup]:
-    """Everything that a sampler yields, in the order of the requests."""
+    """All groups that a sampler yields, in the order of the requests."""
     groups = {index: group for some in ended for index, group in some.items()}
     return [groups[index] for index in sorted(groups)]
 
@@ -166,7 +166,7 @@ def in_order(ended: Iterable[Mapping[int, SampledGroup]]) -> list[SampledGroup]:
 def to_sample(
     problem: Problem, prompt: Ints, completion: Completion, *, mask_truncated: bool = False
 ) -> TrainingSample:
-    """Prompt and completion as one sequence; its advantages are not known yet. Arguments as ``Group.admitted``."""
+    """Prompt and completion as one sequence, without advantages. Arguments as ``Group.admitted``."""
     truncated = mask_truncated and completion.finish_reason == "length"
     before = np.zeros(len(prompt), np.bool_)
     return TrainingSample(

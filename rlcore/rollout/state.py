@@ -1,4 +1,4 @@
-"""Where the rollouts of a run stand, and how a checkpoint stores that."""
+"""The state of a run's rollouts, and its files in a checkpoint."""
 
 from __future__ import annotations
 
@@ -23,15 +23,13 @@ GROUPS = "groups.parquet"
 
 @dataclass(frozen=True, slots=True)
 class RolloutState:
-    problems_seen: int = (
-        0  # of the stream: trained on, left out as without signal, resting, postponed, or in ``groups``
-    )
+    problems_seen: int = 0  # taken from the stream: trained on, without signal, resting, postponed, or in ``groups``
     postponed: tuple[int, ...] = ()  # indices of problems that the stream repeated too early for the last batch
     pass_rates: PassRates = PassRates()
-    groups: tuple[Group, ...] = ()  # not trained on yet: ready ones in the order of training, others in the stream's
+    groups: tuple[Group, ...] = ()  # not trained yet: ready ones in training order, then others in stream order
 
     def with_pass_rates(self, groups: Iterable[Group]) -> RolloutState:
-        """The state after ``groups`` have been graded."""
+        """The state with the pass rates of newly graded ``groups``."""
         rates: defaultdict[int, dict[int, float]] = defaultdict(dict)
         for group in groups:
             graded = [rollout.score for rollout in group.rollouts if rollout.score.graded]
@@ -64,7 +62,7 @@ class RolloutState:
 
 
 def _groups(folder: Path, step: int, problems: Sequence[Problem], mask_truncated: bool) -> Iterable[Group]:
-    """From ``groups.parquet``, or the three files that older versions wrote."""
+    """Read ``groups.parquet``, or the three files of older versions."""
     readers: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
         GROUPS: lambda row: row,
         "ahead.parquet": lambda row: _scored_row(row, str(step), surplus=False),
@@ -78,7 +76,7 @@ def _groups(folder: Path, step: int, problems: Sequence[Problem], mask_truncated
         missing = sorted({row["problem_id"] for row in rows} - indices.keys())
         if missing:
             raise CheckpointError(
-                f"{path} holds completions of {len(missing)} problems that the dataset lacks, such as {missing[0]!r}. "
+                f"{path} has completions of {len(missing)} problems that the dataset lacks, such as {missing[0]!r}. "
                 "Continue the run with the dataset that it was started with."
             )
         for row in rows:
@@ -193,13 +191,13 @@ def _after_prompt(values: Sequence[float] | None, prompt: int) -> Floats | None:
 
 
 def _scored_row(row: dict[str, Any], seed_key: str, *, surplus: bool) -> dict[str, Any]:
-    """A row of an older version's buffer or batch ahead: ready groups, nothing of which is sampled any more."""
+    """A row of an older version's surplus buffer or prefetched batch, whose groups are ready."""
     completions = [_one_turn(completion) for completion in row["rollouts"]]
     return {**row, "seed_key": seed_key, "epoch": 0, "ready": True, "surplus": surplus, "completions": completions}
 
 
 def _in_flight_row(row: dict[str, Any]) -> dict[str, Any]:
-    """A row of an older version's groups in flight."""
+    """A row of an older version's unfinished groups."""
     occurrence = row.get("occurrence", 0)
     seed_key = f"{row['batch']}#{occurrence}" if occurrence else str(row["batch"])
     completions = [_one_turn({**dict.fromkeys(_LOGPROBS.values()), **completion}) for completion in row["completions"]]

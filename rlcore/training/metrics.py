@@ -1,19 +1,19 @@
-"""Names and denominators of what is logged each step.
+"""Names and denominators of the metrics of each step.
 
-``reward/ rollout/`` describe the batch that was sampled, ``loss/ optim/`` the optimizer step, ``time/`` seconds per
-phase, ``perf/`` what the updates computed and how near to the chip's limit, ``system/`` the machine.
+``reward/`` and ``rollout/`` describe the sampled batch, ``loss/`` and ``optim/`` the optimizer step, ``time/`` the
+seconds per phase, ``perf/`` the work of the updates and their utilisation, ``system/`` the machine.
 
 Each metric has one denominator, which no other setting changes:
 
 - ``loss/total`` and ``loss/policy``: that of ``algorithm.aggregation``, over all tokens or sequences of the step.
 - ``loss/kl_ref``: all trained tokens of the step.
 - Every other token mean, share or maximum of ``update_metrics``: the trained tokens of the step whose advantage is not
-  0. Without a KL term and with one update per batch, other sequences are not computed at all, because they cannot move
-  the policy; with them in the mean, it would be over other problems as soon as ``algorithm.kl.coefficient`` is not 0.
+  0. Without a KL term and with one update per batch, sequences with advantage 0 are not computed, because they cannot
+  change the policy. If means included them, ``algorithm.kl.coefficient`` would change the denominator.
 - ``reward/``: the graded completions of the batch; ``reward/ungraded`` and other shares of completions: all of them.
 - Shares of groups: all groups of the batch.
 
-A mean over nothing is left out, never 0.
+A mean over nothing is left out, never reported as 0.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from rlcore.types import Score
 
 
 def mismatch_alarm(config: ExperimentConfig, device: str) -> float:
-    """Nats per token, ``rollout.mismatch_alarm`` or what the dtypes on this device ("cpu", "cuda") allow."""
+    """``rollout.mismatch_alarm``, or the normal limit for the dtypes on this device ("cpu", "cuda"); nats per token."""
     if config.rollout.mismatch_alarm is not None:
         return config.rollout.mismatch_alarm
     auto: Dtype = "float32" if device == "cpu" else "bfloat16"
@@ -45,31 +45,31 @@ def mismatch_alarm(config: ExperimentConfig, device: str) -> float:
 def update_metrics(
     result: UpdateResult, kl_coefficient: float, *, alarm_above: float, stale: bool = False
 ) -> dict[str, float]:
-    """loss/ and optim/ of one optimizer step, and how far sampler and trainer are apart. Where no token has an
-    advantage other than 0, the means over such tokens are left out.
+    """loss/ and optim/ of one optimizer step, and the distance between sampler and trainer. If all advantages are 0,
+    means over tokens with an advantage are left out.
 
     Args:
         alarm_above: mean distance, nats per token, that raises the alarm.
-        stale: an older policy has sampled, so that this distance is no fault.
+        stale: an older policy sampled, so that a distance is expected.
     """
     sums = result.sums
     total = {name: float(value) for name, value in sums.totals.items()}
     tokens = total["tokens"]
     distance = float(sums.means["rollout/abs_delta_logprob_mean"])
-    found = {
+    metrics = {
         "loss/total": total["policy_loss"] + kl_coefficient * total["kl_loss"],
         "loss/policy": total["policy_loss"],
         "loss/kl_coefficient": kl_coefficient,
-        "loss/kl_ref": total["kl_ref"] / max(1.0, total["computed"]),  # 0 where every completion was masked
+        "loss/kl_ref": total["kl_ref"] / max(1.0, total["computed"]),  # 0 if every completion was masked
         "optim/grad_norm": result.grad_norm,
         "optim/skipped": float(result.skipped),
         "rollout/mismatch_alarm": float(not stale and distance > alarm_above * tokens),
     }
     if not tokens:
-        return found
+        return metrics
     effective = effective_sample_size(sums.totals["importance_ratio"], sums.totals["importance_ratio_squared"])
     return {
-        **found,
+        **metrics,
         **{name: float(value) / tokens for name, value in sums.means.items()},
         **{name: float(value) for name, value in sums.maxima.items()},
         "rollout/effective_sample_size": float(effective) / tokens,
@@ -79,12 +79,12 @@ def update_metrics(
 def performance_metrics(work: Work, seconds: float, devices: int, device_name: str) -> dict[str, float]:
     """perf/ of the updates of one rollout batch, over all devices.
 
-    ``update_mfu`` is there where the device's peak is known: forward and backward FLOPs as ``algorithms.flops`` counts
-    them, per second, over the peak. ``update_tokens_per_second`` counts the tokens that are computed; what a group
-    shares of its prompt comes on top of these, in ``update_prompt_tokens_shared``.
+    ``update_mfu`` needs a device of known peak: FLOPs (``rlcore.flops``) per second, divided by the peak.
+    ``update_tokens_per_second`` counts computed tokens; ``update_prompt_tokens_shared`` counts the prompt tokens that
+    groups share and that were therefore not computed again.
     """
     flops = work.forward_flops + work.backward_flops
-    found = {
+    metrics = {
         "perf/update_tokens": float(work.tokens),
         "perf/update_prompt_tokens": float(work.prompt_tokens),
         "perf/update_prompt_tokens_shared": float(work.shared_tokens),
@@ -92,15 +92,15 @@ def performance_metrics(work: Work, seconds: float, devices: int, device_name: s
         "perf/update_tflops_per_second": flops / seconds / 1e12,
     }
     mfu = utilisation(flops, seconds, devices, device_name)
-    return found if mfu is None else {**found, "perf/update_mfu": mfu}
+    return metrics if mfu is None else {**metrics, "perf/update_mfu": mfu}
 
 
 def collection_metrics(batch: RolloutBatch, advantages: StepAdvantages) -> dict[str, float]:
-    """What was kept of what was generated, and what the trained groups were worth."""
+    """How many generated groups were trained on, and the rewards of those."""
     waiting = batch.rollouts.groups
     scores = [rollout.score for group in batch.groups for rollout in group.rollouts]
     rewards = [score.reward for score in scores if score.graded]
-    found = {
+    metrics = {
         **({"reward/trained_mean": float(np.mean(rewards))} if rewards else {}),
         "rollout/trained_zero_signal": 1 - sum(advantages.signal) / len(advantages.signal),
         "rollout/groups_generated": float(len(batch.generated)),
@@ -116,8 +116,8 @@ def collection_metrics(batch: RolloutBatch, advantages: StepAdvantages) -> dict[
         "rollout/problems_seen": float(batch.rollouts.problems_seen),
     }
     if advantages.kl_penalty is not None:
-        found["reward/kl_penalty"] = advantages.kl_penalty
-    return found
+        metrics["reward/kl_penalty"] = advantages.kl_penalty
+    return metrics
 
 
 def rollout_metrics(
@@ -129,13 +129,14 @@ def rollout_metrics(
 ) -> dict[str, float]:
     """reward/, rollout/, time/ and system/ of one rollout batch.
 
-    reward/ covers the graded completions, but for ``ungraded``, which is a share of all; without a graded completion it
-    holds nothing else. ``all_right``, ``all_wrong`` and ``zero_signal`` are shares of the groups. Where nothing was
-    generated, only time/ and the peak memory are known.
+    reward/ covers the graded completions, except ``ungraded``, which is a share of all completions. ``all_right``,
+    ``all_wrong`` and ``zero_signal`` are shares of the groups. If nothing was generated, only time/ and the peak memory
+    are known.
 
     Args:
-        groups: that were generated for this step.
-        sampled: completion tokens, in the seconds of this step, of which ``generate_beside`` overlap with others.
+        groups: generated for this batch. sampled: completion tokens sampled in the seconds of this step, including
+        ``generate_beside``, which overlap with
+            the training.
     """
     known = {f"time/{phase}": value for phase, value in seconds.items()}
     known["system/peak_memory_gib"] = peak_memory_bytes / 2**30
@@ -164,14 +165,14 @@ def rollout_metrics(
 
 def _reward_metrics(scores: Sequence[Score]) -> dict[str, float]:
     graded = [score for score in scores if score.graded]
-    found = {"reward/ungraded": 1 - len(graded) / len(scores)}
+    metrics = {"reward/ungraded": 1 - len(graded) / len(scores)}
     if not graded:
-        return found
+        return metrics
     rewards = [score.reward for score in graded]
-    found |= {"reward/mean": float(np.mean(rewards)), "reward/std": float(np.std(rewards))}
+    metrics |= {"reward/mean": float(np.mean(rewards)), "reward/std": float(np.std(rewards))}
     for name in sorted({name for score in graded for name in score.parts}):
-        found[f"reward/{name}"] = float(np.mean([s.parts[name] for s in graded if name in s.parts]))
-    return found
+        metrics[f"reward/{name}"] = float(np.mean([s.parts[name] for s in graded if name in s.parts]))
+    return metrics
 
 
 def _outcome(group: Group) -> GroupOutcome:
