@@ -76,7 +76,7 @@ def _groups(folder: Path, step: int, problems: Sequence[Problem], mask_truncated
         missing = sorted({row["problem_id"] for row in rows} - indices.keys())
         if missing:
             raise CheckpointError(
-                f"{path} has completions of {len(missing)} problems that the dataset lacks, such as {missing[0]!r}. "
+                f"{path} holds completions of {len(missing)} problems that the dataset lacks, such as {missing[0]!r}. "
                 "Continue the run with the dataset that it was started with."
             )
         for row in rows:
