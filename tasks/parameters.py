@@ -23,7 +23,7 @@ from rlcore.config import (
     TrainingConfig,
     build_experiment,
 )
-from rlcore.config.secrets import SECRET
+from rlcore.config.build import SECRET
 from tasks.experiments import load_experiment
 from tasks.run import ABLATION_ID, RUN_ID, own_values
 

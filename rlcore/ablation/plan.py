@@ -12,7 +12,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict
 
 from rlcore.ablation.halving import rung_steps
 from rlcore.config import ExperimentConfig, build_experiment, with_new_names
-from rlcore.config.ablation import AblationConfig
+from rlcore.config.experiment import AblationConfig
 from rlcore.errors import ConfigError
 
 BASE = "base"

@@ -1,9 +1,10 @@
-"""An ExperimentConfig from plain values and ``key=value`` overrides, with errors that say what to change."""
+"""Builds an ExperimentConfig from plain values and ``key=value`` overrides, with errors that say what to change."""
 
 from __future__ import annotations
 
 import difflib
 import json
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
@@ -11,11 +12,14 @@ from typing import TYPE_CHECKING, Any, get_args
 from pydantic import BaseModel, ValidationError
 
 from rlcore.config.base import flatten
-from rlcore.config.secrets import refuse_secret
 from rlcore.errors import ConfigError
 
 if TYPE_CHECKING:
     from rlcore.config.experiment import ExperimentConfig
+
+SECRET = r"://[^/\s:@]+:[^@\s/]+@|\bhf_[A-Za-z0-9]{16,}|\bAKIA[0-9A-Z]{16}\b"
+"""A password in an address, a Hugging Face token, or an AWS key. Settings are stored and shown, so none may be
+secret."""
 
 RENAMED = {
     "training.problems_per_step": "training.problems_per_batch",
@@ -30,6 +34,18 @@ _OTHER_UNIT = {
     "algorithm.dynamic_sampling.max_staleness": " It counts policy versions (rollout batches) instead of optimizer "
     "steps: divide the old value by training.mini_batches * training.ppo_epochs."
 }
+
+
+def refuse_secret(key: str, text: str) -> None:
+    """
+    Raises:
+        ConfigError: ``text`` holds a secret. The message names the key, never the text.
+    """
+    if re.search(SECRET, text):
+        raise ConfigError(
+            f"{key} holds a password or a token, and settings are stored and shown. Leave it out: keys come from the "
+            "environment (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, HF_TOKEN, MLFLOW_TRACKING_PASSWORD)."
+        )
 
 
 def read_experiment(path: Path) -> ExperimentConfig:
@@ -57,11 +73,12 @@ def with_new_names(tree: dict[str, Any]) -> dict[str, Any]:
 def build_experiment(values: dict[str, Any], overrides: Sequence[str] = ()) -> ExperimentConfig:
     """Merge dotted ``key=value`` overrides (values in JSON, else text) into ``values`` and validate the whole.
 
-    An override of a choice's ``name`` drops the other settings of the choice that was there before.
+    An override of a choice's ``name`` drops the settings of the previous choice.
 
     Raises:
-        ConfigError: an override without ``=``, a secret, an unknown key, or a value that breaks a rule; lists every
-            finding.
+        ConfigError: an override without ``=``, a secret, an unknown key, or a value that breaks a rule. The message
+        lists
+            all errors.
     """
     from rlcore.config.experiment import ExperimentConfig
 
@@ -83,8 +100,8 @@ def build_experiment(values: dict[str, Any], overrides: Sequence[str] = ()) -> E
         if leaf == "name" and parents and node.get("name", value) != value:
             node.clear()
         node[leaf] = value
-    for key, found in flatten(tree):
-        refuse_secret(key, str(found))
+    for key, setting in flatten(tree):
+        refuse_secret(key, str(setting))
     try:
         return ExperimentConfig.model_validate(tree)
     except ValidationError as error:
@@ -99,33 +116,33 @@ def _parse_value(text: str) -> Any:
 
 
 def _explain(error: ValidationError, root: type[BaseModel]) -> str:
-    lines = [f"the experiment has {error.error_count()} error(s):"]
+    findings: list[str] = []
     for item in error.errors(include_url=False):
         models, where = _along(root, item["loc"])
         if item["type"] == "extra_forbidden":
             advice = _new_name(where) or _known_keys(models, str(item["loc"][-1]))
-            lines.append(f"- {where}: unknown key. {advice}")
-        elif item["type"] == "value_error":  # ours: says where and what by itself
-            lines.append(f"- {item['msg'].removeprefix('Value error, ')}")
+            findings.append(f"{where}: unknown key. {advice}")
+        elif item["type"] == "value_error":  # our own messages, which name their keys
+            findings += item["msg"].removeprefix("Value error, ").split("\n- ")
         else:
-            lines.append(f"- {where}: found {item['input']!r}; {item['msg']}.")
-    return "\n".join(lines)
+            findings.append(f"{where}: found {item['input']!r}; {item['msg']}.")
+    return "\n- ".join([f"the experiment has {len(findings)} error(s):", *findings])
 
 
 def _along(root: type[BaseModel], loc: tuple[int | str, ...]) -> tuple[list[type[BaseModel]], str]:
-    """The models that the last part of ``loc`` may be a key of, and ``loc`` as people write it: pydantic puts the
+    """The models that may have the last part of ``loc`` as a key, and ``loc`` as a dotted key. pydantic inserts the
     name of a tagged union's choice between the keys."""
     models, keys = [root], []
     for part in loc:
         fields = [model.model_fields[str(part)] for model in models if part in model.model_fields]
         if fields:
             keys.append(str(part))
-            found = [model for field in fields for model in _models_in(field.annotation)]
+            inner = [model for field in fields for model in _models_in(field.annotation)]
         else:
-            found = [model for model in models if _tag(model) == part]
-            if not found:
+            inner = [model for model in models if _tag(model) == part]
+            if not inner:
                 keys.append(str(part))
-        models = found or models
+        models = inner or models
     return models, ".".join(keys)
 
 

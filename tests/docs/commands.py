@@ -20,7 +20,7 @@ from pydantic import ValidationError
 from infra.settings import Settings
 from rlcore.ablation.plan import make_plan
 from rlcore.config import build_experiment
-from rlcore.config.ablation import AblationConfig
+from rlcore.config.experiment import AblationConfig
 from rlcore.errors import RlflowError
 from tasks.experiments import PREFECT_YAML, experiment_values
 from tasks.parameters import SETTINGS

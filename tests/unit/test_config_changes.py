@@ -12,7 +12,8 @@ from pydantic import BaseModel
 
 from rlcore.ablation.plan import Point
 from rlcore.config import ExperimentConfig, build_experiment, changes, read_experiment
-from rlcore.config.experiment import NOT_SCIENCE, STEPS, SegmentConfig
+from rlcore.config.experiment import NOT_SCIENCE, STEPS
+from rlcore.config.run import SegmentConfig
 from rlcore.errors import ConfigError
 
 BASE = {

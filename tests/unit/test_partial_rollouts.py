@@ -281,7 +281,7 @@ def test_a_curriculum_learns_of_a_problem_when_its_group_is_trained() -> None:
         ({}, 1, {}, r"rollout\.partial\.tokens_per_round"),
         ({"tokens_per_round": 13}, 1, {}, r"tokens_per_round \(13\) is above rollout\.max_completion_tokens \(12\)"),
         ({"tokens_per_round": 4}, 0, {}, r"Set max_staleness to 1 or more, or rollout\.partial to null"),
-        ({"tokens_per_round": 4, "prefetch": True}, 1, {}, "2 or more, one of them for sampling one batch ahead"),
+        ({"tokens_per_round": 4, "prefetch": True}, 1, {}, "2 or more, one of them for prefetching"),
         ({"tokens_per_round": 4, "in_flight": 2.5}, 1, {}, r"in_flight is 2\.5: a group has 2 rollout batches"),
         (
             {"tokens_per_round": 4, "in_flight": 2.5, "prefetch": True},
@@ -291,7 +291,7 @@ def test_a_curriculum_learns_of_a_problem_when_its_group_is_trained() -> None:
         ),
         ({"tokens_per_round": 4}, 1, {"correction": None}, r"algorithm\.correction\.name to truncate or mask"),
         ({"tokens_per_round": 4}, 1, {"advantage": {"name": "remax"}}, "its greedy baseline is of one policy"),
-        (None, 2, {}, "only one batch is sampled ahead. Set max_staleness to 0 or 1, or rollout.partial"),
+        (None, 2, {}, "only one batch is prefetched. Set max_staleness to 0 or 1, or rollout.partial"),
     ],
 )
 def test_what_cannot_be_is_refused(

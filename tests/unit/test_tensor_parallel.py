@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from rlcore.config import build_experiment
-from rlcore.config.changes import changes
+from rlcore.config.experiment import changes
 from rlcore.distributed.group import SamplerGroup
 from rlcore.distributed.ranks import RankRange
 from rlcore.distributed.tensor_parallel import answers, fingerprint
