@@ -1,4 +1,4 @@
-"""The data that the stages of a step exchange: plain, picklable, no torch.
+"""The data that the stages of a step exchange (plain, picklable, no torch), and the protocols between them.
 
 Letters in shapes: C completion tokens, P prompt tokens, L = P + C tokens of one sequence.
 A value at index t describes token t; ``logprobs[t] = log p(token t | tokens < t)``, in nats.
@@ -6,9 +6,10 @@ A value at index t describes token t; ``logprobs[t] = log p(token t | tokens < t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -139,3 +140,57 @@ class TrainingSample:
     @property
     def num_trained(self) -> int:
         return int(self.loss_mask.sum())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SampleRequest:
+    """A request for ``count`` completions of one problem. ``seed`` is distinct per (run, step, problem)."""
+
+    problem: Problem
+    count: int
+    seed: int
+    greedy: bool = False  # take the likeliest token each time; count is then 1
+    max_tokens: int | None = None  # to sample now; None: to the end of the completion's own budget
+    so_far: Ints = field(default_factory=lambda: np.zeros(0, np.int32))  # [D] tokens to continue; count is then 1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SampledGroup:
+    """The answer to one request. A continued completion has only the new tokens and log-probs, but the whole text."""
+
+    prompt_token_ids: Ints  # [P], image tokens expanded; without the continued tokens
+    completions: tuple[Completion, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ScoredTokens:
+    """The log-probs of a policy for one sequence; 0 outside the loss mask."""
+
+    logprobs: Floats  # [L], at the sampling temperature, of the whole distribution
+    truncation_logprobs: Floats  # [L], log of the probability that top-p and top-k kept; 0 without them
+
+
+class Sampler(Protocol):
+    def generate(self, requests: Sequence[SampleRequest]) -> Iterator[dict[int, SampledGroup]]:
+        """Sample every request with the current weights.
+
+        Yields:
+            Finished groups by their index in ``requests``, so that they can be graded while others are sampled. The
+            tokens do not depend on the order. A completion that ``max_tokens`` cuts before its own budget is
+            ``unfinished``.
+        """
+
+
+class Grader(Protocol):
+    def submit(self, problems: Sequence[Problem], completions: Sequence[Completion]) -> Future[list[Score]]:
+        """Start grading completion i against problem i; the future holds the scores in the same order."""
+
+    def last_failures(self) -> Sequence[str]:
+        """Why the latest ungraded completions are ungraded, oldest first."""
+
+    def close(self) -> None: ...
+
+
+class MetricSink(Protocol):
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Record the metrics of an optimizer step durably, before the next one starts."""

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rlcore.ports import SampleRequest
 from rlcore.rollout.groups import new_groups
-from rlcore.types import Problem
+from rlcore.types import Problem, SampleRequest
 
 
 def sample_requests(problems: Sequence[Problem], group_size: int, *, seed: int, batch: str) -> list[SampleRequest]:

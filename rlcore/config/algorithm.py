@@ -1,4 +1,4 @@
-"""How rewards become a gradient. Each choice is a tagged union: ``name`` picks one, its fields are its own.
+"""How rewards become a gradient. Each choice is a tagged union: ``name`` selects one, and each has its own fields.
 
 Formulas, sources and differences to other trainers: docs/algorithms.md.
 """
@@ -13,26 +13,26 @@ from rlcore.config.base import Frozen, named_by_default
 
 
 class _GroupAdvantage(Frozen):
-    min_group_size: ClassVar[int] = 2  # below it no completion has a sibling to be compared with
+    min_group_size: ClassVar[int] = 2  # below it a completion has none to be compared with
 
 
 class GrpoAdvantage(_GroupAdvantage):
-    """(reward - mean of the group) / deviation of the group."""
+    """(reward - mean of the group) / standard deviation of the group."""
 
     name: Literal["grpo"] = "grpo"
     std: Literal["sample", "population"] = "sample"
-    """sample divides by G - 1, as EasyR1, verl and TRL do, population by G; the paper does not say which. It is one
-    factor for every advantage, which AdamW hardly sees."""
+    """sample divides by G - 1, as EasyR1, verl and TRL do; population divides by G. The paper does not say which. All
+    advantages differ by the same factor, which AdamW almost cancels."""
 
 
 class DrGrpoAdvantage(_GroupAdvantage):
-    """reward - mean of the group: a problem's difficulty does not weight it."""
+    """reward - mean of the group. A problem's difficulty does not weight it."""
 
     name: Literal["dr_grpo"] = "dr_grpo"
 
 
 class BatchStdAdvantage(_GroupAdvantage):
-    """(reward - mean of the group) / deviation of the rewards of the whole rollout batch."""
+    """(reward - mean of the group) / standard deviation of the rewards of the whole rollout batch."""
 
     name: Literal["batch_std"] = "batch_std"
 
@@ -44,21 +44,21 @@ class RlooAdvantage(_GroupAdvantage):
 
 
 class BnpoAdvantage(_GroupAdvantage):
-    """(reward - mean of the group) / density of a Beta distribution that is fitted to the groups' means."""
+    """(reward - mean of the group) / density of a Beta distribution fitted to the groups' means."""
 
     name: Literal["bnpo"] = "bnpo"
 
 
 class PassAtKAdvantage(_GroupAdvantage):
-    """What a completion adds to the best of k, over all subsets of the group that it could be drawn in."""
+    """The mean amount that a completion adds to the best of k, over all subsets of k completions of the group."""
 
     name: Literal["pass_at_k"] = "pass_at_k"
     k: int = Field(4, ge=1)
-    """Size of the subsets; below rollout.group_size."""
+    """Size of the subsets, below rollout.group_size."""
 
 
 class ReinforcePlusPlusAdvantage(Frozen):
-    """Reward to go per token, normalised over all tokens of the rollout batch; no group needed."""
+    """Reward to go per token, normalised over all tokens of the rollout batch. Needs no group."""
 
     min_group_size: ClassVar[int] = 1
     name: Literal["reinforce_plus_plus"] = "reinforce_plus_plus"
@@ -71,7 +71,7 @@ class ReinforcePlusPlusBaselineAdvantage(_GroupAdvantage):
 
 
 class RemaxAdvantage(Frozen):
-    """reward - reward of a greedy completion of the same problem, which is sampled for this alone."""
+    """reward - reward of a greedy completion of the same problem, which is sampled only for this."""
 
     min_group_size: ClassVar[int] = 1
     name: Literal["remax"] = "remax"
@@ -97,45 +97,45 @@ class PpoClipLoss(Frozen):
 
     name: Literal["ppo_clip"] = "ppo_clip"
     clip_low: float = Field(0.2, ge=0, le=1)
-    """The ratio counts down to 1 - clip_low."""
+    """Ratios are clipped below 1 - clip_low."""
     clip_high: float = Field(0.28, ge=0)
-    """The ratio counts up to 1 + clip_high."""
+    """Ratios are clipped above 1 + clip_high."""
     dual_clip: float | None = Field(None, gt=1)
-    """Bounds the loss of a token with a negative advantage whose ratio has run away: at this ratio at most."""
+    """Largest ratio that counts for a token with a negative advantage."""
 
     @model_validator(mode="after")
-    def _dual_clip_is_outside_the_band(self) -> Self:
+    def _check_dual_clip(self) -> Self:
         if self.dual_clip is not None and self.dual_clip <= 1 + self.clip_high:
             raise ValueError(
-                f"algorithm.loss.dual_clip ({self.dual_clip}) is inside the band that ends at 1 + clip_high "
-                f"({1 + self.clip_high}). Set it above, 3 is usual, or to null."
+                f"algorithm.loss.dual_clip ({self.dual_clip}) is not above 1 + clip_high ({1 + self.clip_high}). "
+                "Set it above, for example to 3, or to null."
             )
         return self
 
 
 class GspoLoss(Frozen):
-    """The clipped surrogate on the sequence ratio (length-normalised). Usual aggregation:
-    sequence_mean_token_mean; with sequence_mean_token_sum it is LUSPO."""
+    """The clipped surrogate on the length-normalised sequence ratio. The usual aggregation is sequence_mean_token_mean;
+    with sequence_mean_token_sum it is LUSPO."""
 
     name: Literal["gspo"] = "gspo"
     clip_low: float = Field(3e-4, ge=0, le=1)
-    """The sequence ratio counts down to 1 - clip_low."""
+    """Sequence ratios are clipped below 1 - clip_low."""
     clip_high: float = Field(4e-4, ge=0)
-    """The sequence ratio counts up to 1 + clip_high."""
+    """Sequence ratios are clipped above 1 + clip_high."""
 
 
 class GspoTokenLoss(Frozen):
-    """GSPO whose gradient flows token by token, for advantages that differ within a sequence."""
+    """GSPO with a gradient per token, for advantages that differ within a sequence."""
 
     name: Literal["gspo_token"] = "gspo_token"
     clip_low: float = Field(3e-4, ge=0, le=1)
-    """The sequence ratio counts down to 1 - clip_low."""
+    """Sequence ratios are clipped below 1 - clip_low."""
     clip_high: float = Field(4e-4, ge=0)
-    """The sequence ratio counts up to 1 + clip_high."""
+    """Sequence ratios are clipped above 1 + clip_high."""
 
 
 class CispoLoss(Frozen):
-    """Policy gradient weighted by the detached ratio, which is cut from above only."""
+    """Policy gradient weighted by the detached ratio, which is clipped only from above."""
 
     name: Literal["cispo"] = "cispo"
     max_ratio: float = Field(5.0, ge=1)
@@ -143,27 +143,27 @@ class CispoLoss(Frozen):
 
 
 class SapoLoss(Frozen):
-    """A soft gate on the token ratio in place of clipping."""
+    """A soft gate on the token ratio instead of clipping."""
 
     name: Literal["sapo"] = "sapo"
     tau_positive: float = Field(1.0, gt=0)
-    """Steepness of the gate where the advantage is positive."""
+    """Steepness of the gate for positive advantages."""
     tau_negative: float = Field(1.05, gt=0)
-    """Steepness of the gate elsewhere."""
+    """Steepness of the gate for other advantages."""
 
 
 class VespoLoss(Frozen):
-    """Policy gradient weighted by a detached kernel of the whole sequence's ratio (not length-normalised)."""
+    """Policy gradient weighted by a detached kernel of the sequence ratio (not length-normalised)."""
 
     name: Literal["vespo"] = "vespo"
     k_positive: float = Field(2.0, ge=0)
-    """Power of the ratio in the kernel where the advantage is positive."""
+    """Power of the ratio in the kernel for positive advantages."""
     lambda_positive: float = Field(3.0, gt=0)
-    """Rate of its decay where the advantage is positive."""
+    """Decay rate of the kernel for positive advantages."""
     k_negative: float = Field(3.0, ge=0)
-    """Power of the ratio in the kernel elsewhere."""
+    """Power of the ratio in the kernel for other advantages."""
     lambda_negative: float = Field(2.0, gt=0)
-    """Rate of its decay elsewhere."""
+    """Decay rate of the kernel for other advantages."""
 
 
 PolicyLoss = Annotated[
@@ -174,12 +174,13 @@ PolicyLoss = Annotated[
 
 
 class AdaptiveKl(Frozen):
-    """Moves the coefficient so that the KL to the reference stays near a target."""
+    """Adapts the coefficient to keep the KL to the reference near a target."""
 
     target: float = Field(0.1, gt=0)
     """Nats per token, in the configured estimator."""
     horizon: int = Field(10_000, ge=1)
-    """Completions over which a KL 20% or more off its target multiplies the coefficient by about 1.2 or 0.8."""
+    """Number of completions after which a KL that is 20% or more off target has multiplied the coefficient by about 1.2
+    or 0.8."""
 
 
 KlEstimator = Literal["k1", "k2", "k3", "straight_through"]
@@ -189,24 +190,24 @@ class KlConfig(Frozen):
     """KL(policy || reference) as a penalty: in the loss or in the reward, never both."""
 
     coefficient: float = Field(0.01, ge=0)
-    """0: no KL term, no reference model. With ``adaptive`` the first value."""
+    """0: no KL term and no reference model. With ``adaptive``: the initial value."""
     place: Literal["loss", "reward"] = "loss"
-    """Where the penalty is added; in the reward it has no gradient."""
+    """Where the penalty is added. In the reward it has no gradient."""
     estimator: KlEstimator = "k3"
-    """straight_through has the value of k3 and the gradient of k2."""
+    """Estimator of the KL. straight_through has the value of k3 and the gradient of k2."""
     adaptive: AdaptiveKl | None = None
-    """null: the coefficient stays."""
+    """null: the coefficient is constant."""
 
     @model_validator(mode="after")
-    def _estimator_fits_its_place(self) -> Self:
+    def _check_estimator(self) -> Self:
         if self.place == "loss" and self.estimator == "k1":
             raise ValueError(
-                "algorithm.kl.estimator is k1 in the loss: its gradient has mean 0 and holds nothing back. "
+                "algorithm.kl.estimator is k1 in the loss: its gradient has mean 0, so it does not limit the KL. "
                 "Use k2, k3 or straight_through, or set algorithm.kl.place to reward."
             )
         if self.place == "reward" and self.estimator == "straight_through":
             raise ValueError(
-                "algorithm.kl.estimator is straight_through in the reward, where no gradient flows and it is k3. "
+                "algorithm.kl.estimator is straight_through in the reward, where it has no gradient and equals k3. "
                 "Use k1, k2 or k3."
             )
         if self.adaptive is not None and self.coefficient == 0:
@@ -218,21 +219,21 @@ class KlConfig(Frozen):
 
 
 class TruncatedImportance(Frozen):
-    """TIS: the loss is weighted by p_trainer / p_sampler, cut from above."""
+    """TIS: weights the loss by p_trainer / p_sampler, truncated from above."""
 
     name: Literal["truncate"] = "truncate"
     level: Literal["token", "sequence"] = "token"
-    """One weight per token, or the product of these per sequence."""
+    """token: one weight per token. sequence: one per sequence, the product of its tokens' weights."""
     max_weight: float = Field(2.0, ge=1)
-    """Larger weights are cut to it."""
+    """Larger weights are truncated to it."""
 
 
 class MaskedImportance(Frozen):
-    """MIS: the loss is weighted by p_trainer / p_sampler, and by 0 where that is out of bounds."""
+    """MIS: weights the loss by p_trainer / p_sampler, and masks weights out of bounds."""
 
     name: Literal["mask"] = "mask"
     level: Literal["token", "sequence"] = "token"
-    """One weight per token, or the product of these per sequence."""
+    """token: one weight per token. sequence: one per sequence, the product of its tokens' weights."""
     min_weight: float = Field(0.5, ge=0, le=1)
     """Smaller weights become 0."""
     max_weight: float = Field(2.0, ge=1)
@@ -245,16 +246,17 @@ ImportanceCorrection = Annotated[
 
 
 class DynamicSamplingConfig(Frozen):
-    """Groups without signal are replaced until the batch is full; surplus groups wait, in the checkpoint too."""
+    """Replaces groups without signal until the rollout batch is full. Surplus groups wait for the next batch, also in
+    checkpoints."""
 
     max_rounds: int = Field(10, ge=1)
-    """How often new groups are sampled for one rollout batch, at most."""
+    """Rounds of new groups per rollout batch, at most."""
     if_short: Literal["fill", "fail"] = "fill"
-    """After max_rounds: fill the batch with groups without signal, which add exactly 0, or end the run."""
+    """After max_rounds. fill: use groups without signal, which add exactly 0 to the gradient. fail: end the run."""
     surplus_staleness: int = Field(1, ge=0)
-    """Policy versions (rollout batches) between the policy that sampled a surplus group and the one that trains on it,
-    at most; older groups are dropped and counted. 0 keeps no surplus. training.max_staleness above 0 is the bound for
-    surplus groups too."""
+    """Policy versions (rollout batches) between the policy that sampled a surplus group and the policy that trains on
+    it, at most. Older groups are dropped and counted. 0 keeps no surplus. training.max_staleness above 0 also bounds
+    surplus groups."""
 
 
 class AlgorithmConfig(Frozen):
@@ -262,16 +264,17 @@ class AlgorithmConfig(Frozen):
     loss: PolicyLoss = PpoClipLoss()
     kl: KlConfig = KlConfig()
     aggregation: Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant"] = "token_mean"
-    """How per-token losses become one number. ``constant`` is Dr.GRPO: sum over tokens, divided by
+    """How per-token losses become one number. ``constant`` is Dr.GRPO: the sum over tokens divided by
     sequences * rollout.max_completion_tokens."""
     correction: ImportanceCorrection | None = None
-    """Weights against the mismatch of sampler and trainer, and against staleness (training.max_staleness). Effective
-    sample size is logged with or without."""
+    """Importance weights for the mismatch between sampler and trainer, and for staleness (training.max_staleness). The
+    effective sample size is always logged."""
     dynamic_sampling: DynamicSamplingConfig | None = None
-    """null: a batch is trained as it was sampled."""
+    """null: train on every sampled group."""
     mask_truncated: bool = False
-    """Completions cut at rollout.max_completion_tokens take part in their group's statistics and train no token."""
+    """Do not train on completions that were cut at rollout.max_completion_tokens. They still count in the statistics of
+    their group."""
     recompute_old_logprobs: bool = False
-    """With one update per rollout batch the old log-probs, of the policy that the batch's updates start from, are the
-    new ones and the extra forward pass is skipped. True runs it all the same. Several updates, KL in the reward
-    and surplus groups of dynamic sampling always run it."""
+    """Always compute the log-probs of the policy that the updates of a batch start from in a separate forward pass. By
+    default it is skipped with one update per batch, because they equal the new log-probs. Several updates, KL in the
+    reward, and surplus groups of dynamic sampling always need it."""

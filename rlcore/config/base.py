@@ -1,4 +1,4 @@
-"""What every part of the configuration is."""
+"""The base of every part of the configuration."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict
 
 
 class Frozen(BaseModel):
-    """Immutable; a key that is not a field is an error; docstrings are the descriptions that people see."""
+    """Immutable. An unknown key is an error. The docstrings of fields are their help texts."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
 
 def named_by_default(name: str) -> BeforeValidator:
-    """For a tagged union: values without a ``name`` are settings of this choice."""
+    """For a tagged union: values without ``name`` are settings of the choice ``name``."""
 
     def with_name(value: Any) -> Any:
         return {"name": name, **value} if isinstance(value, dict) else value

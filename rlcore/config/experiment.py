@@ -222,8 +222,8 @@ def _broken_partial_rules(config: ExperimentConfig, partial: PartialRolloutConfi
     elif partial.in_flight > batches:
         yield (
             f"rollout.partial.in_flight is {partial.in_flight:g}: a group has {batches} rollout batches to be trained "
-            f"in (training.max_staleness {stale}, rollout.partial.prefetch {str(partial.prefetch).lower()}), and groups "
-            f"that do not fit into these would be too old. Set in_flight to {batches} or less, or raise max_staleness."
+            f"in (training.max_staleness {stale}, rollout.partial.prefetch {str(partial.prefetch).lower()}), and more "
+            f"groups than fit into these would be too old. Set in_flight to {batches} or less, or raise max_staleness."
         )
     if partial.tokens_per_round > budget:
         yield (

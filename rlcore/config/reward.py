@@ -1,5 +1,4 @@
-"""From text to score. A tagged union: ``name`` picks the reward, its fields are its own; one file each under
-rlcore/rewards."""
+"""From text to score. A tagged union: ``name`` selects the reward, and each has its own fields."""
 
 from __future__ import annotations
 
@@ -13,27 +12,27 @@ from rlcore.config.base import Frozen, named_by_default
 
 class OverlongPenalty(Frozen):
     """DAPO's soft punishment (arXiv:2503.14476, equation 13): 0 up to the last ``buffer_tokens`` of the completion
-    budget (rollout.max_completion_tokens), then falling in a straight line to -``penalty`` at its end."""
+    budget (rollout.max_completion_tokens), then a linear decrease to -``penalty`` at its end."""
 
     buffer_tokens: int = Field(ge=1)
-    """Tokens before the end of the budget at which the penalty begins."""
+    """Tokens before the end of the budget at which the penalty starts."""
     penalty: float = Field(1.0, gt=0)
-    """Taken off the reward of a completion that fills the budget."""
+    """Penalty of a completion that fills the budget."""
 
 
 class _Reward(Frozen):
     deadline_seconds: float = Field(10.0, gt=0)
-    """A grading that takes longer is killed and counted as ungraded: left out of the advantage."""
+    """A grading that takes longer is killed, and the completion is ungraded: it gets no advantage."""
     processes: int = Field(1, ge=1)
-    """Grading processes; more where a reward is slow."""
+    """Number of grading processes. Use more for a slow reward."""
     max_ungraded_share: float = Field(0.5, ge=0, le=1)
-    """A round of sampling of which more than this share could not be graded fails the step."""
+    """The step fails if more than this share of a round could not be graded."""
     overlong: OverlongPenalty | None = None
-    """Added to the reward, whichever it is; its part, unweighted in [-1, 0], is named ``overlong``."""
+    """Length penalty that is added to any reward. Its unweighted part, in [-1, 0], is logged as ``overlong``."""
 
 
 class MathReward(_Reward):
-    """MathRuler on the last \\boxed{}; format: one think block, then the box."""
+    """MathRuler compares the last \\boxed{}. Format: one think block, then the box."""
 
     name: Literal["math"] = "math"
     format_weight: float = Field(0.1, ge=0, le=1)
@@ -41,7 +40,7 @@ class MathReward(_Reward):
 
 
 class MathVerifyReward(_Reward):
-    """As ``math``, with math-verify deciding equality."""
+    """As ``math``, but math-verify compares."""
 
     name: Literal["math_verify"] = "math_verify"
     format_weight: float = Field(0.1, ge=0, le=1)
@@ -49,7 +48,7 @@ class MathVerifyReward(_Reward):
 
 
 class R1vReward(_Reward):
-    """MathRuler on the answer tag; format: a think block, then an answer block, and nothing else."""
+    """MathRuler compares the answer tag. Format: a think block, then an answer block, and nothing else."""
 
     name: Literal["r1v"] = "r1v"
     format_weight: float = Field(0.5, ge=0, le=1)
@@ -57,29 +56,29 @@ class R1vReward(_Reward):
 
 
 class DapoReward(_Reward):
-    """The last "Answer:" line of the last 300 characters, +1 or -1; set ``overlong`` for DAPO's length penalty."""
+    """+1 or -1 for the last "Answer:" line of the last 300 characters. Set ``overlong`` for DAPO's length penalty."""
 
     name: Literal["dapo"] = "dapo"
 
 
 class Gsm8kReward(_Reward):
-    """The number after the last "####" (strict), or the last number of the text (flexible)."""
+    """1 if the final number is right."""
 
     name: Literal["gsm8k"] = "gsm8k"
     method: Literal["strict", "flexible"] = "strict"
-    """Which number of the text is the answer."""
+    """strict: the number after the last "####". flexible: the last number of the text."""
 
 
 class CountdownReward(_Reward):
-    """The answer tag holds an expression that uses each of the problem's ``nums`` once and equals its ``target``."""
+    """1 if the expression in the answer tag uses each of the problem's ``nums`` once and equals its ``target``."""
 
     name: Literal["countdown"] = "countdown"
     format_score: float = Field(0.1, ge=0, le=1)
-    """Reward of an answer tag that holds something wrong."""
+    """Reward of a wrong answer tag."""
 
 
 class ClevrCountReward(_Reward):
-    """An integer in the answer tag; format as ``r1v``."""
+    """The answer tag must have the right integer. Format as ``r1v``."""
 
     name: Literal["clevr_count"] = "clevr_count"
     format_weight: float = Field(0.5, ge=0, le=1)
@@ -87,7 +86,7 @@ class ClevrCountReward(_Reward):
 
 
 class GeoqaReward(_Reward):
-    """A number or expression in the answer tag, or the letter of a choice; format as ``r1v``."""
+    """The answer tag must have the right number, expression, or letter of a choice. Format as ``r1v``."""
 
     name: Literal["geoqa"] = "geoqa"
     format_weight: float = Field(0.5, ge=0, le=1)
@@ -95,7 +94,7 @@ class GeoqaReward(_Reward):
 
 
 class MultipleChoiceReward(_Reward):
-    """The letter of the choice, A to J, in a box, answer tags or an "Answer:" line; format as ``math`` or ``r1v``."""
+    """The letter of the choice, A to J, in a box, answer tags or an "Answer:" line. Format as ``math`` or ``r1v``."""
 
     name: Literal["multiple_choice"] = "multiple_choice"
     format_weight: float = Field(0.1, ge=0, le=1)
@@ -103,31 +102,33 @@ class MultipleChoiceReward(_Reward):
 
 
 class UserReward(_Reward):
-    """A function of yours in a Python file of yours, run in the same killable processes."""
+    """Your own function in a Python file. It runs in the same grading processes."""
 
     name: Literal["user"] = "user"
     file: Path
-    """Made absolute where the experiment is read, so that every process means the same file."""
+    """The Python file. A relative path starts at the current directory."""
     function: str = "reward"
-    """Called as function(text, problem, num_tokens, finish_reason, **arguments), or, with ``batch``, with lists of
-    the first four; returns a float, a Score, or a mapping with "reward" and named parts (a list of them)."""
+    """Called as function(text, problem, num_tokens, finish_reason, **arguments), with lists of the first four if
+    ``batch`` is true. Returns a float, a Score, or a mapping with "reward" and named parts; with ``batch``, a list of
+    these."""
     batch: bool = False
-    """The function takes lists."""
+    """The function takes and returns lists."""
     arguments: dict[str, Any] = {}
-    """Given to the function by name."""
+    """Keyword arguments of the function."""
     environment: tuple[str, ...] = ()
-    """Environment variables that the function may read, by name; a grading process has no others of yours."""
+    """Names of the environment variables that the function may read. Grading processes get no others of yours."""
 
     @field_validator("file")
     @classmethod
-    def _absolute(cls, file: Path) -> Path:
+    def _make_absolute(cls, file: Path) -> Path:
+        """So that every process uses the same file."""
         return file.expanduser().absolute()
 
     @field_validator("environment")
     @classmethod
-    def _names(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+    def _check_names(cls, names: tuple[str, ...]) -> tuple[str, ...]:
         if wrong := [name for name in names if not name.isascii() or not name.isidentifier()]:
-            raise ValueError(f"{wrong} are no names of environment variables. Use letters, digits and _ only.")
+            raise ValueError(f"{wrong} are not names of environment variables. Use letters, digits and _ only.")
         return names
 
 

@@ -17,8 +17,7 @@ from rlcore.distributed.trace import StepTrace
 from rlcore.distributed.worker import RolloutWorker, Worker
 from rlcore.errors import SamplerError
 from rlcore.flops import NOTHING, GroupSize, ModelShape, Work, pass_work
-from rlcore.ports import SampledGroup, SampleRequest, ScoredTokens
-from rlcore.types import Floats, Problem, TrainingSample
+from rlcore.types import Floats, Problem, SampledGroup, SampleRequest, ScoredTokens, TrainingSample
 
 
 class SamplerGroup:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 
 from rlcore.errors import SamplerError
-from rlcore.ports import SampledGroup, SampleRequest
+from rlcore.types import SampledGroup, SampleRequest
 
 Answer = SampledGroup | int  # the group from an engine's first rank; its ``fingerprint`` from the others
 

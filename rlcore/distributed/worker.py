@@ -18,8 +18,7 @@ from rlcore.distributed.tensor_parallel import Answer, answers
 from rlcore.distributed.trace import Trace
 from rlcore.errors import SamplerError
 from rlcore.models.probe import probe_samples
-from rlcore.ports import SampleRequest
-from rlcore.types import ImageRef, Problem, TrainingSample
+from rlcore.types import ImageRef, Problem, SampleRequest, TrainingSample
 
 if TYPE_CHECKING:
     import torch

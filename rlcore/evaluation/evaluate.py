@@ -18,9 +18,8 @@ from rlcore.config import EvaluationConfig
 from rlcore.errors import RewardError
 from rlcore.evaluation.intervals import bootstrap_interval
 from rlcore.files import write_atomically
-from rlcore.ports import Grader, Sampler, SampleRequest
 from rlcore.rollout.groups import in_order
-from rlcore.types import Completion, FinishReason, Problem, Score
+from rlcore.types import Completion, FinishReason, Grader, Problem, Sampler, SampleRequest, Score
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,8 +33,7 @@ from rlcore.models.packed import PackedModel
 from rlcore.models.sequence import cut, sequence_group
 from rlcore.models.sharding import checkpoint_blocks, compile_blocks, gather_whole, transformer_blocks
 from rlcore.models.vision import FrozenTower
-from rlcore.ports import ScoredTokens
-from rlcore.types import Floats, ImageRef, TrainingSample
+from rlcore.types import Floats, ImageRef, ScoredTokens, TrainingSample
 
 
 class TorchPolicy:

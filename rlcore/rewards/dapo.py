@@ -11,10 +11,9 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from rlcore.ports import RewardFn
 from rlcore.rewards.extract import stated_truth
 from rlcore.rewards.grading import MAX_ANSWER_CHARS, math_equal
-from rlcore.rewards.protocol import BatchRewardFn
+from rlcore.rewards.protocol import BatchRewardFn, RewardFn
 from rlcore.types import FinishReason, Problem, Score
 
 WINDOW = 300  # last characters of the completion, the only ones that DAPO's grader reads

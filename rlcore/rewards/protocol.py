@@ -8,10 +8,14 @@ from collections.abc import Sequence
 from dataclasses import astuple
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
-from rlcore.ports import RewardFn
 from rlcore.types import FinishReason, ImageRef, Problem, Score
 
 Job: TypeAlias = tuple[str, Problem, int, FinishReason]  # the arguments of a RewardFn
+
+
+class RewardFn(Protocol):
+    def __call__(self, text: str, problem: Problem, num_tokens: int, finish_reason: FinishReason) -> Score:
+        """Score one completion. A pure function that runs in a process that can be killed."""
 
 
 @runtime_checkable

@@ -18,13 +18,12 @@ from rlcore.config.algorithm import RemaxAdvantage
 from rlcore.data.stream import ProblemStream, next_problems
 from rlcore.distributed.group import WorkerGroup
 from rlcore.errors import StarvedError, UngradedError
-from rlcore.ports import Grader, SampleRequest
 from rlcore.process import Clock, in_background
 from rlcore.rollout.advantages import has_signal
 from rlcore.rollout.groups import Group, new_groups
 from rlcore.rollout.schedule import Schedule
 from rlcore.rollout.state import RolloutState
-from rlcore.types import Problem, Score, TrainingSample
+from rlcore.types import Grader, Problem, SampleRequest, Score, TrainingSample
 
 
 class RolloutRun(Protocol):

@@ -10,8 +10,7 @@ from typing import Literal
 
 import numpy as np
 
-from rlcore.ports import SampledGroup, SampleRequest
-from rlcore.types import Completion, Ints, Problem, Rollout, Score, TrainingSample, Turn
+from rlcore.types import Completion, Ints, Problem, Rollout, SampledGroup, SampleRequest, Score, TrainingSample, Turn
 
 State = Literal["new", "sampling", "graded", "ready"]
 
@@ -80,7 +79,7 @@ class Group:
     def _continuation(self, which: int, seed: int, max_tokens: int | None) -> SampleRequest:
         so_far = self.completions[which].token_ids
         own = sampling_seed(seed, f"{self.seed_key}.{which}.{len(so_far)}", self.problem.problem_id)
-        return SampleRequest(self.problem, 1, own, max_tokens=max_tokens, drawn=so_far)
+        return SampleRequest(self.problem, 1, own, max_tokens=max_tokens, so_far=so_far)
 
     def continued(self, answer: SampledGroup, which: Sequence[int]) -> Group:
         """The group with the tokens that the sampler added to the completions ``which``."""

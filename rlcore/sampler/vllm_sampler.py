@@ -13,11 +13,10 @@ from torch import Tensor
 from rlcore.data.image_store import ImageStore
 from rlcore.data.prompts import PromptBuilder
 from rlcore.errors import SamplerError
-from rlcore.ports import SampledGroup, SampleRequest
 from rlcore.sampler.decoding import Decoded, decode
 from rlcore.sampler.engine import Engine, adapter_request, engine_prompt, over_engine, sampling_params
 from rlcore.sampler.weights import Parts, WeightLoader, checksum
-from rlcore.types import Completion, FinishReason, Ints
+from rlcore.types import Completion, FinishReason, Ints, SampledGroup, SampleRequest
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +109,7 @@ class VllmSampler:
         params = [sampling_params(n=r.count, **self._params | self._sampling_of(r)) for r in requests]
         bare = [self._prompts.unexpanded(r.problem) for r in requests]
         asked = [
-            engine_prompt([*t.tolist(), *r.drawn.tolist()], r.problem.images, self._images)
+            engine_prompt([*t.tolist(), *r.so_far.tolist()], r.problem.images, self._images)
             for r, t in zip(requests, bare, strict=True)
         ]
         adapter = None if self._lora is None else adapter_request(self._version)
@@ -122,7 +121,7 @@ class VllmSampler:
         for ended in decode(self._engine.core, self._tokens_per_call, self._queued_ahead):
             asking = [requests[place[answer.request_id]] for answer in ended]
             texts = self._prompts.texts(
-                [np.concatenate([r.drawn, answer.token_ids]) for r, answer in zip(asking, ended, strict=True)]
+                [np.concatenate([r.so_far, answer.token_ids]) for r, answer in zip(asking, ended, strict=True)]
             )
             for request, answer, text in zip(asking, ended, texts, strict=True):
                 done[answer.request_id] = self._completion(request, answer, text)
@@ -134,7 +133,7 @@ class VllmSampler:
 
     def _expanded(self, request: SampleRequest, bare: Ints, name: str) -> Ints:
         prompt, expanded = self._prompts.expand(bare, request.problem.images), self._engine.waiting_prompt(name)
-        expected = np.concatenate([prompt, request.drawn])
+        expected = np.concatenate([prompt, request.so_far])
         if not np.array_equal(expected, expanded):
             raise SamplerError(
                 f"problem {request.problem.problem_id}: vLLM sees a prompt of {len(expanded)} tokens, "
@@ -149,13 +148,13 @@ class VllmSampler:
         return cast(int, self._params["max_tokens"])
 
     def _sampling_of(self, request: SampleRequest) -> dict[str, object]:
-        left = self._budget - len(request.drawn)
+        left = self._budget - len(request.so_far)
         most = left if request.max_tokens is None else min(left, request.max_tokens)
         how: dict[str, object] = {"temperature": 0.0} if request.greedy else {"seed": request.seed & 0x7FFFFFFF}
         return {"max_tokens": most, **how}
 
     def _completion(self, request: SampleRequest, done: Decoded, text: str) -> Completion:
-        more = len(request.drawn) + len(done.token_ids) < self._budget
+        more = len(request.so_far) + len(done.token_ids) < self._budget
         cut = done.finish_reason == "length" and len(done.token_ids) == request.max_tokens and more
         return Completion.one_turn(
             token_ids=done.token_ids,

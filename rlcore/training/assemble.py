@@ -15,11 +15,11 @@ from rlcore.distributed.cluster import cluster_address, has_gpus, pick_device, s
 from rlcore.distributed.group import WorkerGroup
 from rlcore.distributed.ranks import LocalRanks, Ranks
 from rlcore.distributed.worker import WorkerSpec, make_worker
-from rlcore.ports import MetricSink
 from rlcore.process import making_what_stays
 from rlcore.rewards import environment_of, make_reward
 from rlcore.rewards.pool import GradingPool
 from rlcore.training.run import OnBatch, TrainingRun
+from rlcore.types import MetricSink
 
 
 @contextmanager

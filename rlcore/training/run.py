@@ -10,10 +10,9 @@ from typing import Any
 from rlcore.adjustments import Adjustments
 from rlcore.config import ExperimentConfig
 from rlcore.distributed.group import WorkerGroup
-from rlcore.ports import Grader, MetricSink
 from rlcore.rollout.groups import Group
 from rlcore.rollout.state import RolloutState
-from rlcore.types import Problem
+from rlcore.types import Grader, MetricSink, Problem
 
 OnBatch = Callable[[int, Sequence[Group], Sequence[Group]], None]
 """Called after the training of each rollout batch, with its last step, the groups generated for it, and the groups

@@ -44,7 +44,7 @@ HOMES = {
 LAYERS = {
     "rlcore": (
         ("types", "errors"),
-        ("artifacts", "files", "flops", "ports", "process"),
+        ("artifacts", "files", "flops", "process"),
         ("config", "families"),
         ("adjustments", "batch", "failures", "specs"),
         ("algorithms", "estimate", "rewards"),
@@ -83,7 +83,7 @@ LAYERS = {
 NO_TORCH = tuple(
     f"rlcore/{name}"
     for name in (
-        *("types.py", "errors.py", "artifacts.py", "files.py", "flops.py", "ports.py", "config/", "migrate/"),
+        *("types.py", "errors.py", "artifacts.py", "files.py", "flops.py", "config/", "migrate/"),
         *("adjustments.py", "failures.py", "specs.py", "estimate.py", "rewards/"),
     )
 )

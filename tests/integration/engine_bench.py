@@ -83,8 +83,8 @@ class Bench:
         return list(self.engine.held_weights())
 
     def greedy(self) -> list[list[int]]:
-        from rlcore.ports import SampleRequest
         from rlcore.rollout.groups import in_order
+        from rlcore.types import SampleRequest
 
         groups = in_order(self.sampler.generate([SampleRequest(p, 1, 0, greedy=True) for p in self.problems]))
         return [group.completions[0].token_ids.tolist() for group in groups]

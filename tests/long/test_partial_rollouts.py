@@ -17,8 +17,8 @@ ROUND = 5  # tokens
 def continued(model: Path) -> dict[str, Any]:
     """Problems with a picture and without: greedy completions in one go and in rounds; then groups that are begun under
     one policy and ended under another."""
-    from rlcore.ports import SampleRequest
     from rlcore.rollout.groups import in_order, joined, new_groups, to_sample
+    from rlcore.types import SampleRequest
 
     bench = Bench(model, None)
     sampler, policy, problems = bench.sampler, bench.policy, bench.problems
@@ -29,7 +29,7 @@ def continued(model: Path) -> dict[str, Any]:
     rounds = 0
     while open_ := [i for i, draft in enumerate(drafts) if draft.finish_reason == "unfinished"]:
         asked = [
-            SampleRequest(problems[i], 1, 0, greedy=True, max_tokens=ROUND, drawn=drafts[i].token_ids) for i in open_
+            SampleRequest(problems[i], 1, 0, greedy=True, max_tokens=ROUND, so_far=drafts[i].token_ids) for i in open_
         ]
         for i, group in zip(open_, in_order(sampler.generate(asked)), strict=True):
             drafts[i] = joined(drafts[i], group.completions[0])
@@ -65,7 +65,7 @@ def continued(model: Path) -> dict[str, Any]:
 
 
 def _greedy(problems: list[Any]) -> list[Any]:
-    from rlcore.ports import SampleRequest
+    from rlcore.types import SampleRequest
 
     return [SampleRequest(problem, 1, 0, greedy=True) for problem in problems]
 

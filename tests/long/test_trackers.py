@@ -173,7 +173,7 @@ def test_what_is_not_installed_is_named_with_what_to_do(tmp_path: Path) -> None:
 def test_each_sink_is_a_metric_sink() -> None:
     """A type checker would say so; the signature is all that there is at run time."""
     from infra.tracking.sinks import TensorBoardSink
-    from rlcore.ports import MetricSink
+    from rlcore.types import MetricSink
 
     def use(sink: MetricSink) -> None:
         sink.step(1, {"reward/mean": 0.5})

@@ -19,10 +19,9 @@ from rlcore.data.stream import ProblemStream
 from rlcore.distributed.group import SamplerGroup
 from rlcore.distributed.ranks import RankRange
 from rlcore.models.torch_policy import TorchPolicy
-from rlcore.ports import SampledGroup, SampleRequest
 from rlcore.rollout.groups import in_order
 from rlcore.training.metrics import update_metrics
-from rlcore.types import Problem, TrainingSample
+from rlcore.types import Problem, SampledGroup, SampleRequest, TrainingSample
 from tests.numerics import toy
 from tests.ranks import on_ranks
 from tests.sampling import sample_requests

@@ -13,9 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from rlcore.algorithms.loss import Aggregation, StepTotals
 from rlcore.config import ExperimentConfig
-from rlcore.ports import ScoredTokens
 from rlcore.training.metrics import update_metrics
-from rlcore.types import TrainingSample
+from rlcore.types import ScoredTokens, TrainingSample
 from tests.numerics import toy
 from tests.ranks import on_ranks
 

@@ -12,12 +12,11 @@ import numpy as np
 import pytest
 
 from rlcore.errors import CheckpointError, ConfigError, SamplerError, StarvedError
-from rlcore.ports import SampledGroup, SampleRequest
 from rlcore.process import Clock
 from rlcore.rollout.advantages import has_signal
 from rlcore.rollout.collect import RolloutBatch, needs_old_logprobs
 from rlcore.training.run import TrainingRun, TrainState
-from rlcore.types import Completion, Problem, Score
+from rlcore.types import Completion, Problem, SampledGroup, SampleRequest, Score
 from tests.unit.toy_run import (
     MIXED,
     PROBLEMS,

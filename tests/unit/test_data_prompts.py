@@ -137,7 +137,7 @@ def test_a_text_model_gets_the_turns_as_plain_text(plain):
 def test_an_argument_that_the_chat_template_does_not_know_is_refused():
     with pytest.raises(ConfigError, match="sets enable_thinkin, which the model's chat template does not mention"):
         qwen("math", chat_template_arguments={"enable_thinkin": False})
-    with pytest.raises(ValidationError, match="sets tokenize, which is given with every prompt"):
+    with pytest.raises(ValidationError, match="sets tokenize, which rlflow sets itself"):
         qwen("math", chat_template_arguments={"tokenize": True})
 
 

@@ -12,8 +12,7 @@ from rlcore.evaluation.intervals import (
     bootstrap_difference,
     bootstrap_interval,
 )
-from rlcore.ports import SampledGroup, SampleRequest
-from rlcore.types import Completion, Problem, Score
+from rlcore.types import Completion, Problem, SampledGroup, SampleRequest, Score
 
 # ---- bootstrap
 

@@ -16,11 +16,10 @@ from hypothesis import strategies as st
 from rlcore.config import ExperimentConfig, changes
 from rlcore.data.stream import ProblemStream
 from rlcore.errors import CheckpointError, ConfigError, UngradedError
-from rlcore.ports import SampledGroup, SampleRequest
 from rlcore.rollout.schedule import due
 from rlcore.training.metrics import update_metrics
 from rlcore.training.run import TrainState
-from rlcore.types import Completion, Problem, Score
+from rlcore.types import Completion, Problem, SampledGroup, SampleRequest, Score
 from tests.unit.toy_lengths import (
     BUDGET,
     PROBLEMS,
@@ -209,7 +208,7 @@ def test_groups_in_flight_are_of_distinct_problems_as_far_as_the_dataset_reaches
 
     fewer = replace(wired(settings, lengths), problems=PROBLEMS[:3])
     _, state = batches(fewer, TrainState(), 1)
-    first = [request.seed for request in fewer.workers.requests if not len(request.drawn)]
+    first = [request.seed for request in fewer.workers.requests if not len(request.so_far)]
     assert len(first) == len(set(first)) == 4  # one of the three problems twice, with a seed of its own
     state.save(tmp_path)
     loaded = TrainState.load(tmp_path, state.scalars(), PROBLEMS[:3], mask_truncated=False)

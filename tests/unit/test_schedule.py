@@ -56,7 +56,7 @@ def runs(draw: st.DrawFn) -> TrainingRun:
 
 def begun(run: TrainingRun) -> list[tuple[str, int]]:
     """Problem and seed of every group that the sampler began, in the order of the stream."""
-    return [(r.problem.problem_id, r.seed) for r in run.workers.requests if not len(r.drawn)]
+    return [(r.problem.problem_id, r.seed) for r in run.workers.requests if not len(r.so_far)]
 
 
 def names(run: TrainingRun, groups: list[Group]) -> list[tuple[str, int]]:

@@ -14,9 +14,8 @@ from rlcore.distributed.group import SamplerGroup
 from rlcore.distributed.ranks import RankRange
 from rlcore.distributed.tensor_parallel import answers, fingerprint
 from rlcore.errors import ConfigError, SamplerError
-from rlcore.ports import SampledGroup, SampleRequest
 from rlcore.rollout.groups import in_order
-from rlcore.types import Completion, Problem
+from rlcore.types import Completion, Problem, SampledGroup, SampleRequest
 
 
 def group(number: int, *completions: list[int]) -> SampledGroup:

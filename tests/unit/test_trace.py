@@ -15,7 +15,7 @@ from rlcore.config import build_experiment
 from rlcore.distributed.group import WorkerGroup
 from rlcore.distributed.ranks import LocalRanks, RankRange
 from rlcore.distributed.trace import StepTrace, Trace
-from rlcore.ports import ScoredTokens
+from rlcore.types import ScoredTokens
 from tests.numerics import toy
 from tests.unit.toy_rank import Microbatches, ToyRank
 

@@ -10,8 +10,7 @@ import numpy as np
 from rlcore.config import build_experiment
 from rlcore.distributed.group import WorkerGroup
 from rlcore.flops import ModelShape
-from rlcore.ports import ScoredTokens
-from rlcore.types import TrainingSample
+from rlcore.types import ScoredTokens, TrainingSample
 from tests.numerics import toy
 
 SHAPE = ModelShape(parameters=1000, head_parameters=500, layers=2, width=8, weights_train=True, tower=None)

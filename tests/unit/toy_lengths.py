@@ -10,12 +10,11 @@ from dataclasses import replace
 import numpy as np
 
 from rlcore.config import ExperimentConfig, build_experiment
-from rlcore.ports import SampledGroup, SampleRequest, ScoredTokens
 from rlcore.process import Clock
 from rlcore.rollout.collect import RolloutBatch
 from rlcore.rollout.groups import Group
 from rlcore.training.run import TrainingRun, TrainState
-from rlcore.types import Completion, Problem, Score, TrainingSample
+from rlcore.types import Completion, Problem, SampledGroup, SampleRequest, Score, ScoredTokens, TrainingSample
 from tests.unit.toy_run import collect, with_prefetched
 
 PROBLEMS = [Problem(f"p{i}", "?", (), str(i), "test") for i in range(24)]
@@ -38,13 +37,13 @@ class Workers:
         self.rounds.append([request.problem.problem_id for request in requests])
         for place in reversed(range(len(requests))):
             request = requests[place]
-            first = int(request.drawn[0]) // 100 if len(request.drawn) else 0
+            first = int(request.so_far[0]) // 100 if len(request.so_far) else 0
             pieces = tuple(self._piece(request, first + i) for i in range(request.count))
             yield {place: SampledGroup(np.array([1, 2], np.int32), pieces)}
 
     def _piece(self, request: SampleRequest, which: int) -> Completion:
         own = self.lengths(request.problem.problem_id, which)
-        start, end = len(request.drawn), min(own, BUDGET)
+        start, end = len(request.so_far), min(own, BUDGET)
         stop = end if request.max_tokens is None else min(end, start + request.max_tokens)
         ended = "stop" if own <= BUDGET else "length"
         return Completion.one_turn(

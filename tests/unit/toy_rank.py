@@ -16,8 +16,7 @@ from rlcore.config import ExperimentConfig
 from rlcore.distributed.ranks import LocalRanks, Ranks
 from rlcore.distributed.worker import Synced
 from rlcore.flops import ModelShape
-from rlcore.ports import Grader, SampledGroup, SampleRequest, ScoredTokens
-from rlcore.types import Completion, Floats, Problem, TrainingSample
+from rlcore.types import Completion, Floats, Grader, Problem, SampledGroup, SampleRequest, ScoredTokens, TrainingSample
 from tests.unit import toy_run
 
 Microbatches = list[list[TrainingSample]]

@@ -16,14 +16,13 @@ import torch
 from rlcore.algorithms.objective import StepSums, UpdateResult
 from rlcore.config import ExperimentConfig, build_experiment
 from rlcore.flops import NOTHING, Work
-from rlcore.ports import SampledGroup, SampleRequest, ScoredTokens
 from rlcore.process import Clock
 from rlcore.rollout import collect as rollout
 from rlcore.rollout.collect import RolloutBatch
 from rlcore.rollout.groups import Group
 from rlcore.segment.journal import MetricJournal, read_journal
 from rlcore.training.run import TrainingRun, TrainState
-from rlcore.types import Completion, Problem, Score, TrainingSample
+from rlcore.types import Completion, Problem, SampledGroup, SampleRequest, Score, ScoredTokens, TrainingSample
 
 
 def result(abs_delta: float) -> UpdateResult:
