@@ -7,7 +7,8 @@ once. Norms, activations and the optimizer are left out, as is usual (PaLM, arXi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
+from operator import add
 
 PEAK_BF16 = {"H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "GH200": 989e12, "B200": 2250e12, "A100": 312e12}
 """Dense FLOP/s by a part of the device's name (the longest match counts), from the vendors' data sheets."""
@@ -54,13 +55,7 @@ class Work:
     shared_tokens: int  # saved, because another sequence of the microbatch has the same prompt
 
     def __add__(self, other: Work) -> Work:
-        return Work(
-            self.forward_flops + other.forward_flops,
-            self.backward_flops + other.backward_flops,
-            self.tokens + other.tokens,
-            self.prompt_tokens + other.prompt_tokens,
-            self.shared_tokens + other.shared_tokens,
-        )
+        return Work(*map(add, astuple(self), astuple(other)))
 
 
 NOTHING = Work(0.0, 0.0, 0, 0, 0)

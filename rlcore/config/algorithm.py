@@ -113,25 +113,24 @@ class PpoClipLoss(Frozen):
         return self
 
 
-class GspoLoss(Frozen):
+class _SequenceClip(Frozen):
+    clip_low: float = Field(3e-4, ge=0, le=1)
+    """Sequence ratios are clipped below 1 - clip_low."""
+    clip_high: float = Field(4e-4, ge=0)
+    """Sequence ratios are clipped above 1 + clip_high."""
+
+
+class GspoLoss(_SequenceClip):
     """The clipped surrogate on the length-normalised sequence ratio. The usual aggregation is sequence_mean_token_mean;
     with sequence_mean_token_sum it is LUSPO."""
 
     name: Literal["gspo"] = "gspo"
-    clip_low: float = Field(3e-4, ge=0, le=1)
-    """Sequence ratios are clipped below 1 - clip_low."""
-    clip_high: float = Field(4e-4, ge=0)
-    """Sequence ratios are clipped above 1 + clip_high."""
 
 
-class GspoTokenLoss(Frozen):
+class GspoTokenLoss(_SequenceClip):
     """GSPO with a gradient per token, for advantages that differ within a sequence."""
 
     name: Literal["gspo_token"] = "gspo_token"
-    clip_low: float = Field(3e-4, ge=0, le=1)
-    """Sequence ratios are clipped below 1 - clip_low."""
-    clip_high: float = Field(4e-4, ge=0)
-    """Sequence ratios are clipped above 1 + clip_high."""
 
 
 class CispoLoss(Frozen):

@@ -31,23 +31,24 @@ class _Reward(Frozen):
     """Length penalty that is added to any reward. Its unweighted part, in [-1, 0], is logged as ``overlong``."""
 
 
-class MathReward(_Reward):
+class FormattedReward(_Reward):
+    format_weight: float = Field(0.1, ge=0, le=1)
+    """The reward is (1 - format_weight) * accuracy + format_weight * format."""
+
+
+class MathReward(FormattedReward):
     """MathRuler compares the last \\boxed{}. Format: one think block, then the box."""
 
     name: Literal["math"] = "math"
-    format_weight: float = Field(0.1, ge=0, le=1)
-    """The reward is (1 - format_weight) * accuracy + format_weight * format."""
 
 
-class MathVerifyReward(_Reward):
+class MathVerifyReward(FormattedReward):
     """As ``math``, but math-verify compares."""
 
     name: Literal["math_verify"] = "math_verify"
-    format_weight: float = Field(0.1, ge=0, le=1)
-    """The reward is (1 - format_weight) * accuracy + format_weight * format."""
 
 
-class R1vReward(_Reward):
+class R1vReward(FormattedReward):
     """MathRuler compares the answer tag. Format: a think block, then an answer block, and nothing else."""
 
     name: Literal["r1v"] = "r1v"
@@ -77,7 +78,7 @@ class CountdownReward(_Reward):
     """Reward of a wrong answer tag."""
 
 
-class ClevrCountReward(_Reward):
+class ClevrCountReward(FormattedReward):
     """The answer tag must have the right integer. Format as ``r1v``."""
 
     name: Literal["clevr_count"] = "clevr_count"
@@ -85,7 +86,7 @@ class ClevrCountReward(_Reward):
     """The reward is (1 - format_weight) * accuracy + format_weight * format."""
 
 
-class GeoqaReward(_Reward):
+class GeoqaReward(FormattedReward):
     """The answer tag must have the right number, expression, or letter of a choice. Format as ``r1v``."""
 
     name: Literal["geoqa"] = "geoqa"
@@ -93,12 +94,10 @@ class GeoqaReward(_Reward):
     """The reward is (1 - format_weight) * accuracy + format_weight * format."""
 
 
-class MultipleChoiceReward(_Reward):
+class MultipleChoiceReward(FormattedReward):
     """The letter of the choice, A to J, in a box, answer tags or an "Answer:" line. Format as ``math`` or ``r1v``."""
 
     name: Literal["multiple_choice"] = "multiple_choice"
-    format_weight: float = Field(0.1, ge=0, le=1)
-    """The reward is (1 - format_weight) * accuracy + format_weight * format."""
 
 
 class UserReward(_Reward):

@@ -16,8 +16,14 @@ from pathlib import Path
 from rlcore.artifacts import DatasetRef
 from rlcore.data.pixels import MAX_SOURCE_PIXELS, read_header
 from rlcore.data.prepare.folder import ORIGINALS, existing_dataset, finish_folder, prepared_folder, progress
-from rlcore.data.prepare.questions import ImageCell, conversation, place_images, plain_text
-from rlcore.data.prepare.sources import SourceRow, open_source
+from rlcore.data.prepare.sources import (
+    ImageCell,
+    SourceRow,
+    conversation,
+    open_source,
+    place_images,
+    plain_text,
+)
 from rlcore.data.prompts import PromptBuilder, load_processor
 from rlcore.data.rejects import Reason, Reject, Unusable, nothing_usable
 from rlcore.data.table import PreparedRow

@@ -6,29 +6,17 @@ from functools import partial
 from typing import assert_never
 
 from rlcore.config.reward import (
-    ClevrCountReward,
     CountdownReward,
     DapoReward,
-    GeoqaReward,
+    FormattedReward,
     Gsm8kReward,
-    MathReward,
-    MathVerifyReward,
-    MultipleChoiceReward,
-    R1vReward,
     RewardConfig,
     UserReward,
 )
 from rlcore.errors import RewardError
 from rlcore.rewards.arithmetic import countdown_reward, gsm8k_reward
 from rlcore.rewards.dapo import LengthRule, OverlongBatchReward, OverlongReward, dapo_reward
-from rlcore.rewards.formatted import (
-    clevr_count_reward,
-    geoqa_reward,
-    math_reward,
-    math_verify_reward,
-    multiple_choice_reward,
-    r1v_reward,
-)
+from rlcore.rewards.formatted import FORMATTED
 from rlcore.rewards.protocol import BatchRewardFn, Reward
 from rlcore.rewards.user import user_reward
 
@@ -63,24 +51,14 @@ def make_reward(config: RewardConfig, *, max_completion_tokens: int) -> Reward:
 
 def _reward(config: RewardConfig) -> Reward:
     match config:
-        case MathReward():
-            return partial(math_reward, format_weight=config.format_weight)
-        case MathVerifyReward():
-            return partial(math_verify_reward, format_weight=config.format_weight)
-        case R1vReward():
-            return partial(r1v_reward, format_weight=config.format_weight)
+        case FormattedReward():
+            return partial(FORMATTED[config.name], format_weight=config.format_weight)
         case DapoReward():
             return dapo_reward
         case Gsm8kReward():
             return partial(gsm8k_reward, method=config.method)
         case CountdownReward():
             return partial(countdown_reward, format_score=config.format_score)
-        case ClevrCountReward():
-            return partial(clevr_count_reward, format_weight=config.format_weight)
-        case GeoqaReward():
-            return partial(geoqa_reward, format_weight=config.format_weight)
-        case MultipleChoiceReward():
-            return partial(multiple_choice_reward, format_weight=config.format_weight)
         case UserReward():
             return user_reward(config)
     assert_never(config)

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from decimal import Decimal
 
 from rlcore.errors import RewardError
@@ -159,3 +160,14 @@ def _stated_letter(text: str) -> str | None:
 def weighted_score(accuracy: bool, well_formed: bool, format_weight: float) -> Score:
     parts = {"accuracy": float(accuracy), "format": float(well_formed)}
     return Score((1 - format_weight) * parts["accuracy"] + format_weight * parts["format"], parts, graded=True)
+
+
+FORMATTED: Mapping[str, Callable[..., Score]] = {
+    "math": math_reward,
+    "math_verify": math_verify_reward,
+    "r1v": r1v_reward,
+    "clevr_count": clevr_count_reward,
+    "geoqa": geoqa_reward,
+    "multiple_choice": multiple_choice_reward,
+}
+"""By reward.name."""

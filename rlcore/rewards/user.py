@@ -46,15 +46,17 @@ def user_reward(config: UserReward) -> Reward:
 
 
 @dataclass(frozen=True)
-class UserSingleReward:
-    """The function, called as function(text, problem, num_tokens, finish_reason, **arguments)."""
-
+class UserFunction:
     file: Path
     function: str
     arguments: Mapping[str, Any]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _loaded, (UserSingleReward, self.file, self.function, self.arguments)
+        return _loaded, (type(self), self.file, self.function, self.arguments)
+
+
+class UserSingleReward(UserFunction):
+    """The function, called as function(text, problem, num_tokens, finish_reason, **arguments)."""
 
     def __call__(self, text: str, problem: Problem, num_tokens: int, finish_reason: FinishReason) -> Score:
         function = _load(self.file, self.function)
@@ -62,16 +64,8 @@ class UserSingleReward:
         return _score(value, f"{self.function} in {self.file}")
 
 
-@dataclass(frozen=True)
-class UserBatchReward:
+class UserBatchReward(UserFunction):
     """The function, called with lists: function(texts, problems, num_tokens, finish_reasons, **arguments)."""
-
-    file: Path
-    function: str
-    arguments: Mapping[str, Any]
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _loaded, (UserBatchReward, self.file, self.function, self.arguments)
 
     def score_batch(
         self,
@@ -96,9 +90,7 @@ class UserBatchReward:
         return [_score(value, where) for value in values]
 
 
-def _loaded(
-    make: type[UserSingleReward] | type[UserBatchReward], file: Path, function: str, arguments: Mapping[str, Any]
-) -> UserSingleReward | UserBatchReward:
+def _loaded(make: type[UserFunction], file: Path, function: str, arguments: Mapping[str, Any]) -> UserFunction:
     """Unpickles a reward: runs the file and checks that the function accepts the call."""
     _check_call(_load(file, function), file, function, arguments)
     return make(file, function, arguments)

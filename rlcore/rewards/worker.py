@@ -21,7 +21,7 @@ from pathlib import Path
 
 from rlcore.rewards import sandbox
 from rlcore.rewards.protocol import BatchRewardFn, Job, Reward, answer_to_json, jobs_from_json
-from rlcore.rewards.user import UserBatchReward, UserSingleReward
+from rlcore.rewards.user import UserFunction
 from rlcore.types import Score
 
 MEMORY_BYTES = 4 << 30  # per grading; with more, the kernel could kill the trainer instead
@@ -42,7 +42,7 @@ def main() -> None:
     try:
         reward = _receive_reward(connection, missing)
         _limit_memory()
-        if not isinstance(getattr(reward, "inner", reward), UserSingleReward | UserBatchReward):
+        if not isinstance(getattr(reward, "inner", reward), UserFunction):
             sandbox.read_code_only(scratch)  # a user's own function may read its files
         while reward is not None:
             for answer in _answers(reward, jobs_from_json(connection.recv_bytes())):

@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import partial
+from operator import add
 from typing import Protocol
 
 from rlcore.adjustments import Adjustments
@@ -51,12 +52,7 @@ class Counts:
     dropped_stale: int = 0  # groups that would exceed the allowed staleness
 
     def __add__(self, other: Counts) -> Counts:
-        return Counts(
-            self.rounds + other.rounds,
-            self.tokens + other.tokens,
-            self.continued + other.continued,
-            self.dropped_stale + other.dropped_stale,
-        )
+        return Counts(*map(add, astuple(self), astuple(other)))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

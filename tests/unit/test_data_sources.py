@@ -182,9 +182,9 @@ def test_image_files_lists_only_what_is_outside_the_data_file(tmp_path):
         ("a.jsonl", b'{"problem": "p", "answer": "a"}\n{"prob', "a.jsonl line 2 is not JSON"),
         ("a.jsonl", b"[1]\n", "line 1 holds list, not an object"),
         ("a.jsonl", b'{"problem": "\xff"}', "line 1 is not JSON"),
-        ("a.json", b'{"problem": "p"}', "no array of objects"),
+        ("a.json", b'{"problem": "p"}', "not an array of objects"),
         ("a.json", b"[", "is not JSON"),
-        ("a.parquet", b"PAR1", "no readable parquet file"),
+        ("a.parquet", b"PAR1", "not a readable parquet file"),
         ("a.csv", b"problem,answer", "has the suffix '.csv'"),
     ],
 )
