@@ -24,7 +24,7 @@ from infra.tracking.tracker import check_reachable
 from rlcore.config import ExperimentConfig, ModelConfig
 from rlcore.data.prepare.sources import open_source, parse_source
 from rlcore.data.prompts import template_text
-from rlcore.data.synthetic.sources import DRAWN, check_drawn
+from rlcore.data.synthetic.sources import SYNTHETIC_SOURCES, check_synthetic
 from rlcore.errors import ConfigError, DataError, ModelError, RlflowError
 from rlcore.failures import OUTAGES
 from rlcore.families import family_in, is_of_tower
@@ -203,8 +203,8 @@ def _data(experiment: ExperimentConfig, split: Split, settings: Settings) -> str
         return f"{source}, fetched by the prepare task"
     spec = prepare_spec(experiment, split, settings)
     name, part = parse_source(source, split)
-    if spec.source_path is None and name in DRAWN:
-        check_drawn(name, part, experiment.data)
+    if spec.source_path is None and name in SYNTHETIC_SOURCES:
+        check_synthetic(name, part, experiment.data)
         return f"{source}, drawn here"
     if spec.source_path is None:
         return f"{source}, from Hugging Face"

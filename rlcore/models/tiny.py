@@ -32,7 +32,7 @@ from transformers import (
 )
 
 from rlcore.config import CountdownConfig, TinyModelConfig
-from rlcore.data.synthetic.arithmetic import ArithmeticProblem, draw_countdown, draw_sum
+from rlcore.data.synthetic.arithmetic import ArithmeticProblem, generate_countdown, generate_sum
 from rlcore.data.synthetic.geometry import SyntheticProblem, draw_problem
 from rlcore.data.tiny import END_OF_TURN, PAD, build_processor, build_text_tokenizer
 
@@ -226,9 +226,9 @@ def _warmup_problem(config: TinyModelConfig, index: int) -> SyntheticProblem | A
         case "geometry":
             return draw_problem("warmup", index, config.seed)
         case "sums":
-            return draw_sum("warmup", index, config.seed)
+            return generate_sum("warmup", index, config.seed)
         case _:
-            return draw_countdown("warmup", index, config.seed, GAME)
+            return generate_countdown("warmup", index, config.seed, GAME)
 
 
 def completion_text(problem: SyntheticProblem | ArithmeticProblem) -> str:

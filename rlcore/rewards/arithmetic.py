@@ -46,7 +46,7 @@ def _truth(problem: Problem) -> Decimal:
     if truth is None:
         raise RewardError(
             f"the answer of problem {problem.problem_id} is {problem.answer[:200]!r}. The gsm8k reward needs a number, "
-            "or a solution that ends in '#### 42'. Choose another reward.name, or mend the dataset."
+            "or a solution that ends in '#### 42'. Choose another reward.name, or fix the dataset."
         )
     return truth
 

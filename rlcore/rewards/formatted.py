@@ -71,7 +71,7 @@ def clevr_count_reward(
     if truth is None:
         raise RewardError(
             f"the answer of problem {problem.problem_id} is {problem.answer[:200]!r}. The clevr_count reward needs one "
-            "integer. Choose another reward.name, or mend the dataset."
+            "integer. Choose another reward.name, or fix the dataset."
         )
     parts = answer_parts(text)
     given = None if parts.answer is None else _count(parts.answer)
@@ -107,7 +107,7 @@ def _choices(problem: Problem) -> list[str]:
     if not isinstance(choices, list | tuple) or not all(isinstance(choice, str | int | float) for choice in choices):
         raise RewardError(
             f"the choices of problem {problem.problem_id} are {choices!r}. The geoqa reward takes a list of texts or "
-            "numbers. Rename or mend the column choices."
+            "numbers. Rename or fix the column choices."
         )
     return [str(choice) for choice in choices]
 
@@ -143,7 +143,7 @@ def multiple_choice_reward(
     if truth is None:
         raise RewardError(
             f"the answer of problem {problem.problem_id} is {problem.answer[:200]!r}. The multiple_choice reward needs "
-            "a letter from A to J. Choose another reward.name, or mend the dataset."
+            "a letter from A to J. Choose another reward.name, or fix the dataset."
         )
     given = _stated_letter(after_think(text)) or _stated_letter(text)
     well_formed = format_parts(text).well_formed or answer_parts(text).well_formed

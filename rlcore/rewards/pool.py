@@ -34,7 +34,6 @@ logger = logging.getLogger(__name__)
 
 MAX_CHUNK = 32  # completions sent to a process at once
 START_SECONDS = 120.0  # a cold file system can take long to import sympy
-KEPT_FAILURES = 3
 MAX_ANSWER_BYTES = 1 << 20
 WORKER = "rlcore.rewards.worker"
 ENVIRONMENT = ("PATH", "LANG", "LD_LIBRARY_PATH")  # what an interpreter may need to start; no secrets
@@ -76,36 +75,32 @@ class GradingPool:
             RewardError: the reward cannot be pickled, a process cannot load it, or a variable is not set.
         """
         payload, variables = _pickled(reward), _environment(environment)
-        self._chunks_per_process = 1 if isinstance(reward, BatchRewardFn) else 4
+        together = isinstance(reward, BatchRewardFn)
+        self._chunks_per_process = 1 if together else 4
         self._deadline = deadline_seconds
         self.ungraded: Counter[Reason] = Counter()  # completions by reason
-        self._last_failures: deque[str] = deque(maxlen=KEPT_FAILURES)
+        self._last_failures: deque[str] = deque(maxlen=3)
         self._lock = threading.Lock()  # guards the counters, the batches and _closed
         self._closed = False
         self._unfinished: set[_Batch] = set()
         self._chunks: queue.SimpleQueue[_Chunk | None] = queue.SimpleQueue()
         self._scratch = tempfile.TemporaryDirectory(prefix="rlflow-graders-", ignore_cleanup_errors=True)
         folders = [Path(self._scratch.name, str(index)) for index in range(processes)]
-        together = isinstance(reward, BatchRewardFn)
         self._workers = [_Worker(payload, together, start_seconds, variables, folder) for folder in folders]
-        ready: list[Future[None]] = [Future() for _ in range(processes)]
         self._threads = [
-            threading.Thread(target=self._serve, args=pair, name="grading", daemon=True)
-            for pair in zip(self._workers, ready, strict=True)
+            threading.Thread(target=self._serve, args=(worker,), name="grading", daemon=True)
+            for worker in self._workers
         ]
         for thread in self._threads:
             thread.start()
         try:
-            for started in ready:
-                started.result()
+            for worker in self._workers:
+                worker.started.result()
         except BaseException:
             self.close()
             raise
-        if missing := self._workers[0].missing:
-            logger.warning(
-                "grading processes run without protection of: %s. This system does not support it.",
-                ", ".join(missing),
-            )
+        if missing := ", ".join(self._workers[0].missing):
+            logger.warning("grading processes run without protection of: %s. This system lacks it.", missing)
 
     @property
     def batch_failures(self) -> int:
@@ -168,14 +163,14 @@ class GradingPool:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _serve(self, worker: _Worker, started: Future[None]) -> None:
+    def _serve(self, worker: _Worker) -> None:
         """A worker's thread. It also starts the process, because the kernel kills the process when this thread ends."""
         try:
             worker.start()
         except (RewardError, OSError) as error:
-            started.set_exception(error)
+            worker.started.set_exception(error)
             return
-        started.set_result(None)
+        worker.started.set_result(None)
         while (chunk := self._chunks.get()) is not None:
             todo = chunk.indices
             while todo and not self._closed:
@@ -243,6 +238,7 @@ class _Worker:
     def __init__(
         self, payload: bytes, batch: bool, start_seconds: float, variables: Mapping[str, str], scratch: Path
     ) -> None:
+        self.started: Future[None] = Future()
         self.missing: list[str] = []  # what the sandbox could not take away
         self.batch_failures = 0
         self.first_batch_failure: str | None = None
@@ -301,9 +297,10 @@ class _Worker:
             return
         self.batch_failures += 1
         if self.batch_failures == 1:
-            detail = next((verdict.detail for verdict in verdicts if isinstance(verdict, _Failure)), "")
-            self.first_batch_failure = detail
-            logger.warning("a batch of %d completions failed and is graded one by one. %s", len(jobs), detail)
+            self.first_batch_failure = next((v.detail for v in verdicts if isinstance(v, _Failure)), "")
+            logger.warning(
+                "a batch of %d completions failed and is graded one by one. %s", len(jobs), self.first_batch_failure
+            )
         for job in jobs:
             yield from self._ask([job], deadline_seconds, deadline_seconds)
 
@@ -397,5 +394,5 @@ def _environment(names: Sequence[str]) -> dict[str, str]:
             "Set it there, or remove it from the list."
         )
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-    kept = {name: os.environ[name] for name in (*ENVIRONMENT, *names) if name in os.environ}
-    return {**kept, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    allowed = {name: os.environ[name] for name in (*ENVIRONMENT, *names) if name in os.environ}
+    return {**allowed, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}

@@ -183,9 +183,8 @@ def _fill(run: RolloutRun, schedule: Schedule, state: RolloutState, clock: Clock
     if schedule.asynchronous:  # log-probs are computed when the groups train
         ready = [admit(group) for group in ready]
     before, needed = len(ready), schedule.size - len(ready)
-    counts = Counts(dropped_stale=len(state.groups) - len(usable))
-    if needed > 0:
-        counts += Counts(continued=sum(len(group.unfinished) for group in waiting))
+    continued = sum(len(group.unfinished) for group in waiting) if needed > 0 else 0
+    counts = Counts(continued=continued, dropped_stale=len(state.groups) - len(usable))
     gradings: list[Grading] = []
     with_signal: list[Group] = []
     without_signal: list[Group] = []
@@ -348,10 +347,7 @@ def _with_policy_logprobs(run: RolloutRun, schedule: Schedule, filled: Filled, c
     """Add old and reference log-probs to the batch, and to its surplus unless the surplus trains asynchronously."""
     batch, rest = filled.state.groups[: schedule.size], filled.state.groups[schedule.size :]
     groups = _scored_by_policies(run, batch, clock, run.config.training.mini_batches)
-    if not schedule.asynchronous and rest:
-        groups += _scored_by_policies(run, rest, clock, 1)
-    else:
-        groups += rest
+    groups += rest if schedule.asynchronous or not rest else _scored_by_policies(run, rest, clock, 1)
     return replace(filled, state=replace(filled.state, groups=tuple(groups)))
 
 

@@ -14,13 +14,13 @@ from PIL import Image
 from rlcore.config import DataConfig
 from rlcore.data.synthetic import SPLITS
 from rlcore.data.synthetic.geometry import CELL, KINDS, SyntheticProblem, draw_problem, split_of
-from rlcore.data.synthetic.sources import SYNTHETIC, write_drawn
+from rlcore.data.synthetic.sources import SYNTHETIC, write_synthetic
 from rlcore.errors import DataError
 
 SOME = 60
 
 
-def drawn(split: str, seed: int = 0) -> list[SyntheticProblem]:
+def problems_of(split: str, seed: int = 0) -> list[SyntheticProblem]:
     return [draw_problem(split, index, seed) for index in range(SOME)]  # type: ignore[arg-type]
 
 
@@ -50,7 +50,7 @@ def test_seed_and_index_change_the_picture() -> None:
 
 
 def test_splits_share_no_picture_even_across_seeds() -> None:
-    seen = {split: {pixel_hash(p) for seed in (0, 1) for p in drawn(split, seed)} for split in SPLITS}
+    seen = {split: {pixel_hash(p) for seed in (0, 1) for p in problems_of(split, seed)} for split in SPLITS}
     for split, pictures in seen.items():
         others = set().union(*(seen[other] for other in SPLITS if other != split))
         assert not pictures & others
@@ -59,15 +59,15 @@ def test_splits_share_no_picture_even_across_seeds() -> None:
 
 def test_a_picture_knows_its_split() -> None:
     for split in SPLITS:
-        assert {split_of(problem.picture) for problem in drawn(split)} == {split}
+        assert {split_of(problem.picture) for problem in problems_of(split)} == {split}
 
 
 def test_kinds_take_turns() -> None:
-    assert [problem.kind for problem in drawn("test")[: 2 * len(KINDS)]] == 2 * list(KINDS)
+    assert [problem.kind for problem in problems_of("test")[: 2 * len(KINDS)]] == 2 * list(KINDS)
 
 
 def test_pictures_fit_the_patch_grid_and_are_never_resized() -> None:
-    for problem in drawn("train"):
+    for problem in problems_of("train"):
         width, height = problem.picture.size
         assert width % (2 * CELL) == 0
         assert height % (2 * CELL) == 0
@@ -81,20 +81,20 @@ def test_answers_follow_from_the_numbers_in_the_picture(kind: str) -> None:
         "straight-line": lambda a: 180 - a,
         "segment": lambda a, b: a + b,
     }[kind]
-    for problem in drawn("train"):
+    for problem in problems_of("train"):
         if problem.kind == kind:
             assert int(problem.answer) == reckon(*problem.numbers) > 0
             assert eval(problem.reasoning) == int(problem.answer)
 
 
 def test_polygons_have_as_many_sides_as_the_answer_says() -> None:
-    polygons = [problem for problem in drawn("train") if problem.kind == "polygon"]
+    polygons = [problem for problem in problems_of("train") if problem.kind == "polygon"]
     assert [sides_by_symmetry(problem.picture) for problem in polygons] == [int(p.answer) for p in polygons]
 
 
 def test_the_question_alone_does_not_tell_the_answer() -> None:
     answers: dict[str, set[str]] = {}
-    for problem in drawn("train"):
+    for problem in problems_of("train"):
         answers.setdefault(problem.question, set()).add(problem.answer)
         assert not any(letter.isdigit() for letter in problem.question)
         assert len(problem.question) <= 12  # a token per byte
@@ -104,7 +104,7 @@ def test_the_question_alone_does_not_tell_the_answer() -> None:
 def write(folder: Path, split: str, problems: int, seed: int) -> Path:
     """A file of this many problems; training has eight times as many as the other splits."""
     count = problems if split == "train" else 8 * problems
-    return write_drawn(folder, SYNTHETIC, split, DataConfig(synthetic_problems=count, synthetic_seed=seed))
+    return write_synthetic(folder, SYNTHETIC, split, DataConfig(synthetic_problems=count, synthetic_seed=seed))
 
 
 def test_file_has_the_schema_of_geometry3k(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from functools import cache
 
 from transformers import PreTrainedTokenizerFast
 
-from rlcore.data.synthetic.arithmetic import ArithmeticProblem, draw_countdown, draw_sum
+from rlcore.data.synthetic.arithmetic import ArithmeticProblem, generate_countdown, generate_sum
 from rlcore.data.tiny import build_text_tokenizer
 from rlcore.models.tiny import GAME
 from rlcore.rewards.arithmetic import countdown_reward, gsm8k_reward
@@ -22,7 +22,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def drawn(task: str, index: int) -> ArithmeticProblem:
-    return draw_sum("test", index, 7) if task == "sums" else draw_countdown("test", index, 7, GAME)
+    return generate_sum("test", index, 7) if task == "sums" else generate_countdown("test", index, 7, GAME)
 
 
 def reward(task: str, problem: ArithmeticProblem, text: str) -> float:

@@ -19,7 +19,7 @@ from rlcore.data.prepare.files import image_files, source_files
 from rlcore.data.prepare.sources import parse_source
 from rlcore.data.prompts import template_text
 from rlcore.data.rejects import Reject, write_rejects
-from rlcore.data.synthetic.sources import COUNTDOWN, DRAWN
+from rlcore.data.synthetic.sources import COUNTDOWN, SYNTHETIC_SOURCES
 from rlcore.data.table import IMAGES, PROBLEMS, DatasetReport, PreparedRow, prompt_stats, write_rows
 from rlcore.errors import StorageError
 from rlcore.specs import PrepareSpec, ResizeSpec
@@ -93,9 +93,11 @@ def _source_content(spec: PrepareSpec) -> object:
         root = spec.source_path if spec.source_path.is_dir() else spec.source_path.parent
         outside = (image for file in files for column in columns for image in image_files(file, column))
         return [[file.name, _file_hash(file)] for file in files] + [list(_stamp(image, root)) for image in outside]
-    if name in DRAWN:
+    if name in SYNTHETIC_SOURCES:
         data = spec.data
-        code = [_file_hash(_DATA / "synthetic" / file) for file in ("sources.py", "__init__.py", DRAWN[name])]
+        code = [
+            _file_hash(_DATA / "synthetic" / file) for file in ("sources.py", "__init__.py", SYNTHETIC_SOURCES[name])
+        ]
         game = data.countdown.model_dump(mode="json") if name == COUNTDOWN else None
         return [*code, name, split, data.synthetic_problems, data.synthetic_seed, game]
     return [name, split]

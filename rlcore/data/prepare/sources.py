@@ -16,7 +16,7 @@ from rlcore.config import DataConfig
 from rlcore.data.pixels import IMAGE_MARKER
 from rlcore.data.prepare.files import BATCH_ROWS, Row, Table, cell, images_of, open_file, source_files, videos_of
 from rlcore.data.rejects import Reason, Unusable
-from rlcore.data.synthetic.sources import DRAWN, write_drawn
+from rlcore.data.synthetic.sources import SYNTHETIC_SOURCES, write_synthetic
 from rlcore.errors import DataError, ServerError
 from rlcore.specs import PrepareSpec
 from rlcore.types import Message, Role
@@ -69,8 +69,8 @@ def open_source(spec: PrepareSpec, scratch: Path) -> Source:
     if spec.source_path is not None:
         tables = [open_file(path) for path in source_files(spec.source_path, split)]
         folders = _folders(spec.source_path)
-    elif name in DRAWN:
-        tables = [open_file(write_drawn(scratch, name, split, spec.data))]
+    elif name in SYNTHETIC_SOURCES:
+        tables = [open_file(write_synthetic(scratch, name, split, spec.data))]
         folders = (scratch,)
     else:
         tables = [_open_hub(name, split)]
@@ -123,7 +123,7 @@ def _open_hub(name: str, split: str) -> Table:
         raise DataError(
             f"{name}@{split} cannot be loaded: {error}. data.train and data.validation take a hub id "
             f"with its split (owner/name@train, or owner/name:subset@train), "
-            f"a synthetic source ({', '.join(DRAWN)}), or a local file or folder."
+            f"a synthetic source ({', '.join(SYNTHETIC_SOURCES)}), or a local file or folder."
         ) from error
     return Table(f"{name}@{split}", tuple(dataset.column_names), len(dataset), _arrow_rows(dataset), Path())
 

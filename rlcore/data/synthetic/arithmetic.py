@@ -37,7 +37,7 @@ class ArithmeticProblem:
     reasoning: str  # the calculations in order, for the supervised warm start
 
 
-def draw_sum(split: Split, index: int, seed: int) -> ArithmeticProblem:
+def generate_sum(split: Split, index: int, seed: int) -> ArithmeticProblem:
     """Sum ``index`` of a split, ``7+12+4=``; the same arguments always give the same one."""
     random = Random(f"sums/{seed}/{split}/{index}")
     while True:
@@ -60,7 +60,7 @@ def draw_sum(split: Split, index: int, seed: int) -> ArithmeticProblem:
     )
 
 
-def draw_countdown(split: Split, index: int, seed: int, config: CountdownConfig) -> ArithmeticProblem:
+def generate_countdown(split: Split, index: int, seed: int, config: CountdownConfig) -> ArithmeticProblem:
     """Game ``index`` of a split; the same arguments always give the same one.
 
     Every game can be solved: the target is the value of a random expression over all numbers, whose intermediate

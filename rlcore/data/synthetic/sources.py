@@ -10,16 +10,16 @@ from rlcore.config import DataConfig
 from rlcore.data.synthetic import Split, check_split
 
 SYNTHETIC, COUNTDOWN, SUMS = "synthetic-geometry", "countdown", "sums"
-DRAWN = {SYNTHETIC: "geometry.py", COUNTDOWN: "arithmetic.py", SUMS: "arithmetic.py"}
+SYNTHETIC_SOURCES = {SYNTHETIC: "geometry.py", COUNTDOWN: "arithmetic.py", SUMS: "arithmetic.py"}
 """Name of a synthetic source -> the file of this folder that generates it."""
 
 
-def check_drawn(name: str, split: str, data: DataConfig) -> None:
-    """Generate one problem, so that the errors of ``write_drawn`` are raised before anything is written."""
+def check_synthetic(name: str, split: str, data: DataConfig) -> None:
+    """Generate one problem, so that the errors of ``write_synthetic`` are raised before anything is written."""
     next(_rows(name, check_split(name, split), 1, data))
 
 
-def write_drawn(folder: Path, name: str, split: str, data: DataConfig) -> Path:
+def write_synthetic(folder: Path, name: str, split: str, data: DataConfig) -> Path:
     """Write the problems of a source to ``folder/SPLIT.parquet`` and return that path.
 
     The training split has ``data.synthetic_problems`` problems, validation and test an eighth of that each. The same
@@ -41,7 +41,7 @@ def write_drawn(folder: Path, name: str, split: str, data: DataConfig) -> Path:
 
 
 def _rows(name: str, split: Split, count: int, data: DataConfig) -> Iterator[dict[str, object]]:
-    from rlcore.data.synthetic.arithmetic import draw_countdown, draw_sum
+    from rlcore.data.synthetic.arithmetic import generate_countdown, generate_sum
     from rlcore.data.synthetic.geometry import draw_problem, png_bytes
 
     seed = data.synthetic_seed
@@ -57,9 +57,11 @@ def _rows(name: str, split: Split, count: int, data: DataConfig) -> Iterator[dic
                 "images": [image],
             }
             continue
-        drawn = draw_sum(split, index, seed) if name == SUMS else draw_countdown(split, index, seed, data.countdown)
-        row: dict[str, object] = {"id": drawn.problem_id, "problem": drawn.question, "answer": drawn.answer}
-        yield row if name == SUMS else {**row, "nums": list(drawn.numbers), "target": drawn.target}
+        made = (
+            generate_sum(split, index, seed) if name == SUMS else generate_countdown(split, index, seed, data.countdown)
+        )
+        row: dict[str, object] = {"id": made.problem_id, "problem": made.question, "answer": made.answer}
+        yield row if name == SUMS else {**row, "nums": list(made.numbers), "target": made.target}
 
 
 def _schema(name: str) -> list[tuple[str, Any]]:
