@@ -12,8 +12,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import jinja2
 import jinja2.meta
@@ -91,24 +90,16 @@ def load_processor(model: ModelConfig) -> Any:
 
 
 def _tiny_processor(config: TinyModelConfig) -> Any:
-    if config.task == "geometry":
-        from rlcore.data.tiny import build_processor
+    from rlcore.data import tiny
 
-        return build_processor()
-    from rlcore.data.tiny import build_text_tokenizer
-
-    return TextProcessor(build_text_tokenizer())
+    return tiny.build_processor() if config.task == "geometry" else TextProcessor(tiny.build_text_tokenizer())
 
 
 class PromptBuilder:
-    """Prompts of one model under one template.
+    """Prompts of one model, as ``data`` configures them.
 
     Args:
-        processor: what ``load_processor`` returned.
-        template: a name under rlcore/data/templates, or the path of a Jinja file that uses ``content``.
-        min_pixels, max_pixels: bounds for resized images.
-        system_prompt: system message for problems that have none; None: no message.
-        chat_template_arguments: variables of the model's chat template.
+        processor: from ``load_processor``.
 
     Raises:
         ConfigError: the template does not exist, does not parse, or uses other variables than ``content``; or the chat
@@ -116,39 +107,18 @@ class PromptBuilder:
         ModelError: the image processor is of no supported family.
     """
 
-    def __init__(
-        self,
-        processor: Any,
-        template: str,
-        min_pixels: int,
-        max_pixels: int,
-        *,
-        system_prompt: str | None = None,
-        chat_template_arguments: Mapping[str, object] = MappingProxyType({}),
-    ) -> None:
+    def __init__(self, processor: Any, data: DataConfig) -> None:
         self.tokenizer = processor.tokenizer
-        self._system_prompt = system_prompt
-        self._arguments = dict(chat_template_arguments)
+        self._system_prompt = data.system_prompt
+        self._arguments = data.chat_template_arguments
         _require_mentioned(self._arguments, str(processor.chat_template or processor.tokenizer.chat_template))
         self._processor = processor
-        self._template = _compile(template)
-        self._bounds = (min_pixels, max_pixels)
+        self._template = _compile(data.template)
+        self._bounds = (data.min_pixels, data.max_pixels)
         images = processor.image_processor
         self._resizing = None if images is None else images_of(images).resizing(images)
         self._image_token_id: int | None = None if images is None else processor.image_token_id
         self._special = {str(t): i for i, t in self.tokenizer.added_tokens_decoder.items() if t.special}
-
-    @classmethod
-    def of(cls, processor: Any, data: DataConfig) -> Self:
-        """The prompts that ``data`` configures."""
-        return cls(
-            processor,
-            data.template,
-            data.min_pixels,
-            data.max_pixels,
-            system_prompt=data.system_prompt,
-            chat_template_arguments=data.chat_template_arguments,
-        )
 
     @property
     def image_token_id(self) -> int | None:

@@ -310,7 +310,7 @@ def _prompts(spec: WorkerSpec) -> PromptBuilder:
 
     config = spec.config
     processor = load_processor(config.model.model_copy(update={"path": str(spec.model), "revision": None}))
-    return PromptBuilder.of(processor, config.data)
+    return PromptBuilder(processor, config.data)
 
 
 def _joined_engine_world(spec: WorkerSpec) -> bool:

@@ -51,7 +51,7 @@ def prepare(spec: PrepareSpec) -> DatasetRef:
     if found := existing_dataset(final):
         return found
     data = spec.data
-    prompts = PromptBuilder.of(load_processor(spec.model), data)
+    prompts = PromptBuilder(load_processor(spec.model), data)
     with tempfile.TemporaryDirectory() as scratch, building(final) as aside:
         source = open_source(spec, Path(scratch))
         images = ImageReader(source.folders)

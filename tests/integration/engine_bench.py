@@ -51,7 +51,7 @@ class Bench:
         values["rollout"]["dtype"] = dtype
         config = ExperimentConfig.model_validate(values)
         processor = load_processor(ModelConfig(path=str(model)))
-        prompts = PromptBuilder(processor, "tiny", config.data.min_pixels, config.data.max_pixels)
+        prompts = PromptBuilder(processor, config.data.model_copy(update={"template": "tiny"}))
         pictures: Any = Pictures()
         self.engine = Engine(model, config, "cpu", join_world=ranks > 1)
         self.sampler = VllmSampler(self.engine, prompts=prompts, images=pictures)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Qwen2ForCausalLM
 
-from rlcore.config import TinyModelConfig
+from rlcore.config import DataConfig, TinyModelConfig
 from rlcore.data.prompts import PromptBuilder, TextProcessor
 from rlcore.data.synthetic.arithmetic import ArithmeticProblem
 from rlcore.data.synthetic.geometry import draw_problem
@@ -48,7 +48,7 @@ def test_the_policy_that_sees() -> None:
 
 def sampled(model: Qwen2ForCausalLM, problems: list[ArithmeticProblem], max_tokens: int) -> list[str]:
     """One completion of each, at temperature 1."""
-    prompts = PromptBuilder(TextProcessor(tokenizer()), "tiny", 1, 1)
+    prompts = PromptBuilder(TextProcessor(tokenizer()), DataConfig(template="tiny"))
     ids = [prompts.unexpanded_tokens(problem.question, 0).tolist() for problem in problems]
     length = max(map(len, ids))
     pad = tokenizer().pad_token_id

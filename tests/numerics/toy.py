@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from rlcore.batch import ImageFeatures, prompt_key
-from rlcore.config import ExperimentConfig, build_experiment
+from rlcore.config import DataConfig, ExperimentConfig, build_experiment
 from rlcore.data.prompts import PromptBuilder
 from rlcore.data.synthetic.geometry import draw_problem
 from rlcore.data.tiny import build_processor
@@ -24,7 +24,7 @@ from rlcore.models.torch_policy import TorchPolicy
 from rlcore.types import ImageRef, TrainingSample
 
 PROCESSOR = build_processor()
-BANNED = list(PromptBuilder(PROCESSOR, "tiny", 56 * 56, 1024 * 1024).banned_token_ids)
+BANNED = list(PromptBuilder(PROCESSOR, DataConfig(template="tiny")).banned_token_ids)
 PICTURES: dict[str, Image.Image] = {}
 
 

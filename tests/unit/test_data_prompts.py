@@ -29,12 +29,16 @@ def processor() -> Any:
     return load_processor(ModelConfig())
 
 
+def with_template(template: str) -> DataConfig:
+    return DataConfig(template=template, min_pixels=LOW, max_pixels=HIGH)
+
+
 def builder(template: str = "math") -> PromptBuilder:
-    return PromptBuilder(processor(), template, LOW, HIGH)
+    return PromptBuilder(processor(), with_template(template))
 
 
 def text_builder(template: str = "math") -> PromptBuilder:
-    return PromptBuilder(TextProcessor(processor().tokenizer), template, LOW, HIGH)
+    return PromptBuilder(TextProcessor(processor().tokenizer), with_template(template))
 
 
 @pytest.fixture
@@ -79,7 +83,7 @@ def qwen(template: str, *, sees: bool = True, **settings: Any) -> PromptBuilder:
     found = copy.deepcopy(processor())
     found.chat_template = found.tokenizer.chat_template = QWEN
     data = DataConfig(template=template, min_pixels=LOW, max_pixels=HIGH, **settings)
-    return PromptBuilder.of(found if sees else TextProcessor(found.tokenizer), data)
+    return PromptBuilder(found if sees else TextProcessor(found.tokenizer), data)
 
 
 def test_the_model_s_own_system_text_stays_where_nobody_gives_one(plain):
@@ -265,7 +269,7 @@ def test_a_missing_model_folder_says_so_without_asking_a_hub(path):
 
 def test_a_saved_processor_loads_from_its_folder(tmp_path):
     processor().save_pretrained(tmp_path)
-    loaded = PromptBuilder(load_processor(ModelConfig(path=str(tmp_path))), "math", LOW, HIGH)
+    loaded = PromptBuilder(load_processor(ModelConfig(path=str(tmp_path))), with_template("math"))
     item = problem("<image>Find x.", (56, 84))
     assert loaded.tokens(item).tolist() == builder().tokens(item).tolist()
 
@@ -274,7 +278,7 @@ def test_a_folder_with_a_tokenizer_alone_is_a_language_model(tmp_path):
     processor().tokenizer.save_pretrained(tmp_path)
     loaded = load_processor(ModelConfig(path=str(tmp_path)))
     assert isinstance(loaded, TextProcessor)
-    assert PromptBuilder(loaded, "math", LOW, HIGH).image_token_id is None
+    assert PromptBuilder(loaded, with_template("math")).image_token_id is None
 
 
 def test_a_model_without_a_chat_template_is_refused(tmp_path):
@@ -294,4 +298,4 @@ def test_an_empty_model_folder_says_what_belongs_there(tmp_path):
 def test_the_tiny_text_policies_take_no_images(task):
     found = load_processor(ModelConfig(tiny=TinyModelConfig(task=task)))
     assert isinstance(found, TextProcessor)
-    assert PromptBuilder(found, "tiny", LOW, HIGH).image_token_id is None
+    assert PromptBuilder(found, with_template("tiny")).image_token_id is None

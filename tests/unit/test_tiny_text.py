@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2ForCausalLM
 
-from rlcore.config import ModelConfig, TinyModelConfig
+from rlcore.config import DataConfig, ModelConfig, TinyModelConfig
 from rlcore.data.prompts import PromptBuilder, TextProcessor, load_processor
 from rlcore.jobs.bootstrap import bootstrap
 from rlcore.models.tiny import (
@@ -49,7 +49,9 @@ def test_the_folder_loads_as_a_language_model(tmp_path: Path, task: str) -> None
     assert isinstance(found, TextProcessor)
     fresh = load_processor(ModelConfig(tiny=TinyModelConfig(task=task)))
     question = drawn(task, 0).question
-    tokens = [PromptBuilder(p, "tiny", 1, 1).unexpanded_tokens(question, 0).tolist() for p in (found, fresh)]
+    tokens = [
+        PromptBuilder(p, DataConfig(template="tiny")).unexpanded_tokens(question, 0).tolist() for p in (found, fresh)
+    ]
     assert tokens[0] == tokens[1]
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from random import Random
 
@@ -31,22 +31,13 @@ _FONT_SIZE = 13  # two digits fill one cell
 class SyntheticProblem:
     """``answer`` follows from the question and ``numbers``, which only the picture shows."""
 
-    problem_id: str
-    kind: str
     question: str  # without the image marker
     numbers: tuple[int, ...]
     reasoning: str  # a correct thought, for the supervised warm start
     answer: str
     picture: Image.Image
-
-
-@dataclass(frozen=True, slots=True)
-class _Sketch:
-    question: str
-    numbers: tuple[int, ...]
-    reasoning: str
-    answer: int
-    picture: Image.Image
+    problem_id: str = ""
+    kind: str = ""
 
 
 Point = tuple[float, float]  # x to the right, y down, in pixels
@@ -62,18 +53,9 @@ def draw_problem(split: Split, index: int, seed: int) -> SyntheticProblem:
     kind = list(KINDS)[index % len(KINDS)]
     random = Random(f"{seed}/{split}/{index}")
     while True:
-        sketch = KINDS[kind](random)
-        if split_of(sketch.picture) == split:
-            break
-    return SyntheticProblem(
-        problem_id=f"synthetic-{split}-{seed}-{index}",
-        kind=kind,
-        question=sketch.question,
-        numbers=sketch.numbers,
-        reasoning=sketch.reasoning,
-        answer=str(sketch.answer),
-        picture=sketch.picture,
-    )
+        problem = KINDS[kind](random)
+        if split_of(problem.picture) == split:
+            return replace(problem, problem_id=f"synthetic-{split}-{seed}-{index}", kind=kind)
 
 
 def split_of(picture: Image.Image) -> Split:
@@ -87,7 +69,7 @@ def png_bytes(picture: Image.Image) -> bytes:
     return file.getvalue()
 
 
-def _polygon(random: Random) -> _Sketch:
+def _polygon(random: Random) -> SyntheticProblem:
     """Count the sides of a regular polygon, turned, scaled and moved at random."""
     sides = random.randint(3, 5)
     size = 4 * CELL
@@ -98,10 +80,10 @@ def _polygon(random: Random) -> _Sketch:
     angles = [turn + 2 * math.pi * k / sides for k in range(sides)]
     corners = [(x + radius * math.cos(angle), y + radius * math.sin(angle)) for angle in angles]
     picture = _draw((size, size), [[*corners, corners[0]]], [])
-    return _Sketch("Sides?", (sides,), f"{sides} sides", sides, picture)
+    return SyntheticProblem("Sides?", (sides,), f"{sides} sides", str(sides), picture)
 
 
-def _triangle(random: Random) -> _Sketch:
+def _triangle(random: Random) -> SyntheticProblem:
     """Two angles of a triangle are given; x is the third."""
     first, second = (10 * random.randint(4, 7) for _ in range(2))
     corners = [
@@ -114,10 +96,10 @@ def _triangle(random: Random) -> _Sketch:
     if random.random() < 0.5:
         names = [names[0], names[2], names[1]]
     picture = _draw((6 * CELL, 6 * CELL), [[*corners, corners[0]]], list(zip(cells, names, strict=True)))
-    return _Sketch("Angle x?", (first, second), f"180-{first}-{second}", 180 - first - second, picture)
+    return SyntheticProblem("Angle x?", (first, second), f"180-{first}-{second}", str(180 - first - second), picture)
 
 
-def _straight_line(random: Random) -> _Sketch:
+def _straight_line(random: Random) -> SyntheticProblem:
     """A ray starts on a straight line; one angle is given, x is the other."""
     angle = 10 * random.randint(2, 9)
     foot = (_near(random, 42, 6), 49.0 + random.uniform(-3, 2))
@@ -127,10 +109,10 @@ def _straight_line(random: Random) -> _Sketch:
     labels = list(zip([(1, 2), (4, 2)], names, strict=True))
     line = [(2.0, foot[1]), (82.0, foot[1])]
     picture = _draw((6 * CELL, 4 * CELL), [line, [foot, tip]], labels)
-    return _Sketch("Angle x?", (angle,), f"180-{angle}", 180 - angle, picture)
+    return SyntheticProblem("Angle x?", (angle,), f"180-{angle}", str(180 - angle), picture)
 
 
-def _segment(random: Random) -> _Sketch:
+def _segment(random: Random) -> SyntheticProblem:
     """The lengths of the two parts of a segment are given; the question asks for the sum."""
     first, second = (random.randint(2, 8) for _ in range(2))
     ends = [_near(random, 7), _near(random, 42, 6), _near(random, 77)]
@@ -139,10 +121,10 @@ def _segment(random: Random) -> _Sketch:
     ticks = [[(x, y - 5), (x, y + 5)] for x, y in points]
     labels = [((1, 1), str(first)), ((4, 1), str(second))]
     picture = _draw((6 * CELL, 4 * CELL), [points, *ticks], labels)
-    return _Sketch("Length?", (first, second), f"{first}+{second}", first + second, picture)
+    return SyntheticProblem("Length?", (first, second), f"{first}+{second}", str(first + second), picture)
 
 
-KINDS: dict[str, Callable[[Random], _Sketch]] = {
+KINDS: dict[str, Callable[[Random], SyntheticProblem]] = {
     "polygon": _polygon,
     "triangle": _triangle,
     "straight-line": _straight_line,
