@@ -8,49 +8,44 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
+from typing import Self
 
 from rlcore.errors import DataError
 
 
 class Reason(StrEnum):
-    TOO_MANY_IMAGES = "too_many_images"
-    EMPTY_PROBLEM = "empty_problem"
-    EMPTY_ANSWER = "empty_answer"
-    NOT_TEXT = "not_text"
-    SPECIAL_TOKEN = "special_token_in_text"
-    MARKER_COUNT = "image_marker_count"
-    VIDEO_MARKER_COUNT = "video_marker_count"
-    VIDEO_FORMAT = "video_format"
-    MODEL_WITHOUT_IMAGES = "model_without_images"
-    IMAGE_MISSING = "image_missing"
-    IMAGE_OUTSIDE = "image_outside"
-    IMAGE_FORMAT = "image_format"
-    IMAGE_ANIMATED = "image_animated"
-    IMAGE_TOO_LARGE = "image_too_large"
-    IMAGE_DAMAGED = "image_damaged"
-    IMAGE_SHAPE = "image_shape"
-    PROMPT_TOO_LONG = "prompt_too_long"
+    """Why a row is rejected, as ``rejects.jsonl`` names it, and the most likely remedy."""
 
+    remedy: str
 
-_REMEDIES = {
-    Reason.TOO_MANY_IMAGES: "raise data.max_images, or keep fewer frames of each video",
-    Reason.EMPTY_PROBLEM: "set data.problem_column to the column that holds the question",
-    Reason.EMPTY_ANSWER: "set data.answer_column to the column that holds the answer",
-    Reason.NOT_TEXT: "set data.problem_column and data.answer_column to columns of text or numbers",
-    Reason.SPECIAL_TOKEN: "take the model's special tokens out of the problem text",
-    Reason.MARKER_COUNT: "set data.images_column, and write one <image> marker per image into the problem",
-    Reason.VIDEO_MARKER_COUNT: "set data.videos_column, and write one <video> marker per video into the problem",
-    Reason.VIDEO_FORMAT: "write each video as a list of its frames, each an image",
-    Reason.MODEL_WITHOUT_IMAGES: "set model.path to a vision-language model",
-    Reason.IMAGE_MISSING: "keep image files beside the source file, or embed their bytes",
-    Reason.IMAGE_OUTSIDE: "point data.train at the folder that holds rows and images, or embed their bytes",
-    Reason.IMAGE_FORMAT: "convert the images to PNG or JPEG",
-    Reason.IMAGE_ANIMATED: "extract one frame per image",
-    Reason.IMAGE_TOO_LARGE: "scale the originals down",
-    Reason.IMAGE_DAMAGED: "fetch the source again; its image files do not decode",
-    Reason.IMAGE_SHAPE: "widen the range from data.min_pixels to data.max_pixels, or crop very long images",
-    Reason.PROMPT_TOO_LONG: "raise data.max_prompt_tokens, or lower data.max_pixels",
-}
+    def __new__(cls, value: str, remedy: str) -> Self:
+        reason = str.__new__(cls, value)
+        reason._value_, reason.remedy = value, remedy
+        return reason
+
+    TOO_MANY_IMAGES = "too_many_images", "raise data.max_images, or keep fewer frames of each video"
+    EMPTY_PROBLEM = "empty_problem", "set data.problem_column to the column that holds the question"
+    EMPTY_ANSWER = "empty_answer", "set data.answer_column to the column that holds the answer"
+    NOT_TEXT = "not_text", "set data.problem_column and data.answer_column to columns of text or numbers"
+    SPECIAL_TOKEN = "special_token_in_text", "take the model's special tokens out of the problem text"
+    MARKER_COUNT = (
+        "image_marker_count",
+        "set data.images_column, and write one <image> marker per image into the problem",
+    )
+    VIDEO_MARKER_COUNT = (
+        "video_marker_count",
+        "set data.videos_column, and write one <video> marker per video into the problem",
+    )
+    VIDEO_FORMAT = "video_format", "write each video as a list of its frames, each an image"
+    MODEL_WITHOUT_IMAGES = "model_without_images", "set model.path to a vision-language model"
+    IMAGE_MISSING = "image_missing", "keep image files beside the source file, or embed their bytes"
+    IMAGE_OUTSIDE = "image_outside", "point data.train at the folder that holds rows and images, or embed their bytes"
+    IMAGE_FORMAT = "image_format", "convert the images to PNG or JPEG"
+    IMAGE_ANIMATED = "image_animated", "extract one frame per image"
+    IMAGE_TOO_LARGE = "image_too_large", "scale the originals down"
+    IMAGE_DAMAGED = "image_damaged", "fetch the source again; its image files do not decode"
+    IMAGE_SHAPE = "image_shape", "widen the range from data.min_pixels to data.max_pixels, or crop very long images"
+    PROMPT_TOO_LONG = "prompt_too_long", "raise data.max_prompt_tokens, or lower data.max_pixels"
 
 
 class Unusable(Exception):
@@ -93,5 +88,5 @@ def nothing_usable(source: str, rejects: Sequence[Reject], columns: Sequence[str
         f"{source}: none of {len(rejects)} rows is usable: "
         f"{', '.join(f'{reason} {count}' for reason, count in counts)}. "
         f"First {example.reason}: row {example.row}, {example.detail}.{names} "
-        f"Most likely remedy: {_REMEDIES[Reason(counts[0][0])]}."
+        f"Most likely remedy: {Reason(counts[0][0]).remedy}."
     )
