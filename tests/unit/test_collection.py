@@ -312,7 +312,7 @@ def test_a_buffer_from_another_dataset_is_refused(tmp_path: Path):
         TrainState.load(tmp_path, state.scalars(), [Problem("other", "?", (), "1", "x")], mask_truncated=False)
 
 
-def test_what_has_ended_is_graded_while_the_rest_is_sampled():
+def test_ended_completions_are_graded_while_others_are_sampled():
     events: list[str] = []
 
     class Slow(Workers):

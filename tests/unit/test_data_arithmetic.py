@@ -103,7 +103,7 @@ def test_a_file_is_the_same_byte_for_byte(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [SUMS, COUNTDOWN])
-def test_the_warm_start_split_cannot_be_asked_for(name: str) -> None:
+def test_the_warm_start_split_is_not_public(name: str) -> None:
     for split in PUBLIC_SPLITS:
         check_synthetic(name, split, DataConfig())
     with pytest.raises(DataError, match="no split 'warmup'. Allowed: train, validation, test"):

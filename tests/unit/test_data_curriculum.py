@@ -59,7 +59,7 @@ def test_resting_problems_are_skipped_and_counted():
 
 
 @given(SIZES, SEEDS, BATCHES, st.integers(0, 14))
-def test_a_resumed_run_goes_on_as_if_it_had_never_stopped(num_problems, seed, batches, cut):
+def test_a_resumed_run_gets_the_same_problems(num_problems, seed, batches, cut):
     def run(interrupted: bool) -> list[list[int]]:
         stream, rates, steps, trained = ProblemStream(num_problems, seed), PassRates(), [], 0
         postponed: tuple[int, ...] = ()
@@ -85,7 +85,7 @@ def test_a_batch_has_as_many_problems_as_asked_for_and_no_needless_repeats(num_p
         assert len(set(indices)) == min(n, num_problems)
 
 
-def test_when_all_rest_the_plain_order_goes_on():
+def test_if_all_problems_rest_none_is_skipped():
     rates = PassRates().updated(dict.fromkeys(range(8), 1.0), 0)
     stream = ProblemStream(8, seed=3)
     assert sorted(next_problems(stream, 8, rates, CONFIG).indices) == list(range(8))
@@ -93,7 +93,7 @@ def test_when_all_rest_the_plain_order_goes_on():
     assert sorted(set(next_problems(stream, 20, rates, CONFIG).indices)) == list(range(8))
 
 
-def test_nothing_rests_for_ever():
+def test_no_problem_rests_forever():
     stream, rates = ProblemStream(12, seed=1), PassRates()
     last_seen = dict.fromkeys(range(12), 0)
     postponed: tuple[int, ...] = ()

@@ -124,7 +124,7 @@ def test_what_is_no_regular_file_is_never_opened(tmp_path, kind):
     assert "no regular file" in rejected_detail(tmp_path, ["../odd.png"], "image_missing")
 
 
-def test_a_device_is_not_read_for_ever(tmp_path):
+def test_a_device_file_is_not_read(tmp_path):
     assert "outside" in rejected_detail(tmp_path, ["/dev/zero"], "image_outside")
 
 
@@ -442,7 +442,7 @@ def test_the_key_changes_with_an_image_that_the_source_names_by_path(tmp_path):
         [["a.png"]],
     ],
 )
-def test_the_key_does_not_depend_on_where_the_source_lies(tmp_path, cells):
+def test_the_key_does_not_depend_on_the_folder_of_the_source(tmp_path, cells):
     """An image that the table holds counts with the table, also where its path is given."""
     keys = []
     for folder in (tmp_path / "here", tmp_path / "there"):
@@ -471,7 +471,7 @@ def test_a_key_is_computed_without_torch(tmp_path):
     assert done.stdout.strip() == dataset_key(spec_for(path))
 
 
-def test_the_key_of_a_drawn_source_follows_its_own_settings(tmp_path):
+def test_the_key_of_a_synthetic_source_depends_on_its_settings(tmp_path):
     def key(source: str, **data: object) -> str:
         return dataset_key(
             spec_for(tmp_path / "none", **data).model_copy(update={"source": source, "source_path": None})

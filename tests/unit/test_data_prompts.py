@@ -86,7 +86,7 @@ def qwen(template: str, *, sees: bool = True, **settings: Any) -> PromptBuilder:
     return PromptBuilder(found if sees else TextProcessor(found.tokenizer), data)
 
 
-def test_the_model_s_own_system_text_stays_where_nobody_gives_one(plain):
+def test_the_default_system_text_stays_without_a_system_prompt(plain):
     assert qwen(plain, sees=False).chat_text("1+1?", 0) == (
         "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
         "<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n"

@@ -201,7 +201,7 @@ def test_a_place_without_data_says_what_is_allowed(tmp_path):
         read(tmp_path)
 
 
-def test_synthetic_problems_are_drawn_an_eighth_for_validation(tmp_path):
+def test_validation_has_an_eighth_of_the_synthetic_problems(tmp_path):
     spec = spec_for("synthetic-geometry@validation", None, synthetic_problems=20)
     rows = list(open_source(spec, tmp_path).rows)
     assert len(rows) == 2
@@ -210,7 +210,7 @@ def test_synthetic_problems_are_drawn_an_eighth_for_validation(tmp_path):
         open_source(spec_for("synthetic-geometry@tset", None), tmp_path)
 
 
-def test_drawn_sources_have_the_columns_that_their_rewards_need(tmp_path):
+def test_synthetic_sources_have_the_columns_that_their_rewards_need(tmp_path):
     (game, *_) = open_source(spec_for("countdown@test", None, synthetic_problems=16), tmp_path).rows
     assert game.answer == str(game.extra["target"])
     assert 3 <= len(game.extra["nums"]) <= 4

@@ -29,7 +29,7 @@ def test_a_third_of_the_problems_in_a_row_are_distinct_also_across_epochs(num_pr
 
 
 @given(SIZES, SEEDS, BATCHES, st.integers(0, 12))
-def test_a_restored_stream_goes_on_as_if_it_had_never_stopped(num_problems, seed, batches, killed_at):
+def test_a_restored_stream_continues_with_the_same_problems(num_problems, seed, batches, killed_at):
     uninterrupted = ProblemStream(num_problems, seed)
     expected = [uninterrupted.take(n) for n in batches]
 

@@ -108,7 +108,7 @@ def test_more_in_flight_reads_the_weights_less_often_and_computes_what_was_begun
     assert computing[1] / computing[0] == pytest.approx((420 + 4 * 60) / 420)
 
 
-def test_what_is_sampled_beside_the_training_takes_the_longer_of_the_two(models: dict[str, Architecture]) -> None:
+def test_overlapped_sampling_and_training_take_the_longer_of_the_two(models: dict[str, Architecture]) -> None:
     apart = replace(kept_plan(), rollout_workers=1)
     first, ahead = (estimate_seconds(models["text"], replace(apart, overlapped=b), PEAK, BYTES) for b in (False, True))
     assert first.total == pytest.approx(first.generate + first.update + first.weight_sync)

@@ -33,7 +33,7 @@ def test_of_many_writers_each_reader_sees_one_whole_file(tmp_path: Path) -> None
     assert [left.name for left in tmp_path.iterdir()] == ["x.json"]
 
 
-def test_a_failed_write_leaves_nothing_and_the_old_file(tmp_path: Path) -> None:
+def test_a_failed_write_keeps_the_old_file_and_leaves_no_other(tmp_path: Path) -> None:
     (tmp_path / "x.json").mkdir()
     with pytest.raises(OSError, match=r"x\.json"):
         files.write_atomically(tmp_path / "x.json", "{}")

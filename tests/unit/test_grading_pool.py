@@ -55,7 +55,7 @@ def pool():
         yield pool
 
 
-def test_scores_come_back_in_order(math_pool):
+def test_scores_have_the_order_of_the_completions(math_pool):
     texts = [rf"<think>a</think> \boxed{{{i % 7}}}" for i in range(100)]
     scores = grade(math_pool, *texts)
     assert [s.reward == 1 for s in scores] == [i % 7 == 5 for i in range(100)]
@@ -63,7 +63,7 @@ def test_scores_come_back_in_order(math_pool):
     assert grade(math_pool) == []
 
 
-def test_the_reward_is_told_tokens_and_finish_reason(pool):
+def test_the_reward_gets_tokens_and_finish_reason(pool):
     cut = Completion.one_turn(np.zeros(7, np.int32), np.zeros(7, np.float32), "", "length", 0)
     assert pool.submit([problem()], [cut]).result(WAIT) == [Score(7.0, {"long": 1.0}, True)]
 
@@ -118,7 +118,7 @@ def test_the_first_loss_of_each_kind_is_logged(pool, caplog):
     assert "death, problem p1" in messages[1]
 
 
-def test_another_worker_goes_on_while_one_hangs():
+def test_other_workers_continue_while_one_hangs():
     with GradingPool(puppet, processes=2, deadline_seconds=2 * WAIT) as pool:
         hanging = pool.submit([problem()], [completion(f"sleep {4 * WAIT}")])
         assert all(s.graded for s in grade(pool, *["ok"] * 50))
@@ -147,7 +147,7 @@ def test_a_completion_is_lost_when_its_process_is_killed_twice(kills, tmp_path, 
         assert (patient.timeouts, patient.errors, patient.deaths) == (0, 0, kills - 1)
 
 
-def test_a_worker_killed_while_idle_costs_nothing(pool):
+def test_killing_an_idle_worker_loses_no_completion(pool):
     first = grade(pool, "pid")[0].reward
     worker = psutil.Process(int(first))
     worker.kill()
@@ -164,7 +164,7 @@ def test_a_reward_that_asks_for_all_memory_is_refused(pool):
     assert "MemoryError" in pool.last_failures()[-1]
 
 
-def test_a_problem_that_cannot_be_sent_loses_its_own_gradings_only(pool):
+def test_a_problem_that_is_not_json_affects_only_its_own_completions(pool):
     problems = [problem(), problem(lock=threading.Lock()), problem()]
     scores = pool.submit(problems, [completion("ok")] * 3).result(WAIT)
     assert [s.graded for s in scores] == [True, False, True]

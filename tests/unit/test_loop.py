@@ -119,7 +119,7 @@ def test_ungraded_completions_enter_no_mean_and_no_deviation(tmp_path: Path):
     assert found["reward/ungraded"] == 0.25
 
 
-def test_where_nothing_is_graded_there_is_no_mean(tmp_path: Path):
+def test_without_graded_completions_there_is_no_mean(tmp_path: Path):
     rule = HealthRule.model_validate({"metric": "reward/mean", "below": 0.1, "for_steps": 1, "action": "pause"})
     run = with_updates(toy.config(reward=ANY_SHARE), [0.1], tmp_path / "journal.jsonl")
     run = dataclasses.replace(run, grader=Silent({}, lambda text: True))
@@ -192,7 +192,7 @@ def test_remax_without_a_graded_baseline_has_no_signal_in_sampling_and_in_metric
 
 
 @pytest.mark.parametrize("updates", [1, 2])
-def test_old_log_probs_beside_a_buffer_come_from_the_passes_that_the_updates_repeat(tmp_path: Path, updates: int):
+def test_old_log_probs_of_a_batch_with_surplus_use_the_microbatches_of_its_updates(tmp_path: Path, updates: int):
     """Each pass is over all samples of an update, those of the buffer too, whose values stay: the plan of microbatches
     depends on the samples alone, so it is the update's, and the ratio is exactly 1."""
     stream = toy.order(16)

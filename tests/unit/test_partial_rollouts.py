@@ -78,7 +78,7 @@ def test_who_is_trained_in_which_batch_worked_out_by_hand() -> None:
     assert run.grader.asked.total() == 2 * 9
 
 
-def test_a_group_at_its_bound_is_drawn_to_its_end() -> None:
+def test_a_group_at_the_staleness_bound_is_sampled_to_its_end() -> None:
     """One batch of staleness: what is carried has to be trained in the next one, however long it is."""
     a, b, c, d, e = stream(5)
     run = wired(config({"tokens_per_round": 4, "in_flight": 1.5}, 1), by_first(10, 3, 11, 12, 12))
@@ -293,14 +293,14 @@ def test_a_curriculum_learns_of_a_problem_when_its_group_is_trained() -> None:
         (None, 2, {}, "only one batch is prefetched. Set max_staleness to 0 or 1, or rollout.partial"),
     ],
 )
-def test_what_cannot_be_is_refused(
+def test_impossible_settings_are_refused(
     partial: dict[str, object] | None, staleness: int, algorithm: dict[str, object], text: str
 ) -> None:
     with pytest.raises(ConfigError, match=text):
         config(partial, staleness, algorithm=algorithm)
 
 
-def test_rounds_are_science_and_where_they_are_drawn_is_not() -> None:
+def test_tokens_per_round_are_science_and_placement_is_not() -> None:
     one = config({"tokens_per_round": 4}, 2)
     assert all(change.is_science for change in changes(one, config({"tokens_per_round": 5, "prefetch": True}, 2)))
     apart = config({"tokens_per_round": 4}, 2, resources={"rollout_workers": 2})

@@ -163,7 +163,7 @@ def test_the_math_reward_weighs_accuracy_and_format(text, reward, accuracy, well
     assert result.graded
 
 
-def test_the_format_weight_can_be_all_or_nothing():
+def test_the_format_weight_may_be_0_or_1():
     assert score(r"\boxed{5}", "5", format_weight=0).reward == 1
     assert score(r"\boxed{5}", "5", format_weight=1).reward == 0
 

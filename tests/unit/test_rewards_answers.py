@@ -151,7 +151,7 @@ def test_countdown_counts_in_exact_fractions_and_takes_the_answer_for_a_target()
         "",
     ],
 )
-def test_countdown_parses_nothing_but_arithmetic(expression):
+def test_countdown_parses_only_arithmetic(expression):
     tree = _parse(expression)
     assert tree is None or _value(tree) == 1  # 120 brackets around 1 are fine, where the parser takes them
 

@@ -73,7 +73,7 @@ def test_the_last_answer_tag_counts_if_it_is_closed(text, answer):
         ("<answer>5</answer>", False),
     ],
 )
-def test_a_think_block_and_an_answer_block_and_nothing_else_is_well_formed(text, well_formed):
+def test_well_formed_is_only_a_think_block_and_an_answer_block(text, well_formed):
     assert answer_parts(text).well_formed == well_formed
 
 
@@ -153,7 +153,7 @@ def test_r1v(text, reward):
     assert score(R1vReward(), text, "<answer> 5 </answer>").reward == reward
 
 
-def test_r1v_weighs_as_told():
+def test_r1v_uses_the_configured_format_weight():
     assert score(R1vReward(format_weight=0.2), "<answer>5</answer>", "5").reward == pytest.approx(0.8)
 
 

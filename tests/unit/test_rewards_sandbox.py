@@ -162,7 +162,7 @@ def test_a_name_of_a_variable_is_checked(name):
         UserReward(file=Path("mine.py"), environment=(name,))
 
 
-def test_a_reward_that_needs_the_network_is_told_why_it_may_not(tmp_path):
+def test_the_error_of_a_reward_that_uses_the_network_explains_the_sandbox(tmp_path):
     file = tmp_path / "judge.py"
     file.write_text(
         "import urllib.request\ndef reward(*_): return urllib.request.urlopen('http://127.0.0.1:9/judge').status"
@@ -281,7 +281,7 @@ def test_32_bit_numbers_in_64_bits_are_denied():
     assert verdict(program, machine.audit, 0x40000000 + 41) == DENY
 
 
-def test_without_landlock_nothing_is_written_at_all(folder):
+def test_without_landlock_no_file_can_be_written(folder):
     script = (
         "import os, sys\n"
         "from pathlib import Path\n"

@@ -94,7 +94,7 @@ def test_arguments_helpers_and_other_names(tmp_path):
     assert pool.last_failures() == []
 
 
-def test_a_relative_file_is_found_from_the_current_directory(tmp_path, monkeypatch):
+def test_a_relative_path_starts_at_the_current_directory(tmp_path, monkeypatch):
     user(tmp_path, BODY + "return 1")
     monkeypatch.chdir(tmp_path)
     reward = make_reward(UserReward(file=Path("mine.py")), max_completion_tokens=8)
@@ -231,7 +231,7 @@ def test_a_file_that_never_ends_does_not_hang_the_dry_run(tmp_path, monkeypatch)
         dry_run(user(tmp_path, "while True: pass"), max_completion_tokens=64)
 
 
-def test_nothing_of_the_users_runs_in_this_process(tmp_path):
+def test_the_trainer_never_runs_the_users_file(tmp_path):
     """The file marks the process that runs it, and returns which one that is."""
     config = user(tmp_path, f"import os, sys\nsys.rlflow_user_file_ran = True\n{BODY}return os.getpid()")
     dry_run(config, max_completion_tokens=8)

@@ -71,7 +71,7 @@ def group_seed(run: TrainingRun, group: Group) -> int:
 
 @given(runs())
 @settings(max_examples=300, deadline=None)
-def test_batches_are_full_and_nothing_is_too_old_lost_or_doubled(run: TrainingRun) -> None:
+def test_batches_are_full_and_no_group_is_stale_lost_or_repeated(run: TrainingRun) -> None:
     schedule, algorithm = Schedule.of(run.config), run.config.algorithm
     found, state = batches(run, TrainState(), 7)
     order = begun(run)

@@ -40,7 +40,7 @@ def told(script: str) -> list[str]:
     return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split("\n")
 
 
-def test_what_is_left_out_is_back_behind_it_and_what_is_loaded_stays() -> None:
+def test_hidden_packages_are_available_again_after_the_block() -> None:
     with leaving_out("scipy.odr", "json"):
         with pytest.raises(ModuleNotFoundError):
             __import__("scipy.odr")
@@ -52,5 +52,5 @@ def test_what_nobody_here_asks_for_is_not_imported(tiny_model: Path) -> None:
     assert told(LEAN.format(model=str(tiny_model))) == ["no sound", "['torch']", ""]
 
 
-def test_nothing_is_hidden_from_a_transformers_that_counts_on_it() -> None:
+def test_packages_that_transformers_uses_are_not_hidden() -> None:
     assert told(ASKED_BEFORE) == [""]

@@ -128,6 +128,6 @@ def test_file_is_the_same_byte_for_byte(tmp_path: Path) -> None:
     assert first.read_bytes() == again.read_bytes()
 
 
-def test_the_warm_start_split_cannot_be_asked_for(tmp_path: Path) -> None:
+def test_the_warm_start_split_is_not_public(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="Allowed: train, validation, test"):
         write(tmp_path, "warmup", 4, seed=0)
