@@ -7,15 +7,13 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
 from rlcore.config.base import flatten
+from rlcore.config.experiment import ExperimentConfig
 from rlcore.errors import ConfigError
-
-if TYPE_CHECKING:
-    from rlcore.config.experiment import ExperimentConfig
 
 SECRET = r"://[^/\s:@]+:[^@\s/]+@|\bhf_[A-Za-z0-9]{16,}|\bAKIA[0-9A-Z]{16}\b"
 """A password in an address, a Hugging Face token, or an AWS key. Settings are stored and shown, so none may be
@@ -50,8 +48,6 @@ def refuse_secret(key: str, text: str) -> None:
 
 def read_experiment(path: Path) -> ExperimentConfig:
     """The experiment that this or an older version stored."""
-    from rlcore.config.experiment import ExperimentConfig
-
     return ExperimentConfig.model_validate(with_new_names(json.loads(path.read_text())))
 
 
@@ -80,8 +76,6 @@ def build_experiment(values: dict[str, Any], overrides: Sequence[str] = ()) -> E
         lists
             all errors.
     """
-    from rlcore.config.experiment import ExperimentConfig
-
     tree = json.loads(json.dumps(values))
     for override in overrides:
         key, equals, text = override.partition("=")
@@ -120,7 +114,8 @@ def _explain(error: ValidationError, root: type[BaseModel]) -> str:
     for item in error.errors(include_url=False):
         models, where = _along(root, item["loc"])
         if item["type"] == "extra_forbidden":
-            advice = _new_name(where) or _known_keys(models, str(item["loc"][-1]))
+            renamed = f"It is now {RENAMED[where]}.{_OTHER_UNIT.get(where, '')}" if where in RENAMED else ""
+            advice = renamed or _known_keys(models, str(item["loc"][-1]))
             findings.append(f"{where}: unknown key. {advice}")
         elif item["type"] == "value_error":  # our own messages, which name their keys
             findings += item["msg"].removeprefix("Value error, ").split("\n- ")
@@ -156,10 +151,6 @@ def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
 def _tag(model: type[BaseModel]) -> object:
     field = model.model_fields.get("name")
     return field.default if field else None
-
-
-def _new_name(key: str) -> str:
-    return f"It is now {RENAMED[key]}.{_OTHER_UNIT.get(key, '')}" if key in RENAMED else ""
 
 
 def _known_keys(models: list[type[BaseModel]], key: str) -> str:

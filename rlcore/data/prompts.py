@@ -20,7 +20,7 @@ import jinja2.sandbox
 import numpy as np
 import numpy.typing as npt
 
-from rlcore.config import DataConfig, ModelConfig, TinyModelConfig
+from rlcore.config import DataConfig, ModelConfig
 from rlcore.data.pixels import IMAGE_MARKER, stable_target_size
 from rlcore.errors import ConfigError, DataError, ModelError
 from rlcore.families import PLACEHOLDERS, images_of
@@ -56,7 +56,10 @@ def load_processor(model: ModelConfig) -> Any:
         ModelError: no such folder or hub id, files that do not load, or no chat template.
     """
     if model.path == "tiny":
-        return _tiny_processor(model.tiny)
+        from rlcore.data import tiny
+
+        geometry = model.tiny.task == "geometry"
+        return tiny.build_processor() if geometry else TextProcessor(tiny.build_text_tokenizer())
     make_transformers_lean()
     from transformers import AutoProcessor, AutoTokenizer, PreTrainedTokenizerBase
 
@@ -87,12 +90,6 @@ def load_processor(model: ModelConfig) -> Any:
             "Add a chat_template.jinja, or set model.path to an instruction-tuned model."
         )
     return processor
-
-
-def _tiny_processor(config: TinyModelConfig) -> Any:
-    from rlcore.data import tiny
-
-    return tiny.build_processor() if config.task == "geometry" else TextProcessor(tiny.build_text_tokenizer())
 
 
 class PromptBuilder:

@@ -88,5 +88,5 @@ def nothing_usable(source: str, rejects: Sequence[Reject], columns: Sequence[str
         f"{source}: none of {len(rejects)} rows is usable: "
         f"{', '.join(f'{reason} {count}' for reason, count in counts)}. "
         f"First {example.reason}: row {example.row}, {example.detail}.{names} "
-        f"Most likely remedy: {Reason(counts[0][0]).remedy}."
+        f"Most likely remedy: {next(reason.remedy for reason in Reason if reason == counts[0][0])}."
     )

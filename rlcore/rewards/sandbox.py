@@ -13,7 +13,7 @@ import platform
 import resource
 import struct
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -261,12 +261,10 @@ def install_filter(*, deny_writing: bool) -> bool:
     machine = MACHINES.get(platform.machine())
     if machine is None:
         return False
-    return _install(machine.seccomp, filter_program(machine, os.getpid(), deny_writing=deny_writing))
-
-
-def _install(seccomp: int, program: Sequence[Instruction]) -> bool:
+    program = filter_program(machine, os.getpid(), deny_writing=deny_writing)
     packed = b"".join(struct.pack("=HBBI", *instruction) for instruction in program)
     instructions = ctypes.create_string_buffer(packed, len(packed))
     header = struct.pack("@HP", len(program), ctypes.addressof(instructions))  # struct sock_fprog
     wanted = ctypes.create_string_buffer(header, len(header))
-    return any(_call("syscall", seccomp, _SECCOMP_SET_MODE_FILTER, flags, wanted) == 0 for flags in (_SPEC_ALLOW, 0))
+    flags = (_SPEC_ALLOW, 0)
+    return any(_call("syscall", machine.seccomp, _SECCOMP_SET_MODE_FILTER, flag, wanted) == 0 for flag in flags)
