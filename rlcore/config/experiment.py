@@ -24,27 +24,13 @@ from rlcore.config.run import EvaluationConfig, HealthRule, RecoveryConfig, Reso
 # Keys, or beginnings of keys, that may change in the middle of a run: memory, speed, segments and measurements. All
 # other values are the science: what is learned depends on them.
 NOT_SCIENCE = (
-    "resources.",
-    "segment.",
-    "evaluation.",
-    "recovery.",
-    "health",
-    "reward.processes",
-    "training.tokens_per_microbatch",
-    "training.compile_blocks",
-    "training.reshard_after_forward",
-    "training.sequence_parallel",
-    "training.offload",
+    "resources.", "segment.", "evaluation.", "recovery.", "health", "reward.processes",
     "model.gradient_checkpointing",
-    "rollout.gpu_memory_utilization",
-    "rollout.kv_cache_mib",
-    "rollout.mismatch_alarm",
-    "rollout.tensor_parallel",
-    "rollout.max_sequences",
-    "rollout.scheduler_steps_per_call",
-    "rollout.sleep",
-    "rollout.enforce_eager",
-)
+    "training.tokens_per_microbatch", "training.compile_blocks", "training.reshard_after_forward",
+    "training.sequence_parallel", "training.offload",
+    "rollout.gpu_memory_utilization", "rollout.kv_cache_mib", "rollout.mismatch_alarm", "rollout.tensor_parallel",
+    "rollout.max_sequences", "rollout.scheduler_steps_per_call", "rollout.sleep", "rollout.enforce_eager",
+)  # fmt: skip
 STEPS = "training.steps"  # may be raised: the learning rate of a step does not depend on how many follow
 
 Scalar = str | int | float | bool | None
