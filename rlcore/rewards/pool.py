@@ -100,7 +100,7 @@ class GradingPool:
             self.close()
             raise
         if missing := ", ".join(self._workers[0].missing):
-            logger.warning("grading processes run without protection of: %s. This system lacks it.", missing)
+            logger.warning("grading processes run without protection of: %s (unsupported on this system)", missing)
 
     @property
     def batch_failures(self) -> int:

@@ -1,4 +1,4 @@
-"""Dynamic sampling, its buffer, curriculum and greedy baselines, with a sampler whose rewards are written down."""
+"""Dynamic sampling, surplus groups, curriculum and greedy baselines, with a sampler of known rewards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which values of a run may change, and the digest that knows them."""
+"""Settings that may change during a run, and the digest of all others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Drawn sums and countdown games: the same every time, always solvable, none in two splits."""
+"""Synthetic sums and countdown games: the same every time, always solvable, none in two splits."""
 
 from __future__ import annotations
 

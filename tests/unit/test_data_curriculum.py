@@ -1,4 +1,4 @@
-"""Which problems rest: by bounds and epochs, never for ever, and the same after any restart."""
+"""Problems that rest: by bounds and epochs, never forever, and the same after any restart."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Preparing a dataset: what is kept, what is rejected and why, the report, and the cache key."""
+"""Preparing a dataset: usable rows, rejects and their reasons, the report, and the cache key."""
 
 from __future__ import annotations
 

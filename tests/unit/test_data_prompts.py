@@ -1,4 +1,4 @@
-"""Prompts: template, markers, placeholders; against Hugging Face's processor where that is the truth."""
+"""Prompts: template, markers and placeholders, compared with Hugging Face's processor."""
 
 from __future__ import annotations
 

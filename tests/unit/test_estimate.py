@@ -1,4 +1,4 @@
-"""The estimate against what was measured on one H200, and against what it must be whatever the constants are."""
+"""The estimate compared with measurements on one H200, and properties that hold for any constants."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each class of failure: how it is told, what is changed, how often it is tried again."""
+"""Each class of failure: how it is detected, what changes before the retry, and how often it is retried."""
 
 from __future__ import annotations
 

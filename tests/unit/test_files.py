@@ -1,4 +1,4 @@
-"""Files and folders that appear whole or not at all, whoever else writes them."""
+"""Atomic writes of files and folders, also with several writers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The real loop around a worker group whose updates are written down: steps that fail, and what is kept of them."""
+"""The real loop with a worker group of known updates: failing steps, and what is logged about them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Partial rollouts: who is trained in which batch, what is carried, and the bound; completions have known lengths."""
+"""Partial rollouts: which group trains in which batch, what is continued, and the bound. Lengths are known."""
 
 from __future__ import annotations
 

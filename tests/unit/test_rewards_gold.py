@@ -1,4 +1,4 @@
-"""The truth of every row, stated in the right format, earns full marks; a fixed wrong answer earns nothing."""
+"""The right answer of every row, in the right format, gets the full reward; a fixed wrong answer gets none."""
 
 from __future__ import annotations
 

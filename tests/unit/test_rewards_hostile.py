@@ -1,4 +1,4 @@
-"""Text of a model or a dataset is never run as code, by any built-in reward, as an answer or as a reference answer."""
+"""No built-in reward runs text of a model or a dataset as code, neither as an answer nor as a reference answer."""
 
 from __future__ import annotations
 

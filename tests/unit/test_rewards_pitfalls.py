@@ -1,4 +1,4 @@
-"""What is known to trip graders, over every reward: never a crash, never a reward by accident, always in time."""
+"""Texts that are known to break graders, for every reward: no crash, no accidental reward, no timeout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What code that gets to run in a grading process cannot do. The code here is a reward, which may do as it likes."""
+"""Things that code in a grading process cannot do. Here a reward plays the hostile code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A reward of the user's own: found, called, checked, and tried before training."""
+"""The user's own reward: loading, calling, checking its results, and the dry run before training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints of versions that kept groups in three files: they load, and the run goes on as it would have."""
+"""Checkpoints of older versions, which stored groups in three files: they load, and the run continues unchanged."""
 
 from __future__ import annotations
 

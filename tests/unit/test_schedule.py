@@ -1,4 +1,4 @@
-"""Every setting of the schedule, alone and together: what is trained when, that nothing is too old, lost or doubled."""
+"""Every setting of the schedule, alone and combined: when groups train, and that none is stale, lost or repeated."""
 
 from __future__ import annotations
 

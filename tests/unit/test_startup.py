@@ -1,4 +1,4 @@
-"""What processes leave out while they start, and have afterwards."""
+"""Packages that are hidden while a process starts, and available afterwards."""
 
 from __future__ import annotations
 

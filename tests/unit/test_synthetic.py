@@ -1,4 +1,4 @@
-"""Synthetic geometry: the same picture every time, no picture in two splits, answers that the picture settles."""
+"""Synthetic geometry: the same picture every time, no picture in two splits, answers that follow from the picture."""
 
 from __future__ import annotations
 

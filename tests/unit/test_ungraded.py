@@ -1,4 +1,4 @@
-"""A batch of which too little could be graded."""
+"""A batch with too many ungraded completions."""
 
 from __future__ import annotations
 
