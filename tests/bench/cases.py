@@ -257,7 +257,7 @@ def _pictures(folder: Path, count: int, side: int, seed: int) -> list[ImageRef]:
 
 def prompts_of(case: Case) -> PromptBuilder:
     config = experiment(case, ["data.max_prompt_tokens=8192"])
-    return PromptBuilder.of(load_processor(config.model), config.data)
+    return PromptBuilder(load_processor(config.model), config.data)
 
 
 def experiment(case: Case, overrides: Sequence[str]) -> ExperimentConfig:

@@ -108,7 +108,7 @@ def measure(arguments: argparse.Namespace) -> None:
     )
     caps = [f"rollout.group_size={arguments.group}", f"rollout.max_completion_tokens={arguments.cap}"]
     config = experiment(case, [*caps, "rollout.sleep=always", *arguments.set])
-    prompts = PromptBuilder.of(load_processor(config.model), config.data)
+    prompts = PromptBuilder(load_processor(config.model), config.data)
     started = time.perf_counter()
     images = ImageStore(case.dataset)
     engine = Engine(case.model, config, device, join_world=False)
