@@ -1,4 +1,4 @@
-"""evaluate-latest: every committed checkpoint on the benchmarks of its experiment, the newest first."""
+"""evaluate-latest: evaluate every committed checkpoint on the benchmarks of its experiment, the newest first."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from prefect import flow
 from infra.processes import alone
 from infra.settings import Settings
 from rlcore.errors import RlflowError
-from tasks import parameters as form
+from tasks import experiments as form
 from tasks.champion import evaluate_todo, newest_unevaluated, promote, show_leaderboard
 from tasks.experiments import load_benchmarks
 
@@ -16,8 +16,10 @@ from tasks.experiments import load_benchmarks
 def evaluate_latest(
     benchmarks: form.Benchmarks = None, workers: form.Workers = None, confidence: form.Confidence = 0.95
 ) -> None:
-    """Until nothing is left; started by a schedule and by each committed checkpoint, alone over its data folder. One
-    evaluation that fails does not keep the others from being done; the first failure is the flow's."""
+    """Started by a schedule and by each committed checkpoint; only one runs at a time over a data folder.
+
+    A failed evaluation does not stop the others; the flow then fails with the first error.
+    """
     chosen = load_benchmarks(benchmarks)
     failures: list[RlflowError] = []
     tried: set[str] = set()

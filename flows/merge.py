@@ -5,18 +5,17 @@ from __future__ import annotations
 from prefect import flow
 
 from rlcore.artifacts import ModelRef
-from tasks import parameters as form
+from tasks import experiments as form
 from tasks.data import prepare_and_resize
-from tasks.merge import merged, register
-from tasks.models import bootstrapped
+from tasks.models import bootstrap_policy, merge_checkpoint, register_model
 from tasks.open import find_checkpoint, find_run
 
 
 @flow(name="merge", flow_run_name="merge-{run_id}")
 def merge_run(run_id: form.ExistingRun) -> ModelRef:
-    """Merge, verify and register, by the run's own experiment."""
+    """Merge, verify and register, with the run's own settings."""
     run = find_run(run_id)
     checkpoint = find_checkpoint(run)
     train = prepare_and_resize(run.experiment, "train")
-    model = merged(run.experiment, checkpoint, bootstrapped(run.experiment.model), train)
-    return register(run, model, checkpoint, None)
+    model = merge_checkpoint(run.experiment, checkpoint, bootstrap_policy(run.experiment.model), train)
+    return register_model(run, model, checkpoint, None)

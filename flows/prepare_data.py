@@ -1,4 +1,4 @@
-"""prepare-data: both datasets of an experiment, images resized; a training run then finds them done."""
+"""prepare-data: prepare both datasets of an experiment, so that its training run finds them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from prefect import flow
 from pydantic import BaseModel, ConfigDict
 
 from rlcore.artifacts import DatasetRef
-from tasks import parameters as form
+from tasks import experiments as form
 from tasks.data import prepare_and_resize
 
 
@@ -25,8 +25,8 @@ def prepare_data(
     validation_data: form.ValidationData = None,
     overrides: form.Overrides = None,
 ) -> Datasets:
-    """Both datasets, cached by content."""
-    config = form.chosen(experiment, overrides, model=model, train_data=train_data, validation_data=validation_data)
+    """Prepare both datasets and resize their images; results are cached by content."""
+    config = form.configure(experiment, overrides, model=model, train_data=train_data, validation_data=validation_data)
     return Datasets(
         train=prepare_and_resize(config, "train"),
         validation=prepare_and_resize(config, "validation"),

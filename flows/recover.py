@@ -1,4 +1,4 @@
-"""recover: look at every unfinished run, and bring back those that died. Started by a schedule and by automations."""
+"""recover: look at every unfinished run and restart those that died. Started by a schedule and by automations."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from prefect import flow
 
 from infra.processes import alone
 from infra.settings import Settings
-from tasks.recovery.act import recover_runs, show
+from tasks.recovery.act import recover_runs, show_decisions
 
 
 @flow(name="recover")
 def recover() -> None:
-    """Safe at any moment and as often as one likes: a living run is left, two at once act as one."""
+    """Safe to start at any moment: it leaves living runs alone, and only one runs at a time over a data folder."""
     with alone(Settings(), "recover") as mine:
         if mine:
-            show(recover_runs())
+            show_decisions(recover_runs())

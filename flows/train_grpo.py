@@ -6,19 +6,16 @@ import time
 
 from prefect import flow
 
-from tasks import parameters as form
+from tasks import experiments as form
 from tasks.data import prepare_and_resize
-from tasks.describe import describe_run, tracked
 from tasks.driver.jobs import end_what_is_left
 from tasks.evaluate import evaluate_and_log
-from tasks.merge import merged, register
-from tasks.models import bootstrapped
-from tasks.open import choose_experiment, open_run, recoverable
+from tasks.models import bootstrap_policy, merge_checkpoint, register_model
+from tasks.open import choose_experiment, describe_run, note_if_unopened, open_run, track_run
 from tasks.preflight import preflight
-from tasks.report.page import RunSummary
-from tasks.report.result import report
+from tasks.report.page import RunSummary, report
 from tasks.run import flow_run_name
-from tasks.train import is_trained, train_segment, training
+from tasks.train import is_trained, link_trainer, train_segment
 
 
 @flow(name="train-grpo", flow_run_name=flow_run_name, on_cancellation=[end_what_is_left])
@@ -35,23 +32,24 @@ def train_grpo(
     run_id: form.NewRun = None,
     allow_changes: form.AllowChanges = False,
 ) -> RunSummary:
-    """Train, or continue the run called ``run_id`` with its own values and what is given here; a retry with its own."""
+    """Train a new run, or continue the run called ``run_id`` with its own values and what is given here."""
     started = time.monotonic()
-    with recoverable(run_id):
+    with note_if_unopened(run_id):
         config = choose_experiment(
             run_id, experiment=experiment, overrides=overrides, steps=steps, seed=seed, learning_rate=learning_rate,
             workers=workers, model=model, train_data=train_data, validation_data=validation_data)  # fmt: skip
         preflight(config)
         run = open_run(config, run_id, allow_changes=allow_changes)
-    with tracked(run):
+    with track_run(run):
         train, validation = prepare_and_resize(config, "train"), prepare_and_resize(config, "validation")
-        start = bootstrapped(config.model)
+        start = bootstrap_policy(config.model)
         describe_run(run, train, validation, start)
         before = evaluate_and_log(run, config, start, start, validation)
-        with training(run) as segments:
+        with link_trainer(run) as segments:
             while not is_trained(run, segments):
                 segments.append(train_segment(run, train, start, len(segments)))
         last = segments[-1].checkpoint
         after = evaluate_and_log(run, config, last, start, validation)
-        merged_model = register(run, merged(config, last, start, train), last, after)
-        return report(run, validation, before, after, segments, merged_model, time.monotonic() - started)
+        merged = merge_checkpoint(config, last, start, train)
+        registered = register_model(run, merged, last, after)
+        return report(run, validation, before, after, segments, registered, time.monotonic() - started)

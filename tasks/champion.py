@@ -1,5 +1,7 @@
-"""The evaluate-latest flow's steps: which checkpoints are not evaluated yet, their numbers, the leaderboard, and the
-champion. What has been evaluated is in ``evaluations.jsonl`` of each run's folder."""
+"""The steps of evaluate-latest: find and evaluate new checkpoints, choose the champion, show the leaderboard.
+
+``evaluations.jsonl`` in each run's folder lists the finished evaluations.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +23,12 @@ from rlcore.errors import CheckpointError, ConfigError, RlflowError
 from rlcore.segment.store import LocalCheckpointStore, checkpoint_ref, read_manifest
 from tasks.data import prepare_and_resize
 from tasks.driver.outbox import prefect_outage_named
-from tasks.evaluate import evaluate, evaluate_and_log, suite_of
+from tasks.evaluate import evaluate_and_log, evaluate_policy, suite_of
 from tasks.experiments import Benchmark, deciding_benchmark
-from tasks.merge import CHAMPION, merged, register
-from tasks.models import bootstrapped
+from tasks.models import CHAMPION, bootstrap_policy, merge_checkpoint, register_model
 from tasks.retries import step
 from tasks.run import Run, append_line, existing_run, tracker_of
-from tasks.store.made import present, send_file
+from tasks.store.made import send_file
 
 ARTIFACT = "leaderboard"
 
@@ -44,7 +45,7 @@ class Evaluation(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Todo:
-    """A checkpoint that a benchmark has not seen."""
+    """A checkpoint that is not yet evaluated on a benchmark."""
 
     run: Run
     checkpoint: CheckpointRef
@@ -54,7 +55,7 @@ class Todo:
 
     @property
     def key(self) -> str:
-        """Of the weights and of everything that the numbers depend on; not of the machine."""
+        """Identifies the weights and everything that the numbers depend on, but not the machine."""
         return evaluation_key(self.checkpoint, self.suite)
 
 
@@ -70,54 +71,54 @@ def evaluations(run: Run) -> list[Evaluation]:
 
 
 def all_runs(settings: Settings) -> list[Run]:
-    """Every run that can be read; the others are told."""
-    found = []
+    """Every readable run; the others are reported and skipped."""
+    readable = []
     for stored in sorted(settings.runs_dir.glob("*/experiment.json")):
         try:
-            found.append(existing_run(stored.parent.name, settings))
+            readable.append(existing_run(stored.parent.name, settings))
         except (RlflowError, ValidationError) as error:
-            get_logger().warning("evaluate-latest: %s cannot be read: %s", stored.parent, error)
-    return found
+            get_logger().warning("evaluate-latest: %s is skipped, it cannot be read: %s", stored.parent, error)
+    return readable
 
 
 def newest_unevaluated(benchmarks: Sequence[Benchmark], workers: int | None, tried: Collection[str]) -> Todo | None:
-    """Of the committed checkpoints of all runs, ablations apart, the newest that a benchmark of its experiment has not
-    seen."""
-    found = [
+    """The newest committed checkpoint that is not yet evaluated on a benchmark of its experiment; None: there is none.
+    Runs of ablations are left out."""
+    todos = [
         todo
         for run in all_runs(Settings())
         if not run.ablation_marker.exists()
         for todo in _todos(run, [item for item in benchmarks if run.experiment.name in item.of], workers)
         if todo.key not in tried
     ]
-    return max(found, key=lambda todo: todo.committed, default=None)  # the first benchmark first
+    return max(todos, key=lambda todo: todo.committed, default=None)  # the first benchmark first
 
 
 def _todos(run: Run, benchmarks: Sequence[Benchmark], workers: int | None) -> list[Todo]:
     if not benchmarks:
         return []
     known = {item.key for item in evaluations(run)}
-    found = []
+    todos = []
     for path in LocalCheckpointStore(run.run_dir, run.run_id).newest_first():
         try:
             checkpoint = checkpoint_ref(path, read_manifest(path))
             committed = (path / "manifest.json").stat().st_mtime
-        except (CheckpointError, FileNotFoundError):  # not whole, or gone meanwhile: nothing to evaluate
+        except (CheckpointError, FileNotFoundError):  # incomplete, or removed in the meantime
             continue
         for benchmark in benchmarks:
             todo = Todo(run, checkpoint, committed, benchmark, suite_of(run, benchmark.like, workers=workers))
             if todo.key not in known:
-                found.append(todo)
-    return found
+                todos.append(todo)
+    return todos
 
 
 def evaluate_todo(todo: Todo) -> Evaluation:
-    """Evaluate, put the numbers into the run in MLflow, and note that it is done.
+    """Evaluate, log the numbers to the run in MLflow, and add a line to its ``evaluations.jsonl``.
 
     Raises:
-        RlflowError: as of the tasks it calls; retention may have removed the checkpoint meanwhile.
+        RlflowError: a step failed; retention may have removed the checkpoint in the meantime.
     """
-    base = bootstrapped(todo.run.experiment.model)
+    base = bootstrap_policy(todo.run.experiment.model)
     problems = prepare_and_resize(todo.suite, "validation")
     report = evaluate_and_log(todo.run, todo.suite, todo.checkpoint, base, problems, todo.benchmark.name)
     done = Evaluation(benchmark=todo.benchmark.name, key=todo.key, report=report)
@@ -127,7 +128,7 @@ def evaluate_todo(todo: Todo) -> Evaluation:
 
 @step("note-evaluation")
 def note_evaluation(run: Run, done: Evaluation) -> None:
-    """In the run's folder and in the store. Safe to repeat."""
+    """Add the evaluation to the run's folder and send it to the store. Safe to repeat."""
     known = run.run_dir / "evaluations.jsonl"
     if done not in evaluations(run):
         append_line(known, done.model_dump_json())
@@ -135,30 +136,32 @@ def note_evaluation(run: Run, done: Evaluation) -> None:
 
 
 def promote(todo: Todo, done: Evaluation, confidence: float) -> None:
-    """Make the checkpoint its experiment's champion if it is better than the old one by more than chance, on the first
-    benchmark of the experiment. It is then merged, verified and registered like the last checkpoint of a run."""
-    if deciding_benchmark(todo.run.experiment.name) != todo.benchmark.name:
-        return
-    name = f"{todo.run.experiment.name}, step {todo.checkpoint.step} of {todo.run.run_id}"
-    verdict = judge(todo, done, confidence)
-    get_logger().log(logging.INFO if verdict.compared else logging.WARNING, "champion: %s: %s", name, verdict.reason)
-    if verdict.promote:
-        run, base = todo.run, bootstrapped(todo.run.experiment.model)
+    """Make the checkpoint its experiment's champion if it is better than the old champion by more than chance, on the
+    first benchmark of the experiment. A champion is merged, verified and registered like the end of a run."""
+    if deciding_benchmark(todo.run.experiment.name) == todo.benchmark.name and judge(todo, done, confidence).promote:
+        run, base = todo.run, bootstrap_policy(todo.run.experiment.model)
         train = prepare_and_resize(run.experiment, "train")
-        model = merged(run.experiment, todo.checkpoint, base, train)
-        register(run, model, todo.checkpoint, done.report, alias=CHAMPION)
+        model = merge_checkpoint(run.experiment, todo.checkpoint, base, train)
+        register_model(run, model, todo.checkpoint, done.report, alias=CHAMPION)
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
     promote: bool
     reason: str
-    compared: bool = True  # False: nothing about the champion is left to compare with
+    compared: bool = True  # False: nothing of the champion is left to compare with
 
 
 @step("judge-champion", timeout_seconds=12 * 3600)  # it may evaluate the old champion
 def judge(todo: Todo, done: Evaluation, confidence: float) -> Verdict:
     """Compare with the old champion, paired over the problems of the benchmark."""
+    verdict = _compare_with_champion(todo, done, confidence)
+    name = f"{todo.run.experiment.name}, step {todo.checkpoint.step} of {todo.run.run_id}"
+    get_logger().log(logging.INFO if verdict.compared else logging.WARNING, "champion: %s: %s", name, verdict.reason)
+    return verdict
+
+
+def _compare_with_champion(todo: Todo, done: Evaluation, confidence: float) -> Verdict:
     from rlcore.evaluation.evaluate import read_rows
     from rlcore.evaluation.paired import accuracy_per_problem, compare
 
@@ -170,27 +173,27 @@ def judge(todo: Todo, done: Evaluation, confidence: float) -> Verdict:
     champion = Champion.of(tags)
     table = _table_of(champion, todo, settings)
     if table is not None:
-        found = compare(accuracy_per_problem(read_rows(table)), after, confidence)
-        return Verdict(found.better, f"{found} against the champion, {champion}")
+        comparison = compare(accuracy_per_problem(read_rows(table)), after, confidence)
+        return Verdict(comparison.better, f"{comparison} against the champion, {champion}")
     if champion.accuracy is not None and champion.dataset_digest == done.report.dataset_digest:
-        found = compare(dict.fromkeys(after, champion.accuracy), after, confidence)
+        comparison = compare(dict.fromkeys(after, champion.accuracy), after, confidence)
         return Verdict(
-            found.better,
-            f"{found} against the champion's recorded accuracy, for neither the run nor the merged model of {champion} "
-            "is on this machine",
+            comparison.better,
+            f"{comparison} against the champion's recorded accuracy, because neither the run nor the merged model of "
+            f"{champion} is on this machine",
         )
     return Verdict(
         False,
         f"nothing to compare with: the champion, {champion}, has no evaluation on {done.benchmark}, and neither its "
-        f"run nor its merged model is on this machine. It stays. To let the next evaluated checkpoint replace it, "
-        f"delete the alias {CHAMPION} of the model {name} in MLflow.",
+        f"run nor its merged model is on this machine. It stays the champion. To let the next evaluated checkpoint "
+        f"replace it, delete the alias {CHAMPION} of the model {name} in MLflow.",
         compared=False,
     )
 
 
 @dataclass(frozen=True, slots=True)
 class Champion:
-    """What the tags of the version under the alias say. A version that a person registered may have none of them."""
+    """The tags of the model version under the alias. A version that a person registered may have none of them."""
 
     run_id: str | None
     step: int | None
@@ -213,12 +216,12 @@ class Champion:
 
 
 def _table_of(champion: Champion, todo: Todo, settings: Settings) -> Path | None:
-    """The champion's completions on the same benchmark: those of its run's evaluation, the latest whose table is there;
-    else its merged model is evaluated. None: neither is here."""
+    """The champion's completions on the same benchmark: the latest of its run, else from evaluating its merged model.
+    None: this machine has neither."""
     if champion.run_id is not None:
         try:
             known = evaluations(existing_run(champion.run_id, settings))
-        except ConfigError:  # its folder is gone, or is on another machine
+        except ConfigError:  # its folder was removed, or is on another machine
             known = []
         for item in reversed(known):
             table = Path(item.report.table)
@@ -227,15 +230,15 @@ def _table_of(champion: Champion, todo: Todo, settings: Settings) -> Path | None
     if champion.folder is None or not (champion.folder / "config.json").exists():
         return None
     model = todo.suite.model.model_copy(update={"path": str(champion.folder)})
-    merged_model = bootstrapped(model)
+    merged_model = bootstrap_policy(model)
     problems = prepare_and_resize(todo.suite, "validation")
     suite = todo.suite.model_copy(update={"model": model})
-    return Path(present(evaluate, lambda item: Path(item.table), suite, merged_model, merged_model, problems).table)
+    return Path(evaluate_policy(suite, merged_model, merged_model, problems).table)
 
 
 @step("show-leaderboard")
 def show_leaderboard() -> None:
-    """A table on Prefect's page: every evaluation, the best of each benchmark first."""
+    """Show a table of every evaluation in Prefect, the best of each benchmark first."""
     settings = Settings()
     rows = []
     for run in all_runs(settings):

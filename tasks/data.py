@@ -1,11 +1,8 @@
-"""Prepare a dataset and resize its images, each cached by content."""
+"""The steps that prepare a dataset and resize its images, each cached by content."""
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any, Literal
-
-from prefect.context import TaskRunContext
+from typing import Literal
 
 from infra.hardware import usable_cores
 from infra.logs import get_logger
@@ -19,7 +16,7 @@ from rlcore.errors import DataError
 from rlcore.specs import PrepareSpec, ResizeSpec
 from tasks.driver.jobs import new_result_path, run_job
 from tasks.retries import step
-from tasks.store.made import cache_key, kept, present
+from tasks.store.made import content_key, made
 
 Split = Literal["train", "validation"]
 _CODE = ("rlcore/data", "rlcore/families", "rlcore/config", "rlcore/specs.py")
@@ -39,81 +36,7 @@ def prepare_spec(experiment: ExperimentConfig, split: Split, settings: Settings)
     )
 
 
-def _prepare_key(_: TaskRunContext, parameters: dict[str, Any]) -> str:
-    spec = prepare_spec(parameters["experiment"], parameters["split"], Settings())
-    return cache_key("prepare", dataset_key(spec), *_CODE)
-
-
-def _resize_key(_: TaskRunContext, parameters: dict[str, Any]) -> str:
-    spec = _resize_spec(parameters["experiment"], parameters["dataset"], Settings())
-    return cache_key("resize", resized_key(spec), *_CODE)
-
-
-@step(
-    "prepare-dataset",
-    task_run_name="prepare-{split}",
-    cache_key_fn=_prepare_key,
-    persist_result=True,
-    result_serializer="json",
-    others=(2, 20),
-    timeout_seconds=_TIMEOUT_SECONDS,
-)
-def prepare(experiment: ExperimentConfig, split: Split) -> DatasetRef:
-    """Source rows to a dataset with original images.
-
-    Raises:
-        DataError: the source is unusable, or no problem of it is.
-    """
-    settings = Settings()
-    spec = prepare_spec(experiment, split, settings)
-    forget_unused(settings.downloads_dir, int(settings.downloads_gib * 2**30))
-
-    def make() -> DatasetRef:
-        return run_job("rlcore.jobs.prepare", spec, DatasetRef, settings)
-
-    return _usable(kept(prepared_folder(spec), settings, make))
-
-
-@step(
-    "resize-images",
-    task_run_name="resize-{split}",
-    cache_key_fn=_resize_key,
-    persist_result=True,
-    result_serializer="json",
-    others=(2, 20),
-    timeout_seconds=_TIMEOUT_SECONDS,
-)
-def resize(experiment: ExperimentConfig, split: Split, dataset: DatasetRef) -> DatasetRef:
-    """The same dataset with each distinct image once, on the model's patch grid."""
-    settings = Settings()
-    spec = _resize_spec(experiment, dataset, settings)
-
-    def make() -> DatasetRef:
-        return run_job("rlcore.jobs.resize", spec, DatasetRef, settings)
-
-    return _usable(kept(resized_folder(spec), settings, make))
-
-
-def prepare_and_resize(experiment: ExperimentConfig, split: Split) -> DatasetRef:
-    """Both tasks, in order; a cached result whose folder somebody has removed is made again."""
-    prepared = present(prepare, _report, experiment, split)
-    ready = present(resize, _report, experiment, split, prepared)
-    get_logger().info(
-        "data: %s: %d problems (%d set aside), %d images, longest prompt %d tokens",
-        split,
-        ready.num_problems,
-        ready.num_rejected,
-        ready.num_images,
-        ready.max_prompt_tokens,
-    )
-    return ready
-
-
-def _report(dataset: DatasetRef) -> Path:
-    return Path(dataset.path) / "report.json"
-
-
-def _resize_spec(experiment: ExperimentConfig, dataset: DatasetRef, settings: Settings) -> ResizeSpec:
+def resize_spec(experiment: ExperimentConfig, dataset: DatasetRef, settings: Settings) -> ResizeSpec:
     return ResizeSpec(
         result=new_result_path(settings, "resize"),
         dataset=dataset,
@@ -124,11 +47,49 @@ def _resize_spec(experiment: ExperimentConfig, dataset: DatasetRef, settings: Se
     )
 
 
-def _usable(dataset: DatasetRef) -> DatasetRef:
+@step("prepare-dataset", task_run_name="prepare-{split}", others=(2, 20), timeout_seconds=_TIMEOUT_SECONDS)
+def prepare_dataset(experiment: ExperimentConfig, split: Split) -> DatasetRef:
+    """Source rows to a dataset with original images.
+
+    Raises:
+        DataError: the source is unusable, or none of its problems is usable.
+    """
+    settings = Settings()
+    spec = prepare_spec(experiment, split, settings)
+
+    def make() -> DatasetRef:
+        forget_unused(settings.downloads_dir, int(settings.downloads_gib * 2**30))
+        return run_job("rlcore.jobs.prepare", spec, DatasetRef, settings)
+
+    key = content_key("prepare", dataset_key(spec), *_CODE)
+    return _require_problems(made(key, prepared_folder(spec), make, DatasetRef))
+
+
+@step("resize-images", task_run_name="resize-{split}", others=(2, 20), timeout_seconds=_TIMEOUT_SECONDS)
+def resize_images(experiment: ExperimentConfig, split: Split, dataset: DatasetRef) -> DatasetRef:
+    """The same dataset with each distinct image stored once, at a size that fits the model's patch grid."""
+    settings = Settings()
+    spec = resize_spec(experiment, dataset, settings)
+    key = content_key("resize", resized_key(spec), *_CODE)
+    ready = _require_problems(
+        made(key, resized_folder(spec), lambda: run_job("rlcore.jobs.resize", spec, DatasetRef, settings), DatasetRef)
+    )
+    get_logger().info(
+        "data: %s: %d problems (%d set aside), %d images, longest prompt %d tokens",
+        split, ready.num_problems, ready.num_rejected, ready.num_images, ready.max_prompt_tokens,
+    )  # fmt: skip
+    return ready
+
+
+def prepare_and_resize(experiment: ExperimentConfig, split: Split) -> DatasetRef:
+    return resize_images(experiment, split, prepare_dataset(experiment, split))
+
+
+def _require_problems(dataset: DatasetRef) -> DatasetRef:
     if dataset.num_problems == 0:
         raise DataError(
             f"{dataset.source} has no usable problem: all {dataset.num_rejected} were set aside; "
-            f"{dataset.path}/rejects.jsonl says why. Mend the source, or raise "
-            "data.max_prompt_tokens if prompts are too long."
+            f"{dataset.path}/rejects.jsonl has the reasons. Fix the source, or raise data.max_prompt_tokens if prompts "
+            "are too long."
         )
     return dataset

@@ -6,9 +6,6 @@ import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
-
-from prefect.context import TaskRunContext
 
 from infra.logs import get_logger
 from infra.settings import Settings
@@ -21,7 +18,7 @@ from tasks.driver.jobs import new_result_path, run_job
 from tasks.experiments import load_experiment
 from tasks.retries import step
 from tasks.run import Run, tracker_of
-from tasks.store.made import cache_key, content_key, fetched, present, send
+from tasks.store.made import content_key, made
 
 _REPORT = "report.json"
 _CODE = (
@@ -56,9 +53,10 @@ def suite_of(
     return suite.model_copy(update={"resources": suite.resources.model_copy(update={"workers": workers})})
 
 
-def _content(
+def evaluation_content(
     experiment: ExperimentConfig, policy: CheckpointRef | ModelRef, base: ModelRef, dataset: DatasetRef
 ) -> str:
+    """Everything that the numbers depend on, except code and packages."""
     which = policy.manifest_sha256 if isinstance(policy, CheckpointRef) else policy.digest
     config = experiment.model_dump(mode="json", include=_CONFIG)
     reward = experiment.reward
@@ -66,51 +64,41 @@ def _content(
     return json.dumps([which, base.digest, dataset.digest, config, own], sort_keys=True)
 
 
-def _key(_: TaskRunContext, parameters: dict[str, Any]) -> str:
-    names = ("experiment", "policy", "base", "dataset")
-    return cache_key("evaluate", _content(*(parameters[name] for name in names)), *_CODE)
-
-
-@step(
-    "evaluate-policy",
-    cache_key_fn=_key,
-    persist_result=True,
-    result_serializer="json",
-    others=(10,),
-    timeout_seconds=12 * 3600,
-)
-def evaluate(
+@step("evaluate-policy", others=(10,), timeout_seconds=12 * 3600)
+def evaluate_policy(
     experiment: ExperimentConfig, policy: CheckpointRef | ModelRef, base: ModelRef, dataset: DatasetRef
 ) -> EvalReport:
-    """pass@1 and mean reward with intervals; every completion in a table."""
+    """pass@1 and mean reward with intervals, and a table of every completion."""
     settings = Settings()
-    out_dir = settings.evaluations_dir / content_key("evaluate", _content(experiment, policy, base, dataset), *_CODE)
-    fetched(out_dir, settings)
-    if (known := _known(out_dir, policy)) is not None:
-        send(out_dir, settings)
-        return known
-    spec = EvaluateSpec(
-        result=new_result_path(settings, "evaluate"),
-        experiment=experiment,
-        policy=policy,
-        base=base,
-        dataset=dataset,
-        out_dir=out_dir,
-    )
-    get_logger().info("eval: %s", policy.path)
-    report = run_job("rlcore.jobs.evaluate", spec, EvalReport, settings, quiet=True)
-    write_json_atomically(out_dir / _REPORT, report.model_dump_json(indent=1))
-    send(out_dir, settings)
-    return report
+    key = content_key("evaluate", evaluation_content(experiment, policy, base, dataset), *_CODE)
+    out_dir = settings.evaluations_dir / key
+
+    def make() -> EvalReport:
+        if (known := _read_report(out_dir)) is not None:
+            return known
+        spec = EvaluateSpec(
+            result=new_result_path(settings, "evaluate"),
+            experiment=experiment,
+            policy=policy,
+            base=base,
+            dataset=dataset,
+            out_dir=out_dir,
+        )
+        get_logger().info("eval: %s", policy.path)
+        report = run_job("rlcore.jobs.evaluate", spec, EvalReport, settings, quiet=True)
+        write_json_atomically(out_dir / _REPORT, report.model_dump_json(indent=1))
+        return report
+
+    return made(key, out_dir, make, EvalReport).model_copy(update={"policy": policy.path})
 
 
-def _known(out_dir: Path, policy: CheckpointRef | ModelRef) -> EvalReport | None:
-    """What an evaluation of the same policy has left, here or on another machine."""
+def _read_report(out_dir: Path) -> EvalReport | None:
+    """The report of an earlier evaluation, here or on the machine that the folder came from; None without its table."""
     if not (out_dir / _REPORT).exists():
         return None
-    found = EvalReport.model_validate_json((out_dir / _REPORT).read_bytes())
-    table = out_dir / Path(found.table).name
-    return found.model_copy(update={"policy": policy.path, "table": str(table)}) if table.exists() else None
+    report = EvalReport.model_validate_json((out_dir / _REPORT).read_bytes())
+    table = out_dir / Path(report.table).name
+    return report.model_copy(update={"table": str(table)}) if table.exists() else None
 
 
 def evaluate_and_log(
@@ -121,16 +109,15 @@ def evaluate_and_log(
     dataset: DatasetRef,
     benchmark: str | None = None,
 ) -> EvalReport:
-    """Evaluate, and put the numbers into the run at the policy's step; a repeat adds nothing. Those of a ``benchmark``
-    that is not the run's own lie under its name."""
-    report = present(evaluate, lambda item: Path(item.table), experiment, policy, base, dataset)
+    """Evaluate, and log the numbers to the run at the policy's step, under the name of ``benchmark`` if given."""
+    report = evaluate_policy(experiment, policy, base, dataset)
     log_evaluation(run, report, f"eval/{benchmark}" if benchmark else "eval")
     return report
 
 
 @step("log-evaluation", task_run_name="log-evaluation-of-step-{report.step}")
 def log_evaluation(run: Run, report: EvalReport, where: str) -> None:
-    """The numbers and the table, in MLflow under ``where``. Safe to repeat."""
+    """Log the numbers and the table to MLflow under ``where``. Safe to repeat."""
     tracker = tracker_of(run, Settings())
     tracker.log_metrics(
         {f"{where}/{name}": getattr(report, name) for name in _LOGGED},

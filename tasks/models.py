@@ -1,55 +1,109 @@
-"""Bring the policy's files into place: create the tiny one, fetch one by its id, or take a folder."""
+"""The steps that make models: the policy to start from, and the merged, verified and registered result."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
-
-from prefect.context import TaskRunContext
 
 from infra.logs import get_logger
 from infra.settings import Settings
-from rlcore.artifacts import ModelRef
-from rlcore.config import ModelConfig
-from rlcore.specs import BootstrapSpec, tiny_folder
+from rlcore.artifacts import CheckpointRef, DatasetRef, EvalReport, ModelRef
+from rlcore.config import ExperimentConfig, ModelConfig
+from rlcore.specs import BootstrapSpec, MergeSpec, tiny_folder
 from tasks.driver.jobs import new_result_path, run_job
+from tasks.lineage import artifact_name, lineage_of
 from tasks.retries import step
-from tasks.store.made import cache_key, kept, present
+from tasks.run import Run, tracker_of
+from tasks.store.made import content_key, made
+
+CHAMPION = "champion"  # alias of the best model of an experiment so far: tasks/champion.py
+ALIAS = "verified"  # alias of a model whose log-probs agree in the trainer, transformers and vLLM
 
 
-def _key(_: TaskRunContext, parameters: dict[str, Any]) -> str:
-    model: ModelConfig = parameters["model"]
+def bootstrap_key(model: ModelConfig) -> str:
     files = sorted(Path(model.path).glob("*")) if Path(model.path).is_dir() else []
     stamps = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     code = ("rlcore/jobs/bootstrap.py", "rlcore/models", "rlcore/families", "rlcore/data")
-    return cache_key("model", json.dumps([model.model_dump(mode="json"), stamps]), *code)
+    return content_key("model", json.dumps([model.model_dump(mode="json"), stamps]), *code)
 
 
-@step(
-    "bootstrap-policy",
-    cache_key_fn=_key,
-    persist_result=True,
-    result_serializer="json",
-    others=(5, 60),
-    timeout_seconds=6 * 3600,
-)
-def bootstrap(model: ModelConfig) -> ModelRef:
-    """A local folder with config, safetensors, tokenizer and processor.
+def merge_key(checkpoint: CheckpointRef, base: ModelRef) -> str:
+    content = json.dumps([checkpoint.manifest_sha256, checkpoint.path, base.digest])
+    return content_key("merge", content, "rlcore/jobs", "rlcore/models", "rlcore/families", "rlcore/sampler")
+
+
+@step("bootstrap-policy", others=(5, 60), timeout_seconds=6 * 3600)
+def bootstrap_policy(model: ModelConfig) -> ModelRef:
+    """The policy to start from: a local folder with config, safetensors, tokenizer and processor.
 
     Raises:
         ModelError: the model's files are missing or unusable.
     """
     settings = Settings()
     spec = BootstrapSpec(result=new_result_path(settings, "bootstrap"), model=model, models_dir=settings.models_dir)
-    if model.path != "tiny":  # somebody else's folder, or the hub's
-        return run_job("rlcore.jobs.bootstrap", spec, ModelRef, settings)
-    # Made once: warmed up on another number of cores it would be another policy in its last bits.
-    folder = tiny_folder(settings.models_dir, model.tiny)
-    return kept(folder, settings, lambda: run_job("rlcore.jobs.bootstrap", spec, ModelRef, settings))
+    # The tiny policy is shared through the store: its last bits depend on the number of cores that warm it up.
+    folder = tiny_folder(settings.models_dir, model.tiny) if model.path == "tiny" else None
+    ref = made(
+        bootstrap_key(model), folder, lambda: run_job("rlcore.jobs.bootstrap", spec, ModelRef, settings), ModelRef
+    )
+    get_logger().info("model: %s, %.1f M parameters, %s", ref.source, ref.num_parameters / 1e6, ref.path)
+    return ref
 
 
-def bootstrapped(model: ModelConfig) -> ModelRef:
-    found = present(bootstrap, lambda ref: Path(ref.path) / "config.json", model)
-    get_logger().info("model: %s, %.1f M parameters, %s", found.source, found.num_parameters / 1e6, found.path)
-    return found
+@step("merge-checkpoint", others=(10,), timeout_seconds=6 * 3600)
+def merge_checkpoint(
+    experiment: ExperimentConfig, checkpoint: CheckpointRef, base: ModelRef, dataset: DatasetRef
+) -> ModelRef:
+    """Write a sharded checkpoint as safetensors, and compare transformers and vLLM on it with the policy.
+
+    Args:
+        dataset: the training data; the images of the fixed inputs for the comparison are in its folder.
+
+    Raises:
+        ModelError: the merged model and the policy give different log-probs.
+    """
+    settings = Settings()
+    spec = MergeSpec(
+        result=new_result_path(settings, "merge"),
+        experiment=experiment,
+        checkpoint=checkpoint,
+        base=base,
+        dataset=dataset,
+        models_dir=settings.models_dir,
+    )
+
+    def make() -> ModelRef:
+        get_logger().info("merge: %s, then compare with transformers and vLLM", checkpoint.path)
+        return run_job("rlcore.jobs.merge", spec, ModelRef, settings, quiet=True)
+
+    return made(merge_key(checkpoint, base), spec.out, make, ModelRef)
+
+
+@step("register-model", others=(5, 30))
+def register_model(
+    run: Run, model: ModelRef, checkpoint: CheckpointRef, report: EvalReport | None, alias: str = ALIAS
+) -> ModelRef:
+    """Register the folder of a verified model and move the alias to it. Safe to repeat: it finds its own version."""
+    tags = {
+        "rlflow.run_id": run.run_id,
+        "rlflow.experiment_digest": run.experiment.digest(),
+        "rlflow.checkpoint": checkpoint.path,
+        "rlflow.step": str(checkpoint.step),
+        "rlflow.model_digest": model.digest,
+    }
+    if report is not None:
+        tags |= {"eval.accuracy": f"{report.accuracy:.4f}", "eval.dataset_digest": report.dataset_digest}
+    origin = f"{model.source} after {checkpoint.step} GRPO steps of run {run.run_id}"
+    tracker = tracker_of(run, Settings())
+    registered = tracker.register_model(
+        name=run.experiment.name,
+        path=Path(model.path),
+        tags=tags,
+        alias=alias,
+        description=f"{origin}. Files: {model.path}",
+    )
+    get_logger().info("model: registered %s version %s @%s", registered.name, registered.version, alias)
+    known = model.model_copy(update={"registered_name": registered.name, "registered_version": registered.version})
+    lineage = lineage_of(run, known, checkpoint, tracker.mlflow_run_id)
+    tracker.log_text(lineage.model_dump_json(indent=1), artifact_name(registered.name, registered.version))
+    return known

@@ -1,4 +1,4 @@
-"""The steps that find or open a run, each tried again while the store is away."""
+"""The steps that find, open, describe and close a run."""
 
 from __future__ import annotations
 
@@ -9,54 +9,62 @@ from typing import Any
 
 from prefect.context import FlowRunContext
 
-from infra import processes
+from infra import processes, provenance
+from infra.logs import get_logger
 from infra.settings import Settings
-from rlcore.artifacts import CheckpointRef
+from rlcore.artifacts import CheckpointRef, DatasetRef, ModelRef
 from rlcore.config import ExperimentConfig
-from tasks import parameters as form
+from rlcore.files import write_json_atomically
+from tasks import experiments as form
 from tasks import run as runs
+from tasks.driver.failures import is_outage, note_outage, note_outages, unopened_run
 from tasks.driver.jobs import jobs_mark
-from tasks.driver.outages import is_outage, note_outage, unopened_run
+from tasks.driver.mirror import mirror_run
+from tasks.lineage import origins_dir, record_origin
 from tasks.retries import step
-from tasks.run import Run
+from tasks.run import Run, close_after_error, tracker_of
+from tasks.store.made import key_of, store_of
 
 
 @contextmanager
-def recoverable(run_id: str | None) -> Iterator[None]:
-    """Around the steps before the run is open, where it may have no folder yet: ``recover`` then finds the flow run
-    below ``data/unopened``."""
+def note_if_unopened(run_id: str | None) -> Iterator[None]:
+    """Around the steps before a run has a folder: an outage is noted below ``data/unopened``, where ``recover`` looks.
+
+    Any other end of these steps removes the note. A flow that was started in a terminal leaves none: no worker can
+    start it again.
+    """
     context = FlowRunContext.get()
-    deployed = context is not None and context.flow_run is not None and context.flow_run.deployment_id is not None
-    if not deployed:  # nobody but the person at the terminal can start it again
-        yield
-        return
+    flow_run = context.flow_run if context is not None else None
     unopened = unopened_run(run_id or runs.flow_run_name())
     try:
         yield
     except Exception as error:
-        run = unopened.model_copy(update={"run_dir": Settings().runs_dir / unopened.run_id})
-        if str(context.flow_run.id) in [driver.flow_run_id for driver in runs.drivers(run)]:
-            note_outage(run, error)
-        elif is_outage(error):
-            runs.note_driver(unopened)  # before the outage: recover looks at what came after the driver's start
-            note_outage(unopened, error)
+        if flow_run is not None and flow_run.deployment_id is not None:
+            run = unopened.model_copy(update={"run_dir": Settings().runs_dir / unopened.run_id})
+            if str(flow_run.id) in [driver.flow_run_id for driver in runs.drivers(run)]:
+                note_outage(run, error)
+            elif is_outage(error):
+                runs.note_driver(unopened)  # first: recover ignores outages from before the driver's start
+                note_outage(unopened, error)
+        if not is_outage(error):
+            shutil.rmtree(unopened.run_dir, ignore_errors=True)
         raise
     shutil.rmtree(unopened.run_dir, ignore_errors=True)
 
 
 @step("choose-experiment")
-def choose_experiment(run_id: str | None, **values: Any) -> ExperimentConfig:
-    """What a flow run trains: what it began with, where it is a retry, else what its parameters say."""
-    return runs.begun_with(run_id) or form.chosen(run_id=run_id, **values)
+def choose_experiment(run_id: str | None, **parameters: Any) -> ExperimentConfig:
+    """What a flow run trains: on a retry what it started with, else what its parameters say."""
+    return runs.experiment_of_retry(run_id) or form.configure(run_id=run_id, **parameters)
 
 
 @step("open-run")
 def open_run(experiment: ExperimentConfig, run_id: str | None, *, allow_changes: bool = False) -> Run:
-    """A new run, or the one called ``run_id`` continued, fetched from the store where this machine does not know it."""
+    """A new run, or the run called ``run_id``, which is fetched from the store if it is not on this machine."""
     run = runs.open_run(experiment, run_id, Settings(), allow_changes=allow_changes)
     for driver in runs.drivers(run):
         if driver.flow_run_id is not None and driver.is_running() is False:
-            # A flow that was killed could not remove the temporary folders of its jobs.
+            # A killed flow could not remove the temporary folders of its jobs.
             processes.kill_all(jobs_mark(driver.flow_run_id))
     return run
 
@@ -68,5 +76,77 @@ def find_run(run_id: str) -> Run:
 
 @step("find-checkpoint")
 def find_checkpoint(run: Run) -> CheckpointRef:
-    """The run's newest whole checkpoint."""
+    """The newest whole checkpoint of the run."""
     return runs.newest_checkpoint(run)
+
+
+@step("describe-run", others=(5, 30))
+def describe_run(run: Run, train: DatasetRef, validation: DatasetRef, model: ModelRef) -> str:
+    """Log parameters, tags, datasets and origin of the run to MLflow. Safe to repeat. Returns the MLflow run's id."""
+    tracker = tracker_of(run, Settings())
+    facts = provenance.collect()
+    tracker.log_params(run.experiment.flat())
+    tracker.set_tags(
+        {
+            **facts.tags(),
+            "rlflow.experiment_digest": run.experiment.digest(),
+            "rlflow.dataset_digest": train.digest,
+            "rlflow.validation_digest": validation.digest,
+            "rlflow.model": model.path,
+            "rlflow.model_digest": model.digest,
+            "rlflow.run_dir": str(run.run_dir),
+        }
+    )
+    for dataset, context in ((train, "training"), (validation, "validation")):
+        tracker.log_dataset(
+            name=dataset.source,
+            digest=dataset.digest,
+            path=dataset.path,
+            context=context,
+            profile={"num_problems": dataset.num_problems, "num_images": dataset.num_images},
+        )
+    tracker.log_text(run.experiment.model_dump_json(indent=1), "experiment.json")
+    origin = record_origin(run, facts, train, validation, model)
+    for name in origin.files:
+        tracker.log_file(origins_dir(run.run_dir) / name, "origins")
+    tracker.log_file(run.run_dir / "origins.jsonl")
+    get_logger().info("mlflow: run %s of experiment %s", tracker.mlflow_run_id, run.experiment.name)
+    return tracker.mlflow_run_id
+
+
+@step("open-tracking")
+def open_tracking(run: Run) -> None:
+    """Open the MLflow run, also one that was closed before."""
+    tracker = tracker_of(run, Settings())
+    run.finished_marker.unlink(missing_ok=True)
+    tracker.resume()
+
+
+@step("finish-run")
+def finish_run(run: Run) -> None:
+    """Close the MLflow run, then mark the run as finished in the store and in its folder."""
+    settings = Settings()
+    tracker_of(run, settings).finish("FINISHED")
+    store, key = store_of(settings), key_of(run.finished_marker, settings)
+    if store is not None and key is not None:
+        store.put(key, b"")
+    write_json_atomically(run.finished_marker, "")
+
+
+@contextmanager
+def track_run(run: Run) -> Iterator[None]:
+    """Keep the MLflow run open and mirror the run to the store, and close both with the right status however the flow
+    ends. The run is finished once the store has all of it."""
+    settings = Settings()
+    with note_outages(run):
+        open_tracking(run)
+        try:
+            with mirror_run(run, settings):
+                yield
+        except Exception:  # raised again, once MLflow knows
+            close_after_error(lambda: tracker_of(run, settings), "FAILED")
+            raise
+        except BaseException:  # Ctrl-C or a cancelled flow
+            close_after_error(lambda: tracker_of(run, settings), "KILLED")
+            raise
+        finish_run(run)

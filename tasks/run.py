@@ -114,17 +114,17 @@ def flow_run_name() -> str:
     """Prefect's name of the flow run at work is its run's: the given one, else one that every retry finds again."""
     context = FlowRunContext.get()
     if context is None or context.flow_run is None or context.parameters is None:
-        raise RuntimeError("flow_run_name() is for Prefect to call, when a flow run starts")
+        raise RuntimeError("flow_run_name() needs a flow run: Prefect calls it when one starts")
     return context.parameters.get("run_id") or f"{context.parameters['experiment']}-{context.flow_run.id.hex[:12]}"
 
 
-def own_values(run_id: str | None, experiment: str) -> ExperimentConfig | None:
+def experiment_of_run(run_id: str | None, experiment: str) -> ExperimentConfig | None:
     """Those of the run called ``run_id``, if there is one and it is of the experiment called ``experiment``."""
     run = _run_called(run_id, Settings()) if run_id is not None else None
     return run.experiment if run is not None and run.experiment.name == experiment else None
 
 
-def begun_with(run_id: str | None) -> ExperimentConfig | None:
+def experiment_of_retry(run_id: str | None) -> ExperimentConfig | None:
     """What this flow run began with, where it is a retry; prefect.yaml may say something else by now."""
     context = FlowRunContext.get()
     if context is None or context.flow_run is None:

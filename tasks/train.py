@@ -1,8 +1,7 @@
-"""The segment task: find the segment done, follow the trainer that is at it, or start one.
+"""The segment task: return a committed segment, follow a running trainer, or start one.
 
-What counts is the manifest in the run's folder, never Prefect's state, so a retry, a re-run and a second
-worker all do the right thing. The trainer lives in a process of its own and goes on into the next segment by
-itself.
+The manifest in the run's folder decides, never Prefect's state, so a retry, a re-run and a second worker all do the
+right thing. The trainer is a separate process and continues into the next segment by itself.
 """
 
 from __future__ import annotations
@@ -32,13 +31,11 @@ from rlcore.segment.lease import holder_alive, lease_at
 from rlcore.segment.spec import SegmentManifest, SegmentSpec, segment_path
 from rlcore.segment.store import move_aside, verify_checkpoint
 from rlcore.specs import JobError
-from tasks.driver.failures import handled_failures, read_adjustments, wait_for_next_try
-from tasks.driver.hang import HangWatch, end_stuck_trainer
-from tasks.driver.health import HealthWarnings, announce_on_prefect
-from tasks.driver.heartbeat import Heartbeat
+from tasks.driver.failures import handle_failures, read_adjustments, wait_for_next_try
+from tasks.driver.health import HangWatch, HealthWarnings, announce_on_prefect, end_stuck_trainer
 from tasks.driver.jobs import describe_exit, error_from, worth_retrying
 from tasks.driver.mirror import safe_step, wait_until_mirrored
-from tasks.driver.outbox import Outbox
+from tasks.driver.outbox import Heartbeat, Outbox
 from tasks.driver.progress import TrainingProgress, announce_checkpoint
 from tasks.driver.publish import Publishers
 from tasks.run import Run
@@ -46,11 +43,11 @@ from tasks.store.restore import restore_checkpoint
 
 _TICK_SECONDS = 1.0
 _PAGE_SECONDS = 5.0
-_LAST_EXIT_SECONDS = 60.0  # for taking engines and Ray down after the last segment
-_CLEAN_EXIT_SECONDS = 8.0  # for the same after a commit on request
+_LAST_EXIT_SECONDS = 60.0  # to shut down engines and Ray after the last segment
+_CLEAN_EXIT_SECONDS = 8.0  # the same after a requested commit
 _TRACEBACK_LINES = 12
 _HEADING = "=== trainer started "  # in the log, which all trainers of a run share
-_MAX_RETRIES = 100  # Prefect's bound; the table's are tighter and outlive this task
+_MAX_RETRIES = 100  # more than rlcore/failures.py allows, whose counts decide
 
 
 @task(
@@ -62,20 +59,20 @@ _MAX_RETRIES = 100  # Prefect's bound; the table's are tighter and outlive this 
 def train_segment(run: Run, dataset: DatasetRef, model: ModelRef, index: int) -> SegmentManifest:
     """Return the manifest of segment ``index`` once it is committed, and publish its steps to MLflow.
 
-    Which failure is retried when, and with what change, is the table of ``rlcore/failures.py``.
+    ``rlcore/failures.py`` says which failure is retried, when, and with what change.
 
     Raises:
-        RlflowError: the trainer ended without the segment; its error, or what its exit code means.
-        ServerError: MLflow did not take the last steps of the run.
+        RlflowError: the trainer ended before it committed the segment; its own error, or one for its exit code.
+        ServerError: MLflow did not accept the last steps of the run.
     """
     settings = Settings()
     if (task_run.run_count or 0) > 1:
         wait_for_next_try(run)
-    with handled_failures(run, settings):
-        return _segment_trained(run, settings, dataset, model, index)
+    with handle_failures(run, settings):
+        return _train(run, settings, dataset, model, index)
 
 
-def _segment_trained(run: Run, settings: Settings, dataset: DatasetRef, model: ModelRef, index: int) -> SegmentManifest:
+def _train(run: Run, settings: Settings, dataset: DatasetRef, model: ModelRef, index: int) -> SegmentManifest:
     links = _links_of(run, settings)
     page, publishers = links.page, links.publishers
 
@@ -84,11 +81,11 @@ def _segment_trained(run: Run, settings: Settings, dataset: DatasetRef, model: M
 
     warnings = HealthWarnings(run, read_adjustments(run), announce)
     restore_checkpoint(run.run_dir, settings)
-    manifest = _found_done(run, index)
+    manifest = _find_complete(run, index)
     if manifest is None:
         trainer = _attach(run) or _start(run, settings, dataset, model, index)
         with (
-            _stopped_on_interrupt(run, trainer, index, settings),
+            _stop_on_interrupt(run, trainer, index, settings),
             TrainingProgress(run.experiment, page) as progress,
         ):
             manifest = _follow(run, trainer, index, lambda: _tick(run, settings, publishers, progress, warnings))
@@ -104,9 +101,11 @@ def _segment_trained(run: Run, settings: Settings, dataset: DatasetRef, model: M
     return manifest
 
 
-def _found_done(run: Run, index: int) -> SegmentManifest | None:
-    """The segment, if it is complete. A damaged end of the run does not count: nobody would look at it again before it
-    is evaluated, while a trainer verifies what it goes on from."""
+def _find_complete(run: Run, index: int) -> SegmentManifest | None:
+    """The segment's manifest if the segment is complete, else None.
+
+    The last checkpoint is verified here, because no trainer will resume from it and verify it.
+    """
     manifest = run.manifest(index)
     if manifest is None or not manifest.complete:
         return None
@@ -123,29 +122,31 @@ def _found_done(run: Run, index: int) -> SegmentManifest | None:
 
 
 @contextmanager
-def training(run: Run) -> Iterator[list[SegmentManifest]]:
-    """Around the loop over the segments of a run; gives the list that the loop fills. However training ends, the run's
-    threads end. A trainer that runs between two segments when an error or interrupt comes commits and stops."""
+def link_trainer(run: Run) -> Iterator[list[SegmentManifest]]:
+    """Around the loop over a run's segments; yields the list that the loop fills.
+
+    The run's threads end however training ends. After an error between two segments the trainer commits and stops.
+    """
     segments: list[SegmentManifest] = []
-    with _linked(run):
+    with _close_links(run):
         try:
             yield segments
         except BaseException:
             trainer = _running(run)
             if trainer is None:
                 raise
-            with _stopped_on_interrupt(run, trainer, len(segments), Settings()):
+            with _stop_on_interrupt(run, trainer, len(segments), Settings()):
                 raise
 
 
 def is_trained(run: Run, segments: Sequence[SegmentManifest]) -> bool:
-    """Whether the last step is done. A segment that runs out of minutes makes one more of them."""
+    """Whether the last step is committed. A segment may end early by time, so the number of segments is not fixed."""
     return bool(segments) and segments[-1].last_step >= run.experiment.training.steps
 
 
 def train_all_segments(run: Run, dataset: DatasetRef, model: ModelRef) -> list[SegmentManifest]:
-    """The loop of ``flows/train_grpo.py``, for flows that do nothing between two segments."""
-    with training(run) as segments:
+    """The loop of ``flows/train_grpo.py`` in one call."""
+    with link_trainer(run) as segments:
         while not is_trained(run, segments):
             segments.append(train_segment(run, dataset, model, len(segments)))
     return segments
@@ -153,20 +154,20 @@ def train_all_segments(run: Run, dataset: DatasetRef, model: ModelRef) -> list[S
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """What the driver of a run has to its trainer, Prefect's page and MLflow, each in a thread of its own."""
+    """The driver's threads: heartbeat to the trainer, messages to Prefect, metrics to MLflow."""
 
     heart: Heartbeat
     page: Outbox
     publishers: Publishers
 
     def end(self, wait_seconds: float | None) -> None:
-        """The page gets a moment. MLflow has what it was given, or is left to the next try, after ``wait_seconds``."""
+        """Stop all threads. Prefect gets at most a few seconds; MLflow gets ``wait_seconds``, None: no limit."""
         self.heart.end()
         self.page.close(_PAGE_SECONDS if wait_seconds is None else wait_seconds)
         self.publishers.stop(wait_seconds)
 
 
-# From the first segment's task to the end of the last one, also between two tasks.
+# By run folder. They outlive a segment's task, because the trainer continues between two tasks.
 _LINKS: dict[Path, Links] = {}
 
 
@@ -178,45 +179,41 @@ def _links_of(run: Run, settings: Settings) -> Links:
 
 
 @contextmanager
-def _linked(run: Run) -> Iterator[None]:
-    """End the run's threads, however its training ends."""
+def _close_links(run: Run) -> Iterator[None]:
+    """End the run's threads however its training ends."""
+    wait_seconds: float | None = None
     try:
         yield
-    except Exception:
-        _unlink(run, None)
+    except BaseException as error:
+        if not isinstance(error, Exception):  # a person waits, or Prefect kills the flow soon
+            wait_seconds = 0.0
         raise
-    except BaseException:  # a person waits, or Prefect's grace is short
-        _unlink(run, 0.0)
-        raise
-    _unlink(run, None)
-
-
-def _unlink(run: Run, wait_seconds: float | None) -> None:
-    if (links := _LINKS.pop(run.run_dir, None)) is not None:
-        links.end(wait_seconds)
+    finally:
+        if (links := _LINKS.pop(run.run_dir, None)) is not None:
+            links.end(wait_seconds)
 
 
 @dataclass(frozen=True, slots=True)
 class Trainer:
-    """The trainer of a run as seen from here: our child, or one that another driver left running."""
+    """A running trainer: a child of this process, or one that another driver started."""
 
     pid: int
     lease: Path
     child: subprocess.Popen[bytes] | None
 
     def exit_code(self) -> int | None:
-        """None while it runs; -1 for a trainer that is gone and was not our child."""
+        """None while it runs. -1: it has ended, and only its parent knows the exit code."""
         if self.child is not None:
             return self.child.poll()
         return None if holder_alive(self.lease) else -1
 
 
-# Children stay ours from one segment's task to the next, and only their parent can collect their exit code.
+# By run folder. Only the parent can read a child's exit code, so children are remembered between tasks.
 _CHILDREN: dict[Path, subprocess.Popen[bytes]] = {}
 
 
 def _running(run: Run) -> Trainer | None:
-    """The trainer that is at this run, if one lives."""
+    """The living trainer of this run, or None."""
     lease = run.run_dir / "lease.json"
     child = _CHILDREN.get(run.run_dir)
     if child is not None and child.poll() is None:
@@ -226,10 +223,10 @@ def _running(run: Run) -> Trainer | None:
 
 
 def _attach(run: Run) -> Trainer | None:
-    """The running trainer, to be followed; None: start one.
+    """The running trainer to follow; None: start one.
 
     Raises:
-        RlflowError: ours has failed since the segment before; the next try starts another.
+        RlflowError: our trainer has failed since the last segment; the next try starts another.
     """
     trainer = _running(run)
     if trainer is not None:
@@ -239,8 +236,8 @@ def _attach(run: Run) -> Trainer | None:
     child = _CHILDREN.pop(run.run_dir, None)
     if child is not None and child.poll() != 0:
         raise _failure(run, child.poll() or 0)
-    # Daemons that a killed trainer left behind hold memory that the next one needs.
-    processes.kill(_mark(run))
+    # A killed trainer leaves daemons that hold memory, which the next one needs.
+    processes.kill(run.trainer_mark)
     lease_at(run.run_dir / "lease.json").remove_dead()
     return None
 
@@ -257,7 +254,7 @@ def _start(run: Run, settings: Settings, dataset: DatasetRef, model: ModelRef, i
     )
     spec_path = run.run_dir / "spec.json"
     write_json_atomically(spec_path, spec.model_dump_json(indent=1))
-    _error_path(run).unlink(missing_ok=True)
+    (run.run_dir / "trainer_error.json").unlink(missing_ok=True)
     _beat(run, index)
     where = f"from step {step}" if (step := run.committed_step()) else "from the start"
     with (run.run_dir / "trainer.log").open("ab") as log:
@@ -266,9 +263,9 @@ def _start(run: Run, settings: Settings, dataset: DatasetRef, model: ModelRef, i
         child = processes.start(
             [str(settings.trainer_python), "-m", "rlcore.jobs.segment", str(spec_path)],
             env=environment.for_jobs(settings),
-            mark=_mark(run),
+            mark=run.trainer_mark,
             output=log,
-            ends_with_parent=False,  # it must outlive a killed driver, commit, and be found by the next one
+            ends_with_parent=False,  # it outlives a killed driver, and the next driver follows it
         )
     _CHILDREN[run.run_dir] = child
     get_logger().info("train: started a trainer %s (log: %s)", where, run.run_dir / "trainer.log")
@@ -279,14 +276,14 @@ def _follow(run: Run, trainer: Trainer, index: int, tick: Callable[[], None]) ->
     watch = HangWatch(trainer.lease, run.experiment.segment.hang_minutes)
     _beat(run, index)
     while True:
-        code = trainer.exit_code()  # asked before the manifest: a trainer commits first and ends then
+        code = trainer.exit_code()  # read before the manifest, because a trainer commits before it ends
         manifest = run.manifest(index)
         if manifest is not None and manifest.complete:
             return manifest
         if code is not None:
             raise _failure(run, code)
         if watch.stuck():
-            raise end_stuck_trainer(run.run_dir, _mark(run), run.experiment.segment.hang_minutes)
+            raise end_stuck_trainer(run.run_dir, run.trainer_mark, run.experiment.segment.hang_minutes)
         tick()
         time.sleep(_TICK_SECONDS)
 
@@ -301,19 +298,19 @@ def _tick(
 
 
 def _wait_for_end(run: Run, index: int) -> None:
-    """After the last segment: let the trainer take its workers down, then make sure."""
+    """After the last segment: let the trainer shut down its workers, then kill what is left."""
     deadline = time.monotonic() + _LAST_EXIT_SECONDS
     try:
         while _running(run) is not None and time.monotonic() < deadline:
             time.sleep(_TICK_SECONDS / 4)
     finally:
-        processes.kill(_mark(run))
+        processes.kill(run.trainer_mark)
         _CHILDREN.pop(run.run_dir, None)
 
 
 @contextmanager
-def _stopped_on_interrupt(run: Run, trainer: Trainer, index: int, settings: Settings) -> Iterator[None]:
-    """Whatever ends the wait early (Ctrl-C, cancel, an error here) lets the trainer commit, then ends it."""
+def _stop_on_interrupt(run: Run, trainer: Trainer, index: int, settings: Settings) -> Iterator[None]:
+    """If the wait ends early (Ctrl-C, cancel, an error), let the trainer commit, then kill it."""
     try:
         yield
     except BaseException as reason:
@@ -326,37 +323,37 @@ def _stopped_on_interrupt(run: Run, trainer: Trainer, index: int, settings: Sett
         try:
             _ask_to_stop(run, trainer, index, settings.stop_grace_seconds)
         finally:
-            processes.kill(_mark(run))
+            processes.kill(run.trainer_mark)
             _CHILDREN.pop(run.run_dir, None)
         raise
 
 
 def _ask_to_stop(run: Run, trainer: Trainer, index: int, grace_seconds: float) -> None:
-    """Wait for the commit of steps that no manifest holds yet. Without such steps there is nothing to wait for.
+    """Ask the trainer to stop, and wait until its uncommitted steps are committed.
 
-    By the control file alone: while Ray starts, its own SIGTERM handler would end the trainer on the spot.
+    Through the control file, not SIGTERM: while Ray starts, its own signal handler would end the trainer at once.
     """
     _beat(run, index, stop=True)
     deadline = time.monotonic() + grace_seconds
-    if not _uncommitted(run):
+    if not _has_uncommitted_steps(run):
         return
-    while _uncommitted(run) and trainer.exit_code() is None and time.monotonic() < deadline:
+    while _has_uncommitted_steps(run) and trainer.exit_code() is None and time.monotonic() < deadline:
         time.sleep(_TICK_SECONDS / 4)
     deadline = min(deadline, time.monotonic() + _CLEAN_EXIT_SECONDS)
-    while trainer.exit_code() is None and time.monotonic() < deadline:  # it takes Ray down better than a kill does
+    while trainer.exit_code() is None and time.monotonic() < deadline:  # its own shutdown of Ray is cleaner than a kill
         time.sleep(_TICK_SECONDS / 4)
 
 
-def _uncommitted(run: Run) -> bool:
+def _has_uncommitted_steps(run: Run) -> bool:
     records = run.journal()
     return bool(records) and records[-1].step > run.committed_step()
 
 
 def _failure(run: Run, code: int) -> RlflowError:
-    """What to raise for a trainer that ended without the segment: its own report, else its exit code."""
-    processes.kill(_mark(run))
+    """The error to raise for a trainer that ended early: from its own report, else from its exit code."""
+    processes.kill(run.trainer_mark)
     log = run.run_dir / "trainer.log"
-    path = _error_path(run)
+    path = run.run_dir / "trainer_error.json"
     if path.exists():
         report = JobError.model_validate_json(path.read_text())
         tail = "\n".join(report.traceback.strip().splitlines()[-_TRACEBACK_LINES:])
@@ -367,7 +364,7 @@ def _failure(run: Run, code: int) -> RlflowError:
 
 
 def last_words(log: Path) -> str:
-    """The end of what the last trainer wrote, without that of those before it."""
+    """The last lines of the log that the newest trainer wrote; empty if it wrote none."""
     if not log.exists():
         return ""
     lines = log.read_text(errors="replace").strip().splitlines()
@@ -376,13 +373,5 @@ def last_words(log: Path) -> str:
 
 
 def _beat(run: Run, index: int, *, stop: bool = False) -> None:
-    """The driver lives, and wants this segment and the next: the trainer goes on without waiting for us."""
+    """Tell the trainer that its driver lives and wants this segment and the next, so that it need not wait."""
     _links_of(run, Settings()).heart.want(index + 1, stop=stop)
-
-
-def _error_path(run: Run) -> Path:
-    return run.run_dir / "trainer_error.json"
-
-
-def _mark(run: Run) -> str:
-    return run.trainer_mark

@@ -1,4 +1,4 @@
-"""The ablate flow's steps: train the points to a rung, decide who goes on, and the table in the end."""
+"""The steps of an ablation: train the points to a rung, choose which go on, and report the comparison."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import base64
 import io
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from matplotlib.figure import Figure
 from prefect import task
@@ -19,36 +20,48 @@ from rlcore.ablation.halving import survivors
 from rlcore.ablation.plan import BASE, Point
 from rlcore.ablation.results import AblationSummary, PointFailure, PointResult, Row, Status
 from rlcore.errors import TrainerFailedError
-from rlcore.segment.journal import StepRecord, read_journal
+from rlcore.segment.journal import read_journal
+from tasks.ablation import study
 from tasks.ablation.page import Curve, csv_table, draw_differences, draw_learning_curves, markdown_table, table_rows
 from tasks.ablation.runners import point_runner, run_jobs
-from tasks.ablation.study import Ablation, mark
-from tasks.driver.outbox import prefect_outage_named
+from tasks.ablation.study import Ablation, mark_point
+from tasks.driver.outbox import Outbox, prefect_outage_named
 from tasks.driver.progress import AblationProgress
 from tasks.report.page import as_text
 from tasks.retries import step
 from tasks.run import tracker_of
 
-CURVE_METRIC = "reward/accuracy"  # the one part that all rewards have, whatever the points change about them
+CURVE_METRIC = "reward/accuracy"  # the only part that every reward has
 _SMOOTH_SHARE = 0.05
 _SECONDS_PER_HOUR = 3600.0
+_PAGE_SECONDS = 5.0  # for the last update of the progress
+
+
+@step("open-ablation")
+def open_ablation(experiment: str, overrides: Sequence[str] | None, run_id: str | None, **settings: Any) -> Ablation:
+    """A new ablation, or the one called ``run_id``. See ``study.open_ablation``."""
+    return study.open_ablation(experiment, overrides, run_id, **settings)
 
 
 @task(name="train-points", task_run_name="points-to-rung-{rung}", cache_policy=NO_CACHE, persist_result=False)
 def train_points(ablation: Ablation, names: Sequence[str], rung: int) -> None:
-    """Every seed of the points called ``names`` to the end of a rung. One that fails for good is told and left."""
+    """Train every seed of these points to the end of a rung. Runs that fail for good are marked; the others go on."""
     settings, jobs = Settings(), ablation.plan.jobs(names, rung)
-    with AblationProgress(ablation.plan.ablation_id, ablation.all_steps()) as progress:
-        failed = run_jobs(
-            ablation, jobs, point_runner(ablation, settings), lambda: progress.show(_steps_taken(ablation))
-        )
+    page = Outbox("page")
+    try:
+        with AblationProgress(ablation.plan.ablation_id, ablation.all_steps(), page) as progress:
+            failed = run_jobs(
+                ablation, jobs, point_runner(ablation, settings), lambda: progress.show(_steps_taken(ablation))
+            )
+    finally:
+        page.close(_PAGE_SECONDS)
     for job in failed:
-        mark(ablation, job, "failed")
+        mark_point(ablation, job, "failed")
 
 
 @task(name="choose-points", task_run_name="choose-after-rung-{rung}", cache_policy=NO_CACHE, persist_result=False)
 def choose_points(ablation: Ablation, names: Sequence[str], rung: int) -> list[str]:
-    """Who trains on after a rung; the others are marked as dropped. After the last rung nobody has to.
+    """Names of the points that train on after a rung; the others are marked as dropped, after the last rung none.
 
     Raises:
         TrainerFailedError: the base has no result, so there is nothing to compare with.
@@ -62,13 +75,13 @@ def choose_points(ablation: Ablation, names: Sequence[str], rung: int) -> list[s
     if not here[BASE]:
         raise TrainerFailedError(
             f"the base of ablation {plan.ablation_id} has failed with every seed, so nothing can be compared. "
-            f"{ablation.folder / 'results'} says why. Mend it, then continue the ablation."
+            f"{ablation.folder / 'results'} has the errors. Fix the cause, then continue the ablation."
         )
     scores = differences_at(here)
     chosen = list(scores) if last else survivors(scores, BASE, plan.settings.keep)
     for job in plan.jobs(list(scores), rung):
         if ablation.result(job) is not None and (last or job.point.name not in chosen):
-            mark(ablation, job, "finished" if last else "dropped")
+            mark_point(ablation, job, "finished" if last else "dropped")
     for name in scores:
         verdict = "finished" if last else "goes on" if name in chosen else "is dropped"
         get_logger().info("ablate: %s %s at step %d: %+.3f", plan.point(name).label, verdict, steps[name], scores[name])
@@ -77,7 +90,7 @@ def choose_points(ablation: Ablation, names: Sequence[str], rung: int) -> list[s
 
 @step("report-ablation")
 def report_ablation(ablation: Ablation) -> AblationSummary:
-    """The table and both plots, in the ablation's folder, in MLflow's parent run, and on Prefect's page."""
+    """Write the table and both plots to the ablation's folder, to its run in MLflow, and to Prefect."""
     from rlcore.ablation.table import PointNumbers, make_rows
 
     plan, accuracy = ablation.plan, _accuracy(ablation)
@@ -121,15 +134,15 @@ def report_ablation(ablation: Ablation) -> AblationSummary:
 
 
 def _accuracy(ablation: Ablation) -> dict[str, dict[int, dict[int, dict[str, float]]]]:
-    """Point, steps, seed, problem: the share of right samples."""
+    """Accuracy by point, steps, seed and problem."""
     from rlcore.evaluation.evaluate import read_rows
     from rlcore.evaluation.paired import accuracy_per_problem
 
-    found: dict[str, dict[int, dict[int, dict[str, float]]]] = {}
+    accuracy: dict[str, dict[int, dict[int, dict[str, float]]]] = {}
     for item in ablation.results():
         values = accuracy_per_problem(read_rows(Path(item.report.table)))
-        found.setdefault(item.point, {}).setdefault(item.steps, {})[item.seed] = values
-    return found
+        accuracy.setdefault(item.point, {}).setdefault(item.steps, {})[item.seed] = values
+    return accuracy
 
 
 def _results_of(ablation: Ablation, point: Point) -> list[PointResult]:
@@ -137,7 +150,7 @@ def _results_of(ablation: Ablation, point: Point) -> list[PointResult]:
 
 
 def _status(ablation: Ablation, point: Point) -> Status:
-    """Dropped: nobody asked for more than it has reached. Failed: somebody did, in vain."""
+    """Dropped: it reached all the steps that were asked of it. Failed: it did not."""
     plan, reached = ablation.plan, max((item.steps for item in _results_of(ablation, point)), default=0)
     if reached == plan.steps(point, plan.settings.rungs - 1):
         return "finished"
@@ -147,7 +160,7 @@ def _status(ablation: Ablation, point: Point) -> Status:
 
 
 def _gpu_hours(ablation: Ablation, point: Point) -> float:
-    """Devices times the seconds of all steps, those that a kill took back included, and of the evaluations."""
+    """Devices times the seconds of all steps and evaluations, including steps that a kill took back."""
     journals = [path for folder in ablation.run_dirs(point) for path in folder.glob("journal*.jsonl")]
     steps = sum(record.metrics.get("time/step", 0.0) for path in journals for record in read_journal(path))
     evaluations = sum(item.report.seconds for item in _results_of(ablation, point))
@@ -157,14 +170,13 @@ def _gpu_hours(ablation: Ablation, point: Point) -> float:
 def _curves(ablation: Ablation) -> list[Curve]:
     curves = []
     for point in ablation.plan.points:
-        seeds = [_series(read_journal(folder / "journal.jsonl")) for folder in ablation.run_dirs(point)]
+        seeds = [
+            {item.step: item.metrics[CURVE_METRIC] for item in read_journal(path) if CURVE_METRIC in item.metrics}
+            for path in (folder / "journal.jsonl" for folder in ablation.run_dirs(point))
+        ]
         window = max(1, round(_SMOOTH_SHARE * point.experiment.training.steps))
         curves.append(Curve(point.label, band_over([values for values in seeds if values], window)))
     return curves
-
-
-def _series(records: Sequence[StepRecord]) -> dict[int, float]:
-    return {record.step: record.metrics[CURVE_METRIC] for record in records if CURVE_METRIC in record.metrics}
 
 
 def _steps_taken(ablation: Ablation) -> int:
@@ -185,14 +197,14 @@ def _markdown(ablation: Ablation, rows: Sequence[Row]) -> str:
     return (
         f"# Ablation {plan.ablation_id}\n\n{plan.experiment} with {'; '.join(asked)}; seeds {seeds}.\n\n"
         f"{markdown_table(rows)}\n\nAccuracy on the validation problems; intervals over seeds and problems; "
-        "p by random signs of the problems, and adjusted for as many points (Benjamini-Hochberg). Dropped points are "
-        "compared with the base at the step where they were dropped.\n"
+        "p by random signs of the problems, and adjusted for the number of points (Benjamini-Hochberg). Dropped points "
+        "are compared with the base at the step where they were dropped.\n"
         + (f"\nFailed:\n\n{chr(10).join(failures)}\n" if failures else "")
     )
 
 
 def _last_line(failure: PointFailure) -> str:
-    """The kind of the error, and what it says, if it says anything: an AssertionError may have no message."""
+    """The class of the error and the last line of its message; an AssertionError may have no message."""
     lines = failure.message.splitlines()
     return f"{failure.kind}: {lines[-1]}" if lines else failure.kind
 

@@ -1,5 +1,4 @@
-"""An ablation on disk: its plan, what each run has reached, and why one failed. What counts is these files, never
-Prefect's state."""
+"""An ablation on disk: its plan, results and failures. These files decide, never Prefect's state."""
 
 from __future__ import annotations
 
@@ -25,12 +24,12 @@ from rlcore.errors import ConfigError
 from rlcore.failures import policy_of
 from rlcore.files import write_json_atomically
 from tasks.data import prepare_and_resize
-from tasks.describe import describe_run
 from tasks.driver.failures import failure_of
 from tasks.experiments import load_experiment
-from tasks.models import bootstrapped
+from tasks.models import bootstrap_policy
+from tasks.open import describe_run
 from tasks.retries import step
-from tasks.run import ABLATION_ID, Run, new_run_id, note_driver, tracker_of
+from tasks.run import ABLATION_ID, Run, flow_run_name, new_run_id, note_driver, tracker_of
 
 MESSAGE_CHARACTERS = 2000
 
@@ -44,43 +43,31 @@ class Ablation:
 
     @property
     def run(self) -> Run:
-        """The parent of all runs in MLflow, with the ablation's folder as its own."""
+        """The parent of all runs in MLflow; its folder is the ablation's."""
         return Run(run_id=self.plan.ablation_id, run_dir=self.folder, experiment=self.plan.points[0].experiment)
 
     def run_id(self, job: Job) -> str:
         return self.plan.run_id(job.point, job.seed)
 
     def result(self, job: Job) -> PointResult | None:
-        path = self._file(job, "json")
+        path = self.file(job, "json")
         return PointResult.model_validate_json(path.read_text()) if path.exists() else None
 
     def failure(self, job: Job) -> PointFailure | None:
-        path = self._file(job, "failed.json")
+        path = self.file(job, "failed.json")
         return PointFailure.model_validate_json(path.read_text()) if path.exists() else None
 
     def results(self) -> list[PointResult]:
         paths = sorted((self.folder / "results").glob("*.json"))
         return [PointResult.model_validate_json(p.read_text()) for p in paths if not p.name.endswith(".failed.json")]
 
-    def note(self, job: Job, run: Run, mlflow_run_id: str, report: EvalReport) -> PointResult:
-        found = PointResult(
-            point=job.point.name,
-            seed=job.seed,
-            steps=job.steps,
-            run_id=run.run_id,
-            mlflow_run_id=mlflow_run_id,
-            report=report,
-        )
-        write_json_atomically(self._file(job, "json"), found.model_dump_json(indent=1))
-        return found
-
     def run_dirs(self, point: Point) -> list[Path]:
-        """Of its seeds, as far as they have begun."""
+        """Folders of the point's runs that have started, one per seed."""
         folders = (Settings().runs_dir / self.plan.run_id(point, seed) for seed in self.plan.settings.seeds)
         return [folder for folder in folders if folder.exists()]
 
     def committed_steps(self) -> int:
-        """Of all its runs together."""
+        """Committed steps, summed over all runs."""
         return sum(
             Run(run_id=folder.name, run_dir=folder, experiment=point.experiment).committed_step()
             for point in self.plan.points
@@ -88,7 +75,7 @@ class Ablation:
         )
 
     def all_steps(self) -> int:
-        """Of all its runs together in the end; with several rungs, if no point fails."""
+        """Planned steps, summed over all runs; with several rungs, the number if no point fails."""
         plan = self.plan
         if plan.settings.rungs == 1:
             return sum(job.steps for job in plan.jobs([point.name for point in plan.points], 0))
@@ -96,9 +83,9 @@ class Ablation:
         return most_steps(rungs, len(plan.points), len(plan.settings.seeds), plan.settings.keep)
 
     @contextmanager
-    def noted_failure(self, job: Job) -> Iterator[None]:
-        """Around one try: what it raises is written down for the flow that waits, and for the table."""
-        path = self._file(job, "failed.json")
+    def note_failure(self, job: Job) -> Iterator[None]:
+        """Around one try: write its error to a file, for the waiting flow and for the table."""
+        path = self.file(job, "failed.json")
         path.unlink(missing_ok=True)
         try:
             yield
@@ -110,36 +97,28 @@ class Ablation:
             write_json_atomically(path, noted.model_dump_json(indent=1))
             raise
 
-    def _file(self, job: Job, ending: str) -> Path:
+    def file(self, job: Job, ending: str) -> Path:
         return self.folder / "results" / f"{job.point.name}-s{job.seed}-step-{job.steps:06d}.{ending}"
 
 
-def ablation_name() -> str:
-    """Prefect's name of the flow run at work is its ablation's: the given one, else one that every retry finds."""
-    context = FlowRunContext.get()
-    if context is None or context.flow_run is None or context.parameters is None:
-        raise RuntimeError("ablation_name() is for Prefect to call, when a flow run starts")
-    return context.parameters.get("run_id") or f"{context.parameters['experiment']}-{context.flow_run.id.hex[:12]}"
-
-
 def point_name() -> str:
-    """Prefect's name of a point's flow run is its run's, which hooks and people find it by."""
+    """Name of a point's flow run, the same as its run's. Called by Prefect when the flow run starts."""
     context = FlowRunContext.get()
     if context is None or context.parameters is None:
-        raise RuntimeError("point_name() is for Prefect to call, when a flow run starts")
+        raise RuntimeError("point_name() needs a flow run: Prefect calls it when one starts")
     given = context.parameters
     plan = existing_ablation(given["ablation"]).plan
     return plan.run_id(plan.point(given["point"]), given["seed"])
 
 
 def open_ablation(experiment: str, overrides: Sequence[str] | None, run_id: str | None, **settings: Any) -> Ablation:
-    """The planned ablation, on disk. This process is noted as the one that drives it.
+    """Plan an ablation, write the plan to disk, and record this process as its driver.
 
     Args:
-        settings: of ``AblationConfig``; None: its default.
+        settings: fields of ``AblationConfig``; None stands for the default.
 
     Raises:
-        ConfigError: as ``plan_ablation``.
+        ConfigError: see ``plan_ablation``.
     """
     ablation = plan_ablation(experiment, overrides, run_id, **settings)
     if not (ablation.folder / "plan.json").exists():
@@ -149,17 +128,17 @@ def open_ablation(experiment: str, overrides: Sequence[str] | None, run_id: str 
 
 
 def plan_ablation(experiment: str, overrides: Sequence[str] | None, run_id: str | None, **settings: Any) -> Ablation:
-    """A new ablation, or the one called ``run_id`` continued, with the experiments that it began with. Writes nothing.
+    """A new ablation, or the one called ``run_id`` with the experiments that it started with. Writes nothing.
 
     Raises:
-        ConfigError: it makes no sense, or another one of this name was asked for before.
+        ConfigError: the settings are invalid, or an ablation of this name has other settings.
     """
     try:
         wanted = AblationConfig(**{key: value for key, value in settings.items() if value is not None})
     except ValidationError as error:
         findings = [" ".join(("ablation", *map(str, item["loc"]))) + f": {item['msg']}" for item in error.errors()]
         raise ConfigError("\n".join(findings)) from None
-    name = _checked(run_id or (ablation_name() if FlowRunContext.get() else new_run_id(experiment)))
+    name = _check_name(run_id or (flow_run_name() if FlowRunContext.get() else new_run_id(experiment)))
     folder = Settings().ablations_dir / name
     request = (experiment, tuple(overrides or ()), wanted)
     if not (folder / "plan.json").exists():
@@ -167,7 +146,7 @@ def plan_ablation(experiment: str, overrides: Sequence[str] | None, run_id: str 
     stored = existing_ablation(name)
     if stored.plan.request != request:
         raise ConfigError(
-            f"ablation {name} was asked for as\n{_words(*stored.plan.request)}\nand now as\n{_words(*request)}\n"
+            f"ablation {name} was started with\n{_words(*stored.plan.request)}\nand now has\n{_words(*request)}\n"
             "Continue it with its own values, or leave the name out to start a new one."
         )
     return stored
@@ -179,19 +158,19 @@ def existing_ablation(name: str) -> Ablation:
         ConfigError: there is no ablation of this name.
     """
     settings = Settings()
-    path = settings.ablations_dir / _checked(name) / "plan.json"
+    path = settings.ablations_dir / _check_name(name) / "plan.json"
     if not path.exists():
         known = sorted(found.parent.name for found in settings.ablations_dir.glob("*/plan.json"))
         raise ConfigError(f"no ablation {name!r} under {settings.ablations_dir}. Found: {', '.join(known) or 'none'}.")
     return Ablation(AblationPlan.model_validate_json(path.read_text()), path.parent)
 
 
-def _checked(name: str) -> str:
-    """An ablation's name is that of a folder below the ablations', and of nothing else."""
+def _check_name(name: str) -> str:
+    """Refuse a name that could lead out of the folder of ablations."""
     if not re.fullmatch(ABLATION_ID, name):
         raise ConfigError(
             f"{name!r} cannot be the name of an ablation. Allowed are up to 80 lower-case letters, digits and dashes; "
-            "the first is a letter or a digit."
+            "the first must be a letter or a digit."
         )
     return name
 
@@ -201,32 +180,33 @@ def _words(experiment: str, overrides: Sequence[str], settings: AblationConfig) 
 
 
 def share_inputs(ablation: Ablation) -> None:
-    """Datasets and policies of all points, made once before the points start side by side: they find them done."""
-    asked = {
+    """Prepare the datasets and policies of all points once, before the points start in parallel."""
+    distinct = {
         (point.experiment.data.model_dump_json(), point.experiment.model.model_dump_json()): point.experiment
         for point in ablation.plan.points
     }
-    for experiment in asked.values():
+    for experiment in distinct.values():
         prepare_and_resize(experiment, "train")
         prepare_and_resize(experiment, "validation")
-        bootstrapped(experiment.model)
+        bootstrap_policy(experiment.model)
 
 
 def describe_point(
     ablation: Ablation, job: Job, run: Run, train: DatasetRef, validation: DatasetRef, start: ModelRef
 ) -> str:
-    """The run in MLflow, below the ablation's: named after what differs, with the steps of the whole, which the
-    parameters say once and for all. Returns the MLflow run's id."""
-    write_json_atomically(run.ablation_marker, ablation.plan.ablation_id)
-    whole = run.model_copy(update={"experiment": job.point.experiment_of(job.seed)})
-    mlflow_run_id = describe_run(whole, train, validation, start)
+    """Describe the run in MLflow, below the ablation's run. Returns the MLflow run's id.
+
+    Parameters in MLflow cannot change, so the logged number of steps is the one after the last rung.
+    """
     place_below(ablation, job, run)
-    return mlflow_run_id
+    whole = run.model_copy(update={"experiment": job.point.experiment_of(job.seed)})
+    return describe_run(whole, train, validation, start)
 
 
 @step("place-below-ablation")
 def place_below(ablation: Ablation, job: Job, run: Run) -> None:
-    """The run of a point below the ablation's in MLflow. Safe to repeat."""
+    """Mark the run as a point of the ablation, in its folder and in MLflow. Safe to repeat."""
+    write_json_atomically(run.ablation_marker, ablation.plan.ablation_id)
     tracker = tracker_of(run, Settings())
     tracker.rename(f"{job.point.label}, seed {job.seed}")
     tracker.set_tags(
@@ -241,11 +221,11 @@ def place_below(ablation: Ablation, job: Job, run: Run) -> None:
 
 
 @step("describe-ablation")
-def describe_parent(ablation: Ablation) -> None:
-    """What was asked for, as parameters and tags of the parent run. Safe to repeat."""
+def describe_ablation(ablation: Ablation) -> None:
+    """Log the plan as parameters and tags of the parent run. Safe to repeat."""
     plan, tracker = ablation.plan, tracker_of(ablation.run, Settings())
-    asked = plan.settings.model_dump(mode="json")
-    tracker.log_params({f"ablation.{key}": value for key, value in asked.items()} | {
+    settings = plan.settings.model_dump(mode="json")
+    tracker.log_params({f"ablation.{key}": value for key, value in settings.items()} | {
         "ablation.experiment": plan.experiment,
         "ablation.overrides": " ".join(plan.overrides),
     })  # fmt: skip
@@ -254,9 +234,24 @@ def describe_parent(ablation: Ablation) -> None:
 
 
 @step("mark-point", task_run_name="mark-{status}")
-def mark(ablation: Ablation, job: Job, status: str) -> None:
-    """How a run of the ablation stands, as a tag in MLflow. A dropped one is committed and closed; it did not fail."""
+def mark_point(ablation: Ablation, job: Job, status: str) -> None:
+    """Set the status tag of a point's run in MLflow: finished, dropped or failed."""
     folder = Settings().runs_dir / ablation.run_id(job)
     if (folder / "mlflow.json").exists():
         run = Run(run_id=folder.name, run_dir=folder, experiment=job.point.experiment)
         tracker_of(run, Settings()).set_tags({"rlflow.ablation_status": status})
+
+
+@step("note-result")
+def note_result(ablation: Ablation, job: Job, run: Run, mlflow_run_id: str, report: EvalReport) -> PointResult:
+    """Write the result of a job to its file, where the ablation looks for it. Safe to repeat."""
+    result = PointResult(
+        point=job.point.name,
+        seed=job.seed,
+        steps=job.steps,
+        run_id=run.run_id,
+        mlflow_run_id=mlflow_run_id,
+        report=report,
+    )
+    write_json_atomically(ablation.file(job, "json"), result.model_dump_json(indent=1))
+    return result

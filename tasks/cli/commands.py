@@ -135,12 +135,12 @@ def train(
     rlflow train grpo-geo3k-tiny --run-id NAME
     """
     from flows.train_grpo import train_grpo
-    from tasks import parameters as form
+    from tasks import experiments as form
     from tasks.cli.foreground import overrides_of, run_once, say_how_to_continue
     from tasks.run import new_run_id
 
     given, run_id = overrides_of(overrides, data), run_id or new_run_id(experiment)
-    form.chosen(experiment, given, run_id=run_id)
+    form.configure(experiment, given, run_id=run_id)
     run_once(
         lambda: train_grpo(experiment, overrides=given, run_id=run_id, allow_changes=allow_changes),
         lambda: say_how_to_continue(run_id),
@@ -156,11 +156,11 @@ def prepare(experiment: Experiment, overrides: Overrides = None, data: Data = No
     rlflow prepare grpo-geo3k --data FOLDER
     """
     from flows.prepare_data import prepare_data
-    from tasks import parameters as form
+    from tasks import experiments as form
     from tasks.cli.foreground import overrides_of, run_once, say_how_to_continue
 
     given = overrides_of(overrides, data)
-    form.chosen(experiment, given)
+    form.configure(experiment, given)
     run_once(lambda: prepare_data(experiment, overrides=given), say_how_to_continue)
 
 
@@ -220,7 +220,7 @@ def _integers(option: str, text: str) -> list[int]:
 @app.command(cls=Command, hidden=True)
 def point(ablation: str, name: str, seed: int, steps: int) -> None:
     """Train one point of an ablation up to ``steps`` and evaluate it. ``rlflow ablate`` starts this."""
-    from flows.ablation_point import ablation_point
+    from flows.ablate import ablation_point
     from tasks.cli.foreground import run_once
 
     run_once(lambda: ablation_point(ablation, name, seed, steps), ends_with_parent=True)
@@ -240,11 +240,11 @@ def estimate(
     rlflow estimate grpo-geo3k --device H200 --set training.tokens_per_microbatch=32768
     """
     from infra.logs import log_to_console
-    from tasks import parameters as form
+    from tasks import experiments as form
     from tasks.cli.estimate import dry_run
 
     log_to_console()
-    typer.echo(dry_run(form.chosen(experiment, overrides, run_id=run_id), device).model_dump_json())
+    typer.echo(dry_run(form.configure(experiment, overrides, run_id=run_id), device).model_dump_json())
 
 
 @app.command(cls=Command, rich_help_panel=EXPERIMENTS)
@@ -325,7 +325,7 @@ def lineage(
     rlflow lineage grpo-geo3k@verified
     rlflow lineage grpo-geo3k/3 --step 120
     """
-    from tasks.provenance.lineage import shown_lineage
+    from tasks.lineage import shown_lineage
 
     typer.echo(shown_lineage(model, Settings(), step=step, json=json))
 

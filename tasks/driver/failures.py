@@ -1,7 +1,7 @@
-"""What the driver does about a failed try of a segment: classify, change, count, and wait before the next.
+"""What the driver does about failures: classify, count, change and retry, and note an outage for recover.
 
-Counts live in ``failures.jsonl`` of the run's folder, and only progress (a newer checkpoint) starts them anew: a
-re-run of the flow goes on counting where the last one stopped.
+Counts live in ``failures.jsonl`` of the run's folder. Only progress (a newer checkpoint) resets them, so a re-run of
+the flow continues the count.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from infra.errors import StorageError as InfraStorageError
 from infra.logs import get_logger
 from infra.settings import Settings
 from rlcore.adjustments import Adjustments
+from rlcore.config import ExperimentConfig
 from rlcore.errors import (
     HealthError,
     MemoryExhaustedError,
@@ -28,7 +29,7 @@ from rlcore.errors import (
     StorageError,
     WorkerLostError,
 )
-from rlcore.failures import Failure, classify, policy_of, with_free_space
+from rlcore.failures import OUTAGES, Failure, classify, policy_of, with_free_space
 from rlcore.files import write_json_atomically
 from rlcore.process import oom_kills
 from tasks.driver.health import Announce, announce_on_prefect, breach_of
@@ -60,7 +61,7 @@ def failure_of(error: object) -> Failure | None:
 
 
 @contextmanager
-def handled_failures(run: Run, settings: Settings, *, announce: Announce = announce_on_prefect) -> Iterator[None]:
+def handle_failures(run: Run, settings: Settings, *, announce: Announce = announce_on_prefect) -> Iterator[None]:
     """Around one try of a segment: what it raises is counted, and what it asks for is changed for the next try.
 
     Raises:
@@ -190,3 +191,59 @@ def _change_for(run: Run, failure: Failure, error: Exception, announce: Announce
     else:
         return
     write_json_atomically(run.run_dir / _ADJUSTMENTS, adjustments.model_dump_json(indent=1))
+
+
+_NOTE = "outage.json"
+
+
+class Outage(BaseModel):
+    """Why a flow ended: ``outage.json`` in the run's folder."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    at: float  # seconds since the epoch
+    failure: Failure
+    error: str
+
+
+def read_outage(run: Run, since: float) -> Outage | None:
+    """The outage that ended the flow, if one did after ``since`` (seconds since the epoch)."""
+    path = run.run_dir / _NOTE
+    found = Outage.model_validate_json(path.read_bytes()) if path.exists() else None
+    return found if found is not None and found.at >= since else None
+
+
+@contextmanager
+def note_outages(run: Run) -> Iterator[None]:
+    """Around the flow: an outage that ends it is written into the run's folder."""
+    try:
+        yield
+    except Exception as error:
+        note_outage(run, error)
+        raise
+
+
+def unopened_runs(settings: Settings) -> list[Run]:
+    """What stands for the runs of flows that ended before they could open them."""
+    return [unopened_run(path.parent.name) for path in sorted(settings.unopened_dir.glob("*/drivers.jsonl"))]
+
+
+def unopened_run(run_id: str) -> Run:
+    return Run(run_id=run_id, run_dir=Settings().unopened_dir / run_id, experiment=ExperimentConfig(name="unopened"))
+
+
+def is_outage(error: Exception) -> bool:
+    return _outage_class(error) is not None
+
+
+def note_outage(run: Run, error: Exception) -> None:
+    """Write an outage into the run's folder. Any other error leaves no note."""
+    failure = _outage_class(error)
+    if failure is not None:
+        note = Outage(at=time.time(), failure=failure, error=str(error)[-2000:])
+        write_json_atomically(run.run_dir / _NOTE, note.model_dump_json(indent=1))
+
+
+def _outage_class(error: Exception) -> Failure | None:
+    failure = failure_of(error.__cause__ if isinstance(error, RetriesUsedUpError) else error)
+    return failure if failure in OUTAGES else None

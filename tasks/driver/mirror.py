@@ -209,7 +209,7 @@ class RunMirror:
 
 
 @contextmanager
-def mirrored(run: Run, settings: Settings) -> Iterator[None]:
+def mirror_run(run: Run, settings: Settings) -> Iterator[None]:
     """While this lasts, a thread mirrors the run; on leaving without an interrupt, what is left is sent.
 
     Raises:
@@ -243,7 +243,7 @@ def mirrored(run: Run, settings: Settings) -> Iterator[None]:
 
 
 def wait_until_mirrored(run: Run, step: int, settings: Settings) -> None:
-    """Until the store has acknowledged the checkpoint of ``step``; the thread of ``mirrored`` sends it.
+    """Until the store has acknowledged the checkpoint of ``step``; the thread of ``mirror_run`` sends it.
 
     Raises:
         StorageRefusedError: the store refuses it.
@@ -253,7 +253,7 @@ def wait_until_mirrored(run: Run, step: int, settings: Settings) -> None:
         return
     sender = _SENDERS.get(run.run_dir)
     if sender is None:
-        raise RuntimeError(f"nothing sends {run.run_dir} to {settings.store}: wait inside mirrored()")
+        raise RuntimeError(f"nothing sends {run.run_dir} to {settings.store}: wait inside mirror_run()")
     deadline = time.monotonic() + settings.store_wait_seconds
     refusals = sender.try_now()
     while mirrored_step(run.run_dir, settings) < step:

@@ -1,4 +1,4 @@
-"""Messages to servers, sent by a thread of their own: a server that hangs holds up nobody."""
+"""Threads that talk to servers and to the trainer, so that the driver never blocks on them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http import HTTPStatus
+from pathlib import Path
 
 import httpx
 from prefect.exceptions import PrefectException
@@ -14,6 +15,7 @@ from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
 from infra.errors import ServerError, ServerRefusedError
 from infra.logs import get_logger
+from rlcore.segment.lease import Control
 
 PREFECT_ERRORS = (httpx.HTTPError, PrefectException)
 """What Prefect's client raises when its server refuses, fails or does not answer."""
@@ -95,3 +97,38 @@ def prefect_outage_named() -> Iterator[None]:
         if isinstance(error, httpx.HTTPStatusError) and error.response.status_code < HTTPStatus.INTERNAL_SERVER_ERROR:
             raise ServerRefusedError(f"Prefect refuses ({said}).") from error
         raise ServerError(f"Prefect does not answer ({said}). Start its server.") from error
+
+
+_BEAT_SECONDS = 1.0
+
+
+class Heartbeat:
+    """Repeats, once a second, the last thing that was wanted of a run's trainer."""
+
+    def __init__(self, control: Path) -> None:
+        self._control = Control(control)
+        self._wanted: tuple[int, bool] | None = None
+        self._lock = threading.Lock()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._repeat, name="heartbeat", daemon=True)
+        self._thread.start()
+
+    def want(self, through_segment: int, *, stop: bool = False) -> None:
+        """Say at once what is wanted, and repeat it until something else is."""
+        with self._lock:
+            self._wanted = (through_segment, stop)
+            self._control.beat(through_segment, stop=stop)
+
+    def end(self) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _repeat(self) -> None:
+        while not self._over.wait(_BEAT_SECONDS):
+            with self._lock:
+                if self._wanted is None:
+                    continue
+                try:
+                    self._control.beat(self._wanted[0], stop=self._wanted[1])
+                except OSError as error:  # a full disk: the trainer fails for it too, and says more
+                    get_logger().warning("train: the trainer cannot be told that its driver lives: %s", error)

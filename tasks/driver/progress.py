@@ -1,4 +1,4 @@
-"""How far the training is: a bar on a terminal, lines elsewhere, and a Prefect progress artifact."""
+"""Progress of training: a bar on a terminal, log lines elsewhere, and a progress artifact in Prefect."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ _LINE_SECONDS = 15.0
 _PACE_STEPS = 10
 
 
-class TrainingProgress:
-    """Shows the journal's latest step. Used as a context manager around the wait for one segment."""
+class StepProgress:
+    """Shows optimizer steps out of ``total``. A thread sends the artifact, so a server that hangs delays nobody."""
 
-    def __init__(self, experiment: ExperimentConfig, page: Outbox) -> None:
-        self._experiment = experiment
-        self._page = page
+    def __init__(self, label: str, key: str, total: int, page: Outbox, artifact_seconds: float = 0.0) -> None:
+        self._label, self._key, self._total, self._page = label, key, total, page
+        self._artifact_seconds = artifact_seconds  # at least so long between two updates
         self._bar = _bar() if sys.stderr.isatty() else None
         self._row: TaskID | None = None
         self._artifact: UUID | None = None
-        self._shown_step = 0
+        self._shown = -1
         self._line_at = self._artifact_at = time.monotonic()
 
     def __enter__(self) -> Self:
         if self._bar is not None:
             self._bar.start()
-            self._row = self._bar.add_task("training", total=self._experiment.training.steps, numbers="starting")
+            self._row = self._bar.add_task(self._label, total=self._total, numbers="")
         return self
 
     def __exit__(
@@ -54,66 +54,50 @@ class TrainingProgress:
         if self._bar is not None:
             self._bar.stop()
 
-    def show(self, records: Sequence[StepRecord]) -> None:
-        if not records or records[-1].step == self._shown_step:
-            return
-        self._shown_step = records[-1].step
-        total = self._experiment.training.steps
-        numbers = describe(records, total)
+    def _show(self, step: int, numbers: str, line: str, text: str) -> None:
+        """Numbers for the bar, a line for the log, and a text for the artifact."""
+        self._shown = step
         now = time.monotonic()
         if self._bar is not None and self._row is not None:
-            self._bar.update(self._row, completed=self._shown_step, numbers=numbers)
-        elif now - self._line_at >= _LINE_SECONDS or self._shown_step == total:
+            self._bar.update(self._row, completed=step, numbers=numbers)
+        elif now - self._line_at >= _LINE_SECONDS or step == self._total:
             self._line_at = now
-            get_logger().info("train: step %d of %d, %s", self._shown_step, total, numbers)
-        if now - self._artifact_at >= _ARTIFACT_SECONDS:
+            get_logger().info(line)
+        if now - self._artifact_at >= self._artifact_seconds:
             self._artifact_at = now
-            self._page.put("the progress", partial(self._show_on_page, 100 * self._shown_step / total, numbers))
+            self._page.put("the progress", partial(self._show_on_page, 100 * step / self._total, text))
 
-    def _show_on_page(self, percent: float, numbers: str) -> None:
-        self._artifact = show_on_page(self._artifact, f"{self._experiment.name}-progress", percent, numbers)
+    def _show_on_page(self, percent: float, text: str) -> None:
+        self._artifact = show_on_page(self._artifact, self._key, percent, text)
 
 
-class AblationProgress:
-    """How far all points together are, in optimizer steps: a bar on a terminal, lines elsewhere, and Prefect's page."""
+class TrainingProgress(StepProgress):
+    """Shows the newest step of a run's journal."""
 
-    def __init__(self, ablation_id: str, total: int) -> None:
-        self._key = f"{ablation_id}-progress"
-        self._total = total
-        self._bar = _bar() if sys.stderr.isatty() else None
-        self._row: TaskID | None = None
-        self._artifact: UUID | None = None
-        self._shown = -1
-        self._line_at = time.monotonic()
+    def __init__(self, experiment: ExperimentConfig, page: Outbox) -> None:
+        steps = experiment.training.steps
+        super().__init__("training", f"{experiment.name}-progress", steps, page, _ARTIFACT_SECONDS)
 
-    def __enter__(self) -> Self:
-        if self._bar is not None:
-            self._bar.start()
-            self._row = self._bar.add_task("points", total=self._total, numbers="")
-        return self
+    def show(self, records: Sequence[StepRecord]) -> None:
+        if records and records[-1].step != self._shown:
+            step, numbers = records[-1].step, describe(records, self._total)
+            self._show(step, numbers, f"train: step {step} of {self._total}, {numbers}", numbers)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._bar is not None:
-            self._bar.stop()
+
+class AblationProgress(StepProgress):
+    """Shows the steps of all runs of an ablation together."""
+
+    def __init__(self, ablation_id: str, total: int, page: Outbox) -> None:
+        super().__init__("points", f"{ablation_id}-progress", total, page)
 
     def show(self, steps: int) -> None:
-        if steps == self._shown:
-            return
-        self._shown = steps
-        if self._bar is not None and self._row is not None:
-            self._bar.update(self._row, completed=steps)
-        elif time.monotonic() - self._line_at >= _LINE_SECONDS:
-            self._line_at = time.monotonic()
-            get_logger().info("ablate: %d of at most %d steps", steps, self._total)
-        self._artifact = show_on_page(
-            self._artifact, self._key, 100 * steps / self._total, f"{steps} of at most {self._total} steps"
-        )
+        if steps != self._shown:
+            text = f"{steps} of at most {self._total} steps"
+            self._show(steps, "", f"ablate: {text}", text)
 
 
 def show_on_page(artifact: UUID | None, key: str, percent: float, text: str) -> UUID | None:
-    """Create or update a progress artifact; None where there is no page, or it does not take it for now."""
+    """Create or update a progress artifact. Returns its id; None outside a task, or while Prefect does not answer."""
     if TaskRunContext.get() is None:
         return None
     try:
@@ -122,7 +106,7 @@ def show_on_page(artifact: UUID | None, key: str, percent: float, text: str) -> 
                 return create_progress_artifact(percent, key=key, description=text)
             update_progress_artifact(artifact, percent, description=text)
     except PREFECT_ERRORS as error:
-        get_logger().warning("Prefect's page does not take the progress for now: %s", error)
+        get_logger().warning("Prefect does not accept the progress for now: %s", error)
     return artifact
 
 
@@ -164,7 +148,7 @@ CHECKPOINT_COMMITTED = "rlflow.checkpoint.committed"
 
 
 def announce_checkpoint(run: Run, manifest: SegmentManifest) -> None:
-    """Say that a segment has ended. Who misses it finds the checkpoint all the same: evaluate-latest has a schedule."""
+    """Emit the event that starts evaluate-latest. A lost event delays the evaluation until its next schedule."""
     try:
         emit_event(
             CHECKPOINT_COMMITTED,
@@ -172,4 +156,4 @@ def announce_checkpoint(run: Run, manifest: SegmentManifest) -> None:
             payload={"experiment": run.experiment.name, "segment": manifest.segment, "step": manifest.last_step},
         )
     except (httpx.HTTPError, PrefectException) as error:
-        get_logger().warning("Prefect does not take events for now: %s", error)
+        get_logger().warning("Prefect does not accept events for now: %s", error)

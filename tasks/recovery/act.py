@@ -31,8 +31,8 @@ from rlcore.failures import POLICIES
 from rlcore.segment.lease import Control, Unchanged, holder_alive
 from rlcore.specs import JobError
 from tasks.ablation.study import existing_ablation
+from tasks.driver.failures import read_outage, unopened_runs
 from tasks.driver.jobs import jobs_mark
-from tasks.driver.outages import read_outage, unopened_runs
 from tasks.preflight import services_away
 from tasks.recovery.decide import Action, Decision, Facts, FlowRunFacts, LastFailure, decide
 from tasks.run import Driver, Run, append_line, drivers, existing_run
@@ -195,7 +195,7 @@ def reschedule(run: Run, facts: Facts, decision: Decision, client: SyncPrefectCl
 
 
 @task(name="show-decisions", cache_policy=NO_CACHE)
-def show(judged: Sequence[Judged]) -> None:
+def show_decisions(judged: Sequence[Judged]) -> None:
     """A table on Prefect's page; none where every run has finished."""
     table = [
         {

@@ -16,7 +16,7 @@ from infra.store.download import inside
 from rlcore.errors import ConfigError
 from rlcore.files import write_json_atomically
 from rlcore.segment.spec import SegmentManifest
-from tasks.store.made import fetched, key_of, patient_store_of
+from tasks.store.made import fetch, key_of, patient_store_of
 
 CHECKPOINTS = "checkpoints"
 SEGMENTS = "segments"
@@ -48,7 +48,7 @@ def restore_checkpoint(run_dir: Path, settings: Settings) -> None:
         if folder.exists():
             return
         try:
-            if fetched(folder, settings):
+            if fetch(folder, settings):
                 return
         except StorageDamagedError as error:
             get_logger().warning("store: A DAMAGED CHECKPOINT IS SKIPPED, and the one before it is taken: %s", error)

@@ -16,8 +16,7 @@ from prefect.utilities.schema_tools.validation import ValidationError
 from rlcore.config import ExperimentConfig, RecoveryConfig
 from rlcore.errors import ConfigError
 from tasks.driver.progress import CHECKPOINT_COMMITTED
-from tasks.experiments import PREFECT_YAML, experiment_values, load_benchmarks, load_experiment
-from tasks.parameters import SETTINGS, chosen
+from tasks.experiments import PREFECT_YAML, SETTINGS, configure, experiment_values, load_benchmarks, load_experiment
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOYMENTS = yaml.safe_load(PREFECT_YAML.read_text())["deployments"]
@@ -48,7 +47,7 @@ def trains(deployment: dict[str, Any]) -> bool:
 @pytest.mark.parametrize("deployment", [item for item in DEPLOYMENTS if "experiment" in item.get("parameters", {})],
                          ids=lambda item: item["name"])  # fmt: skip
 def test_its_parameters_give_an_experiment(deployment: dict[str, Any]) -> None:
-    assert isinstance(chosen(**deployment["parameters"]), ExperimentConfig)
+    assert isinstance(configure(**deployment["parameters"]), ExperimentConfig)
 
 
 def schema_of(deployment: dict[str, Any]) -> dict[str, Any]:
@@ -193,9 +192,9 @@ def test_parameters_set_what_they_are_called_and_overrides_count_over_them() -> 
         "validation_data": "v",
     }  # fmt: skip
     assert given.keys() == SETTINGS.keys() <= inspect.signature(train_grpo.fn).parameters.keys()
-    flat = chosen("grpo-geo3k-tiny", **given).flat()
+    flat = configure("grpo-geo3k-tiny", **given).flat()
     assert {name: flat[SETTINGS[name]] for name in given} == given
-    assert chosen("grpo-geo3k-tiny", ["training.steps=40"], steps=80, seed=None).training.steps == 40
+    assert configure("grpo-geo3k-tiny", ["training.steps=40"], steps=80, seed=None).training.steps == 40
 
 
 def test_overrides_reach_the_experiment() -> None:

@@ -22,8 +22,7 @@ from rlcore.ablation.plan import make_plan
 from rlcore.config import build_experiment
 from rlcore.config.experiment import AblationConfig
 from rlcore.errors import RlflowError
-from tasks.experiments import PREFECT_YAML, experiment_values
-from tasks.parameters import SETTINGS
+from tasks.experiments import PREFECT_YAML, SETTINGS, experiment_values
 from tests.docs import modules
 from tests.docs.finding import Finding
 from tests.docs.pages import ROOT

@@ -29,9 +29,9 @@ from rlcore.segment.spec import SegmentEnd, segment_path
 from rlcore.segment.store import LocalCheckpointStore, read_manifest, verify_checkpoint
 from tasks.driver import mirror as mirroring
 from tasks.driver.failures import Failure, failure_of
-from tasks.driver.mirror import RunMirror, mirrored, safe_step, wait_until_mirrored
+from tasks.driver.mirror import RunMirror, mirror_run, safe_step, wait_until_mirrored
 from tasks.run import Run, existing_run, newest_checkpoint
-from tasks.store.made import fetched, kept
+from tasks.store.made import fetch, made
 from tasks.store.restore import TakenOverError, mirrored_step, restore_checkpoint, restore_run
 from tests.stores import BUCKET, S3, Plug, s3_server, warnings_of_tries
 from tests.swift import swift_server
@@ -115,7 +115,7 @@ def test_a_machine_that_has_nothing_goes_on_from_the_store_as_the_same_run(store
     found = newest_checkpoint(existing_run("moved", Settings()))  # as the flows evaluate and merge begin
     assert found.path == first.checkpoint
     assert verify_checkpoint(found).step == 5
-    assert fetched(Path(first.merged_model), Settings())
+    assert fetch(Path(first.merged_model), Settings())
 
     summary = train_grpo("grpo-geo3k-tiny", steps=9, overrides=["segment.steps=3", *SMALL[2:]], run_id="moved")
     assert (summary.steps, summary.segments) == (9, 5)
@@ -277,7 +277,7 @@ def test_a_refusal_at_the_end_of_a_run_is_told_at_once_and_an_outage_once(
     commit(run, 2, 0)
     with (
         pytest.raises(StorageRefusedError, match="Make the bucket") as refused,
-        mirrored(run, settings.model_copy(update={"store_wait_seconds": 3600.0})),
+        mirror_run(run, settings.model_copy(update={"store_wait_seconds": 3600.0})),
     ):
         wait_until_mirrored(run, 2, settings)
     assert failure_of(refused.value) == Failure.BAD_INPUT, "never tried again"
@@ -286,7 +286,7 @@ def test_a_refusal_at_the_end_of_a_run_is_told_at_once_and_an_outage_once(
     s3fs.S3FileSystem.clear_instance_cache()
     run, settings = machine(tmp_path, bucket)
     impatient = settings.model_copy(update={"store_wait_seconds": 0.5})
-    with pytest.raises(StorageAwayError, match="within 0.5 s"), mirrored(run, impatient):
+    with pytest.raises(StorageAwayError, match="within 0.5 s"), mirror_run(run, impatient):
         wait_until_mirrored(run, 2, impatient)
     with pytest.raises(RuntimeError, match="nothing sends"):
         wait_until_mirrored(run, 2, impatient)
@@ -307,7 +307,7 @@ def test_the_thread_that_sends_outlives_what_a_library_raises(
         return sync(self, last=last)
 
     monkeypatch.setattr(RunMirror, "sync", fails_once)
-    with mirrored(run, settings):
+    with mirror_run(run, settings):
         wait_until_mirrored(run, 2, settings)
     assert "training goes on, the next try is in 0 s: KeyError: 'of a library'" in caplog.text
 
@@ -320,8 +320,9 @@ def test_an_outage_behind_a_job_does_not_repeat_the_job(
     plug = Plug(s3)
     monkeypatch.setenv("AWS_ENDPOINT_URL", plug.address)
     s3fs.S3FileSystem.clear_instance_cache()
-    settings = Settings(data_dir=tmp_path, store=bucket.uri, retry_delay_scale=0.1)
-    folder, jobs = settings.models_dir / "merged", []
+    for name, value in (("DATA_DIR", str(tmp_path)), ("STORE", bucket.uri), ("RETRY_DELAY_SCALE", "0.1")):
+        monkeypatch.setenv(f"RLFLOW_{name}", value)
+    folder, jobs = Settings().models_dir / "merged", []
 
     def job() -> ModelRef:
         folder.mkdir(parents=True)
@@ -331,7 +332,7 @@ def test_an_outage_behind_a_job_does_not_repeat_the_job(
         return ModelRef(path=str(folder), digest="d", source="s", num_parameters=1)
 
     with warnings_of_tries(plug.put_in) as told:
-        kept(folder, settings, job)
+        made("merge-key", folder, job, ModelRef)
     assert jobs == ["merge"]
     assert len(told) == 1
     assert told[0].startswith("store: the next try is in 1 s: ")

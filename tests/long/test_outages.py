@@ -29,8 +29,8 @@ from infra.settings import Settings
 from infra.stack.login import login_of
 from infra.stack.servers import Server, mlflow_command, prefect_command, start_server, wait_healthy
 from rlcore.segment.journal import read_journal
-from tasks import describe as tracking
 from tasks import evaluate as evaluation
+from tasks import open as tracking
 from tests.flows.interpreter import fake_interpreter
 from tests.ports import reserved_port
 
@@ -185,15 +185,15 @@ STEPS: list[tuple[Any, str, int]] = [
     (flow_module, "open_run", 1),
     (tracking, "open_tracking", 1),
     (flow_module, "prepare_and_resize", 1),
-    (flow_module, "bootstrapped", 1),
+    (flow_module, "bootstrap_policy", 1),
     (flow_module, "describe_run", 1),
     (flow_module, "evaluate_and_log", 1),
     (evaluation, "log_evaluation", 1),
     (flow_module, "train_segment", 1),
     (flow_module, "evaluate_and_log", 2),
     (evaluation, "log_evaluation", 2),
-    (flow_module, "merged", 1),
-    (flow_module, "register", 1),
+    (flow_module, "merge_checkpoint", 1),
+    (flow_module, "register_model", 1),
     (flow_module, "report", 1),
     (tracking, "finish_run", 1),
 ]

@@ -13,7 +13,7 @@ from rlcore.failures import EXIT_DONE, EXIT_PREEMPTED
 from rlcore.segment.journal import read_journal
 from rlcore.segment.lease import Control, Lease
 from rlcore.segment.store import LocalCheckpointStore
-from tasks.driver.hang import HangWatch, end_stuck_trainer
+from tasks.driver.health import HangWatch, end_stuck_trainer
 from tests.integration.tiny_run import experiment
 from tests.integration.trainer_process import log_of, manifests, spec_of, start
 from tests.left import still_running

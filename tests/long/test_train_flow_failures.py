@@ -21,7 +21,7 @@ from rlcore.errors import HealthError
 from rlcore.segment.journal import read_journal
 from rlcore.segment.spec import SegmentManifest
 from tasks.experiments import load_experiment
-from tasks.run import begun_with, existing_run, flow_run_name, open_run
+from tasks.run import existing_run, experiment_of_retry, flow_run_name, open_run
 from tests.flows.interpreter import fake_interpreter
 from tests.flows.outcome import (
     ROOT,
@@ -82,15 +82,15 @@ def test_a_paused_run_goes_on_when_somebody_continues_it(data_dir: Path) -> None
 def test_a_retry_goes_on_with_what_it_began_with_whatever_the_file_says_now(data_dir: Path) -> None:
     @flow(name="train-grpo", flow_run_name=flow_run_name)
     def begins_twice(experiment: str) -> tuple[ExperimentConfig | None, ExperimentConfig | None]:
-        first = begun_with(None)
+        first = experiment_of_retry(None)
         open_run(load_experiment(experiment, ["seed=3"]), None, Settings())
-        return first, begun_with(None)
+        return first, experiment_of_retry(None)
 
     first, second = begins_twice("grpo-geo3k-tiny")
     assert first is None
     assert second is not None
     assert second.seed == 3
-    assert begun_with("any") is None  # outside a flow
+    assert experiment_of_retry("any") is None  # outside a flow
 
 
 def test_a_run_goes_on_for_more_steps_in_other_segments_and_says_so(data_dir: Path) -> None:

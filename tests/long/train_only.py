@@ -9,23 +9,22 @@ import typer
 from prefect import flow
 
 from rlcore.segment.spec import SegmentManifest
-from tasks import parameters as form
+from tasks import experiments as form
 from tasks.cli import foreground
 from tasks.data import prepare_and_resize
-from tasks.describe import tracked
-from tasks.models import bootstrapped
-from tasks.open import open_run
+from tasks.models import bootstrap_policy
+from tasks.open import open_run, track_run
 from tasks.preflight import preflight
 from tasks.train import train_all_segments
 
 
 @flow(name="train-only")
 def train_only(experiment: form.Experiment, overrides: form.Overrides, run_id: form.NewRun) -> SegmentManifest:
-    config = form.chosen(experiment, overrides)
+    config = form.configure(experiment, overrides)
     preflight(config)
     run = open_run(config, run_id)
-    train, start = prepare_and_resize(config, "train"), bootstrapped(config.model)
-    with tracked(run):
+    train, start = prepare_and_resize(config, "train"), bootstrap_policy(config.model)
+    with track_run(run):
         return train_all_segments(run, train, start)[-1]
 
 

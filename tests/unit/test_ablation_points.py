@@ -23,7 +23,7 @@ from rlcore.errors import ConfigError, DivergedError, TrainerFailedError
 from tasks.ablation import runners as ablation_points
 from tasks.ablation.runners import DEPLOYMENT, DeployedPoints, LocalPoints, cancel_points, point_runner, run_jobs
 from tasks.ablation.steps import _markdown
-from tasks.ablation.study import Ablation, existing_ablation, open_ablation
+from tasks.ablation.study import Ablation, existing_ablation, note_result, open_ablation
 from tasks.experiments import load_experiment
 from tasks.run import Run
 
@@ -70,10 +70,10 @@ class FakeRunner:
         error = endings.pop(0) if endings else None
         if error is None:
             run = Run(run_id=run_id, run_dir=Path(run_id), experiment=job.point.experiment)
-            with self.ablation.noted_failure(job):
-                self.ablation.note(job, run, "m", report_at(job.steps))
+            with self.ablation.note_failure(job):
+                note_result.fn(self.ablation, job, run, "m", report_at(job.steps))
         else:
-            with pytest.raises(type(error)), self.ablation.noted_failure(job):
+            with pytest.raises(type(error)), self.ablation.note_failure(job):
                 raise error
         return True
 
@@ -116,7 +116,7 @@ def test_a_failed_point_is_tried_again_alone_and_one_beyond_help_is_not(ablation
 def test_a_failure_without_a_message_is_in_the_report(ablation: Ablation) -> None:
     silent, told = ablation.plan.jobs(["p01"], 0)
     for job, error in ((silent, AssertionError()), (told, TrainerFailedError("at first\nand in the end"))):
-        with pytest.raises(type(error)), ablation.noted_failure(job):
+        with pytest.raises(type(error)), ablation.note_failure(job):
             raise error
     points = ablation.plan.points
     rows = make_rows([PointNumbers(point.name, point.label, "failed", accuracy={}, gpu_hours=0.0) for point in points])

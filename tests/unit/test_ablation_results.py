@@ -16,7 +16,15 @@ from rlcore.evaluation.evaluate import EvalRow, write_rows
 from rlcore.segment.journal import StepRecord
 from tasks.ablation import steps as ablating
 from tasks.ablation.steps import choose_points, report_ablation
-from tasks.ablation.study import Ablation, describe_parent, existing_ablation, mark, open_ablation, place_below
+from tasks.ablation.study import (
+    Ablation,
+    describe_ablation,
+    existing_ablation,
+    mark_point,
+    note_result,
+    open_ablation,
+    place_below,
+)
 from tasks.run import Run, tracker_of
 
 OVERRIDES = ["training.steps=4", "segment.steps=2", "data.template=math"]
@@ -31,7 +39,7 @@ def ablation(empty_mlflow: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     (tmp_path / "data" / "mlflow").mkdir(parents=True)
     shutil.copy(empty_mlflow, tmp_path / "data" / "mlflow" / "mlflow.db")
     monkeypatch.setenv("RLFLOW_DATA_DIR", str(tmp_path / "data"))
-    monkeypatch.setattr(ablating, "mark", mark.fn)
+    monkeypatch.setattr(ablating, "mark_point", mark_point.fn)
     return open_ablation("grpo-geo3k-tiny", OVERRIDES, "study", **ASKED)
 
 
@@ -55,6 +63,7 @@ def reach(ablation: Ablation, name: str, steps: int, right: int) -> None:
     (run.run_dir / "journal.jsonl").write_text("".join(lines))
     tracker = tracker_of(run, Settings())
     place_below.fn(ablation, job, run)
+    assert run.ablation_marker.read_text() == ablation.plan.ablation_id
     rows = [
         EvalRow(f"p{i}", 0, "q", "a", "c", float(i < right), float(i < right), None, True, "stop", 3) for i in range(8)
     ]
@@ -65,7 +74,7 @@ def reach(ablation: Ablation, name: str, steps: int, right: int) -> None:
         accuracy_low=0, accuracy_high=1, reward=0, reward_low=0, reward_high=0, truncated=0, ungraded=0,
         table=str(table), seconds=0.1,
     )  # fmt: skip
-    noted = ablation.note(job, run, tracker.mlflow_run_id, report)
+    noted = note_result.fn(ablation, job, run, tracker.mlflow_run_id, report)
     assert ablation.result(job) == noted
     assert (noted.point, noted.seed, noted.steps, noted.run_id) == (name, 5, steps, run.run_id)
 
@@ -75,13 +84,13 @@ def test_the_worse_half_is_dropped_a_failed_point_stays_in_the_table_and_every_n
 ) -> None:
     names = [point.name for point in ablation.plan.points]
     assert names == ["base", "p01", "p02"]
-    describe_parent.fn(ablation)
+    describe_ablation.fn(ablation)
     for name, right in (("base", 3), ("p01", 1), ("p02", 7)):
         reach(ablation, name, 2, right)
     assert choose_points.fn(ablation, names, 0) == ["base", "p02"]
     reach(ablation, "base", 4, 4)
     failing = job_of(ablation, "p02", 4)
-    with pytest.raises(DivergedError), ablation.noted_failure(failing):
+    with pytest.raises(DivergedError), ablation.note_failure(failing):
         raise DivergedError("first line\nthe loss is nan")
     assert choose_points.fn(ablation, ["base", "p02"], 1) == ["base"]
     pages: list[tuple[object, dict[str, str]]] = []
@@ -153,13 +162,13 @@ def test_without_the_base_nothing_can_be_compared(ablation: Ablation) -> None:
 def test_a_failure_is_noted_as_final_only_where_the_table_has_no_further_try(ablation: Ablation) -> None:
     job = job_of(ablation, "base", 2)
     for error, final in ((DivergedError("x" * 3000), True), (WorkerLostError("away"), False), (KeyError("k"), False)):
-        with pytest.raises(type(error)), ablation.noted_failure(job):
+        with pytest.raises(type(error)), ablation.note_failure(job):
             raise error
         failure = ablation.failure(job)
         assert failure is not None
         assert (failure.kind, failure.final) == (type(error).__name__, final)
         assert len(failure.message) <= 2000
-    with ablation.noted_failure(job):
+    with ablation.note_failure(job):
         assert ablation.failure(job) is None, "of the try before"
     assert ablation.failure(job) is None
     assert ablating._status(ablation, job.point) == "failed", "it has reached nothing"

@@ -23,8 +23,8 @@ from rlcore.segment.health import Breach
 from rlcore.segment.spec import SegmentManifest
 from tasks import preflight
 from tasks.driver import health, progress
+from tasks.driver.failures import note_outage
 from tasks.driver.health import announce_on_prefect
-from tasks.driver.outages import note_outage
 from tasks.driver.outbox import prefect_outage_named
 from tasks.driver.progress import TrainingProgress, announce_checkpoint, show_on_page
 from tasks.experiments import load_experiment
@@ -85,7 +85,7 @@ def test_a_committed_segment_is_an_event_of_its_run(
     }
     monkeypatch.setattr(progress, "emit_event", Recorder(error=AWAY))
     announce_checkpoint(run, manifest)
-    assert caplog.messages == ["Prefect does not take events for now: nobody answers"]
+    assert caplog.messages == ["Prefect does not accept events for now: nobody answers"]
 
 
 def test_a_broken_health_rule_is_an_event_and_a_page(
@@ -111,7 +111,7 @@ def test_a_broken_health_rule_is_an_event_and_a_page(
     assert caplog.messages == [f"health: {breach}. Training goes on."]
     monkeypatch.setattr(health, "create_markdown_artifact", Recorder(error=AWAY))
     announce_on_prefect(run, breach, "Training goes on.")
-    assert caplog.messages[-1] == "Prefect's page does not take this for now: nobody answers"
+    assert caplog.messages[-1] == "Prefect does not accept the health page for now: nobody answers"
 
 
 def test_the_progress_is_one_artifact_that_changes(
@@ -131,7 +131,7 @@ def test_the_progress_is_one_artifact_that_changes(
         monkeypatch.setattr(progress, "update_progress_artifact", Recorder(error=AWAY))
         assert show_on_page(artifact, "toy-progress", 50.0, "reward 0.6") == artifact
     assert len(made.calls) == 1
-    assert caplog.messages == ["Prefect's page does not take the progress for now: nobody answers"]
+    assert caplog.messages == ["Prefect does not accept the progress for now: nobody answers"]
 
 
 @pytest.fixture
@@ -184,11 +184,11 @@ def judged(run_id: str, action: Action, **facts: Any) -> recovering.Judged:
 def test_what_recover_has_decided_is_a_table_with_a_row_for_each_run(monkeypatch: pytest.MonkeyPatch) -> None:
     made = Recorder()
     monkeypatch.setattr(recovering, "create_table_artifact", made)
-    recovering.show.fn([])
+    recovering.show_decisions.fn([])
     assert made.calls == []
     crashed = FlowRunFacts(flow_run_id="f", state_id="s", state=StateType.CRASHED, deployed=True)
     failure = LastFailure("hang", final=False)
-    recovering.show.fn(
+    recovering.show_decisions.fn(
         [
             judged("a", Action.LEAVE),
             judged("b", Action.RESCHEDULE, flow_run=crashed, driver_running=False, trainer="pid 7", failure=failure),

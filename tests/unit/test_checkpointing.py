@@ -31,7 +31,7 @@ from rlcore.segment.resume import ResumePoint, find_resume_point, warn_of_change
 from rlcore.segment.spec import SegmentEnd, SegmentManifest, SegmentSpec, segment_path
 from rlcore.segment.store import MANIFEST, LocalCheckpointStore, read_manifest
 from rlcore.training.run import TrainState
-from tasks.driver.hang import HangWatch
+from tasks.driver.health import HangWatch
 
 SHARD = b"weights of all ranks " * 100
 

@@ -8,7 +8,7 @@ import pytest
 
 from rlcore.config import build_experiment
 from rlcore.segment.journal import StepRecord
-from tasks.provenance.cost import run_cost
+from tasks.report.cost import run_cost
 
 CONFIG = build_experiment(
     {"name": "toy", "rollout": {"group_size": 2}, "training": {"problems_per_batch": 6}},

@@ -16,7 +16,7 @@ from rlcore.config import ExperimentConfig, HealthRule
 from rlcore.failures import POLICIES, Failure, classify, error_of_exit, exit_code, table, with_free_space
 from rlcore.process import oom_kills
 from rlcore.segment.journal import MetricJournal
-from tasks.driver.failures import FailureLog, FailureRecord, handled_failures, read_adjustments, wait_for_next_try
+from tasks.driver.failures import FailureLog, FailureRecord, handle_failures, read_adjustments, wait_for_next_try
 from tasks.run import Run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -47,7 +47,7 @@ def fail(run: Run, error: Exception, announce: Announced | None = None) -> Excep
     """What a try that fails with ``error`` raises in the end."""
     with (
         pytest.raises(Exception, match=r"(?s).") as caught,
-        handled_failures(run, settings(), announce=announce or Announced()),
+        handle_failures(run, settings(), announce=announce or Announced()),
     ):
         raise error
     return caught.value

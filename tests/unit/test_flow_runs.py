@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from uuid import UUID
@@ -11,10 +10,10 @@ import pytest
 from prefect.context import FlowRunContext
 
 from infra.settings import Settings
-from tasks.ablation.study import ablation_name, open_ablation, point_name
+from tasks.ablation.study import open_ablation, point_name
 from tasks.experiments import load_experiment
 from tasks.open import choose_experiment, find_run, open_run
-from tasks.run import append_line, begun_with, drivers, flow_run_name, own_values
+from tasks.run import append_line, drivers, experiment_of_retry, experiment_of_run, flow_run_name
 from tasks.run import open_run as open_here
 
 FLOW_RUN = SimpleNamespace(id=UUID("0123456789abcdef0123456789abcdef"), deployment_id=None)
@@ -30,18 +29,17 @@ def at_work(parameters: dict[str, object] | None, flow_run: object = FLOW_RUN) -
     return FlowRunContext.model_construct(flow_run=flow_run, parameters=parameters)
 
 
-@pytest.mark.parametrize("name", [flow_run_name, ablation_name])
-def test_a_flow_run_is_called_as_its_run(name: Callable[[], str]) -> None:
+def test_a_flow_run_is_called_as_its_run() -> None:
     with at_work({"run_id": "mine", "experiment": "toy"}):
-        assert name() == "mine"
+        assert flow_run_name() == "mine"
     for parameters in ({"run_id": None, "experiment": "toy"}, {"experiment": "toy"}):
         with at_work(parameters):
-            assert name() == "toy-0123456789ab"
+            assert flow_run_name() == "toy-0123456789ab"
     for context in (at_work(None), at_work({"experiment": "toy"}, flow_run=None)):
-        with context, pytest.raises(RuntimeError, match=name.__name__):
-            name()
-    with pytest.raises(RuntimeError, match=name.__name__):
-        name()
+        with context, pytest.raises(RuntimeError, match="flow_run_name"):
+            flow_run_name()
+    with pytest.raises(RuntimeError, match="flow_run_name"):
+        flow_run_name()
 
 
 def test_a_point_is_called_as_its_run() -> None:
@@ -56,19 +54,19 @@ def test_a_point_is_called_as_its_run() -> None:
 
 def test_a_retry_begins_with_what_its_run_was_begun_with() -> None:
     begun = load_experiment(TINY, ["seed=7"])
-    assert begun_with("run") is None, "nothing is at work"
+    assert experiment_of_retry("run") is None, "nothing is at work"
     with at_work({"experiment": TINY}):
-        assert begun_with("run") is None, "there is no such run"
+        assert experiment_of_retry("run") is None, "there is no such run"
         run = open_here(begun, None, Settings())
         assert run.run_id == f"{TINY}-0123456789ab"
-        assert begun_with(None) == begun_with(run.run_id) == begun
+        assert experiment_of_retry(None) == experiment_of_retry(run.run_id) == begun
         assert choose_experiment.fn(None, experiment=TINY) == begun
     other = SimpleNamespace(id=UUID(int=7), deployment_id=None)
     with at_work({"experiment": TINY}, flow_run=other):
-        assert begun_with(run.run_id) is None, "another flow run's"
-    assert own_values(run.run_id, TINY) == begun
-    assert own_values(run.run_id, "grpo-gsm8k-tiny") is None
-    assert own_values(None, TINY) is None
+        assert experiment_of_retry(run.run_id) is None, "another flow run's"
+    assert experiment_of_run(run.run_id, TINY) == begun
+    assert experiment_of_run(run.run_id, "grpo-gsm8k-tiny") is None
+    assert experiment_of_run(None, TINY) is None
     assert find_run.fn(run.run_id) == run
 
 

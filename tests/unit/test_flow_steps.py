@@ -14,10 +14,9 @@ import pytest
 from infra.errors import ServerError
 from infra.settings import Settings
 from rlcore.artifacts import CheckpointRef, DatasetRef, EvalReport, ModelRef
-from tasks import data, models
+from tasks import data
 from tasks import evaluate as evaluation
 from tasks import experiments as benchmarks
-from tasks import merge as merging
 from tasks.ablation import steps as ablating
 from tasks.ablation import study as ablation
 from tasks.ablation.study import Ablation, open_ablation
@@ -27,10 +26,10 @@ from tasks.driver import publish as publishing
 from tasks.driver.publish import Publisher, Publishers, extra_tracker
 from tasks.evaluate import suite_of
 from tasks.experiments import load_experiment
-from tasks.report import result as reporting
+from tasks.report import page as reporting
 from tasks.report.page import Sample
 from tasks.run import Run, open_run
-from tasks.store.made import present
+from tasks.store.made import made
 from tasks.train import Trainer, last_words
 
 TINY = "grpo-geo3k-tiny"
@@ -40,71 +39,70 @@ CHECKPOINT = CheckpointRef(path="/c", step=8, policy_version=8, manifest_sha256=
 
 
 class Step:
-    """Stands for a cached task of Prefect's: its first results are ``cached``, as long as nobody asks for new ones."""
+    """Stands for a task of Prefect's."""
 
     def __init__(self, *results: Any) -> None:
         self.results = list(results)
         self.calls: list[tuple[Any, ...]] = []
-        self.asked: list[dict[str, Any]] = []
 
     def __call__(self, *args: Any) -> Any:
         self.calls.append(args)
         return self.results.pop(0)
 
-    def with_options(self, **options: Any) -> Step:
-        self.asked.append(options)
-        return self
 
-
-def dataset(folder: Path, *, there: bool) -> DatasetRef:
-    folder.mkdir()
-    if there:
-        (folder / "report.json").touch()
+def dataset(folder: Path) -> DatasetRef:
     return DatasetRef(
         path=str(folder), digest=folder.name, source="files", num_problems=8, num_rejected=1, num_images=3,
         max_prompt_tokens=9,
     )  # fmt: skip
 
 
-def test_a_cached_result_whose_folder_is_gone_is_made_again(tmp_path: Path) -> None:
-    there = Step(SimpleNamespace(path=tmp_path))
-    assert present(there, lambda found: found.path, 1, "a").path == tmp_path  # type: ignore[arg-type]
-    assert (there.calls, there.asked) == ([(1, "a")], [])
-    gone = Step(SimpleNamespace(path=tmp_path / "gone"), SimpleNamespace(path=tmp_path / "new"))
-    assert present(gone, lambda found: found.path, 1, "a").path == tmp_path / "new"  # type: ignore[arg-type]
-    assert (gone.calls, gone.asked) == ([(1, "a")] * 2, [{"refresh_cache": True}])
-
-
-def test_data_are_prepared_then_resized(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_a_result_is_made_once_and_again_when_its_files_are_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    caplog.set_level("INFO")
-    raw, resized = dataset(tmp_path / "raw", there=False), dataset(tmp_path / "resized", there=True)
-    prepare, resize = Step(raw, raw), Step(resized)
-    monkeypatch.setattr(data, "prepare", prepare)
-    monkeypatch.setattr(data, "resize", resize)
-    assert data.prepare_and_resize(EXPERIMENT, "train") == resized
-    assert prepare.calls == [(EXPERIMENT, "train")] * 2, "its report is gone"
-    assert resize.calls == [(EXPERIMENT, "train", raw)]
-    assert caplog.messages == ["data: train: 8 problems (1 set aside), 3 images, longest prompt 9 tokens"]
+    monkeypatch.setenv("RLFLOW_DATA_DIR", str(tmp_path / "data"))
+    jobs: list[str] = []
+
+    def make() -> DatasetRef:
+        folder = tmp_path / f"made-{len(jobs)}"
+        folder.mkdir()
+        (folder / "report.json").touch()
+        jobs.append(folder.name)
+        return dataset(folder)
+
+    assert made("prepare-a", None, make, DatasetRef) == made("prepare-a", None, make, DatasetRef)
+    assert jobs == ["made-0"]
+    made("prepare-b", None, make, DatasetRef)
+    assert jobs == ["made-0", "made-1"], "another key is another result"
+    (tmp_path / "made-0" / "report.json").unlink()
+    assert made("prepare-a", None, make, DatasetRef).path == str(tmp_path / "made-2")
+    assert made("prepare-a", None, make, DatasetRef).path == str(tmp_path / "made-2")
+    monkeypatch.setenv("RLFLOW_DATA_DIR", str(tmp_path / "other"))
+    made("prepare-a", None, make, DatasetRef)
+    assert jobs[3:] == ["made-3"], "another data folder has its own results"
 
 
-def test_policies_are_there_or_made_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO")
+def test_a_failed_job_leaves_no_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RLFLOW_DATA_DIR", str(tmp_path))
+
+    def fail() -> ModelRef:
+        raise ServerError("away")
+
+    with pytest.raises(ServerError):
+        made("merge-a", None, fail, ModelRef)
     (tmp_path / "config.json").touch()
-    start = START.model_copy(update={"path": str(tmp_path)})
-    bootstrap, merge = Step(START, start), Step(start)
-    monkeypatch.setattr(models, "bootstrap", bootstrap)
-    assert models.bootstrapped(EXPERIMENT.model) == start
-    assert bootstrap.calls == [(EXPERIMENT.model,)] * 2
-    assert caplog.messages == [f"model: tiny, 1.5 M parameters, {tmp_path}"]
-    monkeypatch.setattr(merging, "merge", merge)
-    raw = dataset(tmp_path / "raw", there=False)
-    assert merging.merged(EXPERIMENT, CHECKPOINT, START, raw) == start
-    assert merge.calls == [(EXPERIMENT, CHECKPOINT, START, raw)]
-    assert merge.asked == []
+    ref = START.model_copy(update={"path": str(tmp_path)})
+    assert made("merge-a", None, lambda: ref, ModelRef) == ref
+
+
+def test_data_are_prepared_then_resized(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    raw, resized = dataset(tmp_path / "raw"), dataset(tmp_path / "resized")
+    prepare, resize = Step(raw), Step(resized)
+    monkeypatch.setattr(data, "prepare_dataset", prepare)
+    monkeypatch.setattr(data, "resize_images", resize)
+    assert data.prepare_and_resize(EXPERIMENT, "train") == resized
+    assert prepare.calls == [(EXPERIMENT, "train")]
+    assert resize.calls == [(EXPERIMENT, "train", raw)]
 
 
 def report_at(table: Path) -> EvalReport:
@@ -122,12 +120,11 @@ def test_the_numbers_of_an_evaluation_lie_under_its_benchmark(
     table.touch()
     report, run = report_at(table), Run(run_id="run", run_dir=tmp_path, experiment=EXPERIMENT)
     evaluate, log = Step(report), Step(None)
-    monkeypatch.setattr(evaluation, "evaluate", evaluate)
+    monkeypatch.setattr(evaluation, "evaluate_policy", evaluate)
     monkeypatch.setattr(evaluation, "log_evaluation", log)
-    raw = dataset(tmp_path / "raw", there=False)
+    raw = dataset(tmp_path / "raw")
     assert evaluation.evaluate_and_log(run, EXPERIMENT, CHECKPOINT, START, raw, benchmark) == report
     assert evaluate.calls == [(EXPERIMENT, CHECKPOINT, START, raw)]
-    assert evaluate.asked == []
     assert log.calls == [(run, report, where)]
 
 
@@ -154,7 +151,7 @@ def study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ablation:
 def test_data_and_policies_of_all_points_are_made_once(study: Ablation, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[tuple[Any, ...]] = []
     monkeypatch.setattr(ablation, "prepare_and_resize", lambda experiment, split: made.append((experiment.data, split)))
-    monkeypatch.setattr(ablation, "bootstrapped", lambda model: made.append((model,)))
+    monkeypatch.setattr(ablation, "bootstrap_policy", lambda model: made.append((model,)))
     ablation.share_inputs(study)
     experiments = [study.plan.point("base").experiment, study.plan.point("p02").experiment]
     assert made == [
@@ -172,12 +169,11 @@ def test_a_point_is_described_with_the_steps_of_the_whole(
     monkeypatch.setattr(ablation, "place_below", placed)
     (job, *_) = study.plan.jobs(["p01"], 0)
     run = open_run(load_experiment(TINY, ["training.steps=1"]), study.run_id(job), Settings())
-    train, validation = (dataset(tmp_path / name, there=True) for name in ("train", "validation"))
+    train, validation = (dataset(tmp_path / name) for name in ("train", "validation"))
     assert ablation.describe_point(study, job, run, train, validation, START) == "mlflow-7"
     whole = run.model_copy(update={"experiment": job.point.experiment_of(job.seed)})
     assert described.calls == [(whole, train, validation, START)]
     assert placed.calls == [(study, job, run)]
-    assert run.ablation_marker.read_text() == "study"
 
 
 def test_points_that_fail_for_good_are_marked(study: Ablation, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,9 +199,10 @@ def test_points_that_fail_for_good_are_marked(study: Ablation, monkeypatch: pyte
     monkeypatch.setattr(ablating, "run_jobs", run_jobs)
     monkeypatch.setattr(ablating, "AblationProgress", Progress)
     monkeypatch.setattr(ablating, "point_runner", lambda given, settings: (given, settings.data_dir))
-    monkeypatch.setattr(ablating, "mark", marked)
+    monkeypatch.setattr(ablating, "mark_point", marked)
     ablating.train_points.fn(study, ["base", "p01"], 0)
-    assert asked == [("study", study.all_steps()), (study, jobs, (study, Settings().data_dir))]
+    assert [words[:2] for words in asked[:1]] == [("study", study.all_steps())]
+    assert asked[1:] == [(study, jobs, (study, Settings().data_dir))]
     assert shown == [0]
     assert marked.calls == [(study, jobs[1], "failed")]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from infra import processes
 from rlcore.process import innermost, pid_of
 from rlcore.segment.lease import Lease
-from tasks.driver.hang import HangWatch, end_stuck_trainer
+from tasks.driver.health import HangWatch, end_stuck_trainer
 
 # A trainer with a worker below it in a session of its own; both are stuck in C, and a third answers no signal.
 STUCK = """

@@ -14,11 +14,10 @@ from rlcore.data.table import PreparedRow, write_rows
 from rlcore.errors import StorageError
 from rlcore.segment.batch_log import write_trained
 from rlcore.types import ImageRef, Problem
+from tasks import lineage as lineage_module
 from tasks.cli import app
 from tasks.experiments import load_experiment
-from tasks.provenance import lineage as lineage_module
-from tasks.provenance.lineage import Lineage, TrainedRow, trained_rows
-from tasks.provenance.origins import Origin
+from tasks.lineage import Lineage, Origin, TrainedRow, trained_rows
 from tasks.run import Run
 
 

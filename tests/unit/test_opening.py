@@ -15,10 +15,10 @@ from rlcore.errors import ConfigError
 from rlcore.failures import Failure
 from tasks import open as opening
 from tasks import run as runs
+from tasks.driver.failures import read_outage, unopened_runs
 from tasks.driver.jobs import jobs_mark
-from tasks.driver.outages import read_outage, unopened_runs
 from tasks.experiments import load_experiment
-from tasks.open import recoverable
+from tasks.open import note_if_unopened
 from tasks.run import drivers, existing_run
 
 
@@ -34,7 +34,7 @@ def flow_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace
 
 
 def fail(error: Exception) -> None:
-    with pytest.raises(type(error)), recoverable("run"):
+    with pytest.raises(type(error)), note_if_unopened("run"):
         raise error
 
 
@@ -47,7 +47,7 @@ def test_a_run_that_could_not_be_opened_is_noted_until_it_is(flow_run: SimpleNam
     assert outage is not None
     assert (outage.failure, outage.error) == (Failure.TRACKING, "no MLflow server answers")
     assert not (Settings().runs_dir / "run").exists(), "a folder would hide the run in the store"
-    with recoverable("run"):
+    with note_if_unopened("run"):
         pass
     assert not unopened_runs(Settings())
 

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from rlcore.segment.lease import Control
-from tasks.driver.heartbeat import Heartbeat
-from tasks.driver.outbox import Outbox
+from tasks.driver.outbox import Heartbeat, Outbox
 
 
 def test_a_server_that_hangs_gets_the_newest_state_once_it_answers() -> None:

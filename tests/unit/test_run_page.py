@@ -14,10 +14,9 @@ from rlcore.errors import ConfigError
 from rlcore.segment.journal import StepRecord
 from rlcore.segment.spec import SegmentManifest
 from tasks.experiments import load_experiment
-from tasks.provenance.cost import RunCost
-from tasks.provenance.lineage import Lineage, SegmentLine
-from tasks.report.page import data_uri, draw_curves, html_page, markdown, read_samples
-from tasks.report.result import summarize
+from tasks.lineage import Lineage, SegmentLine
+from tasks.report.cost import RunCost
+from tasks.report.page import data_uri, draw_curves, html_page, markdown, read_samples, summarize
 from tasks.report.rollouts import as_html, read_groups, sampled_steps
 from tasks.run import Run
 

@@ -80,19 +80,26 @@ def test_an_ablation_says_how_far_all_points_are(
     caplog.set_level(logging.INFO)
     now = [1000.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
-    shown: list[tuple[object, ...]] = []
-    monkeypatch.setattr(progress, "show_on_page", lambda *words: shown.append(words) or "the artifact")
-    with AblationProgress("lr", 80) as bar:
+    shown: list[tuple[str, object]] = []
+
+    class Page(Outbox):
+        def put(self, key: str, send: object) -> None:
+            shown.append((key, send.args))
+
+    page = Page("test")
+    with AblationProgress("lr", 80, page) as bar:
         for seconds, steps in ((0, 0), (14.9, 20), (15, 20), (15.1, 30), (20, 40)):
             now[0] = 1000 + seconds
             bar.show(steps)
+    page.close()
     assert [item.getMessage() for item in caplog.records] == ["ablate: 30 of at most 80 steps"]
     assert shown == [
-        (None, "lr-progress", 0.0, "0 of at most 80 steps"),
-        ("the artifact", "lr-progress", 25.0, "20 of at most 80 steps"),
-        ("the artifact", "lr-progress", 37.5, "30 of at most 80 steps"),
-        ("the artifact", "lr-progress", 50.0, "40 of at most 80 steps"),
+        ("the progress", (0.0, "0 of at most 80 steps")),
+        ("the progress", (25.0, "20 of at most 80 steps")),
+        ("the progress", (37.5, "30 of at most 80 steps")),
+        ("the progress", (50.0, "40 of at most 80 steps")),
     ]
+    assert bar._key == "lr-progress"
 
 
 def test_a_terminal_gets_a_bar_instead_of_lines(
@@ -103,12 +110,12 @@ def test_a_terminal_gets_a_bar_instead_of_lines(
     page = Outbox("test")
     with TrainingProgress(build_experiment({"name": "toy", "training": {"steps": 4}}, []), page) as bar:
         bar.show([record(4, at=1, reward__mean=0.5)])
-    page.close()
     told = capsys.readouterr().err
     assert "training" in told
     assert "4 of 4 steps, reward 0.500" in told
-    with AblationProgress("lr", 80) as both:
+    with AblationProgress("lr", 80, page) as both:
         both.show(30)
+    page.close()
     told = capsys.readouterr().err
     assert "points" in told
     assert "30 of 80 steps" in told

@@ -19,26 +19,23 @@ from infra import processes, provenance
 from infra.settings import Settings
 from rlcore.artifacts import CheckpointRef, DatasetRef, ModelRef
 from rlcore.config import ExperimentConfig
+from rlcore.data.prepare.digest import dataset_key, resized_key
 from rlcore.errors import CheckpointError, ConfigError, DataError, DivergedError, WorkerLostError
 from rlcore.segment.journal import StepRecord
 from rlcore.segment.spec import SegmentManifest, SegmentSpec
 from tasks import champion as latest
-from tasks import data
 from tasks import evaluate as evaluation
-from tasks import merge as merging
 from tasks import train as training
 from tasks.champion import Evaluation, Todo, evaluate_todo, evaluations, newest_unevaluated, promote, show_leaderboard
 from tasks.cli import app
-from tasks.data import _usable, prepare, resize
-from tasks.describe import describe_run, finish_run, open_tracking
-from tasks.evaluate import evaluate, log_evaluation
+from tasks.data import Split, _require_problems, prepare_dataset, prepare_spec, resize_images, resize_spec
+from tasks.evaluate import evaluate_policy, log_evaluation
 from tasks.experiments import load_benchmarks, load_experiment
-from tasks.merge import merge, register
-from tasks.models import bootstrap
-from tasks.provenance.lineage import Lineage, artifact_name, find_lineage
-from tasks.provenance.origins import read_origins
-from tasks.report import result as reporting
-from tasks.report.result import report
+from tasks.lineage import Lineage, artifact_name, find_lineage, read_origins
+from tasks.models import bootstrap_policy, merge_checkpoint, register_model
+from tasks.open import describe_run, finish_run, open_tracking
+from tasks.report import page as reporting
+from tasks.report.page import report
 from tasks.run import Run, drivers, existing_run, new_run_id, newest_checkpoint, open_run, tracker_of
 from tests.flows.interpreter import fake_interpreter
 
@@ -81,36 +78,36 @@ def spec_of_last_trainer(run: Run) -> SegmentSpec:
 
 
 def test_data_and_model_are_made_by_their_jobs_below_the_data_folder(data_dir: Path) -> None:
-    prepared = prepare.fn(EXPERIMENT, "validation")
+    prepared = prepare_dataset.fn(EXPERIMENT, "validation")
     assert prepared.path == str(data_dir / "datasets" / "raw-validation")
     assert prepared.source == EXPERIMENT.data.validation
-    resized = resize.fn(EXPERIMENT, "validation", prepared)
+    resized = resize_images.fn(EXPERIMENT, "validation", prepared)
     assert resized.path == str(data_dir / "datasets" / "resized-raw-validation")
-    assert bootstrap.fn(EXPERIMENT.model).path == str(data_dir / "models" / "start")
+    assert bootstrap_policy.fn(EXPERIMENT.model).path == str(data_dir / "models" / "start")
     assert calls(data_dir) == ["prepare validation", "resize raw-validation", "bootstrap"]
     with pytest.raises(DataError, match=r"^files has no usable problem: all 1 were set aside; /train/rejects\.jsonl"):
-        _usable(DATASET.model_copy(update={"num_problems": 0}))
+        _require_problems(DATASET.model_copy(update={"num_problems": 0}))
 
 
 def test_a_policy_is_evaluated_once_and_its_table_moves_with_the_data_folder(data_dir: Path) -> None:
-    first = evaluate.fn(EXPERIMENT, START, START, DATASET)
-    again = evaluate.fn(EXPERIMENT, START.model_copy(update={"path": "/elsewhere"}), START, DATASET)
+    first = evaluate_policy.fn(EXPERIMENT, START, START, DATASET)
+    again = evaluate_policy.fn(EXPERIMENT, START.model_copy(update={"path": "/elsewhere"}), START, DATASET)
     assert calls(data_dir) == ["evaluate 0"]
     assert (first.policy, again.policy) == ("/start", "/elsewhere")
     assert again.model_copy(update={"policy": "/start"}) == first
     assert Path(first.table).parent.parent == data_dir / "evaluations"
     Path(first.table).unlink()
-    evaluate.fn(EXPERIMENT, START, START, DATASET)
+    evaluate_policy.fn(EXPERIMENT, START, START, DATASET)
     other = ModelRef(path="/start", digest="other-digest", source="tiny", num_parameters=1000)
-    evaluate.fn(EXPERIMENT, other, START, DATASET)
-    evaluate.fn(EXPERIMENT, START, other, DATASET)
-    evaluate.fn(EXPERIMENT, START, START, DATASET.model_copy(update={"digest": "other"}))
+    evaluate_policy.fn(EXPERIMENT, other, START, DATASET)
+    evaluate_policy.fn(EXPERIMENT, START, other, DATASET)
+    evaluate_policy.fn(EXPERIMENT, START, START, DATASET.model_copy(update={"digest": "other"}))
     assert calls(data_dir) == ["evaluate 0"] * 5
 
 
 def test_what_an_evaluation_depends_on_and_what_not() -> None:
     def key(**changes: object) -> str:
-        return evaluation._content(EXPERIMENT.model_copy(update=changes), START, START, DATASET)
+        return evaluation.evaluation_content(EXPERIMENT.model_copy(update=changes), START, START, DATASET)
 
     assert key(seed=EXPERIMENT.seed + 1) != key()
     assert key(training=EXPERIMENT.training.model_copy(update={"steps": 9})) == key()
@@ -130,7 +127,7 @@ def test_a_run_from_its_opening_to_its_registered_model(
     facts = provenance.collect()
     monkeypatch.setattr(provenance, "collect", lambda: facts)  # somebody may edit a file while the test runs
     mlflow_run_id = describe_run.fn(run, DATASET, validation, START)
-    before = evaluate.fn(EXPERIMENT, START, START, validation)
+    before = evaluate_policy.fn(EXPERIMENT, START, START, validation)
     segments = training.train_all_segments(run, DATASET, START)
     assert [(item.segment, item.first_step, item.last_step) for item in segments] == [(0, 0, 2), (1, 2, 4), (2, 4, 5)]
     assert told[0] == (0, 2)
@@ -146,12 +143,12 @@ def test_a_run_from_its_opening_to_its_registered_model(
     assert calls(data_dir) == ["evaluate 0", "train from segment 0"]
 
     last = segments[-1].checkpoint
-    after = evaluate.fn(EXPERIMENT, last, START, validation)
-    merged = merge.fn(EXPERIMENT, last, START, DATASET)
+    after = evaluate_policy.fn(EXPERIMENT, last, START, validation)
+    merged = merge_checkpoint.fn(EXPERIMENT, last, START, DATASET)
     assert merged.path == str(data_dir / "models" / "merged-5")
-    registered = register.fn(run, merged, last, after)
+    registered = register_model.fn(run, merged, last, after)
     assert registered == merged.model_copy(update={"registered_name": "grpo-geo3k-tiny", "registered_version": "1"})
-    assert register.fn(run, merged, last, after) == registered
+    assert register_model.fn(run, merged, last, after) == registered
     log_evaluation.fn(run, after, "eval")
 
     pages: list[tuple[str, str]] = []
@@ -252,7 +249,7 @@ def test_a_killed_trainer_is_counted_and_the_next_try_goes_on(
     assert not processes.marked(run.trainer_mark)
     assert training.train_segment(run, DATASET, START, 1).last_step == 4
     assert told == [(0, 2), (1, 4)]
-    training._unlink(run, None)
+    training._LINKS.pop(run.run_dir).end(None)
     processes.kill(run.trainer_mark)
 
 
@@ -345,16 +342,15 @@ def test_a_continued_run_is_the_same_science_or_says_what_changed(data_dir: Path
 
 
 def test_a_cached_dataset_depends_on_what_goes_in(data_dir: Path, tmp_path: Path) -> None:
-    def keys(experiment: ExperimentConfig, split: str, dataset: DatasetRef) -> tuple[str, str]:
-        given = {"experiment": experiment, "split": split, "dataset": dataset}
-        return data._prepare_key(None, given), data._resize_key(None, given)  # type: ignore[arg-type]
+    def keys(experiment: ExperimentConfig, split: Split, dataset: DatasetRef) -> tuple[str, str]:
+        settings = Settings()
+        prepare, resize = prepare_spec(experiment, split, settings), resize_spec(experiment, dataset, settings)
+        return dataset_key(prepare), resized_key(resize)
 
     def changed(part: str, **values: object) -> ExperimentConfig:
         return EXPERIMENT.model_copy(update={part: getattr(EXPERIMENT, part).model_copy(update=values)})
 
     prepared, resized = keys(EXPERIMENT, "train", DATASET)
-    assert prepared.startswith("prepare-")
-    assert resized.startswith("resize-")
     assert keys(changed("training", steps=99), "train", DATASET) == (prepared, resized)
     assert keys(EXPERIMENT, "validation", DATASET)[0] != prepared
     assert keys(EXPERIMENT, "train", DATASET.model_copy(update={"digest": "other"}))[1] != resized
@@ -364,11 +360,13 @@ def test_a_cached_dataset_depends_on_what_goes_in(data_dir: Path, tmp_path: Path
 @pytest.fixture
 def steps(told: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch) -> None:
     """The tasks behind the champion as plain functions; data and start policy are given."""
-    for module, names in ((evaluation, ["evaluate", "log_evaluation"]), (merging, ["merge"]),
-                          (latest, ["evaluate", "register", "note_evaluation", "judge"])):  # fmt: skip
+    for module, names in (
+        (evaluation, ["evaluate_policy", "log_evaluation"]),
+        (latest, ["evaluate_policy", "merge_checkpoint", "register_model", "note_evaluation", "judge"]),
+    ):
         for name in names:
             monkeypatch.setattr(module, name, getattr(module, name).fn)
-    monkeypatch.setattr(latest, "bootstrapped", lambda model: bootstrap.fn(model))
+    monkeypatch.setattr(latest, "bootstrap_policy", lambda model: bootstrap_policy.fn(model))
     monkeypatch.setattr(latest, "prepare_and_resize", lambda _, split: DATASET.model_copy(update={"digest": split}))
 
 
@@ -468,7 +466,7 @@ def test_a_champion_whose_run_is_gone_is_judged_by_what_is_left_of_it(
         shutil.rmtree(folder)
     trained("third", "training.steps=2", "seed=1")
     todo, done = evaluated()
-    assert "against the champion's recorded accuracy, for neither the run nor the merged model of step 4" in judged(
+    assert "against the champion's recorded accuracy, because neither the run nor the merged model of step 4" in judged(
         caplog
     )
     assert champion()["rlflow.run_id"] == "new"

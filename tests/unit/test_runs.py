@@ -19,13 +19,13 @@ from rlcore.config import ExperimentConfig
 from rlcore.errors import ConfigError, DivergedError, RetriesUsedUpError
 from rlcore.failures import Failure
 from rlcore.segment.spec import segment_path
-from tasks import describe as tracking
-from tasks import parameters as form
+from tasks import experiments as form
+from tasks import open as tracking
 from tasks.ablation.study import existing_ablation, plan_ablation
 from tasks.cli.deploy import cluster_files
-from tasks.describe import tracked
-from tasks.driver.outages import noted_outages, read_outage
+from tasks.driver.failures import note_outages, read_outage
 from tasks.experiments import load_experiment
+from tasks.open import track_run
 from tasks.run import Run, append_line, existing_run, open_run
 from tasks.store.restore import MirrorState, read_mirror, write_mirror
 
@@ -107,14 +107,14 @@ def test_an_mlflow_that_is_away_does_not_hide_the_first_error(
 ) -> None:
     tracker = Tracker(away=True)
     without_prefect(monkeypatch, tracker)
-    with pytest.raises(type(error)), tracked(run):
+    with pytest.raises(type(error)), track_run(run):
         raise error
     assert tracker.closed == [status]
 
 
 def test_the_end_of_a_good_run_is_told_or_an_error(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     without_prefect(monkeypatch, Tracker(away=True))
-    with pytest.raises(ServerError), tracked(run):
+    with pytest.raises(ServerError), track_run(run):
         pass
     outage = read_outage(run, since=0.0)
     assert outage is not None
@@ -124,14 +124,14 @@ def test_the_end_of_a_good_run_is_told_or_an_error(run: Run, monkeypatch: pytest
 
 def test_a_run_is_finished_once_the_store_has_all_of_it(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     @contextmanager
-    def mirrored(*_: object) -> Iterator[None]:
+    def mirror_run(*_: object) -> Iterator[None]:
         yield
         raise StorageError("the store is away")  # as its last send ends
 
     tracker = Tracker(away=False)
     without_prefect(monkeypatch, tracker)
-    monkeypatch.setattr(tracking, "mirrored", mirrored)
-    with pytest.raises(StorageError), tracked(run):
+    monkeypatch.setattr(tracking, "mirror_run", mirror_run)
+    with pytest.raises(StorageError), track_run(run):
         pass
     assert tracker.closed == ["FAILED"]
     assert not run.finished_marker.exists()
@@ -141,15 +141,15 @@ def test_a_run_is_finished_once_the_store_has_all_of_it(run: Run, monkeypatch: p
 
 
 def test_only_an_outage_is_noted(run: Run) -> None:
-    with pytest.raises(DivergedError), noted_outages(run):
+    with pytest.raises(DivergedError), note_outages(run):
         raise DivergedError("nan")
     assert read_outage(run, since=0.0) is None
-    with pytest.raises(StorageRefusedError), noted_outages(run):
+    with pytest.raises(StorageRefusedError), note_outages(run):
         raise StorageRefusedError("quota exceeded")
     assert read_outage(run, since=0.0) is None
     used_up = RetriesUsedUpError("seven times")
     used_up.__cause__ = StorageError("the store is away")
-    with pytest.raises(RetriesUsedUpError), noted_outages(run):
+    with pytest.raises(RetriesUsedUpError), note_outages(run):
         raise used_up
     assert read_outage(run, since=0.0) is not None
     assert read_outage(run, since=time.time() + 1) is None, "of a start before this one"

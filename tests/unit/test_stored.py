@@ -14,7 +14,7 @@ from infra.settings import Settings
 from rlcore.failures import Failure, policy_of
 from tasks.driver import mirror as mirroring
 from tasks.store import made, restore
-from tasks.store.made import fetched, key_of, patient_store_of, send, send_file, store_of
+from tasks.store.made import fetch, key_of, patient_store_of, send, send_file, store_of
 
 
 def test_only_what_is_below_the_data_folder_has_a_key(tmp_path: Path) -> None:
@@ -40,7 +40,7 @@ def test_without_a_store_and_outside_of_the_data_folder_nothing_is_sent_or_fetch
     store: str, folder: str, tmp_path: Path
 ) -> None:
     settings = Settings(data_dir=tmp_path / "data", store=store)
-    assert not fetched(tmp_path / folder, settings)
+    assert not fetch(tmp_path / folder, settings)
     send(tmp_path / folder, settings)
     send_file(tmp_path / folder, settings)
     restore._unseal(tmp_path / folder, settings)

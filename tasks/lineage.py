@@ -1,7 +1,12 @@
-"""From a registered model to everything that it was made from."""
+"""What a run and a registered model were made from: code, environment, data, model, reward and template.
+
+Each start of a run adds a line to ``origins.jsonl`` in its folder, unless an earlier start had the same origin.
+Patches, package lists and the user's files are stored in ``origins/``, named by their hash.
+"""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from json import dumps
@@ -9,18 +14,22 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
+from infra import provenance
 from infra.errors import RegistryError
+from infra.logs import redact
 from infra.settings import Settings
 from infra.tracking.registry import RegisteredVersion, find_model, read_text
 from rlcore.artifacts import CheckpointRef, DatasetRef, ModelRef
 from rlcore.config import read_experiment
+from rlcore.config.reward import UserReward
+from rlcore.data.prompts import template_text
 from rlcore.data.table import PreparedRow, load_rows
 from rlcore.errors import StorageError
+from rlcore.files import write_json_atomically
 from rlcore.segment.batch_log import trained_problems
 from rlcore.segment.store import read_manifest
 from tasks.driver.failures import FailureLog, FailureRecord
-from tasks.provenance.origins import Origin, origins_dir, read_origins
-from tasks.run import Driver, Run, drivers
+from tasks.run import Driver, Run, append_line, drivers
 
 _HASH_SHOWN = 16
 
@@ -256,3 +265,71 @@ def _unwritten(found: RegisteredVersion) -> RegistryError:
         + (f"it was registered before lineages were. Run .venv/bin/rlflow merge {run}." if run else
            "rlflow did not register it.")
     )  # fmt: skip
+
+
+class Origin(BaseModel):
+    """Where one or more starts of a run came from."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    at: str  # of the first such start
+    commit: str  # empty: not a git checkout
+    patch: str | None  # file of ``origins/`` with what the working tree had beyond the commit; None: nothing
+    code_digest: str  # of rlflow's own files as they were
+    environment: str  # file of ``origins/``
+    python: str
+    hardware: str
+    versions: dict[str, str]
+    reward: str | None  # file of ``origins/`` with the user's own reward
+    template: str  # file of ``origins/`` with the prompt template's text
+    train: DatasetRef
+    validation: DatasetRef
+    base: ModelRef
+
+    @property
+    def files(self) -> list[str]:
+        return [name for name in (self.patch, self.environment, self.reward, self.template) if name is not None]
+
+
+def record_origin(
+    run: Run, facts: provenance.Provenance, train: DatasetRef, validation: DatasetRef, base: ModelRef
+) -> Origin:
+    """Note where this start comes from, unless a start before came from the same."""
+    folder = origins_dir(run.run_dir)
+    reward = run.experiment.reward
+    origin = Origin(
+        at=datetime.now(UTC).isoformat(timespec="seconds"),
+        commit=facts.commit,
+        patch=_kept(folder, "uncommitted.patch", facts.patch) if facts.patch else None,
+        code_digest=facts.code,
+        environment=_kept(folder, "environment.txt", facts.environment),
+        python=facts.python,
+        hardware=facts.hardware,
+        versions=facts.versions,
+        reward=_kept(folder, "reward.py", redact(reward.file.read_text())) if isinstance(reward, UserReward) else None,
+        template=_kept(folder, "template.jinja", template_text(run.experiment.data.template)),
+        train=train,
+        validation=validation,
+        base=base,
+    )
+    known = [item.model_copy(update={"at": origin.at}) for item in read_origins(run.run_dir)]
+    if origin not in known:
+        append_line(run.run_dir / "origins.jsonl", origin.model_dump_json())
+    return origin
+
+
+def read_origins(run_dir: Path) -> list[Origin]:
+    path = run_dir / "origins.jsonl"
+    return [Origin.model_validate_json(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def origins_dir(run_dir: Path) -> Path:
+    return run_dir / "origins"
+
+
+def _kept(folder: Path, name: str, text: str) -> str:
+    """The name that ``text`` lies under in ``folder``."""
+    kept = f"{hashlib.sha256(text.encode()).hexdigest()[:12]}-{name}"
+    if not (folder / kept).exists():
+        write_json_atomically(folder / kept, text)
+    return kept
