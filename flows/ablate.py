@@ -1,30 +1,16 @@
-"""ablate: compare points around an experiment over several seeds. ablation-point: one run of it, up to one rung."""
+"""ablate: compare points around an experiment over several seeds, and report what differs by more than chance."""
 
 from __future__ import annotations
 
 from prefect import flow
 
-from rlcore.ablation.plan import Job
-from rlcore.ablation.results import AblationSummary, PointResult
+from rlcore.ablation.results import AblationSummary
 from tasks import experiments as form
 from tasks.ablation.runners import cancel_points
 from tasks.ablation.steps import choose_points, open_ablation, report_ablation, train_points
-from tasks.ablation.study import (
-    describe_ablation,
-    describe_point,
-    existing_ablation,
-    note_result,
-    point_name,
-    share_inputs,
-)
-from tasks.data import prepare_and_resize
-from tasks.driver.jobs import end_what_is_left
-from tasks.evaluate import evaluate_and_log
-from tasks.models import bootstrap_policy
-from tasks.open import open_run, track_run
-from tasks.preflight import preflight
+from tasks.ablation.study import describe_ablation, share_inputs
+from tasks.open import track_run
 from tasks.run import flow_run_name
-from tasks.train import train_all_segments
 
 
 @flow(name="ablate", flow_run_name=flow_run_name, on_cancellation=[cancel_points])
@@ -51,23 +37,3 @@ def ablate(
             train_points(ablation, names, rung)
             names = choose_points(ablation, names, rung)
         return report_ablation(ablation)
-
-
-@flow(name="ablation-point", flow_run_name=point_name, on_cancellation=[end_what_is_left])
-def ablation_point(
-    ablation: form.ExistingAblation, point: form.PointName, seed: form.PointSeed, steps: form.PointSteps
-) -> PointResult:
-    """Train from the last checkpoint to ``steps``, and evaluate. Started by ablate; the run is not merged."""
-    study = existing_ablation(ablation)
-    job = Job(study.plan.point(point), seed, steps)
-    with study.note_failure(job):
-        config = job.point.experiment_of(seed, steps)
-        preflight(config)
-        run = open_run(config, study.run_id(job))
-        with track_run(run):
-            train, validation = prepare_and_resize(config, "train"), prepare_and_resize(config, "validation")
-            start = bootstrap_policy(config.model)
-            mlflow_run_id = describe_point(study, job, run, train, validation, start)
-            segments = train_all_segments(run, train, start)
-            report = evaluate_and_log(run, config, segments[-1].checkpoint, start, validation)
-        return note_result(study, job, run, mlflow_run_id, report)

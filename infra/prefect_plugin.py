@@ -77,7 +77,9 @@ async def _only_one(client: PrefectClient, name: str) -> DeploymentResponse:
     called_so = DeploymentFilter(name=DeploymentFilterName(any_=[name]))
     found = await client.read_deployments(deployment_filter=called_so)
     if not found:
-        exit_with_error(f"No deployment is called {name!r}; prefect deployment ls shows them.", soft_wrap=True)
+        exit_with_error(
+            f"No deployment is called {name!r}; .venv/bin/prefect deployment ls lists them.", soft_wrap=True
+        )
     if len(found) > 1:
         flows = sorted([(await client.read_flow(item.flow_id)).name for item in found])
         names = ", ".join(f"{flow}/{name}" for flow in flows)

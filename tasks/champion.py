@@ -11,6 +11,7 @@ import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from prefect.artifacts import create_table_artifact
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -240,7 +241,7 @@ def _table_of(champion: Champion, todo: Todo, settings: Settings) -> Path | None
 def show_leaderboard() -> None:
     """Show a table of every evaluation in Prefect, the best of each benchmark first."""
     settings = Settings()
-    rows = []
+    rows: list[dict[str, Any]] = []
     for run in all_runs(settings):
         known = evaluations(run)
         tags = tracker_of(run, settings).tags_at(run.experiment.name, CHAMPION) if known else None
@@ -257,7 +258,7 @@ def show_leaderboard() -> None:
             }
             for item in known
         ]
-    rows.sort(key=lambda row: (row["benchmark"], -float(row["accuracy"])))
+    rows.sort(key=lambda row: (row["benchmark"], -row["accuracy"]))
     if rows:
         with prefect_outage_named():
             about = "Evaluated checkpoints, the best of each benchmark first."

@@ -1,4 +1,4 @@
-"""How the steps of a flow are tried again: outages as docs/reliability.md says, other failures as the step says."""
+"""Retries of a flow's steps: outages as in docs/reliability.md, other failures as the step says."""
 
 from __future__ import annotations
 
@@ -20,13 +20,12 @@ from rlcore.failures import OUTAGES, Failure, policy_of
 from tasks.driver.failures import failure_of
 
 if TYPE_CHECKING:
-    from prefect.client.schemas.objects import TaskRun
-    from prefect.states import State
+    from prefect.client.schemas.objects import State, TaskRun
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_MAX_RETRIES = 100  # more than any step takes: has_tries_left decides
+_MAX_RETRIES = 100  # more than any step may use: has_tries_left decides
 
 
 class Tries:
@@ -37,7 +36,7 @@ class Tries:
         self._next_at: float | None = None  # time.monotonic()
 
     def wait(self, name: str) -> None:
-        """Before a try: what is left of the delay that the failure before it asked for."""
+        """Before a try: wait for the rest of the delay after the last failure."""
         if self._next_at is not None and (left := self._next_at - time.monotonic()) > 0:
             get_logger().info("%s: the next try starts in %.0f s", name, left)
             time.sleep(left)
@@ -65,22 +64,20 @@ _TRIES: dict[UUID, Tries] = {}
 
 
 def step(
-    name: str, *, others: Sequence[float] = (), timeout_seconds: float = 600, **options: Any
+    name: str, *, others: Sequence[float] = (), timeout_seconds: float = 600, task_run_name: str | None = None
 ) -> Callable[[Callable[P, R]], Task[P, R]]:
-    """A Prefect task that waits for outages of MLflow, Prefect and the store as ``rlcore/failures.py`` says.
+    """A Prefect task without a cache that waits through outages of MLflow, Prefect and the store.
 
     Args:
-        others: delays before the tries after any other failure that the table retries, in seconds.
-        timeout_seconds: of one try; the delay before it is added.
-        options: of ``prefect.task``. Without a cache key nothing is cached.
+        others: seconds to wait before each retry after another failure that ``rlcore/failures.py`` retries.
+        timeout_seconds: limit of one try, to which the delay before it is added.
     """
     longest = max(delay for failure in OUTAGES for delay in policy_of(failure).delays)
-    caching = {} if "cache_key_fn" in options else {"cache_policy": NO_CACHE, "persist_result": False}
 
     def has_tries_left(_task: Task[Any, Any], run: TaskRun, state: State[Any]) -> bool:
         return isinstance(state.data, Exception) and _TRIES.setdefault(run.id, Tries()).failed(name, state.data, others)
 
-    def made(body: Callable[P, R]) -> Task[P, R]:
+    def decorate(body: Callable[P, R]) -> Task[P, R]:
         @wraps(body)
         def attempt(*args: P.args, **kwargs: P.kwargs) -> R:
             context = TaskRunContext.get()
@@ -90,11 +87,12 @@ def step(
 
         return task(
             name=name,
+            task_run_name=task_run_name,
+            cache_policy=NO_CACHE,
+            persist_result=False,
             retries=_MAX_RETRIES,
             retry_condition_fn=has_tries_left,
             timeout_seconds=timeout_seconds + longest,
-            **caching,
-            **options,
         )(attempt)
 
-    return made
+    return decorate

@@ -53,7 +53,7 @@ def draw_differences(rows: Sequence[Row], base: str) -> Figure:
         certain = low > 0 or high < 0
         colour = ("#1b9e77" if low > 0 else "#d95f02") if certain else "#666666"
         axis.plot((low, high), (place, place), color=colour, linewidth=2)
-        axis.plot(row.difference, place, "s", color=colour, markersize=7)
+        axis.plot(float(row.difference or 0.0), place, "s", color=colour, markersize=7)
     axis.axvline(0, color="#222222", linewidth=1)
     axis.set_yticks(range(len(compared)), [_named(row) for row in reversed(compared)], fontsize=9)
     axis.set_ylim(-0.6, max(0.6, len(compared) - 0.4))

@@ -30,8 +30,7 @@ from tasks.ablation.study import Ablation
 
 if TYPE_CHECKING:
     from prefect import Flow
-    from prefect.client.schemas.objects import FlowRun
-    from prefect.states import State
+    from prefect.client.schemas.objects import FlowRun, State
 
 DEPLOYMENT = "ablation-point/ablation-point"
 _PAGE = 200  # the most that Prefect's server returns at once

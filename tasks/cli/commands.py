@@ -220,7 +220,7 @@ def _integers(option: str, text: str) -> list[int]:
 @app.command(cls=Command, hidden=True)
 def point(ablation: str, name: str, seed: int, steps: int) -> None:
     """Train one point of an ablation up to ``steps`` and evaluate it. ``rlflow ablate`` starts this."""
-    from flows.ablate import ablation_point
+    from flows.ablation_point import ablation_point
     from tasks.cli.foreground import run_once
 
     run_once(lambda: ablation_point(ablation, name, seed, steps), ends_with_parent=True)
@@ -261,9 +261,9 @@ def migrate(
     rlflow migrate easyr1 config.yaml worker.rollout.n=6
     rlflow migrate verl algorithm.adv_estimator=grpo data.train_batch_size=512 --rows 12000
     """
-    from tasks.cli.migrate import translated
+    from rlcore.migrate import translate
 
-    typer.echo(translated(trainer, words, rows), nl=False)
+    typer.echo(translate(trainer, words, rows), nl=False)
 
 
 @app.command(cls=Command, rich_help_panel=MODELS)

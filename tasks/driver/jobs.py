@@ -29,8 +29,7 @@ from tasks.run import close_as_killed, drivers, existing_run
 
 if TYPE_CHECKING:
     from prefect import Flow, Task
-    from prefect.client.schemas.objects import FlowRun, TaskRun
-    from prefect.states import State
+    from prefect.client.schemas.objects import FlowRun, State, TaskRun
 
 R = TypeVar("R", bound=BaseModel)
 _POLL_SECONDS = 0.1

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from types import TracebackType
-from typing import Self
+from typing import Self, cast
 from uuid import UUID
 
 import httpx
@@ -103,7 +103,7 @@ def show_on_page(artifact: UUID | None, key: str, percent: float, text: str) -> 
     try:
         with prefect_asked_once():
             if artifact is None:
-                return create_progress_artifact(percent, key=key, description=text)
+                return cast(UUID, create_progress_artifact(percent, key=key, description=text))
             update_progress_artifact(artifact, percent, description=text)
     except PREFECT_ERRORS as error:
         get_logger().warning("Prefect does not accept the progress for now: %s", error)

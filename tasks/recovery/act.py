@@ -1,8 +1,9 @@
-"""The recover flow's steps: look at every unfinished run and ablation, and carry out what ``recovery.decide`` says."""
+"""The steps of recover: look at every unfinished run and ablation, and carry out what ``recovery.decide`` says."""
 
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -39,7 +40,7 @@ from tasks.run import Driver, Run, append_line, drivers, existing_run
 
 ARTIFACT = "recover"
 FINAL = frozenset(error.__name__ for policy in POLICIES if not policy.delays for error in policy.errors)
-"""What a trainer reports where another try would end alike."""
+"""Error classes of a trainer that another try would only repeat."""
 
 _LOOK_SECONDS = 2.0
 
@@ -60,14 +61,13 @@ class Recovery(BaseModel):
 
 @dataclass(slots=True)
 class Watch:
-    """What recover has seen of a run's signs of life. They come from the clocks of several hosts, so that only their
-    changes count."""
+    """The signs of life that recover has seen of a run. Only their changes count: several hosts' clocks made them."""
 
     unchanged: Unchanged = field(default_factory=Unchanged)
     first: Signs | None = None
 
     def look(self, signs: Signs) -> tuple[float, bool]:
-        """For how long the signs have been the same, and whether one has come since the first look."""
+        """Seconds since the last change, and whether the signs have changed since the first look."""
         self.first = self.first or signs
         return self.unchanged.seconds(signs), signs != self.first
 
@@ -91,12 +91,12 @@ def recover_runs() -> list[Judged]:
                     if not run.finished_marker.exists():
                         done[folder] = carry_out(run, watches[folder], client)
                 except (RlflowError, ValidationError) as error:
-                    get_logger().warning("recover: %s cannot be read: %s", folder, error)
+                    get_logger().warning("recover: %s is skipped, it cannot be read: %s", folder, error)
             silent = [item for item in look_at if item[0] in done and done[item[0]][2].action is Action.WATCH]
             if silent:
                 watched, look_at = True, silent
                 time.sleep(_LOOK_SECONDS)
-            elif watched:  # somebody may have started recover meanwhile, and it left the work to this one
+            elif watched:  # a recover that was started meanwhile has left its work to this one
                 watched = False
                 look_at = [item for item in _folders(Settings()) if not _rescheduled(done.get(item[0]))]
             else:
@@ -109,7 +109,7 @@ def _rescheduled(judged: Judged | None) -> bool:
 
 
 def _folders(settings: Settings) -> Iterator[tuple[Path, Callable[[str], Run]]]:
-    """Of all runs, and of the ablations that a flow has driven, with what reads one by its name."""
+    """Folders of all runs, unopened runs and ablations that a flow has driven, each with a function that reads it."""
     for stored in sorted(settings.runs_dir.glob("*/experiment.json")):
         yield stored.parent, partial(existing_run, settings=settings)
     for run in unopened_runs(settings):
@@ -149,7 +149,7 @@ def _outage(run: Run, since: float) -> str | None:
 
 
 def _steps(run: Run) -> tuple[int, int]:
-    """Committed, and in all; of an ablation those of its runs together."""
+    """Committed and planned steps; for an ablation, summed over its runs."""
     if run.run_dir.parent != Settings().ablations_dir:
         return run.committed_step(), run.experiment.training.steps
     ablation = existing_ablation(run.run_id)
@@ -157,9 +157,9 @@ def _steps(run: Run) -> tuple[int, int]:
 
 
 def carry_out(run: Run, watch: Watch, client: SyncPrefectClient) -> Judged:
-    """Judge the run and reschedule it if that is due; else end what its killed processes have left on this host.
+    """Judge the run, then reschedule it or end what its killed processes left on this host.
 
-    Returns what was carried out: a run whose state changed meanwhile is judged again.
+    A run whose state changes meanwhile is judged again; the last judgement is returned.
     """
     facts = observe(run, watch, client)
     decision = decide(facts)
@@ -170,14 +170,16 @@ def carry_out(run: Run, watch: Watch, client: SyncPrefectClient) -> Judged:
         decision = decide(facts)
     if decision.action is Action.LEAVE and _over(facts):
         processes.kill(run.trainer_mark)
+    if run.run_dir.parent == Settings().unopened_dir and facts.flow_run is not None and facts.flow_run.state in _DONE:
+        shutil.rmtree(run.run_dir)  # the note of an outage before the run was open, which nobody needs any more
     get_logger().info("recover: %s: %s, %s", facts.run_id, decision.action, decision.reason)
     return run, facts, decision
 
 
 def reschedule(run: Run, facts: Facts, decision: Decision, client: SyncPrefectClient) -> bool:
-    """The same flow run again, under its own id; False: its state has changed since it was looked at."""
+    """Restart the flow run under its own id. False: its state has changed since ``facts`` were read."""
     if facts.flow_run is None:
-        raise ValueError(f"run {facts.run_id} has no flow run; decide() never reschedules such a one")
+        raise ValueError(f"run {facts.run_id} has no flow run, so it cannot be rescheduled")
     current = client.read_flow_run(UUID(facts.flow_run.flow_run_id))
     if str(current.state_id) != facts.flow_run.state_id:
         get_logger().info("recover: %s has changed its state meanwhile", facts.run_id)
@@ -188,15 +190,17 @@ def reschedule(run: Run, facts: Facts, decision: Decision, client: SyncPrefectCl
         reason=decision.reason,
         at=time.time(),
     )
-    append_line(run.run_dir / "recoveries.jsonl", note.model_dump_json())  # counted first: never an unbounded loop
-    # By force: the orchestration rules know no way back from RUNNING, and the driver is known to be gone.
+    append_line(
+        run.run_dir / "recoveries.jsonl", note.model_dump_json()
+    )  # counted before the restart, so that a crash cannot cause an endless loop
+    # By force: Prefect allows no other way back from RUNNING, and the driver is known to be dead.
     client.set_flow_run_state(current.id, AwaitingRetry(message=f"recover: {decision.reason}"), force=True)
     return True
 
 
 @task(name="show-decisions", cache_policy=NO_CACHE)
 def show_decisions(judged: Sequence[Judged]) -> None:
-    """A table on Prefect's page; none where every run has finished."""
+    """Show the decisions as a table in Prefect; nothing if every run has finished."""
     table = [
         {
             "run": facts.run_id,
@@ -213,7 +217,7 @@ def show_decisions(judged: Sequence[Judged]) -> None:
     ]
     if table:
         create_table_artifact(
-            table, key=ARTIFACT, description="Unfinished runs and ablations, and what was done about them."
+            table, key=ARTIFACT, description="Unfinished runs and ablations, and what recover did about them."
         )
 
 
@@ -222,17 +226,13 @@ def recoveries(run: Run) -> list[Recovery]:
     return [Recovery.model_validate_json(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
+_DONE = (StateType.COMPLETED, StateType.CANCELLED)
 _DRIVER = {True: "lives", False: "gone", None: "on another host"}
 
 
 def _over(facts: Facts) -> bool:
-    """Nobody works on the run any more, nor is about to."""
-    ended = facts.flow_run is None or facts.flow_run.state in (
-        StateType.CANCELLED,
-        StateType.FAILED,
-        StateType.CRASHED,
-        StateType.COMPLETED,
-    )
+    """Whether nothing works on the run, and nothing is about to."""
+    ended = facts.flow_run is None or facts.flow_run.state in (*_DONE, StateType.FAILED, StateType.CRASHED)
     return ended and facts.driver_running is False and facts.trainer is None
 
 
@@ -241,7 +241,7 @@ def _flow_run(driver: Driver | None, client: SyncPrefectClient) -> FlowRun | Non
         return None
     try:
         return client.read_flow_run(UUID(driver.flow_run_id))
-    except ObjectNotFound:  # an embedded server of another folder, or a server set up anew
+    except ObjectNotFound:  # the server of another data folder, or a new one
         return None
 
 
@@ -257,7 +257,7 @@ def _flow_run_facts(flow_run: FlowRun | None) -> FlowRunFacts | None:
 
 
 def _signs(run: Run, driver: Driver | None, flow_run: FlowRun | None, client: SyncPrefectClient) -> Signs:
-    """The driver's beat, its start, Prefect's state, and the latest event of Prefect's own heartbeat."""
+    """The driver's heartbeat and start, Prefect's state, and the newest event of Prefect's own heartbeat."""
     control = Control(run.run_dir / "control.json").read()
     return (
         control.heartbeat if control else None,
@@ -272,12 +272,12 @@ def _heartbeat(flow_run: FlowRun, client: SyncPrefectClient) -> float | None:
         event=EventNameFilter(name=["prefect.flow-run.heartbeat"]),
         resource=EventResourceFilter(id=[f"prefect.flow-run.{flow_run.id}"]),
     )
-    events = client.read_events(beats, limit=1).events  # the latest first
+    events = client.read_events(beats, limit=1).events  # the newest first
     return events[0].occurred.timestamp() if events else None
 
 
 def last_failure(run: Run, since: float) -> LastFailure | None:
-    """The driver's own record of it; else, where the driver died first, what the trainer has left."""
+    """The driver's record of the failure; if the driver died first, the trainer's report."""
     log = run.run_dir / "failures.jsonl"
     if log.exists():
         record = json.loads(log.read_text().splitlines()[-1])

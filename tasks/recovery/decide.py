@@ -1,7 +1,7 @@
-"""What to do about a run that has not finished: the facts, and one pure function that decides.
+"""What to do about an unfinished run: the facts, and one pure function that decides.
 
-What counts is the run's folder (manifests, lease, drivers), never Prefect's state alone: a stopped worker leaves its
-flow run RUNNING for ever, a server outage hides that one has ended, and a blind reschedule runs what is complete again.
+The run's folder counts (manifests, lease, drivers), never Prefect's state alone: a stopped worker leaves its flow run
+RUNNING for ever, a server outage hides the end of one, and rescheduling without a check would repeat complete runs.
 """
 
 from __future__ import annotations
@@ -25,34 +25,34 @@ class FlowRunFacts:
     """The flow run that drove the run last, as Prefect's server knows it."""
 
     flow_run_id: str
-    state_id: str  # changes with every state: who acts on one looks whether it still holds
+    state_id: str  # changes with every state, so that recover notices a change before it acts
     state: StateType
     deployed: bool  # a worker started it, so a worker can start it again
 
 
 @dataclass(frozen=True, slots=True)
 class LastFailure:
-    """Of the trainer, since the last driver started."""
+    """The trainer's last failure since the last driver started."""
 
     kind: str
-    final: bool  # another start would only repeat it, or its own tries are used up
+    final: bool  # another start would repeat it, or its tries are used up
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """All that a decision rests on."""
+    """Everything that the decision depends on."""
 
     run_id: str
     finished: bool  # the flow's last step is done
     steps: int
     committed_step: int
-    flow_run: FlowRunFacts | None  # None: no flow drove it, or this server does not know it
-    driver_running: bool | None  # the flow's process; None: it cannot be looked up from this host
-    silent_seconds: float  # for how long recover has seen no sign of life: at the first look 0
-    sign_seen: bool  # one has come since recover first looked
+    flow_run: FlowRunFacts | None  # None: no flow drove it, or this Prefect server does not know the flow run
+    driver_running: bool | None  # whether the flow's process runs; None: it is on another host
+    silent_seconds: float  # since recover last saw a sign of life; 0 at its first look
+    sign_seen: bool  # whether recover has seen a sign of life since its first look
     trainer: str | None  # the living holder of the lease
     failure: LastFailure | None
-    outage: str | None  # it ended the flow, and what still does not answer; "": all does again; None: no outage did
+    outage: str | None  # which servers still do not answer after an outage ended the flow; "": all do; None: no outage
     recoveries: int  # since the last step was committed
     allowed: RecoveryConfig
 
@@ -64,34 +64,34 @@ class Decision:
 
 
 def decide(facts: Facts) -> Decision:
-    """Reschedule only what a dead driver has left undone, what another try can mend, and what has tries left."""
+    """Reschedule a run only if its driver is dead, another try can help, and tries are left."""
     flow_run = facts.flow_run
     if facts.finished:
         return _leave("finished")
     if flow_run is None:
-        return _leave("no flow run that this Prefect server knows; continue it with --run-id")
+        return _leave(f"no flow run that this Prefect server knows; {_continue(facts)}")
     state = flow_run.state
     if state in _SETTLED:
         return _leave(_SETTLED[state])
     if not flow_run.deployed:
-        return _leave("started in a terminal, where no worker can start it again; continue it with --run-id")
+        return _leave(f"started in a terminal, so no worker can start it again; {_continue(facts)}")
     if state is StateType.FAILED and facts.failure is None and facts.outage is None:
-        return _leave("failed outside the trainer: mend what its error says, then prefect flow-run retry")
+        return _leave(f"failed outside the trainer: fix what its error says, then run {_retry(flow_run)}")
     if facts.driver_running:
         return _leave("its driver lives")
     if state in _ENDED and facts.outage:
-        return _leave(f"ended by an outage that lasts, and is looked at again: {facts.outage}")
+        return _leave(f"ended by an outage that lasts; recover looks again later: {facts.outage}")
     if facts.failure is not None and facts.failure.final and facts.outage is None:
-        return _leave(f"{facts.failure.kind}: another try would end alike; mend it, then prefect flow-run retry")
+        return _leave(f"{facts.failure.kind}: another try would fail again; fix the cause, then run {_retry(flow_run)}")
     if state not in _ENDED and facts.sign_seen:
-        return _leave(f"{state.value}, and it has just given a sign of life")
+        return _leave(f"{state.value}, and it has just shown a sign of life")
     if state not in _ENDED and facts.silent_seconds < facts.allowed.silence_seconds:
         seconds = f"{facts.silent_seconds:.0f} of {facts.allowed.silence_seconds:.0f} s"
         return Decision(Action.WATCH, f"{state.value}, silent for {seconds}")
     if facts.recoveries >= facts.allowed.attempts:
         return _leave(
-            f"tries used up: {facts.recoveries} recoveries brought no step beyond {facts.committed_step}; look at "
-            "trainer.log, then prefect flow-run retry"
+            f"tries used up: {facts.recoveries} recoveries without a step beyond {facts.committed_step}; "
+            f"read trainer.log, then run {_retry(flow_run)}"
         )
     return Decision(Action.RESCHEDULE, _what_happened(facts, state))
 
@@ -104,6 +104,14 @@ _SETTLED = {
     StateType.SCHEDULED: "waits for a worker already",
 }
 _ENDED = (StateType.CRASHED, StateType.FAILED)
+
+
+def _retry(flow_run: FlowRunFacts) -> str:
+    return f".venv/bin/prefect flow-run retry {flow_run.flow_run_id}"
+
+
+def _continue(facts: Facts) -> str:
+    return f"continue it with .venv/bin/rlflow train EXPERIMENT --run-id {facts.run_id}"
 
 
 def _leave(reason: str) -> Decision:

@@ -68,7 +68,7 @@ def test_in_the_repository_a_bare_name_and_a_whole_one_run(shell: Shell) -> None
 
 def test_no_such_name_and_two_of_it_are_errors_of_one_line(shell: Shell) -> None:
     code, said = shell.prefect("deployment", "run", "none", cwd=ROOT)
-    assert (code, said.strip()) == (1, "No deployment is called 'none'; prefect deployment ls shows them.")
+    assert (code, said.strip()) == (1, "No deployment is called 'none'; .venv/bin/prefect deployment ls lists them.")
     code, said = shell.prefect("deployment", "run", "twice", cwd=ROOT)
     assert (code, said.strip()) == (
         1,

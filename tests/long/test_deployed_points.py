@@ -12,7 +12,8 @@ from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.states import Completed, Failed, Running
 
-from flows.ablate import ablate, ablation_point
+from flows.ablate import ablate
+from flows.ablation_point import ablation_point
 from rlcore.ablation.plan import Job, make_plan
 from rlcore.config import AblationConfig
 from tasks.ablation import runners as ablation_points

@@ -152,7 +152,7 @@ def test_another_ablation_of_the_same_name_is_refused_and_an_impossible_one_star
     again = open_ablation(TINY, ["training.steps=40"], "study", points=[["training.learning_rate=1"]], seeds=[1])
     assert first == again == existing_ablation("study")
     with pytest.raises(
-        ConfigError, match=r'(?s)asked for as\n  grpo-geo3k-tiny training\.steps=40 .*"seeds":\[1\].*and now as'
+        ConfigError, match=r'(?s)was started with\n  grpo-geo3k-tiny training\.steps=40 .*"seeds":\[1\].*and now has'
     ):
         open_ablation(TINY, ["training.steps=40"], "study", points=[["training.learning_rate=1"]], seeds=[2])
 

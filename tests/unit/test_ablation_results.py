@@ -154,7 +154,7 @@ def test_the_worse_half_is_dropped_a_failed_point_stays_in_the_table_and_every_n
 def test_without_the_base_nothing_can_be_compared(ablation: Ablation) -> None:
     reach(ablation, "p01", 2, 3)
     with pytest.raises(
-        TrainerFailedError, match=r"the base of ablation study has failed with every seed.*results says"
+        TrainerFailedError, match=r"the base of ablation study has failed with every seed.*results has the errors"
     ):
         choose_points.fn(ablation, ["base", "p01"], 0)
 
@@ -176,7 +176,7 @@ def test_a_failure_is_noted_as_final_only_where_the_table_has_no_further_try(abl
 
 def test_an_ablation_is_continued_as_it_was_asked_for_and_counts_its_steps(ablation: Ablation) -> None:
     assert open_ablation("grpo-geo3k-tiny", OVERRIDES, "study", **ASKED) == ablation == existing_ablation("study")
-    with pytest.raises(ConfigError, match=r"(?s)^ablation study was asked for as\n.*\nand now as\n.*start a new one"):
+    with pytest.raises(ConfigError, match=r"(?s)^ablation study was started with\n.*\nand now has\n.*start a new one"):
         open_ablation("grpo-geo3k-tiny", OVERRIDES, "study", **(ASKED | {"seeds": [6]}))
     with pytest.raises(ConfigError, match=r"^no ablation 'other' under .* Found: study\.$"):
         existing_ablation("other")

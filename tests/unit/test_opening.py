@@ -52,6 +52,21 @@ def test_a_run_that_could_not_be_opened_is_noted_until_it_is(flow_run: SimpleNam
     assert not unopened_runs(Settings())
 
 
+@pytest.mark.parametrize("end", ["opened in a terminal", "another error"])
+def test_the_note_of_an_unopened_run_is_removed(flow_run: SimpleNamespace, end: str) -> None:
+    fail(ServerError("no MLflow server answers"))
+    assert unopened_runs(Settings())
+    if end == "another error":
+        fail(ConfigError("a typo"))
+    else:
+        flow_run.deployment_id = None
+        fail(ServerError("no MLflow server answers"))
+        assert unopened_runs(Settings()), "the deployed flow run is still to be restarted"
+        with note_if_unopened("run"):
+            pass
+    assert not unopened_runs(Settings())
+
+
 def test_the_run_of_a_flow_that_comes_back_has_a_folder_already(flow_run: SimpleNamespace) -> None:
     runs.open_run(load_experiment("grpo-geo3k-tiny"), "run", Settings())
     fail(ServerError("no MLflow server answers"))

@@ -29,11 +29,12 @@ from rlcore.segment.lease import Control, ControlState, Unchanged
 from rlcore.segment.spec import SegmentManifest, segment_path
 from rlcore.specs import JobError
 from tasks.ablation.study import open_ablation
+from tasks.driver.failures import unopened_run
 from tasks.driver.jobs import end_what_is_left, jobs_mark
 from tasks.experiments import load_experiment
-from tasks.recovery.act import Watch, last_failure, observe, recover_runs, recoveries, reschedule
+from tasks.recovery.act import Watch, carry_out, last_failure, observe, recover_runs, recoveries, reschedule
 from tasks.recovery.decide import Action, Facts, FlowRunFacts, LastFailure, decide
-from tasks.run import append_line, drivers, open_run, tracker_of
+from tasks.run import append_line, drivers, note_driver, open_run, tracker_of
 
 DEPLOYED = FlowRunFacts(flow_run_id="f", state_id="s", state=StateType.CRASHED, deployed=True)
 CRASHED = Facts(
@@ -70,9 +71,14 @@ ROWS = [
         "reschedule",
         "after out of memory; try",
     ),
-    ("failed, can be mended", in_state(FAILED, failure=LastFailure("hang", False)), "reschedule", "FAILED after hang"),
+    (
+        "may succeed next time",
+        in_state(FAILED, failure=LastFailure("hang", False)),
+        "reschedule",
+        "FAILED after hang",
+    ),
     ("the last try", replace(CRASHED, recoveries=2), "reschedule", "try 3 of 3"),
-    ("tries used up", replace(CRASHED, recoveries=3), "leave", "3 recoveries brought no step beyond 4"),
+    ("tries used up", replace(CRASHED, recoveries=3), "leave", "3 recoveries without a step beyond 4"),
     ("finished", replace(CRASHED, finished=True), "leave", "^finished$"),
     ("unknown to the server", replace(CRASHED, flow_run=None), "leave", "no flow run that this Prefect server knows"),
     ("from a terminal", replace(CRASHED, flow_run=replace(DEPLOYED, deployed=False)), "leave", "in a terminal"),
@@ -103,7 +109,7 @@ ROWS = [
     ),
     ("MLflow is still away", in_state(FAILED, outage="no answer at x"), "leave", "that lasts.*: no answer at x$"),
     ("an outage time and again", in_state(FAILED, outage="", recoveries=3), "leave", "tries used up"),
-    ("diverged", replace(CRASHED, failure=LastFailure("diverged", True)), "leave", "^diverged: another try would end"),
+    ("diverged", replace(CRASHED, failure=LastFailure("diverged", True)), "leave", "^diverged: another try would fail"),
     ("failed for good", in_state(FAILED, failure=LastFailure("hang", True)), "leave", "^hang: another try"),
 ]
 
@@ -279,6 +285,25 @@ def test_a_silent_run_is_watched_and_what_crashes_meanwhile_is_not_forgotten(
         "crashing": Action.RESCHEDULE,
         "silent": Action.RESCHEDULE,
     }
+
+
+@pytest.mark.parametrize(
+    ("state", "stays"), [(FAILED, True), (StateType.COMPLETED, False), (StateType.CANCELLED, False)]
+)
+def test_the_note_of_an_unopened_run_is_removed_with_the_end_of_its_flow_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: StateType, stays: bool
+) -> None:
+    monkeypatch.setenv("RLFLOW_DATA_DIR", str(tmp_path))
+    run, flow_run_id = unopened_run("run"), uuid4()
+    note_driver(run)
+    (driver,) = drivers(run)
+    there = driver.model_copy(update={"flow_run_id": str(flow_run_id), "deployed": True, "pid": 2**22 + 1})
+    (run.run_dir / "drivers.jsonl").write_text(there.model_dump_json())
+    flow_run = SimpleNamespace(
+        id=flow_run_id, state=SimpleNamespace(type=state), state_id=uuid4(), deployment_id=uuid4()
+    )
+    carry_out(run, Watch(), FakeServer(flow_run))
+    assert run.run_dir.exists() is stays
 
 
 def test_facts_of_an_ablation_are_those_of_its_runs_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
