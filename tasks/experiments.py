@@ -29,19 +29,19 @@ PREFECT_YAML = Path(__file__).resolve().parent.parent / "prefect.yaml"
 
 
 def load_experiment(name: str, overrides: Sequence[str] = (), path: Path = PREFECT_YAML) -> ExperimentConfig:
-    """The experiment called ``name`` with ``key=value`` overrides.
+    """The experiment called ``name``, with ``key=value`` overrides.
 
     Raises:
         ConfigError: no such experiment, or values that break a rule.
     """
-    found = experiment_values(path)
-    if name not in found:
-        raise ConfigError(f"no experiment {name!r} in {path.name}. Found there: {', '.join(sorted(found))}.")
-    return build_experiment(found[name], overrides)
+    known = experiment_values(path)
+    if name not in known:
+        raise ConfigError(f"no experiment {name!r} in {path.name}. Found there: {', '.join(sorted(known))}.")
+    return build_experiment(known[name], overrides)
 
 
 def experiment_values(path: Path = PREFECT_YAML) -> dict[str, dict[str, Any]]:
-    """Name to values, unchecked."""
+    """Names of all experiments with their values, not validated."""
     experiments = yaml.safe_load(path.read_text())["definitions"]["experiments"]
     return {name: {"name": name, **values} for name, values in experiments.items()}
 
@@ -50,12 +50,12 @@ class Benchmark(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str = Field(pattern=r"^[a-z0-9-]+$")
-    like: str  # experiment whose validation problems, reward and evaluation settings count
+    like: str  # experiment that gives validation problems, reward and evaluation settings
     of: tuple[str, ...]  # experiments whose runs are evaluated
 
 
 def load_benchmarks(names: Sequence[str] | None = None, path: Path = PREFECT_YAML) -> list[Benchmark]:
-    """Those called ``names``, in the file's order; None: all.
+    """The benchmarks called ``names``, in the order of the file; None: all.
 
     Raises:
         ConfigError: there is no such benchmark.
@@ -68,12 +68,12 @@ def load_benchmarks(names: Sequence[str] | None = None, path: Path = PREFECT_YAM
 
 
 def deciding_benchmark(experiment: str, path: Path = PREFECT_YAML) -> str | None:
-    """Name of the benchmark that chooses the experiment's champion: its first one in the file. None: it has none."""
+    """Name of the benchmark that chooses the experiment's champion: the first one in the file. None: there is none."""
     return next((item.name for item in load_benchmarks(path=path) if experiment in item.of), None)
 
 
 class Help:
-    """A description that Prefect's form shows: Prefect replaces the one of a ``Field`` by nothing."""
+    """A description for Prefect's form, where the description of a ``Field`` is lost."""
 
     def __init__(self, text: str) -> None:
         self.text = " ".join(text.split())
@@ -83,7 +83,7 @@ class Help:
 
 
 class NoSecret:
-    """Prefect stores what a flow is called with before the flow can look at it, so its server is told to refuse it."""
+    """Lets Prefect's server refuse secrets in parameters, which it stores before the flow can check them."""
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
         return {**handler(schema), "pattern": f"^(?!.*({SECRET}))"}
@@ -93,7 +93,7 @@ Text = Annotated[str, NoSecret()]
 
 
 def _like(model: type[BaseModel], name: str, empty: str = "Empty: the experiment's own.") -> tuple[Any, ...]:
-    """Bounds and help of a setting."""
+    """Bounds and help text of a setting."""
     field = model.model_fields[name]
     return (*field.metadata, Help(f"{field.description} {empty}"))
 
@@ -114,18 +114,18 @@ ValidationData = Annotated[Text | None, *_like(DataConfig, "validation")]
 Experiment = Annotated[str, Help("Name of an experiment of prefect.yaml.")]
 Overrides = Annotated[
     list[Text] | None,
-    Help("Any other setting, as dotted key=value: training.warmup_steps=10. They count over the parameters above."),
+    Help("Any other setting, as dotted key=value: training.warmup_steps=10. They override the parameters above."),
 ]
 NewRun = Annotated[
     Annotated[str, Field(pattern=f"^{RUN_ID}$")] | None,
     Help("Name of a new run, or of one to continue. Empty: a new one."),
 ]
 EvaluateOn = Annotated[
-    str | None, Help("Experiment whose validation problems and evaluation settings count. Empty: the run's own.")
+    str | None, Help("Experiment whose validation problems and evaluation settings are used. Empty: the run's own.")
 ]
 Benchmarks = Annotated[list[str] | None, Help("Names of benchmarks of prefect.yaml. Empty: all.")]
-Confidence = Annotated[float, Help("Of the interval that must lie above 0 for a new champion."), Field(ge=0.5, lt=1)]
-ExistingRun = Annotated[str, Help("Name of a run, as its folder is called."), Field(pattern=f"^{RUN_ID}$")]
+Confidence = Annotated[float, Help("Confidence level at which a new champion must be better."), Field(ge=0.5, lt=1)]
+ExistingRun = Annotated[str, Help("Name of a run: the name of its folder."), Field(pattern=f"^{RUN_ID}$")]
 AllowChanges = Annotated[
     bool, Help("Continue a run with other values than it was started with; changes.jsonl in its folder records them.")
 ]
@@ -142,11 +142,11 @@ NewAblation = Annotated[
     Field(pattern=f"^{ABLATION_ID}$"),
 ]
 ExistingAblation = Annotated[
-    str, Help("Name of an ablation, as its folder is called."), Field(pattern=f"^{ABLATION_ID}$")
+    str, Help("Name of an ablation: the name of its folder."), Field(pattern=f"^{ABLATION_ID}$")
 ]
-PointName = Annotated[str, Help("Of the ablation's plan: base, p01, p02, ..."), Field(min_length=1)]
+PointName = Annotated[str, Help("Name of a point in the ablation's plan: base, p01, p02, ..."), Field(min_length=1)]
 PointSeed = Annotated[int, Help("One of the ablation's seeds.")]
-PointSteps = Annotated[int, Help("Optimizer steps to train to; the run goes on from what it has."), Field(ge=1)]
+PointSteps = Annotated[int, Help("Optimizer step to train to, from the last checkpoint."), Field(ge=1)]
 
 SETTINGS = {
     "steps": "training.steps",
@@ -157,7 +157,7 @@ SETTINGS = {
     "train_data": "data.train",
     "validation_data": "data.validation",
 }
-"""Parameter to the dotted key that it sets."""
+"""Parameter of a flow to the setting that it changes."""
 
 
 def configure(
@@ -167,16 +167,16 @@ def configure(
     run_id: str | None = None,
     **parameters: str | int | float | None,
 ) -> ExperimentConfig:
-    """The experiment called ``experiment`` with ``parameters`` (keys of ``SETTINGS``; None: not given) and, over
-    them, ``overrides``.
+    """The experiment called ``experiment`` with ``parameters`` (keys of ``SETTINGS``) and then ``overrides``.
 
     Args:
-        run_id: a run of this experiment that has this name keeps its own values, whatever prefect.yaml says now.
+        run_id: if a run of this name and experiment exists, start from its values instead of those of prefect.yaml.
+        parameters: None stands for a parameter that is not given.
 
     Raises:
         ConfigError: no such experiment, or values that break a rule.
     """
     given = [f"{SETTINGS[name]}={json.dumps(value)}" for name, value in parameters.items() if value is not None]
-    said = [*given, *(overrides or [])]
+    words = [*given, *(overrides or [])]
     own = experiment_of_run(run_id, experiment)
-    return load_experiment(experiment, said) if own is None else build_experiment(own.model_dump(mode="json"), said)
+    return load_experiment(experiment, words) if own is None else build_experiment(own.model_dump(mode="json"), words)

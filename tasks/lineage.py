@@ -35,7 +35,7 @@ _HASH_SHOWN = 16
 
 
 class SegmentLine(BaseModel):
-    """One segment on the way to the model, and what it cost to get through it."""
+    """One segment on the way to the model, and the failed tries before it was committed."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -44,12 +44,12 @@ class SegmentLine(BaseModel):
     last_step: int
     checkpoint: str
     manifest_sha256: str
-    on_disk: bool  # older checkpoints make room for newer ones
+    on_disk: bool  # false: the retention rule removed it
     retries: tuple[FailureRecord, ...]
 
 
 class Lineage(BaseModel):
-    """All that a model was made from. ``origins`` and ``drivers`` are in the order of the run's starts."""
+    """Everything that a model was made from. ``origins`` and ``drivers`` are in the order of the run's starts."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -58,8 +58,8 @@ class Lineage(BaseModel):
     run_dir: str
     mlflow_run_id: str
     checkpoint: CheckpointRef
-    checkpoint_code_digest: str  # of rlcore, as the trainer had it
-    checkpoint_versions: dict[str, str]  # of its interpreter
+    checkpoint_code_digest: str  # of the trainer's rlcore
+    checkpoint_versions: dict[str, str]  # in the trainer's interpreter
     segments: tuple[SegmentLine, ...]
     drivers: tuple[Driver, ...]
     origins: tuple[Origin, ...]
@@ -68,7 +68,7 @@ class Lineage(BaseModel):
     experiment_digest: str
 
     def rows(self) -> list[tuple[str, str]]:
-        """Name and text, for people."""
+        """Name and text of each row of the page."""
         where = self.checkpoint
         return [
             ("model", f"{self.model.registered_name} version {self.model.registered_version}, {self.model.path} "
@@ -80,7 +80,7 @@ class Lineage(BaseModel):
             *(row for origin in self.origins for row in _origin_rows(origin, self.run_dir)),
             ("trained with", f"rlcore {self.checkpoint_code_digest}; {_versions(self.checkpoint_versions)}"),
             ("config", f"digest {self.experiment_digest}, {Path(self.run_dir) / 'experiment.json'}"),
-            *(("changed on the way", line) for line in self.changes),
+            *(("changed during the run", line) for line in self.changes),
         ]  # fmt: skip
 
     def markdown(self) -> str:
@@ -89,7 +89,7 @@ class Lineage(BaseModel):
 
 
 class TrainedRow(BaseModel):
-    """A problem that a step was trained on."""
+    """A problem that an optimizer step was trained on."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -98,12 +98,12 @@ class TrainedRow(BaseModel):
     row: int  # in the source, from 0
     question: str
     answer: str
-    images: tuple[str, ...]  # files as they were trained on
-    image_sha256: tuple[str, ...]  # of the original pictures
+    images: tuple[str, ...]  # resized files, as used in training
+    image_sha256: tuple[str, ...]  # of the original files
 
 
 def lineage_of(run: Run, model: ModelRef, checkpoint: CheckpointRef, mlflow_run_id: str) -> Lineage:
-    """Read from the run's folder, which knows everything.
+    """The lineage of a model, read from the run's folder.
 
     Raises:
         CheckpointError: the checkpoint's manifest is gone or damaged.
@@ -128,10 +128,10 @@ def lineage_of(run: Run, model: ModelRef, checkpoint: CheckpointRef, mlflow_run_
 
 
 def trained_rows(lineage: Lineage, run: Run, step: int) -> list[TrainedRow]:
-    """The exact rows and pictures that optimizer step ``step`` was trained on.
+    """The rows and images that optimizer step ``step`` was trained on.
 
     Raises:
-        StorageError: nothing is known of that step, or the dataset is gone.
+        StorageError: the step is not in the run's log, or the dataset was removed.
     """
     wanted = trained_problems(run.run_dir, step, run.experiment.training)
     dataset, rows = _with_problems(lineage, wanted)
@@ -150,8 +150,7 @@ def trained_rows(lineage: Lineage, run: Run, step: int) -> list[TrainedRow]:
 
 
 def _with_problems(lineage: Lineage, wanted: Sequence[str]) -> tuple[DatasetRef, dict[str, PreparedRow]]:
-    """The training data that has these problems: of the latest start that does, because --allow-changes may have
-    brought other data."""
+    """The newest training data of the run that has these problems; --allow-changes may have replaced the data."""
     datasets = {origin.train.path: origin.train for origin in reversed(lineage.origins)}
     for dataset in datasets.values():
         rows = {row.problem.problem_id: row for row in load_rows(Path(dataset.path))}
@@ -159,20 +158,20 @@ def _with_problems(lineage: Lineage, wanted: Sequence[str]) -> tuple[DatasetRef,
             return dataset, rows
     raise StorageError(
         f"none of the datasets {sorted(datasets) or 'noted'} of run {lineage.run_id} has the problems "
-        f"{list(wanted)[:5]}. Runs begun before origins were noted have none."
+        f"{list(wanted)[:5]}. Runs that started before origins were recorded have none."
     )
 
 
 def find_lineage(words: str, settings: Settings) -> tuple[Lineage, Run | None]:
-    """The lineage of a registered model, as it was written at its registration, and its run where that is here.
+    """The lineage that was stored with a registered model, and its run if this machine has it.
 
     Raises:
-        RegistryError: no such model, or it was registered without a lineage.
+        RegistryError: there is no such model, or it was registered without a lineage.
     """
-    found = find_model(settings.tracking_uri, words)
-    text = read_text(settings.tracking_uri, found.mlflow_run_id, artifact_name(found.name, found.version))
+    model = find_model(settings.tracking_uri, words)
+    text = read_text(settings.tracking_uri, model.mlflow_run_id, artifact_name(model.name, model.version))
     if text is None:
-        raise _unwritten(found)
+        raise _no_lineage(model)
     lineage = Lineage.model_validate_json(text)
     stored = Path(lineage.run_dir) / "experiment.json"
     if not stored.exists():
@@ -182,18 +181,20 @@ def find_lineage(words: str, settings: Settings) -> tuple[Lineage, Run | None]:
 
 
 def artifact_name(model: str, version: str) -> str:
-    """Of the lineage among the artifacts of the model's MLflow run."""
+    """Name of the lineage among the artifacts of the model's MLflow run."""
     return f"lineage/{model}-{version}.json"
 
 
-def shown_lineage(model: str, settings: Settings, *, step: int | None = None, json: bool = False) -> str:
+def format_lineage(model: str, settings: Settings, *, step: int | None = None, json: bool = False) -> str:
     """The lineage of a registered model as lines or as one JSON object; with ``step``, also the rows and images that
     this optimizer step was trained on."""
     lineage, run = find_lineage(model, settings)
     trained = None
     if step is not None:
         if run is None:
-            raise StorageError(f"the run's folder {lineage.run_dir} is not here, and it alone knows its steps.")
+            raise StorageError(
+                f"the run's folder {lineage.run_dir} is not on this machine, and only it lists the rows of a step."
+            )
         trained = trained_rows(lineage, run, step)
     if json:
         rows = None if trained is None else [row.model_dump(mode="json") for row in trained]
@@ -222,10 +223,10 @@ def _segments(run: Run, last_step: int) -> Iterator[SegmentLine]:
 
 
 def _segment(item: SegmentLine) -> str:
-    kept = "" if item.on_disk else ", no longer kept"
+    removed = "" if item.on_disk else ", removed"
     retries = "; ".join(f"{retry.failure.value} at step {retry.step}" for retry in item.retries)
     tried = f"; retries: {retries}" if retries else ""
-    return f"steps {item.first_step + 1} to {item.last_step}, {item.checkpoint}{kept}{tried}"
+    return f"steps {item.first_step + 1} to {item.last_step}, {item.checkpoint}{removed}{tried}"
 
 
 def _driver(item: Driver) -> str:
@@ -258,24 +259,24 @@ def _short(digest: str) -> str:
     return digest[:_HASH_SHOWN]
 
 
-def _unwritten(found: RegisteredVersion) -> RegistryError:
-    run = found.tags.get("rlflow.run_id")
+def _no_lineage(model: RegisteredVersion) -> RegistryError:
+    run = model.tags.get("rlflow.run_id")
     return RegistryError(
-        f"{found.name} version {found.version} has no lineage in its MLflow run: "
-        + (f"it was registered before lineages were. Run .venv/bin/rlflow merge {run}." if run else
+        f"{model.name} version {model.version} has no lineage in its MLflow run: "
+        + (f"it was registered before lineages existed. Run .venv/bin/rlflow merge {run}." if run else
            "rlflow did not register it.")
     )  # fmt: skip
 
 
 class Origin(BaseModel):
-    """Where one or more starts of a run came from."""
+    """Code, environment, data and model of one or more starts of a run."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    at: str  # of the first such start
+    at: str  # time of the first such start
     commit: str  # empty: not a git checkout
-    patch: str | None  # file of ``origins/`` with what the working tree had beyond the commit; None: nothing
-    code_digest: str  # of rlflow's own files as they were
+    patch: str | None  # file in ``origins/`` with uncommitted changes; None: there were none
+    code_digest: str  # of rlflow's source files
     environment: str  # file of ``origins/``
     python: str
     hardware: str
@@ -294,20 +295,22 @@ class Origin(BaseModel):
 def record_origin(
     run: Run, facts: provenance.Provenance, train: DatasetRef, validation: DatasetRef, base: ModelRef
 ) -> Origin:
-    """Note where this start comes from, unless a start before came from the same."""
+    """Record the origin of this start, unless an earlier start had the same."""
     folder = origins_dir(run.run_dir)
     reward = run.experiment.reward
     origin = Origin(
         at=datetime.now(UTC).isoformat(timespec="seconds"),
         commit=facts.commit,
-        patch=_kept(folder, "uncommitted.patch", facts.patch) if facts.patch else None,
+        patch=_store_text(folder, "uncommitted.patch", facts.patch) if facts.patch else None,
         code_digest=facts.code,
-        environment=_kept(folder, "environment.txt", facts.environment),
+        environment=_store_text(folder, "environment.txt", facts.environment),
         python=facts.python,
         hardware=facts.hardware,
         versions=facts.versions,
-        reward=_kept(folder, "reward.py", redact(reward.file.read_text())) if isinstance(reward, UserReward) else None,
-        template=_kept(folder, "template.jinja", template_text(run.experiment.data.template)),
+        reward=_store_text(folder, "reward.py", redact(reward.file.read_text()))
+        if isinstance(reward, UserReward)
+        else None,
+        template=_store_text(folder, "template.jinja", template_text(run.experiment.data.template)),
         train=train,
         validation=validation,
         base=base,
@@ -327,9 +330,9 @@ def origins_dir(run_dir: Path) -> Path:
     return run_dir / "origins"
 
 
-def _kept(folder: Path, name: str, text: str) -> str:
-    """The name that ``text`` lies under in ``folder``."""
-    kept = f"{hashlib.sha256(text.encode()).hexdigest()[:12]}-{name}"
-    if not (folder / kept).exists():
-        write_json_atomically(folder / kept, text)
-    return kept
+def _store_text(folder: Path, name: str, text: str) -> str:
+    """Write ``text`` to a file of ``folder`` named by its hash. Returns the file's name."""
+    file = f"{hashlib.sha256(text.encode()).hexdigest()[:12]}-{name}"
+    if not (folder / file).exists():
+        write_json_atomically(folder / file, text)
+    return file

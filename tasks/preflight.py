@@ -1,4 +1,4 @@
-"""Refuse what cannot work before any worker starts, all findings at once."""
+"""Check everything that can fail before any worker starts, and report all findings at once."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ Error = RlflowError | InfraError
 
 
 class PreflightReport(BaseModel):
-    """What preflight found out, for people."""
+    """The facts that preflight found, for people."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -60,7 +60,7 @@ def preflight(experiment: ExperimentConfig) -> PreflightReport:
     """Check everything that can be checked without a worker.
 
     Raises:
-        RlflowError, InfraError: the finding, or one error of the findings' common class that lists them all.
+        RlflowError, InfraError: the only finding, or one error that lists all of them.
     """
     report = check(experiment, Settings())
     with prefect_outage_named():
@@ -96,11 +96,11 @@ def check(experiment: ExperimentConfig, settings: Settings) -> PreflightReport:
         except (RlflowError, InfraError) as error:
             findings.append(error)
     if findings:
-        raise _together(findings)
+        raise _combine(findings)
     return PreflightReport(facts=facts)
 
 
-def _together(findings: list[Error]) -> Error:
+def _combine(findings: list[Error]) -> Error:
     if len(findings) == 1:
         return findings[0]
     kinds = {type(error) for error in findings}
@@ -112,29 +112,29 @@ def _together(findings: list[Error]) -> Error:
 
 
 def services_away(settings: Settings) -> list[str]:
-    """What MLflow and the store say where they do not answer; Prefect answers whoever asks from one of its flows."""
-    said: list[str] = []
+    """Errors of MLflow and the store if they do not answer. Prefect is not checked: it runs the calling flow."""
+    errors: list[str] = []
     for look in (_store, _mlflow):
         try:
             look(settings)
         except (RlflowError, InfraError) as error:
-            said.append(str(error))
-    return said
+            errors.append(str(error))
+    return errors
 
 
 def _machine(experiment: ExperimentConfig, settings: Settings) -> str:
-    found = hardware.describe()
+    machine = hardware.describe()
     wanted = experiment.resources
     if settings.ray_address:
         check_ray(settings.ray_address, settings.server_timeout_seconds)
-        return f"{found}; workers run on the Ray cluster at {settings.ray_address}"
-    if wanted.device == "cuda" and wanted.devices > len(found.gpus):
+        return f"{machine}; workers run on the Ray cluster at {settings.ray_address}"
+    if wanted.device == "cuda" and wanted.devices > len(machine.gpus):
         raise ConfigError(
             f"resources.workers is {wanted.workers} and resources.rollout_workers {wanted.rollout_workers} on cuda, "
-            f"and this machine has {len(found.gpus)} GPU(s). Lower one of them, set resources.device=cpu, or point "
+            f"and this machine has {len(machine.gpus)} GPU(s). Lower one of them, set resources.device=cpu, or point "
             "RLFLOW_RAY_ADDRESS at a cluster."
         )
-    return f"{found}; {wanted.devices} worker(s) on {wanted.device}"
+    return f"{machine}; {wanted.devices} worker(s) on {wanted.device}"
 
 
 def _model(model: ModelConfig) -> str:
@@ -153,10 +153,10 @@ def _model(model: ModelConfig) -> str:
 
 
 def _check_model_folder(folder: Path) -> int:
-    """Number of parameters.
+    """Number of parameters of the model in a folder.
 
     Raises:
-        ModelError: names every file that is missing; the model is of no supported family.
+        ModelError: files are missing, all of which it names, or the model family is not supported.
     """
     missing = []
     if not (folder / "config.json").exists():
@@ -185,10 +185,10 @@ def _has_chat_template(folder: Path) -> bool:
 
 
 def _tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    """Shapes of all tensors of a safetensors file, from its header alone.
+    """Shapes of all tensors of a safetensors file, read from its header.
 
     Raises:
-        ModelError: the header does not parse, or the file is shorter than it says.
+        ModelError: the header cannot be parsed, or the file is truncated.
     """
     try:
         with safe_open(path, framework="numpy") as tensors:
@@ -208,7 +208,7 @@ def _data(experiment: ExperimentConfig, split: Split, settings: Settings) -> str
         return f"{source}, drawn here"
     if spec.source_path is None:
         return f"{source}, from Hugging Face"
-    opened = open_source(spec, settings.jobs_dir)  # columns are checked on opening; no row is kept
+    opened = open_source(spec, settings.jobs_dir)  # this also checks the columns
     if opened.num_rows == 0 or (opened.num_rows is None and next(opened.rows, None) is None):
         raise DataError(
             f"{source} has no rows, and at least one usable problem is needed. Name another source in data.{split}."
@@ -218,18 +218,18 @@ def _data(experiment: ExperimentConfig, split: Split, settings: Settings) -> str
 
 
 def _reward(experiment: ExperimentConfig, settings: Settings) -> str:
-    """Grade made-up completions of the first training problem, in the process that training would use."""
-    from rlcore.rewards.dry_run import dry_run  # brings sympy with it
+    """Grade made-up completions of the first training problem in a grading process, as training would."""
+    from rlcore.rewards.dry_run import dry_run  # imports sympy
 
     problem = _first_problem(experiment, settings)
     scores = dry_run(experiment.reward, max_completion_tokens=experiment.rollout.max_completion_tokens, problem=problem)
     if scores:
         return f"{experiment.reward.name}, {len(scores)} made-up completions graded"
-    return f"{experiment.reward.name}, loaded; it is not tried before the data is here"
+    return f"{experiment.reward.name}, loaded; it is tried once the data is prepared"
 
 
 def _first_problem(experiment: ExperimentConfig, settings: Settings) -> Problem | None:
-    """Of the training data, where that is a file here; the reward may read any of its columns."""
+    """The first training problem, if the data is a file on this machine; None otherwise."""
     if "://" in experiment.data.train:
         return None
     spec = prepare_spec(experiment, "train", settings)
@@ -247,7 +247,7 @@ def _first_problem(experiment: ExperimentConfig, settings: Settings) -> Problem 
 def _disk(experiment: ExperimentConfig, settings: Settings) -> str:
     try:
         return _room(experiment, settings)
-    except StorageError as error:  # before the start it is no outage to wait for
+    except StorageError as error:  # a full disk before the start does not go away by waiting
         raise StorageUnusableError(str(error)) from error
 
 
@@ -256,13 +256,13 @@ def _room(experiment: ExperimentConfig, settings: Settings) -> str:
     free = download.free_bytes(settings.data_dir)
     shapes = _shapes(experiment.model)
     if shapes is None:
-        return f"{free / 2**30:.1f} GiB free; the need is not known before the model is here"
+        return f"{free / 2**30:.1f} GiB free; the need is unknown until the model is downloaded"
     keep = experiment.segment.max_kept(experiment.num_segments)
     one = checkpoint_bytes(experiment, shapes)
-    # The run's last checkpoint, and evaluate-latest's champion where the experiment has one.
+    # The run's last checkpoint, and the champion of evaluate-latest if the experiment has a benchmark.
     merged = 1 if deciding_benchmark(experiment.name) is None else 2
     parameters = sum(math.prod(shape) for shape in shapes.values())
-    # A new checkpoint is written whole before an older one goes.
+    # A new checkpoint is complete before an older one is removed.
     needed = one * (keep + 1) + merged * parameters * _MERGED_BYTES + _FULL_DISK_RESERVE
     models = f"{merged} merged model{'s' if merged > 1 else ''}"
     try:
@@ -276,12 +276,12 @@ def _room(experiment: ExperimentConfig, settings: Settings) -> str:
 
 
 def checkpoint_bytes(experiment: ExperimentConfig, shapes: Mapping[str, Sequence[int]]) -> int:
-    """Of one checkpoint: what trains with its optimizer's state, and frozen weights unless the run trains adapters.
+    """Size of one checkpoint: trained weights with optimizer state, and frozen weights unless the run trains adapters.
 
     Args:
-        shapes: of the model folder's tensors, by name.
+        shapes: tensor shapes of the model folder, by name.
     """
-    # AdamW: weight and two moments in float32. In bfloat16 also the rounding error of each weight.
+    # AdamW: weight and two moments in float32; in bfloat16 also each weight's rounding error.
     frozen_bytes, trained_bytes = (2, 8) if experiment.training.optimizer == "adamw_bf16" else (4, 12)
     in_tower = {name for name in shapes if is_of_tower(name)}
     lora = experiment.model.lora
@@ -297,7 +297,7 @@ def checkpoint_bytes(experiment: ExperimentConfig, shapes: Mapping[str, Sequence
 
 
 def _shapes(model: ModelConfig) -> dict[str, tuple[int, ...]] | None:
-    """Of all tensors of the model; None: not known yet, or not readable, which the model check reports."""
+    """Shapes of all tensors of the model; None: not downloaded yet, or unreadable."""
     if model.path == "tiny":
         return {"tiny": (TINY_PARAMETERS,)}
     try:
@@ -310,9 +310,9 @@ def _shapes(model: ModelConfig) -> dict[str, tuple[int, ...]] | None:
 def _store(settings: Settings) -> str:
     store = store_of(settings)
     if store is None:
-        return "none, the data folder is all there is"
+        return "none; everything stays in the data folder"
     probe = f".preflight-{uuid.uuid4().hex}"
-    store.put(probe, b"")  # reading alone would not tell that writing or removing is forbidden
+    store.put(probe, b"")  # a read alone would not show that writing or removing is forbidden
     store.discard(probe)
     return store.uri
 

@@ -36,7 +36,7 @@ ABLATION_ID = r"[a-z0-9][a-z0-9-]{0,79}"  # also the name of its artifacts in Pr
 
 
 class Run(BaseModel):
-    """What every task after preflight is told. The folder holds all of the run's state."""
+    """A run, as every task after preflight gets it. Its folder holds all of its state."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -50,25 +50,25 @@ class Run(BaseModel):
 
     @property
     def finished_marker(self) -> Path:
-        """There once the flow has done its last step; what counts is this file, never Prefect's state."""
+        """This file exists once the flow has finished its last step. It counts, never Prefect's state."""
         return self.run_dir / "finished"
 
     @property
     def ablation_marker(self) -> Path:
-        """There in the folder of an ablation's point, which the ablation evaluates itself."""
+        """This file exists if the run is a point of an ablation, which evaluates it itself."""
         return self.run_dir / "ablation"
 
     @property
     def trainer_mark(self) -> str:
-        """Of the trainer's processes. Derived from the folder, so that another driver can end them."""
+        """Mark of the trainer's processes, derived from the folder so that another driver can end them."""
         return f"trainer-{hashlib.sha256(str(self.run_dir).encode()).hexdigest()[:16]}"
 
     def journal(self) -> list[StepRecord]:
-        """Every step so far; cheap to ask for every second."""
+        """Every step so far. Cheap enough to call every second."""
         return _journal(self.run_dir / "journal.jsonl").read()
 
     def manifest(self, segment: int) -> SegmentManifest | None:
-        """None as well for a damaged one: the trainer moves it aside and makes it again."""
+        """The manifest of a segment; None if it is missing or damaged, which the trainer repairs."""
         path = segment_path(self.run_dir, segment)
         try:
             return SegmentManifest.model_validate_json(path.read_bytes()) if path.exists() else None
@@ -77,20 +77,20 @@ class Run(BaseModel):
             return None
 
     def committed_step(self) -> int:
-        """No resume takes back a step up to this one."""
+        """The last committed step: a resume never takes back a step up to this one."""
         step, segment = 0, 0
         while (manifest := self.manifest(segment)) is not None:
             step, segment = manifest.last_step, segment + 1
         return step
 
 
-@lru_cache(maxsize=8)  # of the runs that this process drives; a journal of thousands of steps takes 30 MB
+@lru_cache(maxsize=8)  # the runs that this process drives; a journal of thousands of steps takes 30 MB
 def _journal(path: Path) -> JournalTail:
     return JournalTail(path)
 
 
 class Driver(BaseModel):
-    """One start of a flow over a run: who drove it. A line of ``drivers.jsonl`` in the run's folder."""
+    """The process of one start of a flow over a run: a line of ``drivers.jsonl`` in the run's folder."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -102,7 +102,7 @@ class Driver(BaseModel):
     at: float  # seconds since the epoch
 
     def is_running(self) -> bool | None:
-        """None: on another host, so nobody can tell from here."""
+        """Whether the process runs; None: it is on another host."""
         return processes.is_running(processes.ProcessId(self.pid, self.started, self.host))
 
 
@@ -111,7 +111,7 @@ def new_run_id(experiment: str) -> str:
 
 
 def flow_run_name() -> str:
-    """Prefect's name of the flow run at work is its run's: the given one, else one that every retry finds again."""
+    """Name of the flow run and of its run or ablation: the given ``run_id``, else one that retries keep."""
     context = FlowRunContext.get()
     if context is None or context.flow_run is None or context.parameters is None:
         raise RuntimeError("flow_run_name() needs a flow run: Prefect calls it when one starts")
@@ -119,13 +119,13 @@ def flow_run_name() -> str:
 
 
 def experiment_of_run(run_id: str | None, experiment: str) -> ExperimentConfig | None:
-    """Those of the run called ``run_id``, if there is one and it is of the experiment called ``experiment``."""
+    """The values of the run called ``run_id``, if it exists and belongs to the experiment called ``experiment``."""
     run = _run_called(run_id, Settings()) if run_id is not None else None
     return run.experiment if run is not None and run.experiment.name == experiment else None
 
 
 def experiment_of_retry(run_id: str | None) -> ExperimentConfig | None:
-    """What this flow run began with, where it is a retry; prefect.yaml may say something else by now."""
+    """The values that this flow run started with if it is a retry, whatever prefect.yaml says now; else None."""
     context = FlowRunContext.get()
     if context is None or context.flow_run is None:
         return None
@@ -139,38 +139,37 @@ def experiment_of_retry(run_id: str | None) -> ExperimentConfig | None:
 def open_run(
     experiment: ExperimentConfig, run_id: str | None, settings: Settings, *, allow_changes: bool = False
 ) -> Run:
-    """A new run, or the one called ``run_id`` continued. Without a name, a flow run has one run of its own, which its
-    retries continue.
+    """A new run, or the run called ``run_id``. Without a name, all retries of a flow run continue the same run.
 
-    Values that do not touch the science may differ from the run's; with ``allow_changes`` all others too. What changed
-    is appended to ``changes.jsonl`` in the run's folder.
+    Settings that do not affect results may differ from the run's; with ``allow_changes`` all settings may. Changes are
+    appended to ``changes.jsonl`` in the run's folder.
 
     Raises:
-        ConfigError: the science differs, and that is not allowed; names every such value.
+        ConfigError: settings that affect results differ; lists all of them.
     """
-    name = checked_run_id(run_id or (flow_run_name() if FlowRunContext.get() else new_run_id(experiment.name)))
+    name = check_run_id(run_id or (flow_run_name() if FlowRunContext.get() else new_run_id(experiment.name)))
     restore_run(name, settings)
     run = Run(run_id=name, run_dir=settings.runs_dir / name, experiment=experiment)
     stored = run.run_dir / "experiment.json"
     if stored.exists():
-        found = changes(read_experiment(stored), experiment)
-        if found and not allow_changes:
-            _require_same_science(name, found)
-        if found:
-            _record(run, found)
+        changed = changes(read_experiment(stored), experiment)
+        if changed and not allow_changes:
+            _require_same_science(name, changed)
+        if changed:
+            _record_changes(run, changed)
     write_json_atomically(stored, experiment.model_dump_json(indent=1))
     note_driver(run)
     return run
 
 
 def drivers(run: Run) -> list[Driver]:
-    """Everyone who has driven the run, the latest last."""
+    """All drivers of the run, the newest last."""
     path = run.run_dir / "drivers.jsonl"
     return [Driver.model_validate_json(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def note_driver(run: Run) -> None:
-    """This process drives the run from now on."""
+    """Record this process as the driver of the run."""
     context = FlowRunContext.get()
     flow_run = context.flow_run if context else None
     me = processes.this_process()
@@ -186,7 +185,7 @@ def note_driver(run: Run) -> None:
 
 
 def append_line(path: Path, line: str) -> None:
-    """For small files: replaced in one step, so that no kill leaves half a line; by one process at a time."""
+    """Append to a small file under a lock, by replacing it, so that a kill never leaves half a line."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.with_name(f".{path.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -207,8 +206,8 @@ def existing_run(run_id: str, settings: Settings) -> Run:
 
 
 def _run_called(run_id: str, settings: Settings) -> Run | None:
-    """The run of this name, here or fetched from the store; None: there is none."""
-    restore_run(checked_run_id(run_id), settings)
+    """The run of this name, fetched from the store if necessary; None: there is none."""
+    restore_run(check_run_id(run_id), settings)
     stored = settings.runs_dir / run_id / "experiment.json"
     if not stored.exists():
         return None
@@ -216,50 +215,50 @@ def _run_called(run_id: str, settings: Settings) -> Run | None:
     return Run(run_id=run_id, run_dir=stored.parent, experiment=experiment)
 
 
-def checked_run_id(run_id: str) -> str:
-    """A run's name is that of a folder below the runs', and of nothing else."""
+def check_run_id(run_id: str) -> str:
+    """Refuse a name that could lead out of the folder of runs."""
     if not re.fullmatch(RUN_ID, run_id):
         raise ConfigError(
             f"{run_id!r} cannot be the name of a run. Allowed are up to 128 letters, digits, dots, dashes and "
-            "underscores; the first is a letter or a digit."
+            "underscores; the first must be a letter or a digit."
         )
     return run_id
 
 
 def newest_checkpoint(run: Run) -> CheckpointRef:
-    """One that is missing here is fetched from the store.
+    """The newest whole checkpoint, fetched from the store if this machine lacks it.
 
     Raises:
         CheckpointError: the run has no whole checkpoint.
     """
     restore_checkpoint(run.run_dir, Settings())
-    found = LocalCheckpointStore(run.run_dir, run.run_id).latest()
-    if found is None:
+    newest = LocalCheckpointStore(run.run_dir, run.run_id).latest()
+    if newest is None:
         raise CheckpointError(f"run {run.run_id} has no whole checkpoint yet. Train at least one segment.")
-    return found
+    return newest
 
 
-def _require_same_science(run_id: str, found: Sequence[Change]) -> None:
-    science = [f"- {change}" for change in found if change.is_science]
+def _require_same_science(run_id: str, changed: Sequence[Change]) -> None:
+    science = [f"- {change}" for change in changed if change.is_science]
     if science:
         raise ConfigError(
-            f"run {run_id} was started with another experiment:\n"
+            f"run {run_id} was started with other settings:\n"
             + "\n".join(science)
-            + "\nContinue it with its own values, leave --run-id out to start a new run, or add --allow-changes to go "
-            "on with these from its last checkpoint; the run then records them."
+            + "\nContinue it with its own values, leave --run-id out to start a new run, or add --allow-changes to "
+            "continue with these from its last checkpoint; the run then records them."
         )
 
 
-def _record(run: Run, found: Sequence[Change]) -> None:
-    """Durable before the new experiment is: a change is never unrecorded."""
+def _record_changes(run: Run, changed: Sequence[Change]) -> None:
+    """Called before the new experiment is written, so that no change is unrecorded."""
     records = run.journal()
     line = {
         "at": datetime.now(UTC).isoformat(timespec="seconds"),
-        "step": records[-1].step if records else 0,  # journaled so far; a resume may take back some of them
-        "changes": [asdict(change) | {"science": change.is_science} for change in found],
+        "step": records[-1].step if records else 0,  # in the journal so far; a resume may take back some
+        "changes": [asdict(change) | {"science": change.is_science} for change in changed],
     }
     append_line(run.run_dir / "changes.jsonl", json.dumps(line))
-    get_logger().warning("run %s goes on with other values: %s", run.run_id, "; ".join(map(str, found)))
+    get_logger().warning("run %s continues with other values: %s", run.run_id, "; ".join(map(str, changed)))
 
 
 def tracker_of(run: Run, settings: Settings) -> Tracker:
@@ -273,7 +272,7 @@ def tracker_of(run: Run, settings: Settings) -> Tracker:
 
 
 def close_as_killed(run: Run, settings: Settings) -> None:
-    """The MLflow run of a flow that was killed before it could close it itself."""
+    """Close the MLflow run of a flow that was killed before it could do so."""
     if (run.run_dir / "mlflow.json").exists() and not run.finished_marker.exists():
         close_after_error(lambda: tracker_of(run, settings), "KILLED")
 
@@ -281,5 +280,5 @@ def close_as_killed(run: Run, settings: Settings) -> None:
 def close_after_error(tracker: Callable[[], Tracker], status: str) -> None:
     try:
         tracker().finish(status)
-    except (InfraError, OSError) as error:  # the error that ended the run says more
-        get_logger().warning("MLflow was not told that the run is %s: %s", status, error)
+    except (InfraError, OSError) as error:  # the error that ended the run is more useful
+        get_logger().warning("The MLflow run could not be closed as %s: %s", status, error)

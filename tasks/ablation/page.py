@@ -1,4 +1,4 @@
-"""How an ablation looks: learning curves with bands, a forest plot of differences, and the table as text."""
+"""Plots and tables of an ablation: learning curves with bands, a forest plot of differences, and the table as text."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LOST = "-"
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """One point: its learning curve over seeds."""
+    """The learning curve of one point, over its seeds."""
 
     label: str
     band: Band
@@ -63,7 +63,7 @@ def draw_differences(rows: Sequence[Row], base: str) -> Figure:
 
 
 def table_rows(rows: Sequence[Row]) -> list[dict[str, str]]:
-    """As people read it."""
+    """The table with rounded numbers, for people."""
     return [
         {
             "point": row.label,
@@ -89,7 +89,7 @@ def markdown_table(rows: Sequence[Row]) -> str:
 
 
 def csv_table(rows: Sequence[Row]) -> str:
-    """Every number in full, for programs."""
+    """The table with full numbers, for programs."""
     text = io.StringIO()
     writer = csv.DictWriter(text, list(Row.model_fields))
     writer.writeheader()
@@ -98,7 +98,7 @@ def csv_table(rows: Sequence[Row]) -> str:
 
 
 def read_table(path: Path) -> list[Row]:
-    """What ``csv_table`` wrote."""
+    """Read a table that ``csv_table`` wrote."""
     with path.open(newline="") as file:
         return [Row.model_validate({key: value or None for key, value in row.items()}) for row in csv.DictReader(file)]
 

@@ -1,5 +1,5 @@
-"""Run the points of an ablation side by side, as many as there are slots: each is a flow run of its own, so that one
-that fails takes nobody with it and is tried again alone."""
+"""Run the points of an ablation in parallel, as many as there are slots. Each is a separate flow run, so a failed point
+is retried alone."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ if TYPE_CHECKING:
     from prefect.client.schemas.objects import FlowRun, State
 
 DEPLOYMENT = "ablation-point/ablation-point"
-_PAGE = 200  # the most that Prefect's server returns at once
+_PAGE = 200  # the maximum that Prefect's server returns at once
 _POLL_SECONDS = 1.0
-_EXIT_SECONDS = 20.0  # beyond the trainer's own grace: its flow closes the run in MLflow
+_EXIT_SECONDS = 20.0  # added to the trainer's grace, so that its flow can close the run in MLflow
 
 
 class PointRunner(Protocol):
-    """Starts jobs and says when they have ended; whether well is for their result files to say."""
+    """Starts jobs and says when they have ended. Their result files say whether they succeeded."""
 
     def free(self, at_work: int) -> bool:
-        """Whether another job may start beside ``at_work`` others."""
+        """Whether another job may start while ``at_work`` others run."""
         ...
 
     def start(self, job: Job) -> None: ...
@@ -50,7 +50,7 @@ class PointRunner(Protocol):
     def ended(self, job: Job) -> bool: ...
 
     def stop(self) -> None:
-        """The one who waits is being ended."""
+        """Called when the waiting flow is being ended."""
         ...
 
 
@@ -61,7 +61,7 @@ def run_jobs(
     tick: Callable[[], None],
     sleep: Callable[[float], None] = time.sleep,
 ) -> list[Job]:
-    """Bring every job to its result; returns those that have none in the end. What is done already is not started."""
+    """Run every job that has no result yet, with retries. Returns the jobs that have none in the end."""
     waiting = deque(job for job in jobs if ablation.result(job) is None)
     at_work: list[Job] = []
     failed: list[Job] = []
@@ -88,15 +88,15 @@ def run_jobs(
 
 def _try_again(ablation: Ablation, job: Job, tries: int) -> bool:
     failure = ablation.failure(job)
-    what = f"{failure.kind}: {failure.message}" if failure else "it was killed; its log says more"
+    what = f"{failure.kind}: {failure.message}" if failure else "it was killed; see its log"
     again = tries <= ablation.plan.settings.retries and not (failure and failure.final)
-    get_logger().warning("ablate: %s failed%s: %s", ablation.run_id(job), ", it is tried again" if again else "", what)
+    get_logger().warning("ablate: %s failed%s: %s", ablation.run_id(job), ", it is retried" if again else "", what)
     return again
 
 
 def point_runner(ablation: Ablation, settings: Settings) -> PointRunner:
-    """Where a worker runs the ablation, workers run its points too, and the work pool counts slots with all other
-    runs; in a terminal they are processes of ours."""
+    """Deployed points if the ablation runs on a worker, where the work pool limits all runs together; in a terminal
+    child processes."""
     context = FlowRunContext.get()
     if context is not None and context.flow_run is not None and context.flow_run.deployment_id is not None:
         return DeployedPoints(ablation, get_client(sync_client=True))
@@ -104,7 +104,7 @@ def point_runner(ablation: Ablation, settings: Settings) -> PointRunner:
 
 
 class LocalPoints:
-    """``rlflow point`` for each job, ``RLFLOW_GPU_SLOTS`` at a time."""
+    """Runs ``rlflow point`` for each job, ``RLFLOW_GPU_SLOTS`` at a time."""
 
     def __init__(self, ablation: Ablation, settings: Settings) -> None:
         self._ablation = ablation
@@ -131,7 +131,7 @@ class LocalPoints:
                 mark=mark,
                 output=output,
                 cwd=ROOT,
-                ends_with_parent=True,  # it gets a SIGTERM then, and lets its trainer commit
+                ends_with_parent=True,  # then it gets SIGTERM and lets its trainer commit
             )
         self._children[run_id] = (child, mark)
         get_logger().info("ablate: %s, to step %d (log: %s)", run_id, job.steps, log)
@@ -140,11 +140,11 @@ class LocalPoints:
         child, mark = self._children[self._ablation.run_id(job)]
         if child.poll() is None:
             return False
-        processes.kill(mark)  # its temporary folder
+        processes.kill(mark)  # and its temporary folder
         return True
 
     def stop(self) -> None:
-        """Each lets its trainer commit."""
+        """Let each trainer commit, then kill what is left."""
         living = [(child, mark) for child, mark in self._children.values() if child.poll() is None]
         for child, _ in living:
             child.terminate()
@@ -158,8 +158,8 @@ class LocalPoints:
 
 
 class DeployedPoints:
-    """A flow run of the deployment ``ablation-point`` for each job. A retry of the ablation finds them by their key,
-    and a failed one is tried again under its own id."""
+    """Starts a flow run of the deployment ``ablation-point`` for each job. A retry of the ablation finds them by their
+    idempotency key; a failed one is retried under its own id."""
 
     def __init__(self, ablation: Ablation, client: SyncPrefectClient) -> None:
         self._ablation = ablation
@@ -168,7 +168,7 @@ class DeployedPoints:
         self._deployment = client.read_deployment_by_name(DEPLOYMENT).id
 
     def free(self, at_work: int) -> bool:
-        return True  # the work pool lets as many run as there are slots
+        return True  # the work pool has the limit
 
     def start(self, job: Job) -> None:
         run_id, ablation_id = self._ablation.run_id(job), self._ablation.plan.ablation_id
@@ -183,7 +183,7 @@ class DeployedPoints:
         )  # fmt: skip
         self.flow_runs[run_id] = flow_run.id
         if self._client.read_flow_run(flow_run.id).state.is_final():  # type: ignore[union-attr]
-            # By force: a completed one whose result somebody has removed runs again as well.
+            # By force, so that a completed run whose result was removed runs again as well.
             self._client.set_flow_run_state(flow_run.id, AwaitingRetry(message="ablate: another try"), force=True)
 
     def ended(self, job: Job) -> bool:
@@ -191,7 +191,7 @@ class DeployedPoints:
         return state is not None and state.is_final()
 
     def stop(self) -> None:
-        """They work on: a stack that drains tells them itself, and ``cancel_points`` follows a cancelled ablation."""
+        """Nothing to do: a stack that drains stops them itself, and ``cancel_points`` handles a cancelled ablation."""
 
 
 def tag_of(ablation_id: str) -> str:
@@ -199,9 +199,9 @@ def tag_of(ablation_id: str) -> str:
 
 
 def cancel_points(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:
-    """After a cancelled ablation: its points commit and stop.
+    """Cancel the points of a cancelled ablation; they commit and stop.
 
-    A hook; Prefect passes the arguments by these names.
+    This is a hook; Prefect passes these argument names.
     """
     with get_client(sync_client=True) as client:
         for point in _points_of(client, flow_run.name):
@@ -210,11 +210,11 @@ def cancel_points(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) ->
 
 
 def _points_of(client: SyncPrefectClient, ablation_id: str) -> list[FlowRun]:
-    """All of them, read before any is cancelled: the pages of a list that changes would overlap."""
+    """All points, read before any is cancelled, because the pages of a changing list would overlap."""
     tagged = FlowRunFilter(tags=FlowRunFilterTags(all_=[tag_of(ablation_id)]))
-    found: list[FlowRun] = []
+    points: list[FlowRun] = []
     while page := client.read_flow_runs(
-        flow_run_filter=tagged, sort=FlowRunSort.ID_DESC, limit=_PAGE, offset=len(found)
+        flow_run_filter=tagged, sort=FlowRunSort.ID_DESC, limit=_PAGE, offset=len(points)
     ):
-        found += page
-    return found
+        points += page
+    return points

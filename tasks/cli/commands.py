@@ -1,4 +1,4 @@
-"""The ``rlflow`` command. A command imports what it needs when it runs, so that help and completion are quick."""
+"""The ``rlflow`` command. Subcommands import their modules when they run, so that help and completion are quick."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rlcore.errors import RlflowError
 
 
 class Commands(TyperGroup):
-    """Errors of the project are a sentence and exit code 1; an unknown command is answered with the known ones."""
+    """Prints errors of rlflow as one sentence with exit code 1, and the known commands after an unknown one."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         try:
@@ -35,7 +35,7 @@ class Commands(TyperGroup):
 
 
 class Command(TyperCommand):
-    """An unknown option is answered with the known ones."""
+    """Prints the known options after an unknown one."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         try:
@@ -98,7 +98,7 @@ def setting_names(incomplete: str) -> list[str]:
 Experiment = Annotated[
     str, typer.Argument(metavar="EXPERIMENT", help="A name in prefect.yaml.", autocompletion=experiment_names)
 ]
-Run = Annotated[str, typer.Argument(metavar="RUN", help="A run, as its folder is called.", autocompletion=run_names)]
+Run = Annotated[str, typer.Argument(metavar="RUN", help="A run: the name of its folder.", autocompletion=run_names)]
 Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Change a setting; may be repeated.", autocompletion=setting_names),
@@ -169,15 +169,15 @@ def ablate(
     experiment: Experiment,
     grid: Annotated[
         list[str] | None,
-        typer.Option(metavar="KEY=[VALUE,...]", help="Values of a setting; several grids make their product."),
+        typer.Option(metavar="KEY=[VALUE,...]", help="Values of a setting; several grids are combined."),
     ] = None,
     point: Annotated[
         list[str] | None, typer.Option(metavar="'KEY=VALUE ...'", help="The settings of one point.")
     ] = None,
     seeds: Annotated[str | None, typer.Option(metavar="SEED,...", help="Seeds of each point.")] = None,
-    rungs: Annotated[int | None, typer.Option(help="Compare so many times, and drop the worse points.")] = None,
-    keep: Annotated[float | None, typer.Option(help="Share of the points that goes on after a rung.")] = None,
-    retries: Annotated[int | None, typer.Option(help="Further tries of a point that failed.")] = None,
+    rungs: Annotated[int | None, typer.Option(help="Comparisons; each drops the worse points.")] = None,
+    keep: Annotated[float | None, typer.Option(help="Share of the points that continue after a rung.")] = None,
+    retries: Annotated[int | None, typer.Option(help="Retries of a failed point.")] = None,
     overrides: Overrides = None,
     data: Data = None,
     run_id: Annotated[
@@ -249,7 +249,7 @@ def estimate(
 
 @app.command(cls=Command, rich_help_panel=EXPERIMENTS)
 def migrate(
-    trainer: Annotated[Trainer, typer.Argument(metavar="TRAINER", help="Whose configuration it is.")],
+    trainer: Annotated[Trainer, typer.Argument(metavar="TRAINER", help="The trainer that the configuration is for.")],
     words: Annotated[list[str], typer.Argument(metavar="[CONFIG.yaml] [KEY=VALUE]...")],
     rows: Annotated[
         int | None, typer.Option(help="Training problems; an epoch is this divided by the batch size.")
@@ -273,7 +273,7 @@ def evaluate(
         str | None,
         typer.Option(
             metavar="EXPERIMENT",
-            help="Experiment whose validation problems, reward and evaluation settings count. Default: the run's own.",
+            help="Experiment that gives validation problems, reward and evaluation settings. Default: the run's own.",
             autocompletion=experiment_names,
         ),
     ] = None,
@@ -325,14 +325,14 @@ def lineage(
     rlflow lineage grpo-geo3k@verified
     rlflow lineage grpo-geo3k/3 --step 120
     """
-    from tasks.lineage import shown_lineage
+    from tasks.lineage import format_lineage
 
-    typer.echo(shown_lineage(model, Settings(), step=step, json=json))
+    typer.echo(format_lineage(model, Settings(), step=step, json=json))
 
 
 @app.command(cls=Command, rich_help_panel=MODELS)
 def publish(run: Run) -> None:
-    """Send MLflow and the named trackers the committed steps of a run that they lack.
+    """Send the committed steps of a run that MLflow or a named tracker lacks.
 
     \b
     rlflow publish RUN
@@ -346,7 +346,7 @@ def publish(run: Run) -> None:
 
 @app.command(cls=Command, rich_help_panel=STACK)
 def up() -> None:
-    """Start Prefect, MLflow and workers in the background, or bring them to what the settings say now."""
+    """Start Prefect, MLflow and workers in the background, or apply changed settings to them."""
     from infra.stack import control, login
 
     settings = Settings()
@@ -359,7 +359,7 @@ def up() -> None:
 
 @app.command(cls=Command, rich_help_panel=STACK)
 def down() -> None:
-    """Stop the stack; runs commit first and go on at the next start."""
+    """Stop the stack. Runs commit first and continue at the next start."""
     from infra.stack import control
 
     typer.echo("The stack is down." if control.down(Settings()) else "The stack was down already.")
@@ -387,13 +387,14 @@ def ui(
 @app.command(cls=Command, rich_help_panel=STACK)
 def deploy(
     where: Annotated[
-        Cluster, typer.Argument(metavar="WHERE", help="rayjob: one run on KubeRay; raycluster: one that stays; vemlp.")
+        Cluster,
+        typer.Argument(metavar="WHERE", help="rayjob: one run on KubeRay; raycluster: a lasting cluster; vemlp."),
     ],
     experiment: Experiment,
     overrides: Overrides = None,
     run_id: RunId = None,
     values: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="What differs between clusters, instead of our values.yaml.")
+        Path | None, typer.Option(metavar="FILE", help="Values of your cluster, instead of the values.yaml of rlflow.")
     ] = None,
 ) -> None:
     """Print the files that run an experiment on a cluster.
@@ -415,7 +416,7 @@ def notify(
     flow: Annotated[list[str] | None, typer.Option(metavar="FLOW", help="Default: the training flow.")] = None,
     remove: Annotated[bool, typer.Option("--remove", help="Delete the automations instead.")] = False,
 ) -> None:
-    """Tell people of runs that failed or finished, through a block that knows the address.
+    """Notify people of failed or finished runs, through a Prefect block that has the address.
 
     \b
     rlflow notify webhook/team
@@ -425,7 +426,7 @@ def notify(
     from tasks.cli.notify import FLOW, notify_through
 
     if block is None and not remove:
-        raise typer.BadParameter("name the block that is told, webhook/team for example, or give --remove")
+        raise typer.BadParameter("name the block to notify, for example webhook/team, or give --remove")
     for line in notify_through(None if remove else block, on or list(Occasion), flow or (FLOW,)):
         typer.echo(line)
 

@@ -1,4 +1,4 @@
-"""Files for clusters, of an experiment by its name.
+"""Files that run an experiment on a cluster.
 
 ``rayjob`` (KubeRay: one run with a cluster of its own), ``raycluster`` (KubeRay: a cluster that stays, with a Prefect
 worker on it) or ``vemlp`` (a custom task). What differs between clusters is in the folder's values.yaml, or in a copy
@@ -18,19 +18,19 @@ from infra.deploy import Shape, k8s, vemlp
 from infra.errors import DeploymentError
 from rlcore.config import ExperimentConfig
 from tasks.experiments import load_experiment
-from tasks.run import checked_run_id, new_run_id
+from tasks.run import check_run_id, new_run_id
 
 V = TypeVar("V", bound=BaseModel)
 
 
 def shape_of(experiment: ExperimentConfig, run_id: str, settings: Sequence[str]) -> Shape:
-    """What a cluster has to know of a run. The name of the run is settled now, so that each retry continues it."""
-    chosen = [word for setting in settings for word in ("--set", setting)]
+    """What a cluster needs to know about a run. The run's name is fixed now, so that each retry continues it."""
+    words = [word for setting in settings for word in ("--set", setting)]
     return Shape(
         name=experiment.name,
         gpus=experiment.resources.devices,
         together=experiment.training.sequence_parallel,
-        command=("rlflow", "train", experiment.name, "--run-id", run_id, *chosen),
+        command=("rlflow", "train", experiment.name, "--run-id", run_id, *words),
     )
 
 
@@ -63,5 +63,5 @@ def cluster_files(
 ) -> str:
     """YAML for KubeRay or veMLP. Without a ``run_id`` the run gets a new name."""
     config = load_experiment(experiment, overrides)
-    shape = shape_of(config, checked_run_id(run_id or new_run_id(experiment)), overrides)
+    shape = shape_of(config, check_run_id(run_id or new_run_id(experiment)), overrides)
     return yaml.safe_dump_all(documents(where, shape, values), sort_keys=False, width=120)

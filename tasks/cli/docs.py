@@ -42,7 +42,7 @@ class Setting:
 
 
 def settings_of(model: type[BaseModel], prefix: str = "") -> Iterator[Setting]:
-    """Every key of a model that takes a value, those of all choices included; ``name`` of a choice is left out."""
+    """Every setting of a model, including those of all choices but without their ``name``."""
     for name, field in model.model_fields.items():
         key = f"{prefix}{name}"
         if not _models(field.annotation):

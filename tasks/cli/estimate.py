@@ -26,7 +26,7 @@ from rlcore.flops import PEAK_BF16
 from tasks.driver.jobs import new_result_path, run_job
 
 MEAN_SHARE = 0.5
-"""What prompts and completions are taken to have of their limits on average; only a run can tell."""
+"""Assumed mean length of prompts and completions as a share of their limits; only a run can measure it."""
 _HOUR = 3600.0
 
 
@@ -46,7 +46,7 @@ class DryRun(BaseModel):
     sampling_gib: float
     device_gib: float
     fits: bool
-    asks_for_cpu: bool  # the times are the GPU's all the same
+    asks_for_cpu: bool  # the times are still those of the GPU
     kv_cache_wanted_gib: float
     seconds: dict[str, float]
     seconds_per_batch: float
@@ -55,7 +55,7 @@ class DryRun(BaseModel):
     gpu_hours: float
 
     def text(self) -> str:
-        """For people."""
+        """The estimate as lines of text."""
         parts = [f"  {name:<34}{value:>9.2f} GiB" for name, value in self.memory.items()]
         phases = [f"  {name:<34}{value:>9.1f} s" for name, value in self.seconds.items()]
         verdict = "fits" if self.fits else (
@@ -94,12 +94,12 @@ def dry_run(experiment: ExperimentConfig, device: str) -> DryRun:
     settings = Settings()
     spec = ArchitectureSpec(result=new_result_path(settings, "architecture"), model=experiment.model)
     model = run_job("rlcore.jobs.architecture", spec, ArchitectureRef, settings, quiet=True).architecture
-    found = estimated(experiment, model, device)
-    sys.stderr.write(f"{found.text()}\n")
-    return found
+    estimate = compute_estimate(experiment, model, device)
+    sys.stderr.write(f"{estimate.text()}\n")
+    return estimate
 
 
-def estimated(experiment: ExperimentConfig, model: Architecture, device: str) -> DryRun:
+def compute_estimate(experiment: ExperimentConfig, model: Architecture, device: str) -> DryRun:
     plan = plan_of(experiment, model, device)
     memory = estimate_memory(model, plan)
     times = estimate_seconds(model, plan, PEAK_BF16[device], BANDWIDTH[device])
@@ -162,7 +162,7 @@ def plan_of(experiment: ExperimentConfig, model: Architecture, device: str) -> P
 
 
 def _image_size(experiment: ExperimentConfig, model: Architecture) -> tuple[int, int] | None:
-    """A square picture that takes up the mean prompt's tokens, at most data.max_pixels."""
+    """Size of a square image that fills the mean prompt, at most data.max_pixels."""
     tower = model.shape.tower
     if tower is None:
         return None

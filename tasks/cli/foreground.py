@@ -1,4 +1,4 @@
-"""Run a flow in this terminal: embedded Prefect unless a server is set, clean errors, one JSON line last."""
+"""Run a flow in this terminal: an embedded Prefect server if none is set, short errors, the result as one JSON line."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from rlcore.errors import RlflowError
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
 _DRAIN_SECONDS = 5.0
-_ALIVE_SECONDS = 5.0  # in which a server answers
-_PATIENCE_SECONDS = 10.0  # for what ends by itself
+_ALIVE_SECONDS = 5.0  # limit for a server to answer
+_PATIENCE_SECONDS = 10.0  # for processes to end by themselves
 
 
 def overrides_of(given: Sequence[str] | None, data: str | None) -> list[str]:
-    """What --set and --data say, as ``key=value``."""
+    """The options --set and --data as ``key=value`` overrides."""
     if data is not None and "://" not in data:
         data = str(Path(data).expanduser().absolute())
     splits = [] if data is None else [f"data.{split}={data}" for split in ("train", "validation")]
@@ -47,8 +47,7 @@ def run_once(
     *,
     ends_with_parent: bool = False,
 ) -> None:
-    """Call a flow with a Prefect server at hand, print its result as the last line; exit codes and words for errors
-    and interrupts.
+    """Call a flow with a Prefect server and print its result as the last line. Errors set the exit code.
 
     Args:
         ends_with_parent: this process was started with ``processes.start(..., ends_with_parent=True)``.
@@ -57,7 +56,7 @@ def run_once(
     if ends_with_parent:
         watch = threading.Thread(target=_end_without_server, args=(PREFECT_API_URL.value(), os.getppid()), daemon=True)
         watch.start()
-    for number in (signal.SIGTERM, signal.SIGHUP):  # like Ctrl-C: commit, clean up, say how to continue
+    for number in (signal.SIGTERM, signal.SIGHUP):  # like Ctrl-C: commit, clean up, print how to continue
         signal.signal(number, _interrupt)
     try:
         with prefect_api(Settings()):
@@ -87,7 +86,7 @@ def was_interrupted(error: BaseException | None) -> bool:
 
 @contextmanager
 def prefect_api(settings: Settings) -> Iterator[None]:
-    """The Prefect server that is set, checked; else one of our own over the data folder, gone afterwards."""
+    """Check the Prefect server that is set, or run an embedded one over the data folder inside the ``with`` block."""
     url = PREFECT_API_URL.value()
     if url:
         check_prefect(url, settings.server_timeout_seconds, PREFECT_API_AUTH_STRING.value())
@@ -103,7 +102,7 @@ def prefect_api(settings: Settings) -> Iterator[None]:
         try:
             yield
         finally:
-            # What Prefect still has queued goes out while its server is there; later it would hang.
+            # Send Prefect's queued logs and events while its server runs; later the client would hang.
             APILogHandler().flush()
             EventsWorker.drain_all(timeout=_DRAIN_SECONDS)
 
@@ -113,8 +112,10 @@ def _interrupt(*_: object) -> None:
 
 
 def _end_without_server(url: str | None, parent: int) -> None:
-    """Whoever killed the command that had started this process has killed its server as well. Then, once no trainer or
-    job is left to wait for, the process ends: Prefect would report the interrupt to that server for two minutes."""
+    """End this process when the command that started it, and so its Prefect server, was killed and no child is left.
+
+    Otherwise Prefect would try for two minutes to report the interrupt to that server.
+    """
     since = time.monotonic()
     while url:
         time.sleep(1.0)
@@ -133,7 +134,7 @@ def _say(error: Exception) -> None:
 
 
 def say_how_to_continue(run_id: str | None = None) -> None:
-    """Repeat what was typed, with the run's name. A flow without a run begins anew; what it has cached stays."""
+    """Print the typed command with the run's name. A flow without a run starts again and finds its cached results."""
     typed = sys.argv[1:]
     words = [word for word in typed if not word.startswith("--run-id")]
     if "--run-id" in typed:

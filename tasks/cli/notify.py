@@ -1,8 +1,7 @@
-"""Tell people of runs that failed or finished.
+"""Notify people of failed or finished runs, with one automation for each on the Prefect server that is set.
 
-Makes, or brings up to date, one automation for each on the Prefect server that is set. They hand a message to a block
-of the user's: a ``webhook``, or any notification block of Prefect's (slack-webhook, ms-teams-webhook, sendgrid-email
-and others), which alone knows the address and its secrets.
+The automations send a message through a block of the user: a ``webhook``, or any notification block of Prefect
+(slack-webhook, ms-teams-webhook, sendgrid-email and others). Only the block has the address and its secrets.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from infra.errors import ServerError
 from infra.settings import Settings
 from infra.stack.servers import check_prefect
 
-FLOW = "train-grpo"  # of all training runs, whatever their deployment is
+FLOW = "train-grpo"  # the flow of all training deployments
 _WEBHOOK = "webhook"
 _SUBJECT = "{{ flow_run.name }}: {{ flow_run.state.name }}"
 _BODY = (
@@ -40,7 +39,7 @@ _PAYLOAD = (
 
 @dataclass(frozen=True, slots=True)
 class Occasion:
-    """States of a flow run that are told of, and what the automation is called."""
+    """Events of a flow run that cause a message, and the name of the automation."""
 
     automation: str
     events: frozenset[str]
@@ -56,16 +55,16 @@ OCCASIONS: Mapping[str, Occasion] = {
 
 
 def apply(client: SyncPrefectClient, block: str, occasions: Sequence[str], flows: Sequence[str] = (FLOW,)) -> list[str]:
-    """Make the automations of these occasions, or change those that are there; the others stay as they are.
+    """Create or update the automations of these occasions; others do not change.
 
     Args:
-        block: TYPE/NAME of a block of the server's.
+        block: TYPE/NAME of a block on the server.
 
     Returns:
         One line per automation.
 
     Raises:
-        ServerError: there is no such block; says which there are.
+        ServerError: there is no such block; the message lists the known ones.
     """
     kind, _, name = block.partition("/")
     document = _block_id(client, kind, name)
@@ -74,13 +73,13 @@ def apply(client: SyncPrefectClient, block: str, occasions: Sequence[str], flows
         occasion = OCCASIONS[key]
         wanted = automation(occasion, kind, document, flows)
         found = client.read_automations_by_name(occasion.automation)
-        for spare in found[1:]:  # somebody's copy would tell everything twice
+        for spare in found[1:]:  # a copy would send every message twice
             client.delete_automation(spare.id)
         if found:
             client.update_automation(found[0].id, wanted)
         else:
             client.create_automation(wanted)
-        lines.append(f"{occasion.automation}: {'brought up to date' if found else 'made'}, tells {block}")
+        lines.append(f"{occasion.automation}: {'updated' if found else 'created'}, notifies {block}")
     return lines
 
 
@@ -95,7 +94,7 @@ def remove(client: SyncPrefectClient, occasions: Sequence[str]) -> list[str]:
 
 
 def automation(occasion: Occasion, kind: str, document: UUID, flows: Sequence[str]) -> AutomationCore:
-    """What the server is told: of an update, it is sent what has been set, so everything is that it takes."""
+    """The automation, with every field set explicitly, because an update sends only the fields that were set."""
     action = (
         CallWebhook(block_document_id=document, payload=_PAYLOAD)
         if kind == _WEBHOOK
@@ -120,7 +119,7 @@ def automation(occasion: Occasion, kind: str, document: UUID, flows: Sequence[st
 
 def _block_id(client: SyncPrefectClient, kind: str, name: str) -> UUID:
     if not name:
-        raise ServerError(f"block {kind!r}: write TYPE/NAME, webhook/team for example.")
+        raise ServerError(f"block {kind!r}: write TYPE/NAME, for example webhook/team.")
     try:
         return client.read_block_document_by_name(name, kind).id
     except ObjectNotFound:
@@ -133,7 +132,7 @@ def _block_id(client: SyncPrefectClient, kind: str, name: str) -> UUID:
 
 
 def notify_through(block: str | None, occasions: Sequence[str], flows: Sequence[str]) -> list[str]:
-    """Make the automations on the Prefect server that is set; without a block, delete them."""
+    """Create the automations on the Prefect server that is set; without a block, delete them."""
     url = PREFECT_API_URL.value()
     if not url:
         raise ServerError("no Prefect server is set: rlflow up starts one here, PREFECT_API_URL names another.")

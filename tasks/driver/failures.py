@@ -52,7 +52,7 @@ class FailureRecord(BaseModel):
 
 
 def failure_of(error: object) -> Failure | None:
-    """The class of what a task raised; None: a mistake in our own code, or nothing to retry."""
+    """The failure class of an error that a task raised; None: a bug in rlflow, or not a failure to retry."""
     if isinstance(error, InfraStorageError):
         return Failure.BAD_INPUT if error.permanent else Failure.STORAGE
     if isinstance(error, RegistryError | ServerRefusedError):
@@ -62,20 +62,20 @@ def failure_of(error: object) -> Failure | None:
 
 @contextmanager
 def handle_failures(run: Run, settings: Settings, *, announce: Announce = announce_on_prefect) -> Iterator[None]:
-    """Around one try of a segment: what it raises is counted, and what it asks for is changed for the next try.
+    """Around one try of a segment: count its failure and make the change that the next try needs.
 
     Raises:
-        RetriesUsedUpError: the same class of failure, as often as the table allows, without progress between.
-        ConfigError: out of memory, and the token budget cannot be halved any more.
+        RetriesUsedUpError: the same class of failure as often as the table allows, without progress in between.
+        ConfigError: out of memory, and the token budget cannot be halved again.
     """
     kills = oom_kills()
     try:
         yield
     except Exception as error:
-        found: Exception = error
+        failure: Exception = error
         if isinstance(error, WorkerLostError) and oom_kills() > kills:
-            found = MemoryExhaustedError(f"{error}\nThe kernel has killed a process for memory meanwhile.")
-        final = _handle(run, found, settings, announce)
+            failure = MemoryExhaustedError(f"{error}\nThe kernel has killed a process for memory meanwhile.")
+        final = _handle(run, failure, settings, announce)
         if final is error:
             raise
         raise final from error
@@ -87,7 +87,7 @@ def read_adjustments(run: Run) -> Adjustments:
 
 
 def wait_for_next_try(run: Run, *, sleep: Callable[[float], None] = time.sleep) -> None:
-    """Before a retry: what is left of the delay that the failure before it asked for."""
+    """Before a retry: wait for the rest of the delay after the last failure."""
     records = FailureLog(run.run_dir).read()
     if not records or not records[-1].delay:
         return
@@ -95,11 +95,11 @@ def wait_for_next_try(run: Run, *, sleep: Callable[[float], None] = time.sleep) 
     if (left := ends - time.time()) > 0:
         get_logger().info("train: the next try starts in %.0f s", left)
     while (left := ends - time.time()) > 0:
-        sleep(min(1.0, left))  # in short pieces: a cancelled flow gets through
+        sleep(min(1.0, left))  # in short pieces, so that a cancelled flow can end
 
 
 class FailureLog:
-    """``failures.jsonl`` of one run. A full disk is among what it records, so what it cannot write it remembers."""
+    """``failures.jsonl`` of one run. On a full disk it keeps the records in memory until it can write them."""
 
     _unwritten: dict[Path, list[FailureRecord]] = {}
 
@@ -122,25 +122,27 @@ class FailureLog:
 
 
 def attempts(records: Sequence[FailureRecord], failure: Failure, step: int) -> int:
-    """Failures of one class since ``step`` was committed."""
+    """Number of failures of one class since ``step`` was committed."""
     return sum(record.failure == failure and record.step == step for record in records)
 
 
 def _handle(run: Run, error: Exception, settings: Settings, announce: Announce) -> Exception:
-    """Record the failure, change what it asks for, and return what to raise."""
+    """Record the failure, make the change for the next try, and return the error to raise."""
     failure = failure_of(error)
     if failure is None:
         return error
     try:
         _change_for(run, failure, error, announce)
-    except RlflowError as refusal:  # no change helps
+    except RlflowError as refusal:  # no change can help
         error, failure = refusal, failure_of(refusal) or Failure.UNKNOWN
-    if failure == Failure.STORAGE and not isinstance(error, StorageError | InfraStorageError):  # no words of its own
+    if failure == Failure.STORAGE and not isinstance(error, StorageError | InfraStorageError):
         error = with_free_space(error, run.run_dir)
     policy, step = policy_of(failure), run.committed_step()
     log = FailureLog(run.run_dir)
     attempt = attempts(log.read(), failure, step) + 1
-    retried = attempt <= len(policy.delays) and not isinstance(error, StorageAwayError)  # which has been waited for
+    retried = attempt <= len(policy.delays) and not isinstance(
+        error, StorageAwayError
+    )  # the store was already waited for
     delay = policy.delays[attempt - 1] * settings.retry_delay_scale if retried else None
     log.add(
         FailureRecord(
@@ -153,16 +155,16 @@ def _handle(run: Run, error: Exception, settings: Settings, announce: Announce) 
     if not policy.delays or isinstance(error, StorageAwayError):
         return error
     return RetriesUsedUpError(
-        f"{error}\n\n{failure}: {attempt} times since step {step} was committed, and it is retried "
-        f"{len(policy.delays)} times. {policy.advice} Then continue the run: it goes on from step {step}."
+        f"{error}\n\n{failure}: {attempt} times since step {step} was committed, and only "
+        f"{len(policy.delays)} retries are allowed. {policy.advice} Then continue the run: it goes on from step {step}."
     )
 
 
 def _change_for(run: Run, failure: Failure, error: Exception, announce: Announce) -> None:
-    """What the table says is changed before the next try.
+    """Make the change that the table of failures asks for before the next try.
 
     Raises:
-        ConfigError: the token budget cannot be halved any more.
+        ConfigError: the token budget cannot be halved again.
     """
     adjustments = read_adjustments(run)
     if failure == Failure.OUT_OF_MEMORY:
@@ -215,7 +217,7 @@ def read_outage(run: Run, since: float) -> Outage | None:
 
 @contextmanager
 def note_outages(run: Run) -> Iterator[None]:
-    """Around the flow: an outage that ends it is written into the run's folder."""
+    """Around the flow: if an outage ends it, write a note into the run's folder."""
     try:
         yield
     except Exception as error:
@@ -224,7 +226,7 @@ def note_outages(run: Run) -> Iterator[None]:
 
 
 def unopened_runs(settings: Settings) -> list[Run]:
-    """What stands for the runs of flows that ended before they could open them."""
+    """Stand-ins for the runs of flows that ended before they could open their run."""
     return [unopened_run(path.parent.name) for path in sorted(settings.unopened_dir.glob("*/drivers.jsonl"))]
 
 
@@ -237,7 +239,7 @@ def is_outage(error: Exception) -> bool:
 
 
 def note_outage(run: Run, error: Exception) -> None:
-    """Write an outage into the run's folder. Any other error leaves no note."""
+    """Write a note of an outage into the run's folder; other errors leave no note."""
     failure = _outage_class(error)
     if failure is not None:
         note = Outage(at=time.time(), failure=failure, error=str(error)[-2000:])

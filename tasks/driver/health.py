@@ -27,7 +27,7 @@ Announce = Callable[[Run, Breach, str], None]
 
 
 def announce_on_prefect(run: Run, breach: Breach, consequence: str) -> None:
-    """An event ``rlflow.health.ACTION`` of the run, and the artifact EXPERIMENT-health."""
+    """Emit the event ``rlflow.health.ACTION`` and create the artifact EXPERIMENT-health."""
     get_logger().warning("health: %s. %s", breach, consequence)
     try:
         emit_event(
@@ -54,13 +54,13 @@ def page(run: Run, breach: Breach, consequence: str) -> str:
 
 
 def breach_of(run: Run, adjustments: Adjustments) -> Breach:
-    """The breach that the trainer has stopped for: the same function over the same journal."""
+    """The breach that stopped the trainer, computed again from the journal."""
     acting = [rule for rule in run.experiment.health if rule.action != "warn"]
     return breaches(acting, run.journal(), after_step=adjustments.healthy_from)[0]
 
 
 class HealthWarnings:
-    """Announces the breaches of rules that only warn, each once: ``health.jsonl`` in the run's folder remembers."""
+    """Announces each breach of a rule that only warns once; ``health.jsonl`` in the run's folder lists them."""
 
     def __init__(self, run: Run, adjustments: Adjustments, announce: Announce = announce_on_prefect) -> None:
         self._run, self._adjustments, self._announce = run, adjustments, announce
@@ -74,7 +74,7 @@ class HealthWarnings:
             return
         self._seen_step = records[-1].step
         for breach in breaches(self._rules, records, after_step=self._adjustments.healthy_from):
-            # a rollback takes steps again, and they are others
+            # with the rollbacks: a step that is repeated after one may break the rule again
             line = json.dumps([str(breach.rule), breach.step, self._adjustments.rollbacks])
             if line not in self._told:
                 self._told.append(line)
@@ -86,8 +86,8 @@ _DUMP_SECONDS = 5.0
 
 
 class HangWatch:
-    """Progress is what the trainer counts in its lease: a finished phase of a step, bytes of a checkpoint, a look at
-    what its driver wants."""
+    """Notices a trainer whose lease shows no progress: no finished phase of a step, no bytes of a checkpoint and no
+    look at the control file."""
 
     def __init__(self, lease: Path, minutes: float, *, now: Callable[[], float] = time.monotonic) -> None:
         self._lease = Lease(lease)
@@ -100,26 +100,26 @@ class HangWatch:
 
 
 def end_stuck_trainer(run_dir: Path, mark: str, minutes: float) -> HangError:
-    """Keep the stacks under ``stacks/hang-N``, kill everything that carries ``mark``; returns what to raise."""
+    """Save the stacks in ``stacks/hang-N`` and kill all processes with ``mark``. Returns the error to raise."""
     live = run_dir / "stacks" / "live"
-    kept = _next_folder(run_dir / "stacks")
+    folder = _next_folder(run_dir / "stacks")
     _dump(live, mark)
     processes.kill(mark)
     frames: list[str] = []
     for dump in sorted(live.glob("*.txt")):
         text = dump.read_text(errors="replace")
-        found = innermost(text) or ["it did not answer"]
-        frames.append(f"{dump.stem}:\n    " + "\n    ".join(found))
-        dump.rename(kept / dump.name)
-    where = "\n".join(frames) or "no process had come as far as to tell its stacks"
+        inner = innermost(text) or ["it did not answer"]
+        frames.append(f"{dump.stem}:\n    " + "\n    ".join(inner))
+        dump.rename(folder / dump.name)
+    where = "\n".join(frames) or "no stack traces were collected: no process responded to SIGUSR1"
     return HangError(
         f"no progress for {minutes:g} minutes (segment.hang_minutes). The innermost frames of the main threads:\n"
-        f"{where}\nThe stacks of all threads: {kept}. Everything of the trainer has been killed."
+        f"{where}\nThe stacks of all threads: {folder}. All processes of the trainer were killed."
     )
 
 
 def _dump(live: Path, mark: str) -> None:
-    """Have every process of the trainer that can write its stacks do so. The signal would kill any other one."""
+    """Let every process of the trainer that handles the signal write its stacks; it would kill the others."""
     running = {process.pid: process for process in processes.family(mark)}
     dumps = [dump for dump in live.glob("*.txt") if pid_of(dump) in running]
     for dump in dumps:

@@ -1,6 +1,6 @@
-"""Run a job module in the trainer's interpreter and bring back its result or its error.
+"""Run a job module in the trainer's interpreter and return its result or raise its error.
 
-Whatever ends the wait (Ctrl-C, a cancelled flow, a timeout) ends the job with everything that it started.
+If the wait ends early (Ctrl-C, a cancelled flow, a timeout), the job and its child processes are ended.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ _STOP_GRACE_SECONDS = 5.0
 
 
 def new_result_path(settings: Settings, name: str) -> Path:
-    """Where a job's spec, result and error lie; fresh for each call."""
+    """A new folder for a job's spec, result and error: the path of the result in it."""
     return settings.jobs_dir / f"{name}-{uuid.uuid4().hex[:12]}" / "result.json"
 
 
 def run_job(module: str, spec: JobSpec, result_type: type[R], settings: Settings, *, quiet: bool = False) -> R:
     """Run ``python -m module`` on ``spec`` and return what it wrote.
 
-    Its output (a progress bar, say) goes to our stderr; ``quiet``: to ``job.log`` beside the spec.
+    Its output goes to this process's stderr; with ``quiet`` to ``job.log`` in the folder of the spec.
 
     Raises:
-        RlflowError: of the class that the job raised, with the job's message; its traceback is a note on it.
+        RlflowError: the error that the job raised, with the job's traceback as a note.
         TrainerFailedError: any other failure of the job.
     """
     spec_path = spec.result.with_name("spec.json")
@@ -68,7 +68,7 @@ def run_job(module: str, spec: JobSpec, result_type: type[R], settings: Settings
         processes.stop(mark, _STOP_GRACE_SECONDS)
         process.wait()
         raise
-    processes.kill(mark)  # what a job has left running serves nobody
+    processes.kill(mark)  # processes that the job left running
     if code != 0:
         where = f" (output: {log})" if quiet else ""
         raise error_from(read_error(spec.result), f"{module} ended with {describe_exit(code)}{where}")
@@ -76,12 +76,12 @@ def run_job(module: str, spec: JobSpec, result_type: type[R], settings: Settings
 
 
 def jobs_mark(flow_run_id: str | None) -> str:
-    """How the marks of a flow run's jobs begin, so that what a killed flow has left can be found."""
+    """Prefix of the marks of a flow run's jobs, by which processes of a killed flow are found."""
     return f"job-{(flow_run_id or 'no-flow')[:8]}-"
 
 
 def wait_interruptibly(process: subprocess.Popen[bytes]) -> int:
-    """The exit code; between short waits a signal, or an exception sent to this thread, gets through."""
+    """Wait for the exit code in short pieces, so that a signal can interrupt."""
     while True:
         try:
             return process.wait(timeout=_POLL_SECONDS)
@@ -90,9 +90,9 @@ def wait_interruptibly(process: subprocess.Popen[bytes]) -> int:
 
 
 def error_from(report: JobError | None, fallback: str) -> RlflowError:
-    """The error that a process reported, as the class it was; without one, ``fallback`` is all we know."""
+    """The error that a process reported, in its original class; without a report an error that says ``fallback``."""
     if report is None:
-        return TrainerFailedError(f"{fallback} and left no error report. Its output says more.")
+        return TrainerFailedError(f"{fallback} and left no error report. Read its output.")
     kind = getattr(errors, report.kind, None)
     if isinstance(kind, type) and issubclass(kind, RlflowError):
         error = kind(report.message)
@@ -104,24 +104,23 @@ def error_from(report: JobError | None, fallback: str) -> RlflowError:
 
 def describe_exit(code: int) -> str:
     if code == -9:
-        return "SIGKILL (out of memory, or killed by somebody)"
+        return "SIGKILL (out of memory, or killed by a person)"
     return f"signal {-code}" if code < 0 else f"exit code {code}"
 
 
 def worth_retrying(task: Task[Any, Any], _run: TaskRun, state: State[Any]) -> bool:
-    """Prefect's retry condition, by the table of failures: what is wrong with experiment or code stays wrong."""
+    """Prefect's retry condition, from the table of failures: errors in the experiment or the code are not retried."""
     failure = failure_of(state.data)
     if failure is None or not policy_of(failure).delays or isinstance(state.data, StorageAwayError):
-        return False  # a store that is away has been waited for
+        return False  # the store was already waited for
     get_logger().warning("%s failed and has tries left: %s", task.name, state.data)
     return True
 
 
 def end_what_is_left(flow: Flow[..., Any], flow_run: FlowRun, state: State[Any]) -> None:
-    """The flow itself lets its trainer commit and ends it. Where it took longer than Prefect's 30 seconds and was
-    killed over it, nobody else would: the end is hard then, and the checkpoint before it counts.
+    """Kill the trainer and the jobs of a cancelled flow run that Prefect killed before it could do so itself.
 
-    A hook; Prefect passes the arguments by these names.
+    Prefect gives a flow 30 seconds to let its trainer commit. This is a hook; Prefect passes these argument names.
     """
     processes.kill_all(jobs_mark(str(flow_run.id)))
     settings = Settings()

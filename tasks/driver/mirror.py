@@ -1,8 +1,8 @@
-"""Copies a run to RLFLOW_STORE beside its training.
+"""Copies a run to RLFLOW_STORE while it trains.
 
-The flow's process sends what the trainer has committed; the trainer knows nothing of it and waits for nothing. In the
-store a checkpoint is sealed first, then the run's small files follow, the segments' manifests last: what they say is
-there is there, and a run that is restored from them is as if it had been killed right after that commit.
+The flow's process sends what the trainer has committed; the trainer does not wait for it. A checkpoint is sealed in
+the store first, then the run's small files follow, and the segments' manifests last. So a manifest never names a
+checkpoint that is missing, and a restored run equals one that was killed right after that commit.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _AT_THE_END = {"trainer.log"}  # it grows, and S3 cannot append
 
 
 class RunMirror:
-    """One run's copy in the store. ``sync`` may be called from one thread at a time."""
+    """The copy of one run in the store. Not thread-safe."""
 
     def __init__(self, run: Run, store: Store, settings: Settings) -> None:
         self._run, self._store, self._settings = run, store, settings
@@ -55,21 +55,21 @@ class RunMirror:
         self._segments: dict[str, bytes] = {}
 
     def sync(self, *, last: bool = False) -> bool:
-        """Send what is new. False: there was nothing. ``last``: nothing else follows, so everything is sent.
+        """Send what is new. Returns whether a checkpoint was sent. ``last``: send everything, the run is over.
 
         Raises:
-            StorageError: the endpoint does not answer; nothing half-sent counts, ask again.
+            StorageError: the endpoint does not answer. Call again: nothing that was sent in part counts.
             TakenOverError: another machine has taken the run over.
         """
         segments = self._read_segments()
         if not last and segments == self._segments and not self._unsent():
             return False
         self._require_holder()
-        unsent = self._unsent()  # by what the store has said meanwhile
+        unsent = self._unsent()  # again, because the store may have listed checkpoints
         if unsent:
             self._send_checkpoint(unsent[0])
         if not self._is_sealed(segments):
-            return bool(unsent)  # the newest was pruned before it was linked; its successor is next
+            return bool(unsent)  # the newest was pruned before it could be linked; its successor is next
         if last or segments != self._segments:
             self._send_files(last=last)
             self._send_segments(segments)
@@ -77,13 +77,13 @@ class RunMirror:
         return bool(unsent)
 
     def sync_all(self) -> None:
-        """Everything, the last time."""
+        """Send everything that is left of a run that has ended."""
         while self.sync():
             pass
         self.sync(last=True)
 
     def _require_holder(self) -> None:
-        """That the copy in the store is ours, which is so until another machine begins to mirror the run."""
+        """Make sure that this machine owns the copy in the store, until another machine mirrors the run."""
         held, mine = self._store.get(f"{self._key}/{_HOLDER}"), self._state.token.encode()
         if self._holds and held == mine:
             return
@@ -101,7 +101,7 @@ class RunMirror:
         self._holds = True
 
     def _is_ahead(self) -> bool:
-        """Whether the store has segments that this machine has not."""
+        """Whether the store has segments that this machine lacks."""
         there = self._store.files_below(f"{self._key}/{SEGMENTS}")
         return max(there, default="") > max(self._read_segments(), default="")
 
@@ -114,7 +114,7 @@ class RunMirror:
         return self._run.run_dir / CHECKPOINTS
 
     def _read_segments(self) -> dict[str, bytes]:
-        """Read before anything else is sent: all that they claim is on disk then. Damaged ones are the trainer's."""
+        """Whole manifests by file name. Read before anything is sent, so that what they name is on disk by then."""
         found = {}
         for path in sorted((self._run.run_dir / SEGMENTS).glob("*.json")):
             content = path.read_bytes()
@@ -124,7 +124,7 @@ class RunMirror:
         return found
 
     def _unsent(self) -> list[Path]:
-        """Whole checkpoints, the newest first, that the store does not have as they are."""
+        """Whole checkpoints that the store lacks or has in another version, the newest first."""
         found = []
         for path in LocalCheckpointStore(self._run.run_dir, self._run.run_id).newest_first():
             digest = _manifest_digest(path)
@@ -134,7 +134,9 @@ class RunMirror:
 
     def _send_checkpoint(self, path: Path) -> None:
         started = time.monotonic()
-        snapshot = path.with_name(f".sending-{path.name}")  # links: retention may remove the checkpoint meanwhile
+        snapshot = path.with_name(
+            f".sending-{path.name}"
+        )  # hard links, because retention may remove the checkpoint meanwhile
         try:
             shutil.copytree(path, snapshot, copy_function=os.link)
             digest = hashlib.sha256((snapshot / MANIFEST).read_bytes()).hexdigest()
@@ -148,8 +150,8 @@ class RunMirror:
             self._store.push(snapshot, f"{self._key}/{CHECKPOINTS}/{path.name}", sha256=known)
         except (FileNotFoundError, shutil.Error):
             if path.exists():
-                raise  # no links on that file system, say
-            return  # gone before it was linked
+                raise  # for example, a file system without hard links
+            return  # removed before it was linked
         finally:
             shutil.rmtree(snapshot, ignore_errors=True)
         self._sealed[path.name] = digest
@@ -180,14 +182,14 @@ class RunMirror:
 
     def _send_segments(self, segments: dict[str, bytes]) -> None:
         there = self._store.files_below(f"{self._key}/{SEGMENTS}")
-        for name in set(there) - segments.keys():  # lost to damage, and trained again
+        for name in set(there) - segments.keys():  # damaged segments that are trained again
             self._store.discard(f"{self._key}/{SEGMENTS}/{name}")
         for name, content in segments.items():
             if self._segments.get(name) != content:
                 key = f"{self._key}/{SEGMENTS}/{name}"
                 before = self._store.get(key) if name in there else None
                 if not self._store.replace(key, content, before):
-                    self._require_holder()  # another machine has gone on, most likely
+                    self._require_holder()  # most likely another machine continues the run
                     raise StorageError(f"{self._store.uri}/{key} has changed while it was written.")
         self._segments = segments
         if segments:
@@ -195,7 +197,7 @@ class RunMirror:
             self._note(step=newest.last_step)
 
     def _prune(self, segments: dict[str, bytes]) -> None:
-        """The rule of ``segment.keep_*``, by what is in the store; what this machine still has stays there too."""
+        """Apply ``segment.keep_*`` to the store; checkpoints that this machine still has stay there too."""
         key, config = f"{self._key}/{CHECKPOINTS}", self._run.experiment.segment
         there = sorted(self._store.sealed_below(key), reverse=True)
         manifests = [SegmentManifest.model_validate_json(content) for content in segments.values()]
@@ -210,10 +212,10 @@ class RunMirror:
 
 @contextmanager
 def mirror_run(run: Run, settings: Settings) -> Iterator[None]:
-    """While this lasts, a thread mirrors the run; on leaving without an interrupt, what is left is sent.
+    """Mirror the run from a thread. At the end the rest is sent, except after an interrupt.
 
     Raises:
-        StorageError: what is left did not get there within ``RLFLOW_STORE_WAIT_SECONDS``.
+        StorageError: the rest could not be sent within ``RLFLOW_STORE_WAIT_SECONDS``.
     """
     store = store_of(settings)
     if store is None:
@@ -225,9 +227,9 @@ def mirror_run(run: Run, settings: Settings) -> Iterator[None]:
     sender.start()
     try:
         yield
-    except Exception:  # raised again, once all that explains it is in the store
+    except Exception:  # raised again, once the logs that explain it are in the store
         sender.end()
-        _send_what_is_left_of_a_failure(mirror)
+        _send_rest_of_failed_run(mirror)
         raise
     except BaseException:
         sender.over.set()
@@ -239,15 +241,15 @@ def mirror_run(run: Run, settings: Settings) -> Iterator[None]:
     finally:
         _SENDERS.pop(run.run_dir, None)
     sender.end()
-    _patiently(mirror, settings.store_wait_seconds)
+    _send_rest(mirror, settings.store_wait_seconds)
 
 
 def wait_until_mirrored(run: Run, step: int, settings: Settings) -> None:
-    """Until the store has acknowledged the checkpoint of ``step``; the thread of ``mirror_run`` sends it.
+    """Wait until the store has acknowledged the checkpoint of ``step``, which the thread of ``mirror_run`` sends.
 
     Raises:
         StorageRefusedError: the store refuses it.
-        StorageAwayError: it has not acknowledged it within ``RLFLOW_STORE_WAIT_SECONDS``.
+        StorageAwayError: no acknowledgement came within ``RLFLOW_STORE_WAIT_SECONDS``.
     """
     if not settings.store or mirrored_step(run.run_dir, settings) >= step:
         return
@@ -270,14 +272,14 @@ def wait_until_mirrored(run: Run, step: int, settings: Settings) -> None:
 
 
 def safe_step(run: Run, settings: Settings) -> int:
-    """No resume takes back a step up to this one, on no machine: with a store, what is in it."""
+    """The last step that no resume on any machine takes back: with a store, the last one that it has."""
     committed = run.committed_step()
     return min(committed, mirrored_step(run.run_dir, settings)) if settings.store else committed
 
 
 class _Sender(threading.Thread):
-    """Sends what is new until it is told that the run is over. A daemon: an upload may take minutes, and who interrupts
-    the flow does not wait for it."""
+    """Sends what is new until the run is over. A daemon thread, so that an interrupted flow does not wait for a long
+    upload."""
 
     def __init__(self, mirror: RunMirror) -> None:
         super().__init__(name="mirror", daemon=True)
@@ -289,7 +291,7 @@ class _Sender(threading.Thread):
         self._failures = 0
 
     def try_now(self) -> int:
-        """Wait no longer for the next try. Returns the number of refusals until now."""
+        """Try now instead of after the delay. Returns the number of refusals so far."""
         refusals, self._failures = self.refusals, 0
         self._wake.set()
         return refusals
@@ -314,7 +316,7 @@ class _Sender(threading.Thread):
             except TakenOverError as error:
                 get_logger().error("store: %s", error)
                 return
-            except Exception as error:  # noqa: BLE001 - without this thread nothing would be sent any more
+            except Exception as error:  # noqa: BLE001 - if this thread ended, nothing would be sent any more
                 delay = min(_LONGEST_DELAY, _FIRST_DELAY * 2**self._failures)
                 self._failures += 1
                 said = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
@@ -327,7 +329,7 @@ class _Sender(threading.Thread):
 _SENDERS: dict[Path, _Sender] = {}  # by the run's folder
 
 
-def _patiently(mirror: RunMirror, wait_seconds: float) -> None:
+def _send_rest(mirror: RunMirror, wait_seconds: float) -> None:
     deadline, delay = time.monotonic() + wait_seconds, _FIRST_DELAY
     while True:
         try:
@@ -341,11 +343,11 @@ def _patiently(mirror: RunMirror, wait_seconds: float) -> None:
             delay = min(_LONGEST_DELAY, 2 * delay)
 
 
-def _send_what_is_left_of_a_failure(mirror: RunMirror) -> None:
+def _send_rest_of_failed_run(mirror: RunMirror) -> None:
     try:
         mirror.sync_all()
-    except (OSError, TakenOverError) as error:  # the error that ended the run says more
-        get_logger().warning("store: the end of the run is not there: %s", error)
+    except (OSError, TakenOverError) as error:  # the error that ended the run is more useful
+        get_logger().warning("store: the end of the run could not be sent: %s", error)
 
 
 def _manifest_digest(checkpoint: Path) -> str | None:

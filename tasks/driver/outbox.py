@@ -37,8 +37,7 @@ class Outbox:
         self._thread.start()
 
     def put(self, key: str, send: Callable[[], object]) -> None:
-        """Have ``send`` called with the Prefect run and settings of the caller. An exception that it raises is logged;
-        the next message is sent all the same."""
+        """Call ``send`` in the thread, with the caller's Prefect run and settings. Its errors are logged."""
         context = contextvars.copy_context()
         with self._changed:
             self._waiting[key] = lambda: context.run(send)
@@ -50,7 +49,7 @@ class Outbox:
             self._changed.wait_for(lambda: not self._waiting and not self._sending, wait_seconds)
 
     def close(self, wait_seconds: float | None = None) -> None:
-        """Send what waits and end the thread. After ``wait_seconds`` the rest is dropped; None: wait for all of it."""
+        """Send the waiting messages and end the thread. After ``wait_seconds`` the rest is dropped; None: no limit."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -71,13 +70,13 @@ class Outbox:
                 self._sending = True
             try:
                 send()
-            except Exception:  # noqa: BLE001 - one message that fails must not end the thread for all others
+            except Exception:  # noqa: BLE001 - a failed message must not stop the others
                 get_logger().warning("%s was not sent", key, exc_info=True)
 
 
 @contextmanager
 def prefect_asked_once() -> Iterator[None]:
-    """Prefect's client fails at the first error in here. By default it asks again for up to 45 minutes."""
+    """Prefect's client fails at the first error inside; by default it retries for up to 45 minutes."""
     with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}):
         yield
 
@@ -86,8 +85,8 @@ def prefect_asked_once() -> Iterator[None]:
 def prefect_outage_named() -> Iterator[None]:
     """
     Raises:
-        ServerRefusedError: Prefect's server said no.
-        ServerError: it failed or did not answer.
+        ServerRefusedError: Prefect's server refused the request.
+        ServerError: the server failed or did not answer.
     """
     try:
         with prefect_asked_once():
@@ -103,7 +102,7 @@ _BEAT_SECONDS = 1.0
 
 
 class Heartbeat:
-    """Repeats, once a second, the last thing that was wanted of a run's trainer."""
+    """Tells the trainer once a second that its driver lives, and which segment the driver wants."""
 
     def __init__(self, control: Path) -> None:
         self._control = Control(control)
@@ -114,7 +113,7 @@ class Heartbeat:
         self._thread.start()
 
     def want(self, through_segment: int, *, stop: bool = False) -> None:
-        """Say at once what is wanted, and repeat it until something else is."""
+        """Tell the trainer at once, and repeat it until the next call."""
         with self._lock:
             self._wanted = (through_segment, stop)
             self._control.beat(through_segment, stop=stop)
@@ -130,5 +129,5 @@ class Heartbeat:
                     continue
                 try:
                     self._control.beat(self._wanted[0], stop=self._wanted[1])
-                except OSError as error:  # a full disk: the trainer fails for it too, and says more
-                    get_logger().warning("train: the trainer cannot be told that its driver lives: %s", error)
+                except OSError as error:  # a full disk, for which the trainer fails with a better message
+                    get_logger().warning("train: the heartbeat to the trainer could not be written: %s", error)

@@ -1,5 +1,5 @@
-"""The journal's committed steps to MLflow and to the trackers beside it: an outage costs a delay, never a step and
-never the training."""
+"""Send the journal's committed steps to MLflow and other trackers. An outage delays steps; it loses none and never
+stops training."""
 
 from __future__ import annotations
 
@@ -20,12 +20,11 @@ from tasks.run import Run, existing_run, tracker_of
 _FIRST_DELAY = 5.0
 _LONGEST_DELAY = 300.0
 _POLL_SECONDS = 0.2
-_LAST_WAIT_SECONDS = 120.0  # of trackers beside MLflow, at the end of a run
+_LAST_WAIT_SECONDS = 120.0  # for trackers other than MLflow, at the end of a run
 
 
 class StepTracker(Protocol):
-    """What a publisher needs of ``infra.tracking.tracker.Tracker``. One that only starts the sending (``ExtraTracker``)
-    says by ``published_step`` how far it is."""
+    """What a publisher needs of a tracker. ``publish`` may send in the background, up to ``published_step`` so far."""
 
     @property
     def published_step(self) -> int: ...
@@ -33,7 +32,7 @@ class StepTracker(Protocol):
 
 
 class Publisher:
-    """Sends steps up to a committed one; after a failure it waits longer and longer before it asks MLflow again."""
+    """Sends steps up to a committed one. After a failure the delay before the next try doubles."""
 
     def __init__(
         self,
@@ -52,7 +51,7 @@ class Publisher:
         self._next_try = now()
 
     def publish(self, through_step: int) -> None:
-        """Send what is new, if it is time to; an outage is a warning."""
+        """Send new steps unless a delay is running; an outage is logged as a warning."""
         if self._now() < self._next_try:
             return
         try:
@@ -60,15 +59,15 @@ class Publisher:
         except ServerError as error:
             delay = self._postpone()
             get_logger().warning(
-                "%s did not take the steps up to %d; training goes on, the next try is in %.0f s: %s",
+                "%s did not accept the steps up to %d; training continues, the next try is in %.0f s: %s",
                 self._name, through_step, delay, error,
             )  # fmt: skip
 
     def publish_last(self, through_step: int, wait_seconds: float) -> None:
-        """Send the rest, asking again for at most ``wait_seconds``.
+        """Send the rest, with retries for at most ``wait_seconds``.
 
         Raises:
-            ServerError: it was not taken in that time; the journal has it.
+            ServerError: not everything was sent in that time; the journal still has it.
         """
         deadline = self._now() + wait_seconds
         wanted = max((item.step for item in self._records() if item.step <= through_step), default=0)
@@ -77,7 +76,7 @@ class Publisher:
                 if self._send(through_step) >= wanted:
                     return
                 if self._now() >= deadline:
-                    raise ServerError(f"{self._name} has not taken the steps up to {through_step} yet.")
+                    raise ServerError(f"{self._name} has not accepted the steps up to {through_step} yet.")
                 self._sleep(_POLL_SECONDS)
             except ServerRefusedError:
                 raise
@@ -85,10 +84,12 @@ class Publisher:
                 delay = min(self._postpone(), deadline - self._now())
                 if delay <= 0:
                     raise ServerError(
-                        f"{error} Asked for {wait_seconds:g} s{self._hint}. Nothing is lost: start the server and "
+                        f"{error} Tried for {wait_seconds:g} s{self._hint}. Nothing is lost: start the server and "
                         "continue the run."
                     ) from error
-                get_logger().warning("%s did not take the last steps, next try in %.0f s: %s", self._name, delay, error)
+                get_logger().warning(
+                    "%s did not accept the last steps, the next try is in %.0f s: %s", self._name, delay, error
+                )
                 self._sleep(delay)
 
     def _send(self, through_step: int) -> int:
@@ -109,7 +110,7 @@ class Publisher:
 
 
 class Publishers:
-    """MLflow and every tracker that ``RLFLOW_TRACKERS`` names, each with its own outages and its own pace."""
+    """MLflow and every tracker in ``RLFLOW_TRACKERS``; an outage of one does not delay the others."""
 
     def __init__(self, run: Run, settings: Settings) -> None:
         self._settings = settings
@@ -119,7 +120,7 @@ class Publishers:
         self._outbox = Outbox("steps")
 
     def publish(self, through_step: int) -> None:
-        """Have the steps up to this one sent by a thread; a server that hangs holds up that thread alone."""
+        """Let a thread send the steps up to this one; a server that hangs blocks only that thread."""
         self._outbox.put("the newest steps", partial(self._publish, through_step))
 
     def _publish(self, through_step: int) -> None:
@@ -129,11 +130,11 @@ class Publishers:
     def publish_last(self, through_step: int) -> None:
         """
         Raises:
-            ServerError: MLflow did not take the last steps. A tracker beside it that did not is a warning: what it
-                lacks it gets when the run is continued, or by ``rlflow publish RUN``.
+            ServerError: MLflow did not accept the last steps. Other trackers only log a warning; they get the missing
+                steps when the run is continued, or from ``rlflow publish RUN``.
         """
         self._outbox.flush()  # each of its requests has a bounded time
-        self._publish(through_step)  # the other trackers start before MLflow is waited for
+        self._publish(through_step)  # so that the other trackers start before the wait for MLflow
         self._mlflow.publish_last(through_step, self._settings.tracking_wait_seconds)
         for name, publisher in self._publishers.items():
             try:
@@ -141,14 +142,14 @@ class Publishers:
             except ServerError as error:
                 get_logger().warning("%s The run is complete without it; %s may catch up later.", error, name)
             finally:
-                self._extra[name].stop()  # what has noted its last step has only its interpreter to end
+                self._extra[name].stop()  # after its last step only its interpreter is left to end
 
     def close(self) -> None:
-        """Wait for the thread: the steps that it was given are sent, or are left to the next try."""
+        """Wait until the thread has sent its steps; failed ones are left to the next run."""
         self._outbox.close()
 
     def stop(self, wait_seconds: float | None = None) -> None:
-        """End the thread once the request that it waits for is done, at most after ``wait_seconds``."""
+        """End the thread after its current request, at most after ``wait_seconds``."""
         self._outbox.close(wait_seconds)
         for tracker in self._extra.values():
             tracker.stop()
@@ -156,14 +157,14 @@ class Publishers:
 
 @contextmanager
 def publishers_of(run: Run, settings: Settings) -> Iterator[Publishers]:
-    """What ends the wait early (Ctrl-C, cancel, an error) ends the trackers' processes too."""
+    """Publishers for a ``with`` block; an interrupt or an error ends the trackers' processes too."""
     publishers = Publishers(run, settings)
     try:
         yield publishers
     except Exception:
         publishers.stop()
         raise
-    except BaseException:  # a person waits, or Prefect's grace is short
+    except BaseException:  # a person waits, or Prefect kills the flow soon
         publishers.stop(wait_seconds=0)
         raise
     publishers.close()
@@ -185,7 +186,7 @@ def _publisher_of(name: str, tracker: ExtraTracker, run: Run) -> Publisher:
 
 
 def publish_run(run_id: str, settings: Settings) -> None:
-    """Send what MLflow and the named trackers lack of a run's committed steps."""
+    """Send the committed steps of a run that MLflow or a named tracker lacks."""
     run = existing_run(run_id, settings)
     for name in settings.trackers:
         check_installed(name, settings.tracker_python)

@@ -1,4 +1,4 @@
-"""What a run has cost: GPU-seconds per phase, tokens, utilisation; from its journal, so killed and resumed runs too."""
+"""Cost of a run: GPU-seconds per phase, tokens and utilisation, from its journal, also after kills and resumes."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ _HOUR = 3600.0
 
 
 class RunCost(BaseModel):
-    """GPU-seconds are seconds times all devices that the run holds, busy or not; on a CPU, core-seconds of workers.
+    """GPU-seconds are seconds times the devices of the run, busy or idle; on a CPU, seconds times workers.
 
-    Starting (Ray, engines, compilation), bootstrap and merging are not in it: no step was being taken.
+    Time outside of steps and evaluations (starting Ray and engines, compilation, bootstrap, merging) is left out.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     devices: int
-    gpu_seconds: dict[str, float]  # per phase of the steps that count; ``other`` is what no phase claims
+    gpu_seconds: dict[str, float]  # per phase of the steps that count; ``other`` is the rest of the step
     redone_gpu_seconds: float  # of steps that a kill or a rollback took back
     evaluation_gpu_seconds: float  # on as many devices as the run has
     generated_tokens: float
@@ -43,7 +43,7 @@ class RunCost(BaseModel):
         return spent / _HOUR
 
     def metrics(self) -> dict[str, float]:
-        """As MLflow gets them, once per run."""
+        """The metrics that are logged to MLflow once per run."""
         found = {
             "cost/gpu_hours": self.gpu_hours,
             "cost/redone_gpu_seconds": self.redone_gpu_seconds,
@@ -60,7 +60,7 @@ class RunCost(BaseModel):
         return found
 
     def rows(self) -> list[tuple[str, str]]:
-        """Name and text, for people."""
+        """Name and text of each row of the page."""
         whole = sum(self.gpu_seconds.values()) or 1.0
         spent = sorted(self.gpu_seconds.items(), key=lambda item: -item[1])
         known = self.update_utilisation is not None and self.step_utilisation is not None
@@ -82,10 +82,7 @@ class RunCost(BaseModel):
 def run_cost(
     run_dir: Path, config: ExperimentConfig, records: Sequence[StepRecord], evaluations: Sequence[EvalReport]
 ) -> RunCost:
-    """
-    Args:
-        records: the journal.
-    """
+    """The cost of the run in ``run_dir``, with ``records`` from its journal."""
     resources = config.resources
     devices = resources.devices
     timed = [record for record in records if _STEP in record.metrics]

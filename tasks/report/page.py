@@ -27,18 +27,18 @@ from tasks.report.cost import RunCost, run_cost
 from tasks.retries import step
 from tasks.run import Run, tracker_of
 
-# Autoescape: whatever a model or a dataset wrote is shown as text.
+# Autoescape, so that text of a model or a dataset is never HTML.
 TEMPLATES = Environment(
     loader=FileSystemLoader(Path(__file__).with_name("templates")), autoescape=True, undefined=StrictUndefined,
     trim_blocks=True, lstrip_blocks=True,
 )  # fmt: skip
 _SAMPLES_SHOWN = 12
 _TEXT_SHOWN = 600
-_PHASES_LEFT_OUT = ("time/step", "time/generate_beside")  # the sum of the others; what takes none of it
+_PHASES_LEFT_OUT = ("time/step", "time/generate_beside")  # the sum of the others; time that overlaps with them
 
 
 class RunSummary(BaseModel):
-    """A run in ten numbers and names. Rewards are means over the first and the last tenth of the steps."""
+    """The result of a run. Rewards are means over the first and the last tenth of the steps."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -75,7 +75,7 @@ PANELS = (
 
 
 def draw_curves(records: Sequence[StepRecord], before: EvalReport, after: EvalReport) -> Figure:
-    """Small plots of the journal, evaluations with their intervals on top, and seconds per phase."""
+    """Small plots of the journal with the evaluations and their intervals, and seconds per phase."""
     figure = Figure(figsize=(13, 8), layout="constrained")
     axes = list(figure.subplots(3, 3).flat)
     for axis, panel in zip(axes, PANELS, strict=False):
@@ -120,7 +120,7 @@ def _phases(axis: Axes, records: Sequence[StepRecord]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One completion that the trainer kept for people."""
+    """One completion that the trainer saved for people."""
 
     step: int
     question: str
@@ -213,10 +213,10 @@ _MARKS = re.compile(r"[^\w\s,.:;?'\"()%\u0080-\U0010ffff]|_")
 
 
 def as_text(text: str) -> str:
-    """Markdown, on one line, that shows ``text`` as it is: no image, link, HTML or table of it.
+    """One line of markdown that shows ``text`` literally, never as an image, link, HTML or table.
 
-    Whoever looks at a page would otherwise send requests to addresses that a model or a dataset wrote. Marks become
-    entities, which are never markup; a zero-width space within an address keeps renderers from making it a link.
+    Otherwise a reader's browser would send requests to addresses that a model or a dataset wrote. Punctuation becomes
+    entities; a zero-width space inside an address keeps renderers from making it a link.
     """
     line = re.sub(r"[\x00-\x1f\x7f]", " ", text)
     return _MARKS.sub(lambda match: f"&#{ord(match[0])};", _ADDRESS.sub("\u200b", line))
@@ -234,7 +234,7 @@ def html_page(
     cost: RunCost,
     lineage: Lineage,
 ) -> str:
-    """One file with everything in it, pictures included: it can be sent to somebody."""
+    """The page as one HTML file with all images inside, so that it can be sent to others."""
     facts = {
         "run": run.run_id,
         "steps, segments": f"{summary.steps}, {summary.segments}",
@@ -256,7 +256,7 @@ def html_page(
 
 
 def image_folder(run: Run) -> Path:
-    """Where the run's training pictures lie: its trainer was told so."""
+    """Folder of the run's training images, from the trainer's spec."""
     spec = run.run_dir / "spec.json"
     return Path(json.loads(spec.read_text())["dataset"]["path"]) / "images" if spec.exists() else run.run_dir
 
@@ -278,7 +278,7 @@ def report(
     model: ModelRef,
     wall_seconds: float,
 ) -> RunSummary:
-    """Write the page, show it in Prefect and MLflow, and return the run in ten numbers and names."""
+    """Write the page, show it in Prefect and MLflow, and return the summary."""
     records = run.journal()
     tracker = tracker_of(run, Settings())
     summary = summarize(records, before, after, segments, model, wall_seconds, tracker.mlflow_run_id)

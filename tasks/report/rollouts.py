@@ -1,4 +1,4 @@
-"""What the notebooks share: start a deployment and wait for it with a bar, and rollouts as people look at them."""
+"""Functions for the notebooks: start a deployment, wait for it with a progress bar, and show rollouts."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ _BAR = "{desc}{percentage:3.0f}%|{bar}| {elapsed}"  # tqdm ends a description wi
 
 
 def start(deployment: str, **parameters: Any) -> FlowRun:
-    """A flow run of ``flow/deployment``; returns at once."""
-    # By the client: Prefect's own helpers hand out coroutines wherever a loop runs, as in every notebook.
+    """Start a flow run of ``flow/deployment`` and return at once."""
+    # Prefect's own helpers return coroutines where an event loop runs, as in every notebook.
     with get_client(sync_client=True) as client:
-        found = client.read_deployment_by_name(deployment)
-        return client.create_flow_run_from_deployment(found.id, parameters=parameters)
+        deployment_id = client.read_deployment_by_name(deployment).id
+        return client.create_flow_run_from_deployment(deployment_id, parameters=parameters)
 
 
 def wait(flow_run: FlowRun) -> str:
-    """Until it has ended, beside a bar of its progress artifact; the name of the ablation or run.
+    """Wait for the end of a flow run with a bar of its progress artifact. Returns the name of the ablation or run.
 
     Raises:
         TrainerFailedError: it did not complete.
@@ -63,7 +63,7 @@ class ShownCompletion:
 
 @dataclass(frozen=True, slots=True)
 class ShownGroup:
-    """A problem with its pictures and all that was sampled for it in one step."""
+    """A problem with its images and all completions that were sampled for it in one step."""
 
     step: int
     problem_id: str
@@ -74,20 +74,20 @@ class ShownGroup:
 
 
 def sampled_steps(run: Run) -> list[int]:
-    """Steps of which completions were kept."""
+    """Steps whose completions were saved."""
     return sorted(int(path.stem.removeprefix("step-")) for path in (run.run_dir / "samples").glob("step-*.json"))
 
 
 def read_groups(run: Run, step: int) -> list[ShownGroup]:
-    """The problems that the trainer kept of a step, the first of its batch.
+    """The problems of a step that the trainer saved, the first of its batch.
 
     Raises:
-        ConfigError: nothing was kept of this step.
+        ConfigError: no completions of this step were saved.
     """
     path = run.run_dir / "samples" / f"step-{step:06d}.json"
     if not path.exists():
         known = ", ".join(map(str, sampled_steps(run))) or "none"
-        raise ConfigError(f"run {run.run_id} kept no completions of step {step}. Steps that have some: {known}.")
+        raise ConfigError(f"run {run.run_id} saved no completions of step {step}. Steps that have some: {known}.")
     folder = image_folder(run)
     groups = []
     for problem_id, rows in groupby(json.loads(path.read_text()), key=lambda row: row["problem_id"]):
@@ -116,7 +116,7 @@ def read_groups(run: Run, step: int) -> list[ShownGroup]:
 
 
 def as_html(group: ShownGroup) -> str:
-    """Picture and prompt on top, completions side by side, the best reward first."""
+    """HTML with image and prompt on top and the completions side by side, the best reward first."""
     return TEMPLATES.get_template("group.html.jinja").render(
         group=group,
         pictures=[data_uri(path) for path in group.pictures],

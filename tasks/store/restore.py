@@ -1,4 +1,4 @@
-"""A run brought back from RLFLOW_STORE to a machine that does not have it."""
+"""Restore a run from RLFLOW_STORE on a machine that does not have it."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ SEGMENTS = "segments"
 
 
 def restore_run(run_id: str, settings: Settings) -> None:
-    """Where this machine does not know the run: fetch all but its checkpoints, as of the last one that was mirrored."""
+    """If this machine lacks the run, fetch all of it except its checkpoints, as of its last mirrored checkpoint."""
     store, run_dir = patient_store_of(settings), settings.runs_dir / run_id
     if store is None or run_dir.exists():
         return
     names = [name for name in store.files_below(f"runs/{run_id}") if not name.startswith((f"{CHECKPOINTS}/", "."))]
     if not any(name.startswith(f"{SEGMENTS}/") for name in names):
-        return  # no checkpoint yet, so nothing to go on from
+        return  # no checkpoint yet, so nothing to continue from
     with building(run_dir) as aside:
         for name in names:
             path, content = inside(aside, name), store.get(f"runs/{run_id}/{name}")
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(_moved(content or b"", run_dir) if name.startswith(f"{SEGMENTS}/") else content or b"")
+            path.write_bytes(_relocate(content or b"", run_dir) if name.startswith(f"{SEGMENTS}/") else content or b"")
     reached = max(item.last_step for item in _segments(run_dir))
     write_mirror(run_dir, read_mirror(run_dir, settings).model_copy(update={"step": reached}))
     get_logger().warning("store: run %s is not on this machine and goes on from %s", run_id, settings.store)
 
 
 def restore_checkpoint(run_dir: Path, settings: Settings) -> None:
-    """Where the newest checkpoint that the run's segments end in is not on this machine: fetch it, else the one before
-    it, and so on. What is not in the store either is the trainer's to say."""
+    """Fetch the newest checkpoint of the run's segments if this machine lacks it, or else the one before it, and so on.
+    If the store lacks it too, the trainer reports it."""
     for segment in reversed(_segments(run_dir)):
         folder = run_dir / CHECKPOINTS / Path(segment.checkpoint.path).name
         if folder.exists():
@@ -51,25 +51,25 @@ def restore_checkpoint(run_dir: Path, settings: Settings) -> None:
             if fetch(folder, settings):
                 return
         except StorageDamagedError as error:
-            get_logger().warning("store: A DAMAGED CHECKPOINT IS SKIPPED, and the one before it is taken: %s", error)
+            get_logger().warning("store: A DAMAGED CHECKPOINT IS SKIPPED, and the one before it is used: %s", error)
             _unseal(folder, settings)
 
 
 def _unseal(folder: Path, settings: Settings) -> None:
-    """The store's copy of ``folder`` is not whole any more, so that it is sent again once it is made again."""
+    """Mark the store's copy of ``folder`` as incomplete, so that it is sent again once it is made again."""
     store, key = patient_store_of(settings), key_of(folder, settings)
     if store is not None and key is not None:
         store.discard(f"{key}/{SEAL}")
 
 
 class MirrorState(BaseModel):
-    """``mirror.json`` of a run's folder: what the store has acknowledged to this machine."""
+    """``mirror.json`` in a run's folder: what the store has acknowledged to this machine."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     store: str
-    step: int = 0  # whose checkpoint is there, and all that belongs to it
-    token: str  # of this machine's copy of the run
+    step: int = 0  # the store has the checkpoint of this step, and everything up to it
+    token: str  # identifies this machine's copy of the run
     taken_over: bool = False
 
 
@@ -85,7 +85,7 @@ def read_mirror(run_dir: Path, settings: Settings) -> MirrorState:
     except FileNotFoundError:
         return fresh
     except ValidationError as error:
-        get_logger().warning("%s is damaged: what the store has is looked at anew. %s", path, error)
+        get_logger().warning("%s is damaged, so the content of the store is read again. %s", path, error)
         return fresh
     return known if known.store == settings.store else fresh
 
@@ -95,7 +95,7 @@ def write_mirror(run_dir: Path, state: MirrorState) -> None:
 
 
 def mirrored_step(run_dir: Path, settings: Settings) -> int:
-    """The last step whose checkpoint is in the store, as it has acknowledged.
+    """The last step whose checkpoint the store has acknowledged.
 
     Raises:
         TakenOverError: another machine drives the run.
@@ -110,19 +110,19 @@ def mirrored_step(run_dir: Path, settings: Settings) -> int:
 
 
 def _segments(run_dir: Path) -> list[SegmentManifest]:
-    """Those that can be read; the trainer moves the others aside."""
-    found = []
+    """All readable manifests; the trainer moves the others aside."""
+    segments = []
     for path in sorted((run_dir / SEGMENTS).glob("*.json")):
         try:
-            found.append(SegmentManifest.model_validate_json(path.read_bytes()))
+            segments.append(SegmentManifest.model_validate_json(path.read_bytes()))
         except ValueError:
             continue
-    return found
+    return segments
 
 
-def _moved(manifest: bytes, run_dir: Path) -> bytes:
-    """The manifest of a segment whose run lies elsewhere now."""
-    found = SegmentManifest.model_validate_json(manifest)
-    path = run_dir / CHECKPOINTS / Path(found.checkpoint.path).name
-    moved = found.model_copy(update={"checkpoint": found.checkpoint.model_copy(update={"path": str(path)})})
+def _relocate(manifest: bytes, run_dir: Path) -> bytes:
+    """The manifest of a segment with the path of its checkpoint on this machine."""
+    segment = SegmentManifest.model_validate_json(manifest)
+    path = run_dir / CHECKPOINTS / Path(segment.checkpoint.path).name
+    moved = segment.model_copy(update={"checkpoint": segment.checkpoint.model_copy(update={"path": str(path)})})
     return moved.model_dump_json(indent=1).encode()

@@ -78,8 +78,8 @@ def test_a_webhook_hears_of_failed_and_finished_runs_once(
         python(env, "-c", BLOCK.format(url=url))
         assert "rlflow-failed: made" in python(env, *command)
         again = python(env, *command)
-        assert "rlflow-failed: brought up to date" in again
-        assert "rlflow-finished: brought up to date" in again
+        assert "rlflow-failed: updated" in again
+        assert "rlflow-finished: updated" in again
 
         deadline = time.monotonic() + 240
         while not bodies:  # the server reads its automations anew when it likes

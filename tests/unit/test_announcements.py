@@ -156,7 +156,7 @@ def test_what_preflight_has_found_is_a_page_and_lines(
     lines = page.splitlines()
     assert lines[:2] == ["| checked | found |", "| --- | --- |"]
     assert lines[2:] == [f"| {name} | {fact} |" for name, fact in report.facts.items()]
-    assert report.facts["store"] == "none, the data folder is all there is"
+    assert report.facts["store"] == "none; everything stays in the data folder"
     assert report.facts["Prefect"] == "embedded"
     assert caplog.messages == [f"check: {name}: {fact}" for name, fact in report.facts.items()]
 

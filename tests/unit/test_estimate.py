@@ -16,7 +16,7 @@ from rlcore.errors import ModelError
 from rlcore.estimate import Architecture, ArchitectureSpec, Plan, estimate_memory, estimate_seconds
 from rlcore.jobs.architecture import architecture, describe
 from tasks.cli import estimate
-from tasks.cli.estimate import estimated
+from tasks.cli.estimate import compute_estimate
 from tasks.experiments import load_experiment
 from tests.bench import estimates
 from tests.bench.estimates import BYTES, PEAK
@@ -151,7 +151,7 @@ def test_a_folder_with_nothing_but_config_json_will_do(tmp_path: Path) -> None:
     spec = ArchitectureSpec(result=tmp_path / "r.json", model=ModelConfig(path=str(tmp_path)))
     model = describe(spec).architecture
     experiment = load_experiment("grpo-geo3k", [f"model.path={tmp_path}"])
-    found = estimated(experiment, model, "H100")
+    found = compute_estimate(experiment, model, "H100")
     assert found.fits
     assert found.batches == 60
     assert "Memory per GPU" in found.text()
@@ -167,7 +167,7 @@ def test_a_model_that_cannot_be_fetched_says_what_is_needed(tmp_path: Path, monk
 
 def test_a_model_that_is_too_large_does_not_fit(models: dict[str, Architecture]) -> None:
     experiment = load_experiment("grpo-geo3k", ["resources.workers=1", "model.gradient_checkpointing=none"])
-    found = estimated(experiment, models["vl"], "A100")
+    found = compute_estimate(experiment, models["vl"], "A100")
     assert not found.fits
     assert "DOES NOT FIT" in found.text()
 
@@ -186,7 +186,7 @@ def test_a_dry_run_tells_the_estimate_of_the_models_architecture(
 
     monkeypatch.setattr(estimate, "run_job", job)
     found = estimate.dry_run(experiment, "H100")
-    assert found == estimate.estimated(experiment, model, "H100")
+    assert found == estimate.compute_estimate(experiment, model, "H100")
     assert capsys.readouterr().err == f"{found.text()}\n"
     ((module, spec, kind, settings, quiet),) = asked
     assert (module, kind, quiet) == ("rlcore.jobs.architecture", estimate.ArchitectureRef, True)

@@ -58,10 +58,10 @@ def names(client: Client) -> list[str]:
 def test_one_automation_for_each_occasion_however_often_they_are_applied() -> None:
     client = Client()
     made = apply(client, "webhook/team", ["failed", "finished"])  # type: ignore[arg-type]
-    assert made == ["rlflow-failed: made, tells webhook/team", "rlflow-finished: made, tells webhook/team"]
+    assert made == ["rlflow-failed: created, notifies webhook/team", "rlflow-finished: created, notifies webhook/team"]
     client.create_automation(automation(OCCASIONS["failed"], "webhook", uuid.uuid4(), ["other"]))
     again = apply(client, "webhook/team", ["failed"], ["evaluate-latest"])  # type: ignore[arg-type]
-    assert again == ["rlflow-failed: brought up to date, tells webhook/team"]
+    assert again == ["rlflow-failed: updated, notifies webhook/team"]
     assert names(client) == ["rlflow-failed", "rlflow-finished"], "the copy is gone"
     failed, finished = sorted(client.automations.values(), key=lambda item: item.name)
     assert failed.trigger.match_related.model_dump() == {
@@ -121,7 +121,7 @@ def test_a_block_that_is_not_there_is_refused_with_those_that_are() -> None:
     ("words", "said"),
     [
         (["webhook/team", "--on", "ended"], "'ended' is not one of 'failed', 'finished'"),
-        ([], "name the block that is told"),
+        ([], "name the block to notify"),
     ],
 )
 def test_a_command_that_says_too_little_is_refused(words: list[str], said: str) -> None:

@@ -66,7 +66,7 @@ def test_the_last_publish_waits_for_the_server() -> None:
 
 def test_the_last_publish_gives_up_at_its_bound() -> None:
     publisher, tracker, clock = wired(back_at=1e9)
-    with pytest.raises(ServerError, match=r"away\. Asked for 60 s \(RLFLOW_TRACKING_WAIT_SECONDS\)"):
+    with pytest.raises(ServerError, match=r"away\. Tried for 60 s \(RLFLOW_TRACKING_WAIT_SECONDS\)"):
         publisher.publish_last(7, wait_seconds=60)
     assert clock.now == 60
     assert tracker.published_step == 0
@@ -97,5 +97,5 @@ def test_a_tracker_that_is_slower_than_the_journal_is_asked_again_until_its_boun
     publisher = Publisher(Slow, lambda: records, name="tensorboard", now=clock, sleep=clock.sleep)
     publisher.publish_last(5, 10)
     assert clock.slept == [0.2] * 4
-    with pytest.raises(ServerError, match=r"^tensorboard has not taken the steps up to 8 yet\. Asked for 0 s"):
+    with pytest.raises(ServerError, match=r"^tensorboard has not accepted the steps up to 8 yet\. Tried for 0 s"):
         publisher.publish_last(8, 0)

@@ -98,7 +98,7 @@ def test_kept_steps_are_in_order_and_their_groups_whole(run: Run, tmp_path: Path
     ]  # fmt: skip
     assert first.completions[1].parts == {"right": 0.5, "<form>": 1.0}
     assert first.completions[1].finish_reason == "stop"
-    with pytest.raises(ConfigError, match=r"^run the-run kept no completions of step 5\. .*: 2, 4, 6, 8, 10\.$"):
+    with pytest.raises(ConfigError, match=r"^run the-run saved no completions of step 5\. .*: 2, 4, 6, 8, 10\.$"):
         read_groups(run, 5)
     empty = run.model_copy(update={"run_dir": tmp_path / "empty"})
     with pytest.raises(ConfigError, match=r"Steps that have some: none\.$"):
@@ -171,7 +171,7 @@ def test_both_pages_say_the_same_numbers(run: Run, tmp_path: Path) -> None:
         ("model", f"toy version 3, /models/m ({'m' * 16})"),
         ("run", f"r, {tmp_path}; MLflow run mlflow-1"),
         ("checkpoint", f"step 20, /run/checkpoints/step-000020 (manifest {'c' * 16})"),
-        ("segment 0", "steps 1 to 10, /run/checkpoints/step-000010, no longer kept"),
+        ("segment 0", "steps 1 to 10, /run/checkpoints/step-000010, removed"),
         ("segment 1", "steps 11 to 20, /run/checkpoints/step-000020"),
         ("starts", "0: "),
         ("trained with", "rlcore code; ray 3, torch 2"),
@@ -180,7 +180,7 @@ def test_both_pages_say_the_same_numbers(run: Run, tmp_path: Path) -> None:
     text = markdown(run, summary, BEFORE, AFTER, MODEL, read_samples(run)[:2], COST, lineage(tmp_path))
     for row in [*results, *cost, *origin]:
         assert f"| {' | '.join(row)} |\n" in text
-    assert '| changed on the way | {"a\\|b"} |\n' in text
+    assert '| changed during the run | {"a\\|b"} |\n' in text
     assert text.startswith("# the-run\n\n| | before | after |\n| --- | --- | --- |\n| accuracy")
     assert "Training reward 0.125 -> 0.250 in 20 steps, 1 segments, 62 s." in text
     assert "- model: `/models/m` (registered: toy version 3)\n" in text

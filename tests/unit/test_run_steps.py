@@ -318,7 +318,7 @@ def test_a_continued_run_is_the_same_science_or_says_what_changed(data_dir: Path
     assert open_run(EXPERIMENT, "same", settings) == run
     words = ["training.steps=7", "segment.steps=1", "data.template=math"]
     longer = load_experiment("grpo-geo3k-tiny", [*words, "seed=5"])
-    with pytest.raises(ConfigError, match=r"(?s)^run same was started with another experiment:\n- seed: .*leave --run"):
+    with pytest.raises(ConfigError, match=r"(?s)^run same was started with other settings:\n- seed: .*leave --run"):
         open_run(longer, "same", settings)
     changes = run.run_dir / "changes.jsonl"
     assert not changes.exists()

@@ -89,7 +89,7 @@ class Mirror:
 
 
 def patiently(mirror: Any, seconds: float) -> None:
-    mirroring._patiently(mirror, seconds)
+    mirroring._send_rest(mirror, seconds)
 
 
 def test_the_last_of_a_run_is_sent_with_doubling_delays_up_to_the_longest(
@@ -114,7 +114,7 @@ def test_the_wait_for_the_store_has_an_end_and_a_refusal_no_second_try(monkeypat
 def test_a_failed_run_says_that_its_end_is_not_in_the_store(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
     mirror: Any = Mirror(1, StorageError("away"))
-    mirroring._send_what_is_left_of_a_failure(mirror)
-    assert caplog.messages == ["store: the end of the run is not there: away"]
-    mirroring._send_what_is_left_of_a_failure(mirror)
+    mirroring._send_rest_of_failed_run(mirror)
+    assert caplog.messages == ["store: the end of the run could not be sent: away"]
+    mirroring._send_rest_of_failed_run(mirror)
     assert len(caplog.messages) == 1
