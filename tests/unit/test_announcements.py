@@ -259,11 +259,11 @@ def test_servers_that_are_away_are_told_of_together(tmp_path: Path, monkeypatch:
 
 
 def test_outages_together_are_an_outage() -> None:
-    found = preflight._together([ServerError("a"), StorageError("b")])
+    found = preflight._combine([ServerError("a"), StorageError("b")])
     assert type(found) is ServerError
     assert str(found).endswith("- a\n- b")
-    assert type(preflight._together([ServerError("a"), ConfigError("b")])) is ConfigError
-    assert type(preflight._together([ConfigError("a"), ConfigError("b")])) is ConfigError
+    assert type(preflight._combine([ServerError("a"), ConfigError("b")])) is ConfigError
+    assert type(preflight._combine([ConfigError("a"), ConfigError("b")])) is ConfigError
 
 
 class Files:
