@@ -222,7 +222,7 @@ def _wanted() -> AppliedDeployments:
     """The deployments of prefect.yaml, and a digest of all that they are made from: their entries there, and their
     flows' parameters."""
     text = (ROOT / "prefect.yaml").read_bytes()
-    code = code_digest("flows", "tasks/parameters.py", "rlcore/config")
+    code = code_digest("flows", "tasks/experiments.py", "rlcore/config")
     return AppliedDeployments(
         digest=f"{hashlib.sha256(text + str(ROOT).encode()).hexdigest()[:16]}-{code}",
         deployments=frozenset((item["name"], item["entrypoint"]) for item in yaml.safe_load(text)["deployments"]),
