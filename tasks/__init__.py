@@ -2,8 +2,8 @@
 
 from infra import environment
 from infra.settings import Settings
-from infra.stack import connect
+from infra.stack.services import log_in
 
 # before anything below imports Prefect or MLflow
 environment.apply(Settings())
-connect.log_in(Settings())
+log_in(Settings())

@@ -163,8 +163,8 @@ def judge(todo: Todo, done: Evaluation, confidence: float) -> Verdict:
 
 
 def _compare_with_champion(todo: Todo, done: Evaluation, confidence: float) -> Verdict:
-    from rlcore.evaluation.evaluate import read_rows
-    from rlcore.evaluation.paired import accuracy_per_problem, compare
+    from rlcore.evaluation import compare
+    from rlcore.jobs.evaluate import accuracy_per_problem, read_rows
 
     settings, name = Settings(), todo.run.experiment.name
     tags = tracker_of(todo.run, settings).tags_at(name, CHAMPION)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-from infra.hardware import usable_cores
 from infra.logs import get_logger
+from infra.provenance import usable_cores
 from infra.settings import Settings
 from infra.store.download import forget_unused, localize
 from rlcore.artifacts import DatasetRef
@@ -19,7 +19,10 @@ from tasks.retries import step
 from tasks.store.made import content_key, made
 
 Split = Literal["train", "validation"]
-_CODE = ("rlcore/data", "rlcore/families", "rlcore/config", "rlcore/specs.py")
+CODE = (
+    *("rlcore/jobs/prepare.py", "rlcore/jobs/resize.py"),
+    *("rlcore/data", "rlcore/families", "rlcore/config", "rlcore/specs.py"),
+)
 _TIMEOUT_SECONDS = 6 * 3600
 
 
@@ -61,7 +64,7 @@ def prepare_dataset(experiment: ExperimentConfig, split: Split) -> DatasetRef:
         forget_unused(settings.downloads_dir, int(settings.downloads_gib * 2**30))
         return run_job("rlcore.jobs.prepare", spec, DatasetRef, settings)
 
-    key = content_key("prepare", dataset_key(spec), *_CODE)
+    key = content_key("prepare", dataset_key(spec), *CODE)
     return _require_problems(made(key, prepared_folder(spec), make, DatasetRef))
 
 
@@ -70,7 +73,7 @@ def resize_images(experiment: ExperimentConfig, split: Split, dataset: DatasetRe
     """The same dataset with each distinct image stored once, at a size that fits the model's patch grid."""
     settings = Settings()
     spec = resize_spec(experiment, dataset, settings)
-    key = content_key("resize", resized_key(spec), *_CODE)
+    key = content_key("resize", resized_key(spec), *CODE)
     ready = _require_problems(
         made(key, resized_folder(spec), lambda: run_job("rlcore.jobs.resize", spec, DatasetRef, settings), DatasetRef)
     )

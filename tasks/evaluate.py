@@ -21,15 +21,9 @@ from tasks.run import Run, tracker_of
 from tasks.store.made import content_key, made
 
 _REPORT = "report.json"
-_CODE = (
-    "rlcore/evaluation",
-    "rlcore/jobs",
-    "rlcore/sampler",
-    "rlcore/rollout",
-    "rlcore/rewards",
-    "rlcore/models",
-    "rlcore/families",
-    "rlcore/data",
+CODE = (
+    *("rlcore/jobs/evaluate.py", "rlcore/evaluation.py", "rlcore/sampler", "rlcore/rollout", "rlcore/rewards"),
+    *("rlcore/models", "rlcore/families", "rlcore/data"),
 )
 _LOGGED = (
     "accuracy", "accuracy_low", "accuracy_high", "reward", "reward_low", "reward_high", "truncated", "ungraded",
@@ -70,7 +64,7 @@ def evaluate_policy(
 ) -> EvalReport:
     """pass@1 and mean reward with intervals, and a table of every completion."""
     settings = Settings()
-    key = content_key("evaluate", evaluation_content(experiment, policy, base, dataset), *_CODE)
+    key = content_key("evaluate", evaluation_content(experiment, policy, base, dataset), *CODE)
     out_dir = settings.evaluations_dir / key
 
     def make() -> EvalReport:

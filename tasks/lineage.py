@@ -18,7 +18,7 @@ from infra import provenance
 from infra.errors import RegistryError
 from infra.logs import redact
 from infra.settings import Settings
-from infra.tracking.registry import RegisteredVersion, find_model, read_text
+from infra.tracking.results import RegisteredVersion, find_model, read_text
 from rlcore.artifacts import CheckpointRef, DatasetRef, ModelRef
 from rlcore.config import read_experiment
 from rlcore.config.reward import UserReward

@@ -19,17 +19,22 @@ from tasks.store.made import content_key, made
 CHAMPION = "champion"  # alias of the best model of an experiment so far: tasks/champion.py
 ALIAS = "verified"  # alias of a model whose log-probs agree in the trainer, transformers and vLLM
 
+BOOTSTRAP_CODE = ("rlcore/jobs/bootstrap.py", "rlcore/models", "rlcore/families", "rlcore/data")
+MERGE_CODE = (
+    *("rlcore/jobs/merge.py", "rlcore/jobs/bootstrap.py", "rlcore/models", "rlcore/families", "rlcore/sampler"),
+    *("rlcore/algorithms/logprobs.py", "rlcore/batch.py"),
+)
+
 
 def bootstrap_key(model: ModelConfig) -> str:
     files = sorted(Path(model.path).glob("*")) if Path(model.path).is_dir() else []
     stamps = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    code = ("rlcore/jobs/bootstrap.py", "rlcore/models", "rlcore/families", "rlcore/data")
-    return content_key("model", json.dumps([model.model_dump(mode="json"), stamps]), *code)
+    return content_key("model", json.dumps([model.model_dump(mode="json"), stamps]), *BOOTSTRAP_CODE)
 
 
 def merge_key(checkpoint: CheckpointRef, base: ModelRef) -> str:
     content = json.dumps([checkpoint.manifest_sha256, checkpoint.path, base.digest])
-    return content_key("merge", content, "rlcore/jobs", "rlcore/models", "rlcore/families", "rlcore/sampler")
+    return content_key("merge", content, *MERGE_CODE)
 
 
 @step("bootstrap-policy", others=(5, 60), timeout_seconds=6 * 3600)

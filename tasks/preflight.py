@@ -13,9 +13,9 @@ from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL
 from pydantic import BaseModel, ConfigDict
 from safetensors import SafetensorError, safe_open
 
-from infra import hardware
 from infra.errors import InfraError, ServerError, StorageError, StorageUnusableError
 from infra.logs import get_logger, without_password
+from infra.provenance import describe_hardware
 from infra.settings import Settings
 from infra.stack.servers import check_prefect, check_ray
 from infra.store import download
@@ -123,7 +123,7 @@ def services_away(settings: Settings) -> list[str]:
 
 
 def _machine(experiment: ExperimentConfig, settings: Settings) -> str:
-    machine = hardware.describe()
+    machine = describe_hardware()
     wanted = experiment.resources
     if settings.ray_address:
         check_ray(settings.ray_address, settings.server_timeout_seconds)

@@ -41,7 +41,7 @@ class Login:
         return {"MLFLOW_TRACKING_USERNAME": self.user, "MLFLOW_TRACKING_PASSWORD": self.password}
 
     def for_servers(self) -> dict[str, str]:
-        """Variables of both servers; infra/stack/mlflow_app.py reads those of MLflow's clients."""
+        """Variables of both servers; infra/stack/apps.py reads those of MLflow's clients."""
         return {"PREFECT_SERVER_API_AUTH_STRING": self.text, **self.for_mlflow()}
 
 

@@ -48,7 +48,7 @@ def prefect_command(settings: Settings, port: int) -> Server:
     database = settings.prefect_database.get_secret_value()
     return Server(
         args=(
-            *(sys.executable, "-m", "uvicorn", "--factory", "infra.stack.prefect_app:create"),
+            *(sys.executable, "-m", "uvicorn", "--factory", "infra.stack.apps:prefect"),
             *("--host", settings.host, "--port", str(port), "--log-level", "warning"),
         ),
         variables={
@@ -76,7 +76,7 @@ def mlflow_command(settings: Settings, port: int) -> Server:
     address = _address(settings, port)
     return Server(
         args=(
-            *(sys.executable, "-m", "uvicorn", "--factory", "infra.stack.mlflow_app:create"),
+            *(sys.executable, "-m", "uvicorn", "--factory", "infra.stack.apps:mlflow"),
             *("--host", settings.host, "--port", str(port), "--log-level", "warning"),
         ),
         variables={

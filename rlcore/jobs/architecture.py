@@ -16,7 +16,7 @@ from rlcore.config import ModelConfig
 from rlcore.errors import ModelError
 from rlcore.estimate import Architecture, ArchitectureRef, ArchitectureSpec
 from rlcore.families import family_of
-from rlcore.jobs.entry import job_main
+from rlcore.jobs import job_main
 from rlcore.models.loading import auto_class, load_hf_config
 from rlcore.models.lora import lora_targets, vision_tower
 from rlcore.models.packed import model_shape

@@ -12,7 +12,7 @@ from rlcore.config import ModelConfig, TinyModelConfig
 from rlcore.errors import ModelError
 from rlcore.families import family_in
 from rlcore.files import building
-from rlcore.jobs.entry import job_main
+from rlcore.jobs import job_main
 from rlcore.specs import BootstrapSpec, tiny_folder
 
 # what a model needs to load; never *.bin or *.pt, which are pickles and can run code

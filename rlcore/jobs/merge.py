@@ -26,8 +26,8 @@ from rlcore.batch import trained_positions
 from rlcore.errors import ModelError
 from rlcore.families import family_of, images_of
 from rlcore.files import building, remove_whole
+from rlcore.jobs import job_main
 from rlcore.jobs.bootstrap import VERIFIED, folder_digest
-from rlcore.jobs.entry import job_main
 from rlcore.models.checkpoint import load_full_weights, untied_tensors
 from rlcore.models.loading import empty_hf_model, load_hf_model
 from rlcore.models.probe import PROBE_FILE, ProbeSequence, read_probe

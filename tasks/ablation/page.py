@@ -11,8 +11,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from rlcore.ablation.curves import Band
-from rlcore.ablation.results import Row
+from rlcore.ablation.results import Band, Row
 
 _COLOURS = ("#222222", "#1f77b4", "#d95f02", "#1b9e77", "#7570b3", "#e7298a", "#66a61e", "#a6761d", "#666666")
 _LOST = "-"

@@ -15,10 +15,8 @@ from prefect.cache_policies import NO_CACHE
 
 from infra.logs import get_logger
 from infra.settings import Settings
-from rlcore.ablation.curves import band_over
-from rlcore.ablation.halving import survivors
-from rlcore.ablation.plan import BASE, Point
-from rlcore.ablation.results import AblationSummary, PointFailure, PointResult, Row, Status
+from rlcore.ablation.plan import BASE, Point, survivors
+from rlcore.ablation.results import AblationSummary, PointFailure, PointResult, Row, Status, band_over
 from rlcore.errors import TrainerFailedError
 from rlcore.segment.journal import read_journal
 from tasks.ablation import study
@@ -135,8 +133,7 @@ def report_ablation(ablation: Ablation) -> AblationSummary:
 
 def _accuracy(ablation: Ablation) -> dict[str, dict[int, dict[int, dict[str, float]]]]:
     """Accuracy by point, steps, seed and problem."""
-    from rlcore.evaluation.evaluate import read_rows
-    from rlcore.evaluation.paired import accuracy_per_problem
+    from rlcore.jobs.evaluate import accuracy_per_problem, read_rows
 
     accuracy: dict[str, dict[int, dict[int, dict[str, float]]]] = {}
     for item in ablation.results():

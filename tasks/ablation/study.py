@@ -15,8 +15,7 @@ from pydantic import ValidationError
 
 from infra.logs import redact
 from infra.settings import Settings
-from rlcore.ablation.halving import most_steps
-from rlcore.ablation.plan import AblationPlan, Job, Point, make_plan
+from rlcore.ablation.plan import AblationPlan, Job, Point, make_plan, most_steps
 from rlcore.ablation.results import PointFailure, PointResult
 from rlcore.artifacts import DatasetRef, EvalReport, ModelRef
 from rlcore.config import AblationConfig

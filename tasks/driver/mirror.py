@@ -25,7 +25,7 @@ from infra.store.bucket import Store
 from rlcore.errors import CheckpointError
 from rlcore.files import files_below
 from rlcore.segment.journal import read_journal
-from rlcore.segment.retention import pinned
+from rlcore.segment.resume import pinned
 from rlcore.segment.spec import SegmentManifest
 from rlcore.segment.store import MANIFEST, LocalCheckpointStore, verify_checkpoint
 from tasks.run import Run

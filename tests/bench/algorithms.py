@@ -123,7 +123,7 @@ def run(trial: Trial) -> Outcome:
     from rlcore.distributed.group import WorkerGroup
     from rlcore.distributed.ranks import LocalRanks
     from rlcore.distributed.worker import Worker, WorkerSpec
-    from rlcore.evaluation.evaluate import evaluate, summarise
+    from rlcore.jobs.evaluate import evaluate, summarise
     from rlcore.rewards import make_reward
     from rlcore.rewards.pool import GradingPool
     from rlcore.training.loop import train

@@ -8,10 +8,12 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
+
+from tasks import data, evaluate, models
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("flows", "tasks", "rlcore", "infra")
@@ -24,8 +26,8 @@ FORBIDDEN = {
 }
 # Third party -> where it may be imported: files or folders, as prefixes of the path.
 HOMES = {
-    "prefect": ("flows/", "tasks/", "infra/prefect_plugin.py", "infra/stack/prefect_app.py"),
-    "mlflow": ("infra/tracking/", "infra/stack/mlflow_app.py", "infra/deploy/docker/"),
+    "prefect": ("flows/", "tasks/", "infra/prefect_plugin.py", "infra/stack/apps.py"),
+    "mlflow": ("infra/tracking/", "infra/stack/apps.py", "infra/deploy/docker/"),
     "tensorboard": ("infra/tracking/sinks.py",),
     "wandb": ("infra/tracking/sinks.py",),
     "swanlab": ("infra/tracking/sinks.py",),
@@ -61,7 +63,7 @@ LAYERS = {
     ),
     "infra": (
         ("errors", "files", "launch", "settings"),
-        ("environment", "hardware", "logs"),
+        ("environment", "logs"),
         ("processes", "provenance"),
         ("store",),
         ("tracking",),
@@ -87,6 +89,10 @@ NO_TORCH = tuple(
         *("adjustments.py", "failures.py", "specs.py", "estimate.py", "rewards/"),
     )
 )
+# Parts of rlcore that a cached job imports and that do not change its result: plain data, and what starts and checks.
+NOT_IN_KEYS = {"artifacts", "config", "errors", "failures", "files", "flops", "ports", "process", "specs", "types"}
+NOT_IN_KEY_OF = {"evaluate": {"adjustments", "algorithms", "batch", "distributed", "training"},
+                 "merge": {"adjustments", "data", "segment"}}  # fmt: skip
 HEAVY = ("torch", "vllm", "ray", "transformers", "datasets")
 
 
@@ -192,6 +198,29 @@ def test_the_design_page_has_the_same_layers(part: str) -> None:
 
 def test_no_files_import_each_other() -> None:
     assert circles(imports_of_the_project()) == []
+
+
+@pytest.mark.parametrize(
+    ("job", "code"),
+    [
+        ("prepare", data.CODE),
+        ("resize", data.CODE),
+        ("bootstrap", models.BOOTSTRAP_CODE),
+        ("evaluate", evaluate.CODE),
+        ("merge", models.MERGE_CODE),
+    ],
+)
+def test_a_cached_result_depends_on_the_code_that_makes_it(job: str, code: Sequence[str]) -> None:
+    """The source list of each cache key names the job's own file and every package that the job imports."""
+    reached = {
+        name.split(".")[1]
+        for name in reachable(f"rlcore.jobs.{job}", imports_of_the_project())
+        if name.startswith("rlcore.")
+    }
+    listed = {Path(source).parts[1].removesuffix(".py") for source in code}
+    assert f"rlcore/jobs/{job}.py" in code
+    assert reached - listed <= NOT_IN_KEYS | NOT_IN_KEY_OF.get(job, set())
+    assert listed <= reached
 
 
 def test_a_circle_is_found() -> None:

@@ -20,13 +20,13 @@ from rlcore.artifacts import CheckpointRef, DatasetRef, EvalReport, ModelRef
 from rlcore.errors import HealthError, RollbackError
 from rlcore.failures import EXIT_DIVERGED, EXIT_OUT_OF_MEMORY, EXIT_PREEMPTED, EXIT_STORAGE, exit_code
 from rlcore.files import write_json_atomically
-from rlcore.jobs.entry import job_main
+from rlcore.jobs import job_main
+from rlcore.jobs.segment import StopRequest
 from rlcore.process import dump_on_signal
 from rlcore.segment.health import HealthWatch
 from rlcore.segment.journal import MetricJournal, read_journal
 from rlcore.segment.lease import Control, Lease
 from rlcore.segment.resume import find_resume_point, segment_manifest
-from rlcore.segment.run import StopRequest
 from rlcore.segment.spec import SegmentEnd, SegmentSpec, segment_path
 from rlcore.segment.store import LocalCheckpointStore, read_manifest
 from rlcore.specs import BootstrapSpec, EvaluateSpec, JobError, MergeSpec, PrepareSpec, ResizeSpec
@@ -83,7 +83,7 @@ def _model(folder: Path, source: str) -> ModelRef:
 def evaluate(spec: EvaluateSpec) -> BaseModel:
     """Of 8 problems ``FAKE_RIGHT`` (JSON, by step, or by step and learning rate: "4 0.001") says how many are right;
     else 2 at step 0, 6 later."""
-    from rlcore.evaluation.evaluate import EvalRow, write_rows
+    from rlcore.jobs.evaluate import EvalRow, write_rows
 
     step = spec.policy.step if isinstance(spec.policy, CheckpointRef) else 0
     note(spec.out_dir.parent.parent, f"evaluate {step}")
@@ -117,7 +117,7 @@ def evaluate(spec: EvaluateSpec) -> BaseModel:
 
 
 def train(spec_path: Path) -> int:
-    """As ``rlcore.segment.run.main``; ``tests/long/test_trainer_contract.py`` runs both."""
+    """As ``rlcore.jobs.segment.main``; ``tests/long/test_trainer_contract.py`` runs both."""
     spec = SegmentSpec.model_validate_json(spec_path.read_text())
     lease = Lease(spec.run_dir / "lease.json")
     lease.acquire(f"fake-{os.getpid()}")

@@ -6,8 +6,7 @@ import csv
 import io
 from pathlib import Path
 
-from rlcore.ablation.curves import Band
-from rlcore.ablation.results import Row
+from rlcore.ablation.results import Band, Row
 from tasks.ablation.page import (
     Curve,
     csv_table,

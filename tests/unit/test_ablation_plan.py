@@ -8,9 +8,8 @@ from functools import partial
 import pytest
 from pydantic import ValidationError
 
-from rlcore.ablation.curves import Band, band_over
-from rlcore.ablation.halving import most_steps, rung_steps, survivors
-from rlcore.ablation.plan import AblationPlan, grid_points, labels_of, make_plan
+from rlcore.ablation.plan import AblationPlan, grid_points, labels_of, make_plan, most_steps, rung_steps, survivors
+from rlcore.ablation.results import Band, band_over
 from rlcore.config import AblationConfig
 from rlcore.errors import ConfigError
 from tasks.experiments import load_experiment

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from rlcore.ablation.table import PointNumbers, differences_at, make_rows
-from rlcore.evaluation.paired import compare
-from rlcore.evaluation.seeds import adjusted, compare_seeds, crossed_interval, estimate, mean_difference, sign_flip_p
+from rlcore.evaluation import adjusted, compare, compare_seeds, crossed_interval, estimate, mean_difference, sign_flip_p
 
 
 def named(*values: float) -> dict[str, float]:

@@ -9,7 +9,7 @@ import numpy as np
 
 from rlcore.rollout.groups import Group
 from rlcore.segment.batch_log import BatchLog
-from rlcore.segment.facts import code_digest, installed_versions
+from rlcore.segment.store import code_digest, installed_versions
 from rlcore.types import Completion, ImageRef, Problem, Score
 
 

@@ -7,11 +7,11 @@ import pytest
 
 from rlcore.config import EvaluationConfig
 from rlcore.errors import RewardError
-from rlcore.evaluation.evaluate import EvalRow, evaluate, read_rows, sample_seed, summarise, write_rows
-from rlcore.evaluation.intervals import (
+from rlcore.evaluation import (
     bootstrap_difference,
     bootstrap_interval,
 )
+from rlcore.jobs.evaluate import EvalRow, evaluate, read_rows, sample_seed, summarise, write_rows
 from rlcore.types import Completion, Problem, SampledGroup, SampleRequest, Score
 
 # ---- bootstrap

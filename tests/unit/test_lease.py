@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from rlcore.errors import LeaseLostError, StorageError
 from rlcore.files import write_json_atomically
+from rlcore.jobs.segment import StopRequest
 from rlcore.segment import lease as lease_module
 from rlcore.segment.lease import Control, ControlState, Lease, LeaseInfo, holder_alive
-from rlcore.segment.run import StopRequest
 
 HOLDER = """
 import sys

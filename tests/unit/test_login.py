@@ -21,11 +21,10 @@ from infra import environment
 from infra.errors import ServerError
 from infra.processes import this_process
 from infra.settings import Settings
-from infra.stack.connect import log_in
+from infra.stack.apps import PasswordRequired
 from infra.stack.login import Login, login_file, login_of
-from infra.stack.mlflow_app import PasswordRequired
 from infra.stack.servers import check_prefect
-from infra.stack.services import Layout, StackState
+from infra.stack.services import Layout, StackState, log_in
 
 
 def test_a_login_is_made_once_and_only_its_owner_can_read_it(tmp_path: Path) -> None:
@@ -169,7 +168,7 @@ def test_prefect_answers_to_no_foreign_name_not_even_the_one_it_has_for_itself(
 ) -> None:
     monkeypatch.setenv("RLFLOW_DATA_DIR", str(tmp_path))
     monkeypatch.setenv("PREFECT_HOME", str(tmp_path / "prefect"))
-    from infra.stack.prefect_app import create
+    from infra.stack.apps import prefect as create
 
     app = create()
     assert ask(app, "/api/ready", Host="localhost:4200").status_code != 400

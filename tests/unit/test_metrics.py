@@ -14,6 +14,7 @@ from rlcore.adjustments import Adjustments
 from rlcore.algorithms.objective import StepSums, UpdateResult
 from rlcore.config import AlgorithmConfig, build_experiment
 from rlcore.flops import Work
+from rlcore.jobs.segment import TrainerSink
 from rlcore.rollout.advantages import StepAdvantages
 from rlcore.rollout.collect import Counts, RolloutBatch
 from rlcore.rollout.groups import Group
@@ -21,7 +22,6 @@ from rlcore.rollout.state import RolloutState
 from rlcore.segment.checkpointing import CheckpointSeconds
 from rlcore.segment.health import HealthWatch
 from rlcore.segment.journal import MetricJournal, read_journal
-from rlcore.segment.run import TrainerSink
 from rlcore.training.metrics import (
     collection_metrics,
     mismatch_alarm,

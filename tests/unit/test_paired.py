@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from rlcore.evaluation.evaluate import EvalRow
-from rlcore.evaluation.paired import accuracy_per_problem, compare
+from rlcore.evaluation import compare
+from rlcore.jobs.evaluate import EvalRow, accuracy_per_problem
 
 
 def named(*values: float) -> dict[str, float]:

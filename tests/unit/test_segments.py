@@ -13,11 +13,11 @@ import pytest
 from rlcore.adjustments import Adjustments
 from rlcore.config import ExperimentConfig
 from rlcore.failures import EXIT_DONE, EXIT_PREEMPTED
+from rlcore.jobs.segment import StopRequest, _segments_from
 from rlcore.rollout.groups import Group
 from rlcore.segment.health import HealthWatch
 from rlcore.segment.lease import Control, Lease
 from rlcore.segment.resume import ResumePoint
-from rlcore.segment.run import StopRequest, _segments_from
 from rlcore.segment.spec import SegmentEnd
 from rlcore.training.run import TrainState
 from tests.unit import toy_run as toy

@@ -26,10 +26,10 @@ from rlcore.config import ExperimentConfig
 from rlcore.data.table import PreparedRow, write_rows
 from rlcore.errors import DivergedError
 from rlcore.failures import EXIT_DIVERGED, EXIT_DONE, EXIT_PAUSED, EXIT_PREEMPTED, EXIT_ROLLBACK, EXIT_UNKNOWN
+from rlcore.jobs.segment import StopRequest, live_stacks, main
 from rlcore.process import SIGNAL
 from rlcore.segment.journal import MetricJournal, read_journal
 from rlcore.segment.lease import Control, Lease, LeaseInfo
-from rlcore.segment.run import StopRequest, live_stacks, main
 from rlcore.segment.spec import SegmentManifest, SegmentSpec, segment_path
 from rlcore.specs import JobError
 from tests.unit import toy_run as toy

@@ -13,7 +13,7 @@ from rlcore.artifacts import DatasetRef, ModelRef
 from rlcore.config import ExperimentConfig
 from rlcore.errors import SamplerError, WorkerTraceback
 from rlcore.files import write_json_atomically
-from rlcore.segment.run import _failed
+from rlcore.jobs.segment import _failed
 from rlcore.segment.spec import SegmentSpec
 from rlcore.specs import JobError
 

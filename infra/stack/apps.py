@@ -1,8 +1,4 @@
-"""MLflow's server, for ``uvicorn --factory infra.stack.mlflow_app:create``: its own application behind a password.
-
-MLflow's own basic-auth application wants more packages, a database of users and a slow hash per request. One user
-needs none of that.
-"""
+"""The server applications, for ``uvicorn --factory infra.stack.apps:prefect`` and ``infra.stack.apps:mlflow``."""
 
 from __future__ import annotations
 
@@ -10,9 +6,11 @@ import hmac
 import os
 import uuid
 
+from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from infra.settings import Settings
 from infra.stack.login import Login
 
 _OPEN_PATHS = ("/health",)
@@ -43,8 +41,23 @@ class PasswordRequired:
             await send({"type": "websocket.close", "code": 1008})
 
 
-def create() -> ASGIApp:
-    """The application, with the variables that ``mlflow server`` sets for it."""
+def prefect() -> ASGIApp:
+    """Prefect's server. It answers 400 to every host name that is not in ``Settings.names``, for pages and websockets.
+    Prefect itself does not check host names.
+
+    The check is outside Prefect's application, because Prefect's own automations call that one in memory under a name
+    that must not be allowed from outside.
+    """
+    from prefect.server.api.server import create_app
+
+    return TrustedHostMiddleware(create_app(final=True), allowed_hosts=Settings().names, www_redirect=False)
+
+
+def mlflow() -> ASGIApp:
+    """MLflow's server behind a password, with the variables that ``mlflow server`` sets for it.
+
+    MLflow's basic-auth application needs more packages, a database of users and a slow hash per request. One user needs
+    none of that."""
     from mlflow.server import constants
 
     database = os.environ["MLFLOW_BACKEND_STORE_URI"]
