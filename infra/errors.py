@@ -1,7 +1,6 @@
-"""Errors of the outside world. Every message says what was found, what is allowed and what to change.
+"""Errors of files, object stores and servers. Every message says what was found, what is allowed and what to change.
 
-``rlcore`` has names of its own for the same boundaries; the two packages never import each other, and
-``tasks`` treats both alike.
+``rlcore`` has its own error classes because the two packages never import each other. ``tasks`` treats both alike.
 """
 
 from __future__ import annotations
@@ -14,33 +13,32 @@ class InfraError(Exception):
 
 
 class StorageError(InfraError, OSError):
-    """Files: missing, no space, no permission, or a download that did not arrive whole."""
+    """A file problem: missing, no space, no permission, or an incomplete download."""
 
     permanent: ClassVar[bool] = False
-    """True: another try gives the same answer until somebody changes what the message names."""
+    """Whether a retry is useless until somebody changes what the message names."""
 
 
 class StorageRefusedError(StorageError):
-    """The object store answered and refused: keys, rights, quota, no such bucket, a certificate."""
+    """The object store refused the request: keys, rights, quota, no such bucket, a certificate."""
 
     permanent = True
 
 
 class StorageDamagedError(StorageError):
-    """What the object store holds cannot be used: it does not match its list of files, or a name leads elsewhere."""
+    """An object is unusable: it does not match the list of files, or its name leads outside its folder."""
 
     permanent = True
 
 
 class StorageUnusableError(StorageError):
-    """A file, folder or disk that was named is not there, too small or not writable. Asking again changes nothing."""
+    """A file, folder or disk is missing, too small or not writable. A retry changes nothing."""
 
     permanent = True
 
 
 class StorageAwayError(StorageError):
-    """The object store was away for all the tries that one operation has. Trying again at once would only wait again;
-    the run can be continued once the store answers."""
+    """The object store did not answer any of an operation's tries. The run can be continued once the store answers."""
 
 
 class ServerError(InfraError, ConnectionError):
@@ -48,13 +46,12 @@ class ServerError(InfraError, ConnectionError):
 
 
 class ServerRefusedError(ServerError):
-    """A server answers and says no (a login, rights, a wrong request), or a tracker is not installed. Asking again
-    changes nothing."""
+    """A server refuses (login, rights, a wrong request), or a tracker is not installed. A retry changes nothing."""
 
 
 class RegistryError(InfraError, ValueError):
-    """MLflow cannot take a model or a run as asked, until somebody changes what the message names."""
+    """MLflow cannot store or find a model or run until somebody changes what the message names."""
 
 
 class DeploymentError(InfraError, ValueError):
-    """A file for a cluster cannot be written as asked."""
+    """A deployment file for a cluster cannot be written with these values."""

@@ -1,7 +1,7 @@
-"""Files and folders that appear whole or not at all. Standard library only: a tracker's interpreter may import it.
+"""Files and folders that appear whole or not at all. Standard library only, because a tracker's interpreter imports it.
 
-Any number of processes may write the same name, also on several hosts that share a volume: each writes under a name of
-its own and renames it. What is renamed is on disk before its new name is, and that before the call returns.
+Any number of processes, also on several hosts, may write the same path: each writes under a unique name and renames it.
+Content is synced to disk before the rename, and the rename before the call returns.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _FILES_AT_ONCE = 16
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """A small file; readers see the old one or the new one, never a part."""
+    """Write a small file. Readers see the old file or the new one, never a part."""
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = _aside(path)
     try:
@@ -39,19 +39,19 @@ def write_atomically(path: Path, text: str) -> None:
 
 @contextmanager
 def building(final: Path) -> Iterator[Path]:
-    """A free name next to ``final`` for a file or folder that the block makes; when it ends, that is renamed.
+    """A temporary path next to ``final``. The block makes a file or folder there, which is then renamed to ``final``.
 
-    Where another process was faster with a folder, its folder stays and ours is removed, as when the block raises.
+    If another process has made the same folder first, or if the block raises, the temporary folder is removed.
     """
     final.parent.mkdir(parents=True, exist_ok=True)
     for left in final.parent.glob(f".{final.name}.*.tmp"):
-        with contextlib.suppress(FileNotFoundError):  # another process removes it as well
+        with contextlib.suppress(FileNotFoundError):  # another process removed it first
             if time.time() - left.stat().st_mtime > _STALE_SECONDS:
                 _remove(left)
     aside = _aside(final)
     try:
         yield aside
-        with ThreadPoolExecutor(_FILES_AT_ONCE) as pool:  # the file system then writes its log once for many of them
+        with ThreadPoolExecutor(_FILES_AT_ONCE) as pool:  # parallel syncs share one write of the file system's log
             list(pool.map(_sync, (aside, *aside.rglob("*"))))
         try:
             aside.rename(final)
@@ -64,7 +64,7 @@ def building(final: Path) -> Iterator[Path]:
 
 
 def _aside(final: Path) -> Path:
-    # The host and random bits: processes of two pods on one volume may have the same pid.
+    # Host and random bits, because processes of two pods on one volume may have the same pid.
     return final.with_name(f".{final.name}.{socket.gethostname()}-{secrets.token_hex(6)}.tmp")
 
 

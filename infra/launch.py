@@ -1,7 +1,7 @@
-"""``python launch.py PARENT FD COMMAND...``: become COMMAND, with a SIGTERM when the parent ends, even by SIGKILL.
+"""``python launch.py PARENT FD COMMAND...``: become COMMAND, which gets SIGTERM when the parent ends, even by SIGKILL.
 
-A program of its own and no ``preexec_fn``: that runs between fork and exec, where a lock that another thread of the
-parent held at the fork is never released. What goes wrong is written to FD as an errno; FD closes when COMMAND runs.
+A separate program instead of ``preexec_fn``, which can deadlock on a lock that another thread of the parent held during
+the fork. On failure the errno is written to FD. FD closes when COMMAND runs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _PR_SET_PDEATHSIG = 1
 def main() -> None:
     parent, answer, command = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != parent:  # it ended before the line above
+    if os.getppid() != parent:  # the parent ended before prctl
         sys.exit(1)
     for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and COMMAND would inherit that
         signal.signal(number, signal.SIG_DFL)

@@ -1,4 +1,4 @@
-"""One logger for people, with secrets taken out."""
+"""The logger of flows and tasks, which removes secrets."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 
 LOGGER = "rlflow"
 _SECRET_NAME = re.compile(r"(TOKEN|SECRET|PASSWORD|PASSWD|API_KEY|ACCESS_KEY|AUTH_STRING|CREDENTIAL)", re.I)
-# What tokens look like. ``before`` is kept, the rest becomes ***.
+# Patterns of tokens. The groups of _KEPT stay, the rest becomes ***.
 _SECRET_TEXT = re.compile(
     r"""
     (?P<url>://[^/\s:@"']*:)[^\s/"'<>]+(?=@)                       # user:password@host
@@ -59,7 +59,7 @@ def without_password(text: str) -> str:
 
 
 def _without_lines(match: re.Match[str]) -> str:
-    """As many lines as before, so that a patch stays one; the sign before each stays."""
+    """Keep the number of lines and the sign before each, so that a patch stays valid."""
     _, *lines = match[0].removeprefix(match[1]).split("\n")
     return "\n".join([f"{match[1]}***", *(f"{line[:1] if line[:1] in '+- ' else ''}***" for line in lines)])
 

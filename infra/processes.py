@@ -1,8 +1,8 @@
-"""Start a process in a session of its own, and end it with everything that descends from it.
+"""Start a process in its own session, and end it together with all its descendants.
 
-Ray's daemons and vLLM's workers leave the process group and outlive their parent, so a group signal is not
-enough. Every process started here carries a mark in its environment, which its descendants inherit wherever
-they go, and keeps its temporary files (Ray's session, sockets) in a folder that goes when they have gone.
+Ray's daemons and vLLM's workers leave the process group and outlive their parent, so signalling the group is not
+enough. Every process started here has a mark in its environment, which descendants inherit. Its temporary files (Ray's
+session, sockets) are in a folder that is removed when all of them have ended.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _LAUNCH = (sys.executable, "-I", "-S", str(Path(__file__).with_name("launch.py")
 _POLL_SECONDS = 0.1
 _KILL_SECONDS = 10.0
 _MARK_SECONDS = 1.0
-_STDERR = 2  # stdout stays ours: the last line there is a result that programs read
+_STDERR = 2  # not stdout, whose last line is a result that programs read
 
 
 def start(
@@ -48,16 +48,16 @@ def start(
     cwd: Path | None = None,
     ends_with_parent: bool,
 ) -> subprocess.Popen[bytes]:
-    """Start ``args`` in a new session, marked, with a temporary folder of its own (``TMPDIR``) that ``kill`` removes.
+    """Start ``args`` in a new session with a mark and its own temporary folder (``TMPDIR``), which ``kill`` removes.
 
-    ``output`` takes stdout and stderr; None: our stderr. Keep the mark below 25 characters where Ray starts: it has
-    sockets in that folder, and a socket's path ends at 107.
-
-    ``ends_with_parent`` asks Linux for a SIGTERM to the child when the thread that started it dies, even by
-    SIGKILL.
+    Args:
+        mark: below 25 characters if Ray starts. Ray's sockets are in the temporary folder, and the path of a socket has
+            at most 107 characters.
+        output: gets stdout and stderr. None: the stderr of this process.
+        ends_with_parent: ask Linux for a SIGTERM to the child when the thread that started it ends, even by SIGKILL.
 
     Raises:
-        StorageError: somebody else has made that folder.
+        StorageError: another user owns that folder.
         OSError: there is no such program, or it may not be run.
     """
     temporary = temporary_folder(mark)
@@ -87,8 +87,8 @@ def start(
 
 
 def _make_private(folder: Path) -> None:
-    """Make ``folder``, or check the one of an earlier try. /tmp belongs to every user of the machine: whoever makes the
-    folder first owns the sockets in it.
+    """Make ``folder``, or check the existing one. Every user can write to /tmp, and the folder's owner controls the
+    sockets in it.
 
     Raises:
         StorageError: it is a link, another user's, or open to others.
@@ -106,7 +106,7 @@ def _make_private(folder: Path) -> None:
 
 
 def _wait_for_mark(process: subprocess.Popen[bytes], mark: str) -> None:
-    """Linux shows the environment of a new process some moments after its start: ``marked`` would miss it till then."""
+    """Linux shows a new process's environment only after a moment; until then ``marked`` would miss the process."""
     deadline = time.monotonic() + _MARK_SECONDS
     while process.poll() is None and time.monotonic() < deadline:
         with contextlib.suppress(psutil.Error, OSError):
@@ -116,14 +116,14 @@ def _wait_for_mark(process: subprocess.Popen[bytes], mark: str) -> None:
 
 
 def temporary_folder(mark: str) -> Path:
-    """Beside our own where we have one ourselves, not in it: the path of a socket has to stay short."""
+    """The temporary folder of a mark: next to this process's own, not inside it, to keep paths of sockets short."""
     ours = Path(tempfile.gettempdir())
     root = ours.parent if ours.name == f"{_TEMPORARY}{os.environ.get(MARK)}" else ours
     return root / f"{_TEMPORARY}{mark}"
 
 
 def marked(mark: str) -> list[psutil.Process]:
-    """Every live process that carries ``mark``, this one excepted."""
+    """Every other live process with this mark."""
     return [process for found, process in _all_marked() if found == mark]
 
 
@@ -135,18 +135,18 @@ def _all_marked() -> list[tuple[str, psutil.Process]]:
             if mark and process.pid != os.getpid() and _is_live(process):
                 found.append((mark, process))
         except (psutil.NoSuchProcess, psutil.AccessDenied, OSError):
-            continue  # gone meanwhile, or another user's: not ours to end
+            continue  # it has ended, or belongs to another user
     return found
 
 
 def family(mark: str) -> list[psutil.Process]:
-    """``marked`` and all below: Ray's processes write their title over the environment that holds the mark."""
+    """``marked`` and all their descendants, because Ray's processes overwrite the environment that holds the mark."""
     found = marked(mark)
     return [*found, *(process for process in _below(found) if process not in found)]
 
 
 def has_children() -> bool:
-    """Whether a child of this process lives. One that has ended and that nobody has waited for does not count."""
+    """Whether a child of this process is alive. Zombies do not count."""
     for child in psutil.Process().children():
         try:
             if _is_live(child):
@@ -157,7 +157,7 @@ def has_children() -> bool:
 
 
 def stop(mark: str, grace_seconds: float) -> None:
-    """SIGTERM to every process that carries ``mark``, then SIGKILL to those still there after the grace.
+    """Send SIGTERM to every process with this mark, and SIGKILL to those that remain after the grace period.
 
     A second Ctrl-C during the grace ends it at once.
     """
@@ -169,21 +169,18 @@ def stop(mark: str, grace_seconds: float) -> None:
 
 
 def kill(mark: str) -> None:
-    """SIGKILL to every process that carries ``mark`` and to all below it, again until none is left that could have
-    forked; then removes their temporary folder.
-
-    Below it, because Ray's agents write their title over the environment that holds the mark."""
+    """Send SIGKILL to the ``family`` of a mark until none is left, then remove their temporary folder."""
     deadline = time.monotonic() + _KILL_SECONDS
     while (processes := family(mark)) and time.monotonic() < deadline:
         _signal(processes, signal.SIGKILL)
         _wait_gone(mark, 1.0)
     folder = temporary_folder(mark)
     if folder.exists():
-        shutil.rmtree(folder, ignore_errors=True)  # what a process that is not ours to end holds stays
+        shutil.rmtree(folder, ignore_errors=True)  # files that another user's process holds stay
 
 
 def kill_all(prefix: str) -> None:
-    """``kill`` for every mark that begins with ``prefix`` and has processes or a temporary folder left."""
+    """``kill`` every mark with this prefix that has processes or a temporary folder left."""
     folders = temporary_folder(prefix)
     left = {path.name.removeprefix(_TEMPORARY) for path in folders.parent.glob(f"{folders.name}*")}
     for mark in left | {mark for mark, _ in _all_marked() if mark.startswith(prefix)}:
@@ -191,7 +188,7 @@ def kill_all(prefix: str) -> None:
 
 
 def _wait_gone(mark: str, seconds: float) -> None:
-    # Not by waiting for pids: an uncollected zombie keeps its pid, and a child's exit code is not ours.
+    # Not by waiting for pids: a zombie keeps its pid, and only the caller may collect a child's exit code.
     deadline = time.monotonic() + seconds
     while marked(mark) and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)
@@ -221,10 +218,10 @@ def _is_live(process: psutil.Process) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ProcessId:
-    """A process, told apart from a later one with the same pid by its start."""
+    """A process. Its start time distinguishes it from a later process with the same pid."""
 
     pid: int
-    started: float  # seconds after boot: steps of the wall clock do not move it
+    started: float  # seconds after boot, which changes of the wall clock do not affect
     host: str  # name and boot, so that a rebooted host counts as another one
 
 
@@ -233,7 +230,7 @@ def this_process() -> ProcessId:
 
 
 def is_running(process: ProcessId) -> bool | None:
-    """Whether it lives; None where it is another host's, which cannot be looked up from here."""
+    """Whether the process is alive. None: it belongs to another host, so this host cannot tell."""
     if process.host != _host():
         return None
     try:
@@ -253,7 +250,7 @@ def _host() -> str:
 
 @contextmanager
 def alone(settings: Settings, name: str) -> Iterator[bool]:
-    """Whether no other flow ``name`` is at this data folder; the lock goes with the process, however it ends."""
+    """Whether this is the only flow ``name`` at this data folder. The lock ends with the process, even on SIGKILL."""
     settings.data_dir.mkdir(parents=True, exist_ok=True)
     with (settings.data_dir / f"{name}.lock").open("w") as lock:
         try:

@@ -56,7 +56,7 @@ class Provenance:
 
 
 def collect() -> Provenance:
-    """What can be found out. Git facts are left out where git is not installed or does not answer in time."""
+    """Collect all that is known. Commit and patch are empty if git is not installed or does not answer in time."""
     commit = patch = git_error = ""
     try:
         commit, patch = _git("rev-parse", "HEAD").strip(), uncommitted()
@@ -95,7 +95,7 @@ def describe_hardware() -> Hardware:
 
 
 def _gpu_names() -> list[str]:
-    """Asked of the driver's own tool, because this process never opens a GPU."""
+    """Names as nvidia-smi prints them, because this process never opens a GPU."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return []
@@ -110,9 +110,9 @@ def _gpu_names() -> list[str]:
 
 
 def uncommitted(root: Path = ROOT) -> str:
-    """All that the folder has beyond its commit, for ``git apply``: changes, and new files that git does not
-    ignore. Nothing of a larger repository around it. Files that look private or are large are only named; what looks
-    like a secret is taken out."""
+    """A patch for ``git apply`` with all changes since the commit, including new files that git does not ignore. Only
+    files of this folder, not of a larger repository around it. Private-looking and large files are only named, and
+    text that looks like a secret is removed."""
     changed = _names("diff", "--name-only", "--relative", "-z", "HEAD", "--", ".", root=root)
     private = [name for name in changed if _looks_private(name) and not name.endswith(".py")]
     left_out = [f":(exclude,literal){name}" for name in private]
@@ -136,13 +136,13 @@ def _looks_private(name: str) -> bool:
 
 
 def _as_patch(root: Path, prefix: str, name: str) -> str:
-    """A new file as a patch; where it must not be in one, a comment that names it."""
+    """A new file as a patch, or a comment with its name if it is private or large."""
     path = root / name
     private = _looks_private(name)
     if private or path.stat().st_size > _LARGEST_NEW_FILE:
         why = "looks private" if private else f"{path.stat().st_size} bytes, sha256 {_sha256(path)}"
         return f"# not in this patch: {name} ({why})\n"
-    there = f"--dst-prefix=b/{prefix}"  # the folder's path in its repository, as in the rest of the patch
+    there = f"--dst-prefix=b/{prefix}"  # paths in the patch are relative to the repository
     return _git("diff", "--binary", "--no-index", there, "--", "/dev/null", name, root=root, differs=True)
 
 
@@ -152,7 +152,7 @@ def _sha256(path: Path) -> str:
 
 
 def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str]:
-    """Installed version per package; a package that is not installed is left out."""
+    """Version of each installed package; others are left out."""
     found = {}
     for name in packages:
         try:
@@ -163,10 +163,10 @@ def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str]:
 
 
 def code_digest(*parts: str) -> str:
-    """Hash of the source under ``parts`` (files or folders of the project): a cache key's share of code.
+    """Hash of the source files under ``parts`` (files or folders of the project), for cache keys.
 
     Raises:
-        FileNotFoundError: a part is not there. Without its code, a key would stay the same after a change.
+        FileNotFoundError: a part does not exist. A key that ignored it would miss changes of its code.
     """
     digest = hashlib.sha256()
     for part in parts:
@@ -179,10 +179,10 @@ def code_digest(*parts: str) -> str:
 
 
 def _git(*words: str, root: Path = ROOT, differs: bool = False) -> str:
-    """``differs``: the command's exit code is 1 where it has something to say.
+    """Output of a git command. ``differs``: its exit code is 1 if there are differences.
 
     Raises:
-        TimeoutExpired: no answer in time, as on a network disk that is slow or away.
+        TimeoutExpired: no answer in time, for example on a slow network disk.
     """
     try:
         answer = subprocess.run(

@@ -22,14 +22,14 @@ from infra.stack.supervisor import mark_of
 _UP_SECONDS = 400.0
 _DOWN_EXTRA_SECONDS = 240.0
 _POLL_SECONDS = 0.2
-_ANSWER_SECONDS = 30.0  # a server that has just started on a busy machine is slow, not gone
+_ANSWER_SECONDS = 30.0  # a server on a busy machine answers slowly after its start
 
 
 def up(settings: Settings) -> StackState:
-    """Start the stack, or bring the one that runs to what settings and prefect.yaml say now.
+    """Start the stack, or apply the current settings and prefect.yaml to the running one.
 
     Raises:
-        ServerError: a port is taken, MLflow is said to be elsewhere, or something did not start.
+        ServerError: a port is taken, RLFLOW_MLFLOW_URI names another server, or a service did not start.
     """
     layout = Layout.of(settings)
     state = read_state(settings)
@@ -49,10 +49,10 @@ def up(settings: Settings) -> StackState:
 
 
 def down(settings: Settings) -> bool:
-    """Drain and end the stack; False: there was none.
+    """Drain and stop the stack. False: none was running.
 
     Raises:
-        ServerError: it has not ended in time.
+        ServerError: it did not stop in time.
     """
     state = read_state(settings)
     if state is not None:
@@ -64,7 +64,7 @@ def down(settings: Settings) -> bool:
             if time.monotonic() > deadline:
                 raise ServerError(f"the stack has not ended yet. Its log: {Layout.of(settings).log('supervisor')}")
             time.sleep(_POLL_SECONDS)
-    for name in (*POOLS, "mlflow", "prefect", "supervisor"):  # and what a killed supervisor has left
+    for name in (*POOLS, "mlflow", "prefect", "supervisor"):  # also what a killed supervisor left
         processes.kill(mark_of(settings, name))
     (settings.stack_dir / "state.json").unlink(missing_ok=True)
     return state is not None

@@ -41,7 +41,7 @@ class Login:
         return {"MLFLOW_TRACKING_USERNAME": self.user, "MLFLOW_TRACKING_PASSWORD": self.password}
 
     def for_servers(self) -> dict[str, str]:
-        """Variables of both servers; infra/stack/apps.py reads those of MLflow's clients."""
+        """Variables of both servers. MLflow's application (``apps.py``) reads the same ones as its clients."""
         return {"PREFECT_SERVER_API_AUTH_STRING": self.text, **self.for_mlflow()}
 
 
@@ -55,7 +55,7 @@ def login_file(settings: Settings) -> Path:
 
 
 def how_to_log_in(settings: Settings) -> str:
-    """For a person with a browser."""
+    """Instructions for people who open the pages in a browser."""
     return f"user:password is in {login_file(settings)}: Prefect's page wants it as it stands, MLflow's in two fields"
 
 
@@ -63,7 +63,7 @@ def login_of(settings: Settings) -> Login:
     """The login of this data folder's servers. The first call makes it.
 
     Raises:
-        ServerError: the file is not ours alone, or holds something else.
+        ServerError: other users can read the file, or it does not hold a login.
     """
     path = login_file(settings)
     try:
@@ -74,7 +74,7 @@ def login_of(settings: Settings) -> Login:
     with open(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write(f"{_USER}:{secrets.token_urlsafe(24)}\n")
     try:
-        os.link(aside, path)  # fails where another process was faster: its login counts
+        os.link(aside, path)  # fails if another process was faster; then its login is used
     except FileExistsError:
         pass
     finally:

@@ -1,8 +1,8 @@
-"""Prefect's and MLflow's servers as child processes, over the data folder or PostgreSQL and S3, gone when we are.
+"""Prefect's and MLflow's servers as child processes, which end with their parent.
 
-They listen on loopback unless told otherwise, answer to their own names only (a foreign page may have its name resolved
-to loopback), and want a login, because loopback belongs to every user of a machine. They get passwords through their
-environment: every user can read command lines.
+They listen on loopback unless RLFLOW_HOST says otherwise. They accept only their own host names, because a foreign page
+may have its name resolved to loopback. They require a login, because every user of a machine can reach loopback. They
+get passwords through their environment, because every user can read command lines.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from infra.provenance import ROOT
 from infra.settings import Settings
 from infra.stack.login import header_of, login_of
 
-_START_SECONDS = 180.0  # one that has ended is noticed at once
+_START_SECONDS = 180.0  # a server that ends earlier is noticed at once
 _STOP_SECONDS = 5.0
 _LOG_LINES = 15
 
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """How to start a server on loopback, and where it answers."""
+    """How to start a server, and its addresses."""
 
     args: tuple[str, ...]
     variables: Mapping[str, str]
@@ -54,11 +54,11 @@ def prefect_command(settings: Settings, port: int) -> Server:
         variables={
             "PREFECT_HOME": str(settings.prefect_home),
             "PREFECT_API_URL": f"{address}/api",
-            "PREFECT_UI_API_URL": f"{_public(settings, port)}/api",  # what its page asks
+            "PREFECT_UI_API_URL": f"{_public(settings, port)}/api",  # the address that its page calls
             "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
             "PREFECT_PLUGINS_ENABLED": "0",
-            "PREFECT_SERVER_DATABASE_TIMEOUT": "60",  # a writer waits for SQLite's lock rather than fail
-            # In memory they would be lost with a restart, and Prefect ends runs that cannot renew theirs.
+            "PREFECT_SERVER_DATABASE_TIMEOUT": "60",  # writers wait for SQLite's lock
+            # Leases in memory would be lost by a restart, and Prefect ends runs that cannot renew their lease.
             "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",
             "PREFECT_SERVER_CORS_ALLOWED_ORIGINS": ",".join(f"http://{name}:{port}" for name in settings.names),
             "RLFLOW_ALLOWED_HOSTS": settings.allowed_hosts,
@@ -83,7 +83,7 @@ def mlflow_command(settings: Settings, port: int) -> Server:
             "MLFLOW_BACKEND_STORE_URI": settings.database_uri,
             "MLFLOW_ARTIFACTS_DESTINATION": settings.artifacts_uri,
             "MLFLOW_SERVER_ALLOWED_HOSTS": ",".join(f"{name}{end}" for name in settings.names for end in ("", ":*")),
-            # Its job runner costs 2.2 GB of memory and does nothing for us.
+            # The job runner takes 2.2 GB of memory, and rlflow does not use it.
             "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
         },
         address=address,
@@ -93,12 +93,12 @@ def mlflow_command(settings: Settings, port: int) -> Server:
 
 
 def _address(settings: Settings, port: int) -> str:
-    """Where we reach it: a server that listens everywhere does so on loopback too."""
+    """The address for this machine. A server that listens on 0.0.0.0 also listens on loopback."""
     return f"http://{'127.0.0.1' if settings.host == '0.0.0.0' else settings.host}:{port}"
 
 
 def _public(settings: Settings, port: int) -> str:
-    """Where others reach it: by the first name that we were given for them."""
+    """The address for other machines: the first allowed host name."""
     given = [name.strip() for name in settings.allowed_hosts.split(",") if name.strip()]
     return f"http://{given[0]}:{port}" if given else _address(settings, port)
 
@@ -142,8 +142,8 @@ def prefect_answers(api_url: str, timeout_seconds: float) -> bool:
 
 
 def check_prefect(api_url: str, timeout_seconds: float, login: str | None) -> None:
-    """Raise ServerError where the Prefect server at ``api_url`` does not answer in time, or not to ``login`` (of the
-    form user:password; None: none is set)."""
+    """Raise ServerError if the Prefect server at ``api_url`` does not answer in time, or refuses ``login``
+    (user:password; None: no login is set)."""
     if not prefect_answers(api_url, timeout_seconds):
         raise ServerError(
             f"no Prefect server answers at {api_url} within {timeout_seconds:g} s. Start it, correct "
@@ -157,7 +157,7 @@ def check_prefect(api_url: str, timeout_seconds: float, login: str | None) -> No
 
 
 def _refuses(url: str, login: str | None, timeout_seconds: float) -> bool:
-    """Whether the answer is 401. Prefect Cloud has keys instead of logins, and says by itself what it lacks."""
+    """Whether the answer is 401. False for Prefect Cloud, which uses API keys and reports missing ones itself."""
     if "://api.prefect.cloud/" in url:
         return False
     headers = {"Authorization": header_of(login)} if login else {}
@@ -166,12 +166,12 @@ def _refuses(url: str, login: str | None, timeout_seconds: float) -> bool:
     except urllib.error.HTTPError as error:
         return error.code == HTTPStatus.UNAUTHORIZED
     except OSError:
-        return False  # it has just answered: whoever talks to it next tries again
+        return False  # the server has just answered, and later requests are retried
     return False
 
 
 def check_ray(address: str, timeout_seconds: float) -> None:
-    """Raise ServerError where nothing listens at the head of the Ray cluster; ``auto`` is Ray's own to look for."""
+    """Raise ServerError if nothing listens at the Ray cluster's head. Ray itself looks for ``auto``."""
     if address == "auto":
         return
     host, _, port = address.rpartition(":")
@@ -185,7 +185,7 @@ def check_ray(address: str, timeout_seconds: float) -> None:
 
 
 def start_server(server: Server, settings: Settings, mark: str) -> subprocess.Popen[bytes]:
-    """Start it; ``wait_healthy`` says when it can be asked."""
+    """Start a server. ``wait_healthy`` waits until it answers."""
     server.log.parent.mkdir(parents=True, exist_ok=True)
     env = {**environment.for_children(settings), **server.variables, **login_of(settings).for_servers()}
     with server.log.open("ab") as output:
@@ -193,9 +193,10 @@ def start_server(server: Server, settings: Settings, mark: str) -> subprocess.Po
 
 
 def wait_healthy(process: subprocess.Popen[bytes], server: Server) -> None:
-    """
+    """Wait until a server answers.
+
     Raises:
-        ServerError: it ended, or did not answer in time; with the end of its log.
+        ServerError: it ended or did not answer in time. The message has the end of its log.
     """
     deadline = time.monotonic() + _START_SECONDS
     while not answers(server.health_url, timeout_seconds=10):

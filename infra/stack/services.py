@@ -1,5 +1,7 @@
-"""What the local stack consists of, and what it asks its Prefect server. Deployments run in two work pools: ``gpu``,
-with as many runs at a time as there are slots, and ``cpu`` for what must not wait for one, such as recover."""
+"""The local stack: its state, servers, work pools and deployments, and how a process connects to it.
+
+Deployments run in two work pools: ``gpu``, limited to ``gpu_slots`` runs at a time, and ``cpu`` for flows that must not
+wait for a slot, such as recover."""
 
 from __future__ import annotations
 
@@ -62,7 +64,7 @@ class StackState(BaseModel):
 
 
 def read_state(settings: Settings) -> StackState | None:
-    """The state of the stack over this data folder; None: there is none, or its supervisor is gone."""
+    """The state of the stack over this data folder. None: no supervisor is running."""
     path = settings.stack_dir / "state.json"
     try:
         state = StackState.model_validate_json(path.read_bytes())
@@ -72,8 +74,8 @@ def read_state(settings: Settings) -> StackState | None:
 
 
 def use_stack() -> Settings:
-    """Point this process at the stack over the data folder (``data`` of the repository unless RLFLOW_DATA_DIR is set);
-    servers that PREFECT_API_URL and RLFLOW_MLFLOW_URI name count over it."""
+    """Connect this process to the stack over the data folder (RLFLOW_DATA_DIR, else ``data`` in the repository), before
+    Prefect and MLflow are imported. PREFECT_API_URL and RLFLOW_MLFLOW_URI take precedence."""
     os.environ.setdefault("RLFLOW_DATA_DIR", str(ROOT / "data"))
     state = read_state(Settings())
     if state is not None:
@@ -86,8 +88,7 @@ def use_stack() -> Settings:
 
 
 def log_in(settings: Settings) -> None:
-    """Set the login of the stack's servers, if they are the ones that this process is to talk to. What the user has
-    set stays."""
+    """Set the login of the stack's servers if this process uses these servers. Variables set by the user stay."""
     state = read_state(settings)
     if state is None:
         return
@@ -127,7 +128,7 @@ class Layout:
         )
 
     def environment(self) -> dict[str, str]:
-        """Of workers, and of Prefect's commands."""
+        """Environment of workers and of Prefect's commands."""
         login = login_of(self.settings)
         return {
             **environment.for_children(self.settings),
@@ -139,7 +140,7 @@ class Layout:
             "PREFECT_API_URL": f"{self.prefect.address}/api",
             "PREFECT_PLUGINS_ENABLED": "0",
             "PREFECT_CLI_COLORS": "false",
-            "PREFECT_CLIENT_MAX_RETRIES": "10",  # a busy SQLite and a restarted server are both waited for
+            "PREFECT_CLIENT_MAX_RETRIES": "10",  # wait for a busy SQLite and for a restarting server
         }
 
     def worker_args(self, pool: str) -> list[str]:
@@ -153,7 +154,7 @@ class Layout:
         return self.settings.stack_dir / f"{name}.log"
 
     def command(self, *words: str) -> None:
-        """One of Prefect's commands.
+        """Run one of Prefect's commands.
 
         Raises:
             ServerError: it failed, with the end of its output.
@@ -168,10 +169,10 @@ class Layout:
             raise ServerError(f"prefect {' '.join(words)} ended with {code}. {end_of(log)}")
 
     def api(self, method: str, path: str, body: Mapping[str, object] | None = None) -> Any:
-        """Ask Prefect's server. None: there is no such thing.
+        """Call the API of Prefect's server. None: 404. Retries on 503, which means that SQLite was busy.
 
         Raises:
-            ServerError: it refuses, or does not answer for a while. 503 means that SQLite was busy: ask again.
+            ServerError: the server refuses, or does not answer for two minutes.
         """
         what = f"{method} {path}"
         request = urllib.request.Request(
@@ -197,8 +198,8 @@ class Layout:
             time.sleep(_AGAIN_SECONDS)
 
     def apply(self) -> None:
-        """Make the work pools, and bring them and all deployments to what settings and prefect.yaml say. Deployments
-        that were applied before and are in prefect.yaml no more are removed; those of others stay."""
+        """Create or update the work pools and all deployments of prefect.yaml. Removes deployments that an earlier call
+        applied and that are no longer in prefect.yaml. Deployments made by others stay."""
         for pool in POOLS:
             if self.api("GET", f"/work_pools/{pool}") is None:
                 self.command("work-pool", "create", pool, "--type", "process")
@@ -214,7 +215,7 @@ class Layout:
         write_atomically(self._applied_path, applied.model_dump_json())
 
     def _applied(self) -> AppliedDeployments:
-        """What this function applied last. None of it: an older version of this file names no deployments."""
+        """What ``apply`` last applied: empty on the first call, and if an older version wrote the file."""
         try:
             return AppliedDeployments.model_validate_json(self._applied_path.read_bytes())
         except (FileNotFoundError, ValidationError):
@@ -225,8 +226,8 @@ class Layout:
         return self.settings.prefect_home / "deployed"
 
     def _removed(self, deployment: str) -> bool:
-        """Remove a deployment, its schedules and its automations. False: a run of it is at work, and recover needs the
-        deployment to bring that run back. It then starts nothing until a later ``apply`` removes it."""
+        """Remove a deployment with its schedules and automations. False: one of its runs is active, and recover needs
+        the deployment to restart that run. It is then paused until a later ``apply`` removes it."""
         self.api("DELETE", f"/automations/owned-by/prefect.deployment.{deployment}")
         at_work = {
             "deployments": {"id": {"any_": [deployment]}},
@@ -243,15 +244,14 @@ class Layout:
             self.api("PATCH", f"/work_pools/{pool}", {"is_paused": paused})
 
     def recover(self) -> None:
-        """Look at once at the runs that somebody may have lost."""
+        """Start the recover flow now."""
         found = self.api("GET", "/deployments/name/recover/recover")
         if found is not None:
             self.api("POST", f"/deployments/{found['id']}/create_flow_run", {"state": {"type": "SCHEDULED"}})
 
 
 def _wanted() -> AppliedDeployments:
-    """The deployments of prefect.yaml, and a digest of all that they are made from: their entries there, and their
-    flows' parameters."""
+    """The deployments of prefect.yaml, and a digest of their entries and of their flows' parameters."""
     text = (ROOT / "prefect.yaml").read_bytes()
     code = code_digest("flows", "tasks/experiments.py", "rlcore/config")
     return AppliedDeployments(

@@ -1,4 +1,4 @@
-"""Keeps the local stack's processes running, and drains it when told to end. Started by ``infra/stack/control.py``."""
+"""Keeps the local stack's processes running and drains them on SIGTERM. Started by ``infra/stack/control.py``."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ _GONE_SECONDS = 5.0
 
 
 def mark_of(settings: Settings, name: str) -> str:
-    """Of the processes of one service over this data folder."""
+    """Mark of the processes of one service over this data folder."""
     return f"stack-{hashlib.sha256(str(settings.data_dir).encode()).hexdigest()[:8]}-{name}"
 
 
 @dataclass(slots=True)
 class Service:
-    """One process that is started again whenever it ends."""
+    """One process, restarted whenever it ends."""
 
     name: str
     mark: str
     server: Server | None  # None: a worker
     process: subprocess.Popen[bytes] | None = None
     restarts: int = 0
-    failures: int = 0  # ends in a row, each soon after its start
+    failures: int = 0  # consecutive ends soon after a start
     started: float = 0.0
     start_at: float = 0.0
 
@@ -68,9 +68,9 @@ class Supervisor:
         ]
 
     def run(self) -> int:
-        """Until SIGTERM or SIGINT. 0: drained as asked; 1: the stack did not start."""
+        """Run until SIGTERM or SIGINT. Returns 0 after a drain, 1 if the stack did not start."""
         for number in (signal.SIGTERM, signal.SIGINT):
-            # Set even where it was ignored: children would inherit that, and Prefect's workers end by SIGINT alone.
+            # Children inherit ignored signals, and Prefect's workers only end on SIGINT, so set handlers in any case.
             signal.signal(number, lambda *_: self._told.set())
         with self._alone() as mine:
             if not mine:
@@ -144,7 +144,7 @@ class Supervisor:
                 self._mend(service)
 
     def _mend(self, service: Service) -> None:
-        """Start a process that has ended again: at once, later and later if it ends soon after each start."""
+        """Restart an ended process: at once, or with growing delays if it repeatedly ends soon after its start."""
         now = time.monotonic()
         if service.process is not None and service.process.poll() is not None:
             soon = now - service.started < _MAX_DELAY_SECONDS
@@ -157,7 +157,7 @@ class Supervisor:
         if service.process is None and now >= service.start_at:
             try:
                 self._start(service)
-            except (InfraError, OSError) as error:  # as where the disk is full: the others go on
+            except (InfraError, OSError) as error:  # for example a full disk: the other services go on
                 service.failures += 1
                 service.start_at = now + service.delay()
                 get_logger().error(
@@ -170,14 +170,14 @@ class Supervisor:
                 self._recover_lost()
 
     def _recover_lost(self) -> None:
-        """What a worker drove when it ended is lost or an orphan: let recover judge it."""
+        """Let recover handle the runs of a worker that ended."""
         try:
             self._layout.recover()
-        except ServerError as error:  # its schedule and its automations look as well
+        except ServerError as error:  # recover also runs on a schedule and by automations
             get_logger().warning("stack: %s", error)
 
     def _drain(self) -> None:
-        """No new runs; those at work commit and end; then workers, MLflow and Prefect."""
+        """Pause the pools, let active runs commit and end, then stop the workers, MLflow and Prefect."""
         self._show("draining")
         try:
             self._layout.pause(True)
@@ -198,12 +198,12 @@ class Supervisor:
                 service.process.wait()
         try:
             (self._settings.stack_dir / "state.json").unlink(missing_ok=True)
-        except OSError as error:  # nobody takes the state of a dead supervisor for that of a living one
+        except OSError as error:  # harmless: readers ignore the state of a dead supervisor
             get_logger().warning("stack: %s", error)
         get_logger().info("stack: down")
 
     def _flows(self, service: Service) -> list[psutil.Process]:
-        """Flow processes that the worker, or one before it, has started: they inherit its mark."""
+        """Flow processes started by this worker or an earlier one: they inherit its mark."""
         worker = service.process.pid if service.process is not None else 0
         below = [item for item in processes.marked(service.mark) if item.pid != worker]
         pids = {item.pid for item in below}
@@ -215,7 +215,7 @@ class Supervisor:
         return found
 
     def _show(self, phase: Literal["up", "draining"]) -> None:
-        """The new phase, where it can be written: workers are looked after and drained all the same."""
+        """Write the new phase. A failure is only logged, because services must be watched and drained anyway."""
         try:
             self._write(phase)
         except OSError as error:

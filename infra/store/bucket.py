@@ -1,8 +1,8 @@
 """Folders in an S3 bucket, each whole or absent.
 
-S3 has no rename, so a folder counts once its list of files, ``.sealed.json``, is there: it is written last and removed
-first. A single object appears whole by S3's own rules, also one that was sent in parts. What a killed sender has left
-is invisible, is found by the next one (files that arrived are not sent again), and its unfinished parts are dropped.
+S3 has no rename, so a folder exists once its list of files, ``.sealed.json``, exists: it is written last and removed
+first. S3 itself makes single objects appear whole, also those sent in parts. The files of a killed sender are ignored
+by readers. The next sender reuses the complete ones and deletes the unfinished parts.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from infra.store.download import inside, require_space
 from infra.store.s3_errors import STORE_ERRORS, answer_of, storage_error
 
 SEAL = ".sealed.json"
-_PART_BYTES = 64 * 2**20  # of what is sent in parts, so up to 640 GB per file
+_PART_BYTES = 64 * 2**20  # per part of a multipart upload, so up to 640 GB per file
 _FILES_AT_ONCE = 8
 _RETRIES = 5  # by botocore, with growing pauses of at most 20 s, unless AWS_MAX_ATTEMPTS is set
 _SHA256 = "sha256"  # of an object, in its metadata
-_REPORT_SECONDS = 30.0  # between two lines about a long transfer
+_REPORT_SECONDS = 30.0  # between two log lines about a long transfer
 
 T = TypeVar("T")
 Progress = Callable[[int, int], None]
-"""Called with the bytes that have been transferred and those of the whole folder."""
+"""Called with the transferred bytes and the bytes of the whole folder."""
 
 
 class FileEntry(BaseModel):
@@ -46,11 +46,11 @@ class FileEntry(BaseModel):
 
     size: int  # bytes
     sha256: str
-    modified: float  # seconds since the epoch; kept, because evaluations count as of then
+    modified: float  # seconds since the epoch; preserved, because it dates evaluations
 
 
 class Seal(BaseModel):
-    """What a whole folder consists of, by path inside it, with forward slashes."""
+    """The files of a whole folder, by path inside it, with forward slashes."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -82,13 +82,13 @@ class Store:
     ] = ()  # seconds before each further try of a whole operation; refusals are never tried again
 
     def push(self, folder: Path, key: str, *, sha256: Mapping[str, str] | None = None) -> None:
-        """Make ``key`` hold what ``folder`` holds; files that are there already are not sent again.
+        """Upload ``folder`` to ``key``. Files that are already there are not sent again.
 
         Args:
-            sha256: of files that the caller has just hashed, by path inside the folder.
+            sha256: hashes that the caller already knows, by path inside the folder.
 
         Raises:
-            StorageError: a link inside the folder, or the endpoint.
+            StorageError: the folder contains a link, or the endpoint fails.
         """
         seal = _describe(folder, sha256 or {})
         there = self.sealed(key)
@@ -109,10 +109,10 @@ class Store:
         self._tried(report.what, send)
 
     def pull(self, key: str, folder: Path, *, progress: Progress | None = None) -> bool:
-        """Fetch the folder at ``key`` to ``folder``, which must not exist, and appears whole. False: it is not there.
+        """Download the folder at ``key`` to ``folder``, which must not exist and appears whole. False: no such key.
 
         Args:
-            progress: shows how far it is; without it, long transfers are logged every 30 seconds.
+            progress: called with the progress. None: long transfers are logged every 30 seconds.
 
         Raises:
             StorageError: no space, a file that does not match its hash, or a name that leads out of the folder.
@@ -136,7 +136,7 @@ class Store:
         return True
 
     def sealed(self, key: str) -> Seal | None:
-        """What the folder at ``key`` consists of; None: there is none, or it has not arrived whole."""
+        """The files of the folder at ``key``. None: there is none, or it is incomplete."""
         raw = self.get(f"{key}/{SEAL}")
         try:
             return None if raw is None else Seal.model_validate_json(raw)
@@ -144,7 +144,7 @@ class Store:
             raise StorageDamagedError(f"{self.uri}/{key}/{SEAL} is damaged: {error}. Remove that object.") from error
 
     def sealed_below(self, key: str) -> list[str]:
-        """Names of the whole folders right below ``key``."""
+        """Names of the whole folders directly below ``key``."""
         found = map(PurePosixPath, self.files_below(key))
         return sorted(path.parts[0] for path in found if path.name == SEAL and len(path.parts) == 2)
 
@@ -153,7 +153,7 @@ class Store:
         return self._tried(f"listing {self.uri}/{key}", lambda: sorted(self._names(key)))
 
     def remove(self, key: str) -> None:
-        """Remove the folder at ``key``, so that nobody takes what is left meanwhile for whole."""
+        """Remove the folder at ``key``, its list of files first, so that readers never see a partial folder as whole."""
 
         def remove() -> None:
             for name in sorted(self._names(key), key=lambda name: name != SEAL):
@@ -162,19 +162,19 @@ class Store:
         self._tried(f"removing {self.uri}/{key}", remove)
 
     def put(self, key: str, content: bytes) -> None:
-        """One small object; readers see the old one or the new one."""
+        """Write one small object. Readers see the old one or the new one."""
         self._tried(f"writing {self.uri}/{key}", lambda: self._files.pipe_file(self._path(key), content))
 
     def replace(self, key: str, content: bytes, before: bytes | None) -> bool:
-        """Write one small object if it still is ``before`` (None: absent). False: it is something else, and stays.
+        """Write one small object if its content is ``before`` (None: absent). False: it differs and is not changed.
 
-        The server decides, so that of two writers one wins; one that has no conditional writes is asked first instead.
+        The server compares, so that only one of two writers wins. If it has no conditional writes, a read comes first.
         """
 
         def write() -> bool:
             bucket, _, name = self._path(key).partition("/")
             target = {"Bucket": bucket, "Key": name, "Body": content}
-            tag = None if before is None else self._tag(key)  # before the content is looked at, so never a newer one's
+            tag = None if before is None else self._tag(key)  # read before the content, so never newer than the content
             if self.get(key) != before:
                 return False
             try:
@@ -215,7 +215,7 @@ class Store:
 
     @property
     def _files(self) -> Any:  # s3fs has no types
-        # One for all stores of this process: s3fs keeps instances by their arguments.
+        # s3fs caches instances by their arguments, so all stores share one.
         tries = os.environ.get("AWS_MAX_ATTEMPTS")
         limit = {"max_attempts": self.retries} if tries is None else {"total_max_attempts": int(tries)}
         return S3FileSystem(
@@ -249,7 +249,7 @@ class Store:
 
     def _receive(self, path: str, file: Path, entry: FileEntry, progress: Callback) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
-        for _ in range(2):  # damage on the way is not the store's
+        for _ in range(2):  # a transfer may damage a file
             self._files.get_file(path, str(file), callback=progress)
             found = hash_of(file)
             if found == entry.sha256:
@@ -261,7 +261,7 @@ class Store:
         os.utime(file, (entry.modified, entry.modified))
 
     def _drop_unfinished(self, key: str) -> None:
-        """Parts of files that a killed sender had under way: they take space, and nobody would see them."""
+        """Delete the unfinished uploads of a killed sender, which take space invisibly."""
         bucket, _, prefix = self._path(key, "").partition("/")
         answer = self._files.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=prefix)
         for upload in answer.get("Uploads", []):
@@ -278,12 +278,12 @@ class Store:
                     future.cancel()
 
     def _tried(self, what: str, operation: Callable[[], T]) -> T:
-        """The operation's result; an outage is waited for as long as ``delays`` allow."""
+        """Run an operation, with further tries after ``delays`` during an outage."""
         for delay in (*self.delays, None):
             try:
                 return operation()
             except StorageError:
-                raise  # has words of its own
+                raise  # already has a clear message
             except STORE_ERRORS as error:
                 failure = storage_error(what, error)
             if failure.permanent or not self.delays:
@@ -296,7 +296,7 @@ class Store:
 
 
 class _Report:
-    """How far a transfer is: shown by ``progress``, else a line in the log every 30 seconds."""
+    """Reports the progress of a transfer to ``progress``, or else to the log every 30 seconds."""
 
     def __init__(self, what: str, seal: Seal, progress: Progress | None = None) -> None:
         self.what = what
@@ -306,7 +306,7 @@ class _Report:
         self._lock = threading.Lock()
 
     def of(self, name: str) -> Callback:
-        """Counts the bytes of one file; another try of it begins at 0."""
+        """A callback that counts the bytes of one file. A retry starts at 0."""
         return Callback(hooks={"report": lambda size, value, **_: self._note(name, value)})
 
     def done(self, name: str) -> None:
@@ -329,7 +329,7 @@ class _Report:
 def _sleep(seconds: float) -> None:
     ends = time.monotonic() + seconds
     while (left := ends - time.monotonic()) > 0:
-        time.sleep(min(1.0, left))  # in short pieces: a cancelled flow gets through
+        time.sleep(min(1.0, left))  # in short pieces, so that a flow can be cancelled
 
 
 def hash_of(file: Path) -> str:

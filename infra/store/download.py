@@ -1,4 +1,4 @@
-"""Files from anywhere: local paths as they are, fsspec URIs (s3://, gs://, memory://) fetched once."""
+"""Data sources: local paths are used in place, fsspec URIs (s3://, gs://, memory://) are downloaded once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fsspec.core import url_to_fs
 from infra.errors import StorageError, StorageUnusableError
 from infra.files import building
 
-_USED = ".used"  # in a copy's folder; touched whenever somebody asks for it
+_USED = ".used"  # in a copy's folder; touched at every use
 _KEEP_SECONDS = 24 * 3600.0  # longer than any task may take
 _DATA_SUFFIXES = {".parquet", ".jsonl", ".json", ".arrow", ".csv"}
 
@@ -23,7 +23,7 @@ _DATA_SUFFIXES = {".parquet", ".jsonl", ".json", ".arrow", ".csv"}
 def localize(source: str, cache_dir: Path) -> Path | None:
     """The local path of ``source``: itself, or a copy under ``cache_dir`` of what an fsspec URI names.
 
-    None: neither a path nor a URI, so a name that somebody else resolves (Hugging Face's ``owner/name``).
+    None: neither a path nor a URI, so a name for Hugging Face (``owner/name``).
 
     Raises:
         StorageError: a path that does not exist, a URI with nothing behind it, or no space for the copy.
@@ -59,7 +59,7 @@ def free_bytes(folder: Path) -> int:
 
 
 def require_space(folder: Path, needed_bytes: int, purpose: str) -> None:
-    """Raise StorageError where ``folder``'s file system has less than ``needed_bytes`` free."""
+    """Raise StorageError if ``folder``'s file system has less than ``needed_bytes`` free."""
     free = free_bytes(folder)
     if free < needed_bytes:
         raise StorageError(
@@ -69,7 +69,7 @@ def require_space(folder: Path, needed_bytes: int, purpose: str) -> None:
 
 
 def require_writable(folder: Path) -> None:
-    """Make ``folder`` and raise StorageError where this user cannot write in it."""
+    """Make ``folder``, and raise StorageError if this user cannot write to it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -81,10 +81,10 @@ def require_writable(folder: Path) -> None:
 
 
 def inside(folder: Path, name: str) -> Path:
-    """``folder / name``, for a name that somebody else has chosen.
+    """``folder / name``, for a name from an untrusted source.
 
     Raises:
-        StorageUnusableError: it would lie outside.
+        StorageUnusableError: the path would be outside of ``folder``.
     """
     path = PurePosixPath(name)
     if not name or path.is_absolute() or ".." in path.parts or "\\" in name or "\0" in name:
@@ -93,8 +93,8 @@ def inside(folder: Path, name: str) -> Path:
 
 
 def forget_unused(cache_dir: Path, limit_bytes: int, *, keep_seconds: float = _KEEP_SECONDS) -> list[Path]:
-    """Delete the copies in ``cache_dir`` that were asked for the longest time ago until the rest takes at most
-    ``limit_bytes``; none that was asked for within ``keep_seconds``, for it may be in use. Returns what went."""
+    """Delete the least recently used copies in ``cache_dir`` until the rest takes at most ``limit_bytes``. Copies used
+    within ``keep_seconds`` stay, because they may be in use. Returns the deleted folders."""
     copies = [path for path in cache_dir.glob("*") if path.is_dir() and not path.name.startswith(".")]
     used = {path: (path / _USED).stat().st_mtime for path in copies if (path / _USED).exists()}
     sizes = {path: sum(file.stat().st_size for file in path.rglob("*") if file.is_file()) for path in copies}
@@ -136,7 +136,7 @@ def _download(filesystem: fsspec.AbstractFileSystem, name: str, target: Path) ->
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
         filesystem.get_file(name, str(target))
-        with suppress(NotImplementedError):  # not every kind of source knows times
+        with suppress(NotImplementedError):  # not every kind of source has modification times
             changed = filesystem.modified(name).timestamp()
             os.utime(target, (changed, changed))
     except OSError as error:

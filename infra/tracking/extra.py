@@ -1,8 +1,8 @@
-"""Trackers beside MLflow, fed from the same committed journal, each in short processes of its own.
+"""Trackers in addition to MLflow, fed from the same committed journal by short processes.
 
-A tracker that hangs, crashes, leaks or asks for a login can therefore hold up nobody. Such a process
-(``infra/tracking/sinks.py``) takes one batch of committed steps, sends what its state file does not name yet, and notes
-the last step only once the tracker has taken everything.
+A tracker that hangs, crashes, leaks or asks for a login therefore blocks nothing. Each process
+(``infra/tracking/sinks.py``) gets one batch of committed steps, sends those after the last step in its state file, and
+writes the new last step once the tracker has accepted everything.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from infra.tracking.tracker import StepMetrics
 PACKAGES: Mapping[TrackerName, str] = {
     "tensorboard": "tensorboard>=2.18",
     "wandb": "wandb>=0.19",
-    "swanlab": "swanlab>=0.10",  # the first ones cannot resume a run
+    "swanlab": "swanlab>=0.10",  # earlier versions cannot resume a run
 }
-"""What each tracker needs in the interpreter ``RLFLOW_TRACKER_PYTHON``; the extras of pyproject.toml."""
-SESSION_SECONDS = 300  # of one process; then it ends itself, and the batch is tried again
+"""The package that each tracker needs in ``RLFLOW_TRACKER_PYTHON``; also an extra in pyproject.toml."""
+SESSION_SECONDS = 300  # a process ends itself after this time, and the batch is sent again
 _CHECK_SECONDS = 60.0
 _LOG_CHARACTERS = 600
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What a tracker's process is told, as a JSON file."""
+    """The input of a tracker's process, as a JSON file."""
 
     tracker: TrackerName
     project: str
     run_id: str
     config: dict[str, str | int | float | bool | None]  # dotted keys of the experiment
     folder: str  # for the tracker's own files
-    state: str  # file that holds the last step taken; its process alone writes it
+    state: str  # file with the last accepted step; only the tracker's process writes it
     seconds: int
     records: list[tuple[int, int, dict[str, float]]]  # step, milliseconds since the epoch, metrics
 
@@ -52,7 +52,7 @@ class Batch:
 
 
 class ExtraTracker:
-    """One tracker of one training run. ``publish`` starts a process and looks after it; it never waits."""
+    """One tracker of one training run. ``publish`` starts a process and never waits for it."""
 
     def __init__(
         self,
@@ -71,18 +71,17 @@ class ExtraTracker:
 
     @property
     def published_step(self) -> int:
-        """The last step that the tracker has taken."""
+        """The last step that the tracker has accepted."""
         return read_published(self._state)
 
     def publish(self, records: Iterable[StepMetrics], through_step: int) -> int:
-        """Have the steps after the last one taken and up to ``through_step`` sent, by a process that may still be at
-        it afterwards; call again to hear of it.
+        """Start sending the steps after the last accepted one, up to ``through_step``. Call again to learn the outcome.
 
         Returns:
-            the last step that the tracker has taken so far.
+            the last step that the tracker has accepted so far.
 
         Raises:
-            ServerError: the process before did not get them through; nothing is lost, publish again later.
+            ServerError: the previous process failed. Nothing is lost: publish again later.
         """
         if self._process is not None:
             code = self._process.poll()
@@ -103,7 +102,7 @@ class ExtraTracker:
         return published
 
     def stop(self) -> None:
-        """End what is under way: the next publish sends it again."""
+        """Stop the running process. The next ``publish`` sends its steps again."""
         if self._process is not None:
             processes.stop(self.mark, grace_seconds=2.0)
             self._process.wait()
@@ -137,26 +136,26 @@ class ExtraTracker:
                 mark=self.mark,
                 output=log,
                 cwd=ROOT,
-                ends_with_parent=False,  # the thread that starts it ends with a segment, before its batch is through
+                ends_with_parent=False,  # its thread ends with the segment, maybe before the batch is sent
             )
 
 
 def tracker_mark(run_dir: Path, name: str) -> str:
-    """Of the processes that feed this run's tracker."""
+    """Mark of the processes that feed this run's tracker."""
     return f"tracker-{name}-{hashlib.sha256(str(run_dir).encode()).hexdigest()[:12]}"
 
 
 def end_trackers(run_dir: Path) -> None:
-    """End every process that feeds a tracker of this run, whoever started it."""
+    """Kill all processes that feed this run's trackers, including those of earlier drivers."""
     for name in PACKAGES:
         processes.kill(tracker_mark(run_dir, name))
 
 
 def check_installed(name: TrackerName, python: Path) -> str:
-    """The version that the trackers' interpreter has.
+    """The tracker's version in the trackers' interpreter.
 
     Raises:
-        ServerRefusedError: it has none, or one that is too old.
+        ServerRefusedError: it is missing or too old.
     """
     answer = subprocess.run(
         [str(python), "-m", "infra.tracking.sinks", "--check", name, PACKAGES[name].partition(">=")[2]],

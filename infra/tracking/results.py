@@ -36,16 +36,16 @@ class RunData:
 
 
 class Results:
-    """What a tracking server or database holds."""
+    """Runs in a tracking server or database."""
 
     def __init__(self, uri: str) -> None:
         self._client = MlflowClient(tracking_uri=uri, registry_uri=uri)
 
     def run(self, run_id: str) -> RunData:
-        """The run or ablation of this name.
+        """The run or ablation with this name.
 
         Raises:
-            RegistryError: there is none.
+            RegistryError: it does not exist.
         """
         found = self._search(f"tags.`{RUN_TAG}` = '{run_id}'")
         if not found:
@@ -53,12 +53,12 @@ class Results:
         return found[0]
 
     def below(self, parent: RunData) -> list[RunData]:
-        """The runs below one, by name."""
+        """The child runs of a run, sorted by name."""
         found = self._search(f"tags.`{MLFLOW_PARENT_RUN_ID}` = '{parent.mlflow_run_id}'")
         return sorted(found, key=lambda run: run.name)
 
     def latest(self, experiment: str, count: int) -> list[RunData]:
-        """The latest training runs of an experiment, the newest first; what only bundles others is left out."""
+        """The latest training runs of an experiment, newest first, without parent runs."""
         runs = self._search(f"tags.`{RUN_TAG}` LIKE '%'", experiment)
         parents = {run.tags[MLFLOW_PARENT_RUN_ID] for run in runs if MLFLOW_PARENT_RUN_ID in run.tags}
         return [run for run in runs if run.mlflow_run_id not in parents][:count]
@@ -84,7 +84,7 @@ class Results:
 
 
 def differing(runs: Sequence[RunData]) -> dict[str, list[str]]:
-    """Parameters that are not the same in all runs: the value in each, ``-`` where a run has none."""
+    """Parameters that differ between runs: the value in each run, ``-`` if a run has none."""
     keys = sorted({key for run in runs for key in run.params})
     table = {key: [run.params.get(key, "-") for run in runs] for key in keys}
     return {key: values for key, values in table.items() if len(set(values)) > 1}
@@ -111,10 +111,10 @@ class RegisteredVersion:
 
 
 def find_model(uri: str, words: str) -> RegisteredVersion:
-    """The version that ``NAME``, ``NAME@ALIAS`` or ``NAME/VERSION`` means; a name alone is its newest one.
+    """The registered version of ``NAME``, ``NAME@ALIAS`` or ``NAME/VERSION``; a name alone means the newest version.
 
     Raises:
-        RegistryError: there is no such model, alias or version; says which there are.
+        RegistryError: there is no such model, alias or version. The message lists the existing ones.
         ServerError: MLflow does not answer.
     """
     asked = _NAME.match(words)
@@ -137,7 +137,7 @@ def find_model(uri: str, words: str) -> RegisteredVersion:
 
 
 def read_text(uri: str, mlflow_run_id: str, name: str) -> str | None:
-    """A text artifact of a run; None: it has none of that name."""
+    """A text artifact of a run, or None if it does not exist."""
     client = MlflowClient(tracking_uri=uri, registry_uri=uri)
     folder = name.rpartition("/")[0]
     try:

@@ -1,8 +1,8 @@
 """``python -m infra.tracking.sinks BATCH.json``: one batch of committed steps into one tracker.
 
-Runs in the interpreter ``RLFLOW_TRACKER_PYTHON``, which needs nothing of rlflow's but this file, ``infra/files.py`` and
-the tracker's package. A batch that comes twice, or whose process was killed half-way, shows each step once: by the
-state file, and beyond it by what each tracker offers (see the sinks).
+Runs in the interpreter ``RLFLOW_TRACKER_PYTHON``, which needs only this file, ``infra/files.py`` and the tracker's
+package. Each step shows once, even if a batch is sent twice or its process is killed: the state file and the means of
+each tracker (see the sinks) take care of that.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ _SWANLAB_ID_CHARACTERS = 20
 
 
 class Sink(Protocol):
-    """A ``MetricSink`` that can be told when a step was, and that is only sure of its steps once it is closed."""
+    """A ``MetricSink`` that also takes timestamps. Steps are only certain to be stored after ``close``."""
 
     def step(self, step: int, metrics: Mapping[str, float], timestamp_ms: int | None = None) -> None: ...
     def close(self) -> None: ...
 
 
 class TensorBoardSink:
-    """An event file per batch. It begins by disowning what a killed process may have written from ``first_step`` on
-    (what TensorBoard calls purge_step)."""
+    """One event file per batch. It first discards what a killed process may have written from ``first_step`` on
+    (TensorBoard's purge_step)."""
 
     def __init__(self, folder: Path, first_step: int) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
@@ -57,12 +57,12 @@ class TensorBoardSink:
 
 
 class WandbSink:
-    """One run under our run's id, resumed by every batch. Where W&B answers, its own last step says what it has."""
+    """One W&B run with the id of the rlflow run, resumed by every batch. Skips the steps that W&B reports as stored."""
 
     def __init__(self, folder: Path, project: str, run_id: str, config: Mapping[str, object]) -> None:
         import wandb
 
-        # A git remote may hold a password; machine and code are in MLflow, and this process is not what trains.
+        # A git remote may hold a password. Machine and code are in MLflow, and this process does not train.
         quiet: dict[str, Any] = {
             "silent": True, "console": "off", "x_disable_meta": True, "x_disable_stats": True,
             "save_code": False, "disable_git": True,
@@ -79,11 +79,11 @@ class WandbSink:
         self._run.log({**metrics, **at}, step=step)
 
     def close(self) -> None:
-        self._run.finish()  # returns when W&B, or offline its file, has everything
+        self._run.finish()  # returns when W&B, or its offline file, has everything
 
 
 class SwanLabSink:
-    """One experiment under an id made of our run's, resumed by every batch; SwanLab passes by a step that it has."""
+    """One experiment with an id derived from the run's id, resumed by every batch. SwanLab ignores steps it has."""
 
     def __init__(self, folder: Path, project: str, run_id: str, config: Mapping[str, object]) -> None:
         import swanlab
@@ -121,8 +121,7 @@ def open_sink(batch: Mapping[str, Any], first_step: int) -> Sink:
 
 
 def read_published(state: Path) -> int:
-    """The last step that a tracker has taken; 0: none. A damaged file counts as none: a step that comes twice shows
-    once."""
+    """The last step that a tracker has accepted, or 0. A damaged file counts as 0, because resent steps show once."""
     try:
         return int(json.loads(state.read_bytes())["published_step"])
     except FileNotFoundError:
@@ -133,14 +132,14 @@ def read_published(state: Path) -> int:
 
 
 def send(path: Path) -> int:
-    """Send the batch in ``path``, and note its last step. Two processes at the same tracker take turns.
+    """Send the batch in ``path`` and store its last step. Processes for the same tracker take turns.
 
     Returns:
         the number of steps sent.
     """
     batch = json.loads(path.read_text())
     state = Path(batch["state"])
-    signal.alarm(batch["seconds"])  # its default action ends us, wherever the tracker's client hangs
+    signal.alarm(batch["seconds"])  # ends this process even if the tracker's client hangs
     with state.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         published = read_published(state)
@@ -156,7 +155,7 @@ def send(path: Path) -> int:
 
 
 def _check(name: str, lowest: str) -> int:
-    """Say which version is installed; 1 where there is none or it is below ``lowest``."""
+    """Print the installed version. Returns 1 if there is none or it is below ``lowest``."""
     try:
         found = metadata.version(name)
     except metadata.PackageNotFoundError:

@@ -1,8 +1,8 @@
-"""MLflow, whole: one run per training run, kept across segments and retries; each step in it exactly once.
+"""Writes to MLflow: one MLflow run per training run, across segments and retries, with each step exactly once.
 
-MLflow cannot delete or overwrite a metric point, and the same point with the same timestamp is one row. So a
-step is published only when no resume can take it back, always with the timestamp it was recorded with, and
-what has been acknowledged is remembered beside the run.
+MLflow cannot delete or overwrite a metric point, but stores a repeated point with the same timestamp once. So a step is
+published only when no resume can undo it, always with its recorded timestamp, and the last acknowledged step is stored
+in the run's folder.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _ANSWER_SECONDS = 5.0
 
 
 class StepMetrics(Protocol):
-    """The metrics of one optimizer step as they were first recorded; a line of the metric journal."""
+    """The metrics of one optimizer step: a line of the metric journal."""
 
     @property
     def step(self) -> int: ...
@@ -65,7 +65,7 @@ class RegisteredModel:
 
 @dataclass(frozen=True, slots=True)
 class _State:
-    """What one run remembers of its MLflow run, in ``mlflow.json`` of its folder."""
+    """``mlflow.json`` in a run's folder."""
 
     uri: str  # without a password
     mlflow_run_id: str
@@ -73,7 +73,7 @@ class _State:
 
 
 def check_reachable(uri: str, timeout_seconds: float) -> None:
-    """Raise ServerError where an MLflow server does not answer in time. Other stores need no server."""
+    """Raise ServerError if an MLflow server does not answer in time. Other stores need no server."""
     if not uri.startswith(("http://", "https://")):
         return
     try:
@@ -88,12 +88,12 @@ def check_reachable(uri: str, timeout_seconds: float) -> None:
 
 @contextlib.contextmanager
 def _outage_named(uri: str) -> Iterator[None]:
-    """What MLflow and its artifact store raise, as our own errors.
+    """Translate errors of MLflow and its artifact store.
 
     Raises:
-        ServerError: the server or its database does not answer, and may do so later.
-        ServerRefusedError: it answers and says no.
-        StorageError: the object store that holds its artifacts does not take them; refusals are permanent.
+        ServerError: the server or its database does not answer, which may pass.
+        ServerRefusedError: the server refuses.
+        StorageError: the object store does not accept artifacts; refusals are permanent.
     """
     try:
         yield
@@ -146,7 +146,7 @@ class Tracker:
         if uri.startswith("sqlite:///"):
             lock_dir = Path(uri.removeprefix("sqlite:///")).parent
         run_dir.mkdir(parents=True, exist_ok=True)
-        # MLflow's registry looks logged models up through the process-wide address, not through the client's.
+        # MLflow's registry looks up logged models by the process-wide address, not by the client's.
         mlflow.set_tracking_uri(uri)
         mlflow.set_registry_uri(uri)
         check_reachable(uri, _ANSWER_SECONDS)
@@ -247,13 +247,13 @@ class Tracker:
 
     @_names_outages
     def log_metrics(self, metrics: Mapping[str, float], *, step: int, timestamp_ms: int) -> None:
-        """Points outside the journal, as of an evaluation. A fixed timestamp makes a repeat harmless."""
+        """Log points that are not in the journal, such as an evaluation. A fixed timestamp makes repeats harmless."""
         points = [Metric(key, float(value), timestamp_ms, step) for key, value in metrics.items()]
         self._client.log_batch(self.mlflow_run_id, metrics=points)
 
     @_names_outages
     def log_table(self, columns: Mapping[str, Sequence[object]], name: str) -> None:
-        """A table artifact. Written whole: the name of an existing table must not come twice."""
+        """Log a table artifact. ``name`` must be new, because MLflow would append to an existing table."""
         self._client.log_table(self.mlflow_run_id, {key: list(values) for key, values in columns.items()}, name)
 
     @_names_outages
@@ -276,12 +276,12 @@ class Tracker:
 
     @_names_outages
     def resume(self) -> None:
-        """Open the run again after an end that a continuation has overtaken."""
+        """Mark the run as running again when it is continued."""
         self._client.update_run(self.mlflow_run_id, status="RUNNING")
 
     @_names_outages
     def finish(self, status: str) -> None:
-        """Close the run: FINISHED, FAILED or KILLED. MLflow has no heartbeat, so nobody else will."""
+        """Close the run: FINISHED, FAILED or KILLED. MLflow has no heartbeat and does not do this itself."""
         self._client.set_terminated(self.mlflow_run_id, status)
 
     @_names_outages
@@ -297,7 +297,7 @@ class Tracker:
         """
         if not (path / "config.json").exists():
             raise RegistryError(f"{path} has no config.json, so it is no merged model. Merge first.")
-        with contextlib.suppress(MlflowException):  # it exists: the one way to ask without a race
+        with contextlib.suppress(MlflowException):  # it exists; looking first would be a race
             self._client.create_registered_model(name)
         version = self._find_version(name, path) or self._create_version(name, path, tags, description)
         self._client.set_registered_model_alias(name, alias, version)
@@ -305,14 +305,14 @@ class Tracker:
 
     @_names_outages
     def tags_at(self, name: str, alias: str) -> dict[str, str] | None:
-        """Tags of the registered version that ``alias`` points to; None: there is no such model or alias."""
+        """Tags of the registered version at ``alias``. None: there is no such model or alias."""
         try:
             version = self._client.get_registered_model(name).aliases.get(alias)
             return None if version is None else dict(self._client.get_model_version(name, version).tags)
         except MlflowException as error:
             if error.error_code == ErrorCode.Name(RESOURCE_DOES_NOT_EXIST):
                 return None
-            raise  # a server that refuses to answer says nothing about its models
+            raise  # a refusal does not mean that the model is missing
 
     def _find_version(self, name: str, path: Path) -> str | None:
         for item in self._client.search_model_versions(f"name = '{name}'"):
@@ -338,13 +338,13 @@ class Tracker:
 
 
 def _rewards_first(entry: tuple[str, float]) -> tuple[bool, str]:
-    """MLflow's compare page begins with a plot of whatever metric a run logged first."""
+    """Sort rewards first: MLflow's compare page starts with the metric that a run logged first."""
     return not entry[0].startswith("reward/"), entry[0]
 
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Hold a file lock: two processes that open the same run must not create it twice."""
+    """Hold a file lock, so that two processes do not create the same run twice."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "tracking.lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -365,7 +365,7 @@ def _find_or_create_experiment(client: MlflowClient, name: str, artifacts_uri: s
         try:
             location = f"{artifacts_uri}/{name}" if artifacts_uri else None
             return str(client.create_experiment(name, artifact_location=location))
-        except MlflowException:  # another machine was faster, or it is something else
+        except MlflowException:  # another machine may have been faster
             found = client.get_experiment_by_name(name)
             if found is None:
                 raise
@@ -394,7 +394,7 @@ def _run_exists(client: MlflowClient, mlflow_run_id: str, shown: str) -> bool:
     except MlflowException as error:
         if _status(error) == HTTPStatus.NOT_FOUND:
             return False
-        raise  # a server that is away says nothing about its runs
+        raise  # an outage does not mean that the run is missing
     if found.info.lifecycle_stage == LifecycleStage.DELETED:
         raise RegistryError(
             f"the MLflow run {mlflow_run_id} is deleted, so nothing can be added to it. Restore it: "
@@ -404,7 +404,7 @@ def _run_exists(client: MlflowClient, mlflow_run_id: str, shown: str) -> bool:
 
 
 def _read_state(run_dir: Path) -> _State | None:
-    """None as well for a damaged file: the run is found by its tag, and a step that comes twice is one point."""
+    """None also for a damaged file: the run is found again by its tag, and resent steps are stored once."""
     path = run_dir / "mlflow.json"
     try:
         values = json.loads(path.read_bytes())

@@ -1,6 +1,6 @@
-"""The shape of a model from its config.json alone: built on torch's meta device, no weights, no GPU.
+"""``python -m rlcore.jobs.architecture spec.json``: the shape of a model, from its config.json alone.
 
-``python -m rlcore.jobs.architecture SPEC.json`` is a job, see ``rlcore.specs``.
+The model is built on torch's meta device: no weights, no GPU.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ _ANSWER_SECONDS = "5"
 
 
 def describe(spec: ArchitectureSpec) -> ArchitectureRef:
-    """
+    """The job.
+
     Raises:
-        ModelError: there is no config.json to be had, or transformers does not know its model.
+        ModelError: there is no config.json, or transformers does not know the model.
     """
     config = _tiny_config(spec.model) if spec.model.path == "tiny" else load_hf_config(
         _config_folder(spec.model), spec.model.trust_remote_code

@@ -15,13 +15,13 @@ from rlcore.files import building
 from rlcore.jobs import job_main
 from rlcore.specs import BootstrapSpec, tiny_folder
 
-# what a model needs to load; never *.bin or *.pt, which are pickles and can run code
+# Files that a model needs. Never *.bin or *.pt: they are pickles, which can run code.
 DOWNLOADED = ("*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model", "*.tiktoken")
 VERIFIED = "verified.json"  # written by a merge into a folder that it has verified
 
 
 def bootstrap(spec: BootstrapSpec) -> ModelRef:
-    """The policy to start from: the embedded tiny one, a folder as it stands, or a download.
+    """The initial policy: the embedded tiny one, an existing folder, or a download.
 
     Raises:
         ModelError: a folder or download without config, safetensors or chat template.
@@ -48,8 +48,8 @@ def _make_tiny(folder: Path, config: TinyModelConfig) -> None:
 
     from rlcore.models.tiny import create_tiny_policy
 
-    torch.set_num_threads(len(os.sched_getaffinity(0)))  # nothing else runs meanwhile
-    with building(folder) as aside:  # two runs that start at once both make it, and the first counts
+    torch.set_num_threads(len(os.sched_getaffinity(0)))  # this process has the machine to itself
+    with building(folder) as aside:  # if two runs make it at once, the first to finish counts
         create_tiny_policy(aside, config)
 
 
@@ -59,7 +59,7 @@ def _download(model: ModelConfig) -> Path:
 
     try:
         config = hf_hub_download(model.path, "config.json", revision=model.revision)
-        family_in(Path(config).parent)  # an unsupported family is refused before its weights are fetched
+        family_in(Path(config).parent)  # refuses an unsupported family before the download of its weights
         return Path(snapshot_download(model.path, revision=model.revision, allow_patterns=list(DOWNLOADED)))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise ModelError(

@@ -1,7 +1,7 @@
-"""A checkpoint becomes a Hugging Face folder, and the folder is verified to be the same policy.
+"""``python -m rlcore.jobs.merge spec.json``: merge a checkpoint into a Hugging Face folder and verify the folder.
 
-It is verified with the checkpoint's probe: fixed sequences with the log-probs that the live trainer gave them.
-``python -m rlcore.jobs.merge spec.json`` merges and verifies with transformers and with vLLM.
+Verification computes the log-probs of the checkpoint's probe (fixed sequences) with transformers and with vLLM, and
+compares them with those of the live trainer.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from rlcore.segment.store import verify_checkpoint
 from rlcore.specs import MergeSpec
 from rlcore.types import ImageRef
 
-# Between two implementations in one dtype. In bfloat16 a logit of 20 is only known to 0.06 to begin with.
+# Largest difference between two implementations. A bfloat16 logit of 20 has a rounding error of 0.06 by itself.
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.3}
-# What a model folder needs besides config.json and weights: what is taken is listed, so that none slip in.
+# Files that a model folder needs besides config.json and weights. Nothing else of the base is copied.
 _COPIED = (
     "generation_config.json",
     "tokenizer.json",
@@ -60,18 +60,18 @@ _COPIED = (
 
 
 class VerifyReport(BaseModel):
-    """How far the merged model is from the live policy, in nats."""
+    """Largest differences between merged model and live policy, in nats."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     num_sequences: int
     num_tokens: int
     transformers_max_delta: float
-    vllm_max_delta: float | None  # None: not asked
+    vllm_max_delta: float | None  # None: not checked
 
 
 class MergeRecord(BaseModel):
-    """``verified.json``: a folder that has it is a whole and verified model."""
+    """``verified.json``: a folder with this file is a whole and verified model."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -86,18 +86,18 @@ LogProbsOf = Callable[[Path, list[ProbeSequence]], list[list[float]]]
 def merge_checkpoint(checkpoint: Path, base: Path, out: Path, *, trust_remote_code: bool = False) -> int:
     """Fill ``out`` with the checkpoint's weights as a Hugging Face folder and return its number of parameters.
 
-    Architecture, tokenizer, processor and chat template are those of ``base``; every weight is the checkpoint's, or, if
-    that holds adapters, ``base``'s with the adapters added; in float32. Read back and compared bit for bit.
+    Architecture, tokenizer, processor and chat template are those of ``base``. Weights are the checkpoint's in float32,
+    or, if it holds adapters, ``base``'s with the adapters added. The result is read back and compared bit for bit.
 
     Raises:
-        ModelError: names or shapes differ from the architecture's, or what was written reads back changed.
+        ModelError: names or shapes differ from the architecture's, or the written weights read back changed.
     """
     weights = load_full_weights(checkpoint, base, trust_remote_code=trust_remote_code)
     weights = {name: value.float() if value.is_floating_point() else value for name, value in weights.items()}
-    model = empty_hf_model(base, trust_remote_code)  # no values at all, so none of the base's can be left over
+    model = empty_hf_model(base, trust_remote_code)  # without values, so that no weight of the base can remain
     expected, aliases = untied_tensors(model)
     _require_same_names(weights, expected, checkpoint, base)
-    parameters: int = sum(parameter.numel() for parameter in model.parameters())  # a tied one once
+    parameters: int = sum(parameter.numel() for parameter in model.parameters())  # tied ones count once
     tied = {alias: weights[name] for alias, name in aliases.items()}
     model.load_state_dict({**weights, **tied}, assign=True)
     model.save_pretrained(out)  # type: ignore[operator]
@@ -122,12 +122,12 @@ def verify_merged(
     """Compare a model folder with a probe file, through transformers and, if given, through vLLM.
 
     Args:
-        read_image: an image of the prepared dataset.
-        dtype: the one the live trainer computed the probe in.
+        read_image: reads an image of the prepared dataset.
+        dtype: in which the live trainer computed the probe.
         tolerance: largest |delta log-prob| allowed, nats. None: 1e-3 in float32, 0.3 in bfloat16.
 
     Raises:
-        ModelError: a log-prob differs by more than the tolerance, with the numbers; or the probe is empty.
+        ModelError: a log-prob differs by more than the tolerance, or the probe is empty.
     """
     allowed = TOLERANCE[dtype] if tolerance is None else tolerance
     sequences = read_probe(probe)
@@ -154,7 +154,7 @@ def verify_merged(
 
 
 def merge(spec: MergeSpec) -> ModelRef:
-    """The job: merge, verify with transformers and vLLM, mark as verified. A verified model is kept."""
+    """The job: merge, verify with transformers and vLLM, and mark as verified. An existing verified merge is reused."""
     config = spec.experiment
     verify = partial(_verify_for, spec)
     return merge_once(spec.checkpoint, spec.base, spec.out, verify, trust_remote_code=config.model.trust_remote_code)
@@ -168,20 +168,20 @@ def merge_once(
     *,
     trust_remote_code: bool = False,
 ) -> ModelRef:
-    """Merge ``checkpoint`` into ``out`` unless a verified merge of that very checkpoint is there already.
+    """Merge ``checkpoint`` into ``out`` unless ``out`` already is a verified merge of the same checkpoint.
 
-    ``out`` appears whole and verified. Of two merges at once, the first to finish counts.
+    ``out`` appears whole and verified. If two merges run at once, the first to finish counts.
 
     Raises:
         CheckpointError: the checkpoint does not match its manifest.
-        ModelError: the merge does not verify, and nothing of it is kept; or ``out`` was filled from another checkpoint
-            meanwhile.
+        ModelError: verification failed and nothing was written, or another process merged another checkpoint into
+            ``out``.
     """
     known = _merged_before(checkpoint, out)
     if known is not None:
         return known
     verify_checkpoint(checkpoint)
-    remove_whole(out)  # unverified, or of another checkpoint
+    remove_whole(out)  # not verified, or merged from another checkpoint
     with building(out) as folder:
         parameters = merge_checkpoint(
             Path(checkpoint.path), Path(base.path), folder, trust_remote_code=trust_remote_code
@@ -202,7 +202,7 @@ def merge_once(
 
 
 def _merged_before(checkpoint: CheckpointRef, out: Path) -> ModelRef | None:
-    """The verified merge of this very checkpoint at ``out``, if there is one."""
+    """The verified merge of this checkpoint at ``out``, or None."""
     if not (out / VERIFIED).exists():
         return None
     record = MergeRecord.model_validate_json((out / VERIFIED).read_text())
@@ -229,7 +229,7 @@ def transformers_logprobs(
         found = [_sequence_logprobs(model, sequence, read).tolist() for sequence in sequences]
     del model
     if device == "cuda":
-        torch.cuda.empty_cache()  # vLLM, which comes next, measures what is free
+        torch.cuda.empty_cache()  # vLLM comes next and measures free memory
     return found
 
 
@@ -347,7 +347,7 @@ def _require_same_values(folder: Path, weights: Mapping[str, Tensor], trust_remo
 def _copy_the_rest(base: Path, folder: Path) -> None:
     for path in sorted({path for pattern in _COPIED for path in base.glob(pattern)}):
         shutil.copyfile(path, folder / path.name)
-    # The base's own config, because the architecture is its; only the dtype is that of the weights beside it.
+    # The base's config, because the architecture is the same. Only the dtype is that of the merged weights.
     config: dict[str, Any] = json.loads((base / "config.json").read_text())
     for section in (config, *(value for value in config.values() if isinstance(value, dict))):
         for key in {"dtype", "torch_dtype"} & section.keys():

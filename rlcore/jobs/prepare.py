@@ -1,7 +1,7 @@
-"""Source -> prepared dataset with original images: ``python -m rlcore.jobs.prepare SPEC.json``.
+"""``python -m rlcore.jobs.prepare spec.json``: from a data source to a prepared dataset with original images.
 
-Every row becomes a ``Problem`` or a line in ``rejects.jsonl``. Images are only looked at here: their headers
-give the size they will have, so a prompt that is too long is found before anything is decoded.
+Every row becomes a ``Problem`` or a line in ``rejects.jsonl``. Only the headers of images are read: they determine the
+size after resizing, so prompts that are too long are found before any image is decoded.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the translations of other trainers' configurations share: every key they are given is accounted for."""
+"""Translation of other trainers' configurations to rlflow's: a ledger that accounts for every given key."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from rlcore.config.experiment import ExperimentConfig
 from rlcore.errors import ConfigError
 
 Verdict = Literal["translated", "same", "listed"]
-PASS_THROUGH = "tiny"  # the prompt template that adds nothing
+PASS_THROUGH = "tiny"  # the prompt template that passes the prompt through unchanged
 KNOWN_ROWS: Mapping[str, int] = {"hiyouga/geometry3k@train": 2101, "hiyouga/math12k@train": 12_000}
-"""Training problems of datasets whose number is in their published cards; others are told by the user."""
+"""Number of training problems in published datasets. For others the user gives --rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """What became of one key."""
+    """The outcome for one key."""
 
     key: str
     value: object
-    verdict: Verdict  # same: rlflow does that anyway; listed: it has no equivalent
+    verdict: Verdict  # same: rlflow does the same; listed: rlflow has no equivalent
     text: str
 
     def __str__(self) -> str:
@@ -32,7 +32,7 @@ class Note:
 
 @dataclass(frozen=True, slots=True)
 class Translation:
-    """An experiment and an account of every key that it was made from."""
+    """An experiment, and a note on every key it was made from."""
 
     experiment: ExperimentConfig
     values: dict[str, Any]  # of the experiment, as in prefect.yaml: without its name and what is the default
@@ -44,7 +44,7 @@ class Translation:
 
 @dataclass(slots=True)
 class Ledger:
-    """The keys of a foreign configuration over that trainer's defaults; what is read is crossed off."""
+    """The keys of a foreign configuration and that trainer's defaults. Each given key gets one note."""
 
     given: Mapping[str, Any]  # dotted
     defaults: Mapping[str, Any]
@@ -53,11 +53,11 @@ class Ledger:
     _seen: set[str] = field(default_factory=set)
 
     def get(self, key: str) -> Any:
-        """The value of ``key``, given or that trainer's default; not crossed off."""
+        """The given value of ``key`` or that trainer's default. Makes no note."""
         return self.given.get(key, self.defaults.get(key))
 
     def put(self, ours: str, value: Any, *keys: str, text: str = "") -> None:
-        """Our key ``ours`` says what ``keys`` said."""
+        """Set rlflow's key ``ours``, which replaces ``keys``."""
         self.out[ours] = value
         self._note(keys, "translated", f"{ours}: {json.dumps(value)}{f', {text}' if text else ''}")
 
@@ -68,14 +68,14 @@ class Ledger:
         self._note(keys, "listed", text)
 
     def same_if(self, key: str, *values: Any, otherwise: str, text: str = "") -> None:
-        """rlflow does what these values of ``key`` say; any other is listed with the reason ``otherwise``."""
+        """Note that rlflow does the same for these values of ``key``. Any other value is listed with ``otherwise``."""
         if self.get(key) in values:
             self.same(key, text=text)
         else:
             self.listed(key, text=otherwise)
 
     def close(self, unused: Mapping[str, str], unknown: str) -> None:
-        """Account for what nobody has read: by the beginning of its key, else as unknown."""
+        """List all keys without a note: with the reason of their prefix in ``unused``, else as unknown."""
         for key in sorted(self.given.keys() - self._seen):
             reason = next((text for prefix, text in unused.items() if key.startswith(prefix)), unknown)
             self.listed(key, text=reason)
@@ -83,7 +83,7 @@ class Ledger:
     def _note(self, keys: Iterable[str], verdict: Verdict, text: str) -> None:
         for key in keys:
             if key in self._seen:
-                continue  # the first to read a key has said what becomes of it
+                continue  # only the first note of a key counts
             self._seen.add(key)
             if key in self.given:
                 self.notes.append(Note(key, self.given[key], verdict, text))
@@ -91,7 +91,7 @@ class Ledger:
     def translation(self, name: str) -> Translation:
         """
         Raises:
-            ConfigError: what the keys say together is no experiment of ours.
+            ConfigError: the translated values make no valid experiment.
         """
         from rlcore.config.build import build_experiment
 
@@ -131,7 +131,7 @@ def read_foreign(path: Path | None, arguments: Iterable[str]) -> dict[str, Any]:
 
 
 def slug(text: object) -> str:
-    """A name as experiments have it."""
+    """A valid name of an experiment."""
     cleaned = "".join(letter if letter.isalnum() and letter.isascii() else "-" for letter in str(text).lower())
     return "-".join(filter(None, cleaned.split("-")))[:60] or "translated"
 
@@ -151,8 +151,8 @@ def steps_of(ledger: Ledger, train: str, batch: int, per_batch: int, rows: int |
 
 
 def engine_of(ledger: Ledger, key: str) -> None:
-    """rollout.tensor_parallel from ``key`` where it is given, else an engine for each worker: it draws the same, and
-    exchanges nothing."""
+    """rollout.tensor_parallel from ``key`` if given, else one engine per worker: it samples the same without
+    communication."""
     if ledger.out.get("model.lora.rank"):
         ledger.same_if(key, 1, otherwise="with adapters each worker's engine holds the whole model")
     elif key in ledger.given:
@@ -160,7 +160,7 @@ def engine_of(ledger: Ledger, key: str) -> None:
 
 
 def engine_dtype_of(ledger: Ledger, key: str) -> None:
-    """rollout.dtype from ``key``, unless it is what an engine on a GPU has anyway."""
+    """rollout.dtype from ``key``, unless it is the default of engines on GPUs."""
     finer = {"fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
     value = str(ledger.get(key) or "bfloat16")
     if (dtype := finer.get(value, value)) in finer.values():

@@ -1,4 +1,4 @@
-"""What is kept of every rollout batch: which problems it was trained on, and completions for people to read."""
+"""Two files per rollout batch: the problems it was trained on, and completions for people to read."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ PROBLEMS_KEPT = 2
 
 
 class BatchLog:
-    """Two files per rollout batch, named after its last step, that a replayed step writes again:
-    ``trained/step-000020.json``, and ``samples/step-000020.json`` with the first generated
-    problems, their picture hashes, and every completion with its score."""
+    """Writes ``trained/step-000020.json``, and ``samples/step-000020.json`` with the first generated problems, their
+    image hashes and every completion with its score. Files are named after the batch's last step, and a replay
+    overwrites them."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
@@ -47,15 +47,15 @@ class BatchLog:
 
 
 def write_trained(run_dir: Path, step: int, problem_ids: Sequence[str]) -> None:
-    """Note the problems of a rollout batch, in the order they are trained on; ``step`` is its last one."""
+    """Write the problems of a rollout batch, in training order; ``step`` is the batch's last step."""
     write_json_atomically(_path(run_dir, step), json.dumps({"problems": list(problem_ids)}))
 
 
 def trained_problems(run_dir: Path, step: int, training: TrainingConfig) -> list[str]:
-    """Ids of the problems whose groups optimizer step ``step`` (from 1) was trained on: its share of its batch.
+    """Ids of the problems that optimizer step ``step`` (from 1) was trained on: its part of the rollout batch.
 
     Raises:
-        StorageError: nothing is known of that step.
+        StorageError: that step has no file.
     """
     last = -(-step // training.steps_per_batch) * training.steps_per_batch
     path = _path(run_dir, last)

@@ -1,8 +1,8 @@
-"""Checkpoints that are written while training goes on: it waits for a copy of the train state, and for no more.
+"""Checkpoints written in the background: training waits only for a copy of the train state.
 
-Begun at the end of a segment, a checkpoint is written by the workers, then hashed, put on disk and renamed by a thread
-here, which writes the segment's manifest last and only then lets older checkpoints go. Never more than one is under
-way. Waiting for one is progress of the trainer only while bytes are written or hashed: a disk that hangs is a hang.
+The workers write the files. A thread of this process hashes, syncs and renames them, writes the segment's manifest, and
+then deletes older checkpoints. At most one checkpoint is in progress. Waiting for it counts as progress of the trainer
+only while bytes are written or hashed, so that a hanging disk is detected as a hang.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class SavingPolicy(ProbePolicy, Protocol):
     """What a checkpoint needs of the policy; ``distributed.group.WorkerGroup`` is one."""
 
     def begin_save(self, folder: Path) -> None:
-        """Copy the sharded train state (weights and optimizer) to host memory, to be written while training goes on.
-        Call it only after the previous one is ``saved``."""
+        """Copy the sharded train state (weights and optimizer) to host memory and start writing it in the background.
+        Call it only when the previous save is ``saved``."""
 
     def saved(self) -> bool:
-        """Whether the last ``begin_save`` has written everything; raises its error. From any thread."""
+        """Whether the last ``begin_save`` has written everything. Raises its error. Callable from any thread."""
 
 
 class RenewedLease(Protocol):
@@ -50,10 +50,10 @@ class RenewedLease(Protocol):
 
 @dataclass(slots=True)
 class CheckpointSeconds:
-    """What checkpoints have cost since it was last asked."""
+    """Time that checkpoints took since the last ``take``."""
 
-    blocked: float = 0.0  # training stood still
-    written: float = 0.0  # beside it, from the copy to the segment's manifest
+    blocked: float = 0.0  # training waited
+    written: float = 0.0  # in the background, from the copy to the segment's manifest
 
     def take(self) -> dict[str, float]:
         found = {"time/checkpoint_blocked": self.blocked, "time/checkpoint_written": self.written}
@@ -64,7 +64,7 @@ class CheckpointSeconds:
 class Checkpointer:
     """The checkpoints of one trainer process.
 
-    Used as a context manager: on leaving, what is under way is committed first, unless the lease is lost.
+    As a context manager it commits the checkpoint in progress on exit, unless the lease is lost.
     """
 
     def __init__(
@@ -89,11 +89,11 @@ class Checkpointer:
         """Copy the train state and return; the checkpoint of the segment is committed in the background.
 
         Raises:
-            RlflowError: the checkpoint before it failed.
+            RlflowError: the previous checkpoint failed.
         """
         with self._blocked():
             self.finish()
-            if self._last is not None and self._last.step == state.step:  # no step since: there is nothing to write
+            if self._last is not None and self._last.step == state.step:  # no step since then: nothing to write
                 self._end_segment(self._last, end)
                 return
             staging = self._store.stage(state.step)
@@ -103,17 +103,17 @@ class Checkpointer:
             self._under_way = self._thread.submit(self._write, staging, state.scalars(), end)
 
     def check(self) -> None:
-        """Raise the error of a checkpoint that has failed in the background; ask at every safe point."""
+        """Raise the error of a checkpoint that failed in the background. Call at every safe point."""
         if self._under_way is not None and self._under_way.done():
             self._seconds.written += self._under_way.result()
             self._under_way = None
 
     def finish(self) -> None:
-        """Wait until what is under way is committed.
+        """Wait until the checkpoint in progress is committed.
 
         Raises:
-            LeaseLostError: another trainer has taken over meanwhile.
-            RlflowError: it failed.
+            LeaseLostError: another trainer has taken over.
+            RlflowError: the checkpoint failed.
         """
         before = self._store.bytes_done()
         while self._under_way is not None and wait([self._under_way], _RENEW_SECONDS).not_done:
@@ -133,7 +133,7 @@ class Checkpointer:
         except Exception as second:
             if error is None:
                 raise
-            if second is not error:  # the first goes on to the caller
+            if second is not error:  # the caller gets the first error
                 logger.exception("the checkpoint under way was lost as well")
         finally:
             self._abandoned = True
@@ -145,7 +145,7 @@ class Checkpointer:
             if self._abandoned:
                 return 0.0
             time.sleep(_POLL_SECONDS)
-        self._lease.renew()  # raises where another trainer has taken over: nothing may be committed then
+        self._lease.renew()  # raises if another trainer has taken over: then nothing may be committed
         spec = self._spec
         checkpoint = self._store.commit(
             staging,

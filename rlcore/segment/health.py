@@ -1,4 +1,4 @@
-"""Health rules over the journal: pure. The trainer acts on them, the segment task tells people. No torch."""
+"""Health rules over the journal. The trainer acts on them; the segment task reports them. No torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SHOWN = 10
 
 @dataclass(frozen=True, slots=True)
 class Breach:
-    """A rule that a step broke, and the step before it did not."""
+    """A rule that this step broke and the previous step did not."""
 
     rule: HealthRule
     step: int
@@ -30,10 +30,10 @@ class Breach:
 
 
 def breaches(rules: Sequence[HealthRule], records: Sequence[StepRecord], *, after_step: int) -> list[Breach]:
-    """Where rules began to be broken, in order of steps.
+    """The steps at which rules began to be broken, in order.
 
     Args:
-        after_step: only the steps after this one are looked at.
+        after_step: ignore steps up to this one.
     """
     seen = [record for record in records if record.step > after_step]
     found = [breach for rule in rules for breach in _breaches_of(rule, seen)]
@@ -71,11 +71,11 @@ def _broken(rule: HealthRule, window: Sequence[float], mean: float, best: float 
 def require_known_metrics(rules: Sequence[HealthRule], records: Sequence[StepRecord]) -> None:
     """
     Raises:
-        ConfigError: a rule's metric is in none of ``records``, those of at least one rollout batch, although they had
-            what it could have been measured on.
+        ConfigError: a rule's metric is in none of ``records`` (at least one rollout batch), although the batch had
+            graded completions or tokens to measure it on.
     """
     known = {name for record in records for name in record.metrics}
-    # a step leaves out means over nothing: over graded completions, and over tokens that have an advantage
+    # a step has no means over graded completions, or over tokens with an advantage, if there are none
     not_yet: tuple[str, ...] = ()
     if "reward/ungraded" in known and "reward/mean" not in known:
         not_yet += ("reward/",)
@@ -90,7 +90,7 @@ def require_known_metrics(rules: Sequence[HealthRule], records: Sequence[StepRec
 
 
 class HealthWatch:
-    """The rules of one trainer. The first breach that asks for more than a warning stays."""
+    """Checks the rules of one trainer and keeps the first breach that asks for more than a warning."""
 
     def __init__(self, rules: Sequence[HealthRule], records: Sequence[StepRecord], adjustments: Adjustments) -> None:
         """
@@ -114,15 +114,15 @@ class HealthWatch:
         if self._rules and self._records:
             require_known_metrics(self._rules, self._records)
             acting = [rule for rule in self._rules if rule.action != "warn"]
-            # also one from before this start: whoever acts on a breach moves healthy_from past it
+            # includes breaches before this start: acting on a breach moves healthy_from past it
             self._breach = next(iter(breaches(acting, self._records, after_step=self._adjustments.healthy_from)), None)
         return self._breach is not None
 
     def pause_or_raise(self) -> str | None:
-        """Why to commit and end; None: go on.
+        """The reason to commit and stop, or None to go on.
 
         Raises:
-            RollbackError: end without committing.
+            RollbackError: stop without committing.
         """
         if not self.broken() or self._breach is None:
             return None

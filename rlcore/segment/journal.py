@@ -1,9 +1,8 @@
 """The metric journal: one JSON line per optimizer step, durable before the next step starts. No torch.
 
-The journal is the truth about metrics; MLflow gets a copy of it. A line is
-``{"step", "timestamp_ms", "metrics"}``; the timestamp is fixed when the step is first recorded, so that
-publishing a line twice gives the same point.
-Non-finite values are written as NaN, Infinity and -Infinity, which Python's json reads back.
+MLflow gets a copy of the journal. A line is ``{"step", "timestamp_ms", "metrics"}``. The timestamp is fixed when the
+step is recorded, so publishing a line twice gives the same point. Non-finite values are written as NaN, Infinity and
+-Infinity, which Python's json reads.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ def wall_clock_ms() -> int:
 
 
 class MetricJournal:
-    """The writing end of a journal (a ``MetricSink``). One writer at a time: the holder of the lease."""
+    """Writes a journal (a ``MetricSink``). Only the holder of the lease may write."""
 
     def __init__(self, path: Path, *, now_ms: Callable[[], int] = wall_clock_ms) -> None:
         self._path = path
@@ -54,10 +53,10 @@ class MetricJournal:
         return self._last_step
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Append the metrics of ``step``; on disk when this returns.
+        """Append the metrics of ``step``. They are on disk when this returns.
 
         Raises:
-            StorageError: ``step`` is not above the last one, or a torn last line waits for ``cut``.
+            StorageError: ``step`` is not above the last step, or the last line is half-written and needs ``cut``.
         """
         if self._torn:
             raise StorageError(f"{self._path} ends in a half-written line. Call cut(step) before recording again.")
@@ -75,10 +74,8 @@ class MetricJournal:
         self._last_step = step
 
     def cut(self, step: int) -> int:
-        """Keep records up to and including ``step``; move the rest, torn line included, to a file of its own.
-
-        That file, ``journal.cut-<n>.jsonl``, is durable before the journal shrinks. Returns how many whole
-        records moved.
+        """Keep records up to and including ``step``. Move the rest, torn line included, to ``journal.cut-<n>.jsonl``,
+        which is on disk before the journal shrinks. Returns the number of whole records moved.
         """
         records, torn = _parse(self._path)
         kept = [record for record in records if record.step <= step]
@@ -96,7 +93,7 @@ class MetricJournal:
 
 
 class JournalTail:
-    """Reads while another process writes. Each call parses only what was appended since the last one."""
+    """Reads a journal that another process writes. Each call parses only the lines added since the last call."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -107,8 +104,7 @@ class JournalTail:
         """All records, in order; empty if there is no file yet.
 
         Raises:
-            StorageError: a damaged line. Only a last line without its newline (a write under way, or killed) is
-                left out.
+            StorageError: a line is damaged. An unfinished last line is left out instead: its writer may be at work.
         """
         with self._lock:
             try:
@@ -126,7 +122,7 @@ class JournalTail:
     def _appended(self) -> bytes:
         with self._path.open("rb") as file:
             file.seek(self._end - len(self._last))
-            # A resume cuts the journal, and the steps after that are recorded with other times: another last line.
+            # After a resume has cut the journal, the steps have new timestamps, so this last line differs.
             if file.read(len(self._last)) != self._last:
                 self._forget()
                 file.seek(0)
@@ -139,12 +135,12 @@ class JournalTail:
 
 
 def read_journal(path: Path) -> list[StepRecord]:
-    """What ``JournalTail`` reads, once."""
+    """All records of a journal."""
     return JournalTail(path).read()
 
 
 def _parse(path: Path) -> tuple[list[StepRecord], str]:
-    """Whole records, and the text of a torn last line."""
+    """Whole records, and the text of an unfinished last line."""
     if not path.exists():
         return [], ""
     *lines, torn = path.read_bytes().split(b"\n")
@@ -152,7 +148,7 @@ def _parse(path: Path) -> tuple[list[StepRecord], str]:
 
 
 def _parse_lines(path: Path, lines: Sequence[bytes], before: Sequence[StepRecord]) -> list[StepRecord]:
-    """The records of ``lines``, which follow those that were parsed ``before``."""
+    """Parse ``lines``, which follow the records ``before``."""
     records: list[StepRecord] = []
     last = before[-1].step if before else None
     for number, raw in enumerate(lines, start=len(before) + 1):

@@ -1,10 +1,10 @@
-"""Who trains a run (``Lease``) and what its driver wants (``Control``): two small JSON files. No torch.
+"""Which process trains a run (``Lease``), and what its driver wants (``Control``): two small JSON files. No torch.
 
-Never two trainers: acquiring is exclusive, and a trainer that finds another token on ``renew`` stops.
-Never a forgotten one: the driver's heartbeat is in the control file.
+A run never has two trainers: acquiring is exclusive, and a trainer that finds another token on ``renew`` stops. No
+trainer outlives its driver for long: the driver's heartbeat is in the control file.
 
-Clocks of two hosts may differ by minutes, so a time stamp of another process is never compared with our clock. A
-process counts as silent once what it writes has not changed for the deadline, by the reader's monotonic clock.
+Clocks of two hosts may differ by minutes, so a timestamp of another process is never compared with the local clock. A
+process counts as silent when its file has not changed for the deadline, measured by the reader's monotonic clock.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ M = TypeVar("M", bound=BaseModel)
 
 
 class LeaseInfo(BaseModel):
-    """The holder of a run: a process, told apart from a later one with the same pid by its start."""
+    """The process that holds a run. Its start time distinguishes it from a later process with the same pid."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     token: str  # unique per trainer process
     pid: int
-    started: float  # of the process, seconds after boot: steps of the wall clock do not move it
+    started: float  # seconds after boot, which changes of the wall clock do not affect
     host: str  # name and boot, so that a rebooted host counts as another one
     renewed_at: float  # seconds since the epoch by the holder's clock; changes with every renewal
-    progress: int = 0  # grows whenever the trainer gets something done, so not with every renewal
+    progress: int = 0  # grows when the trainer completes something, so not with every renewal
 
     def __str__(self) -> str:
         if self.host == _host():
@@ -53,7 +53,7 @@ class LeaseInfo(BaseModel):
 
 
 class Unchanged:
-    """For how long a value has been the same, by this process's monotonic clock."""
+    """Measures how long a value has not changed, by this process's monotonic clock."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
@@ -61,7 +61,7 @@ class Unchanged:
         self._value: object = None
 
     def seconds(self, value: object) -> float:
-        """Seconds since a call first gave this value; since the start, where no call has given any but None."""
+        """Seconds since a call first passed this value, or since the start while every call passed None."""
         if value != self._value:
             self._value, self._since = value, self._now()
         return self._now() - self._since
@@ -89,10 +89,10 @@ class Lease:
         self._mine: LeaseInfo | None = None
 
     def acquire(self, token: str) -> LeaseInfo:
-        """Become the holder, taking over from a dead one. Waits up to the deadline where that was on another host.
+        """Become the holder, or take over from a dead holder. If that was on another host, wait for up to the deadline.
 
         Raises:
-            LeaseLostError: a living holder is there; the message names it.
+            LeaseLostError: another process holds the lease; the message names it.
         """
         self._wait_for_a_renewal_elsewhere()
         mine = LeaseInfo(
@@ -109,15 +109,15 @@ class Lease:
             else:
                 write_json_atomically(self._path, mine.model_dump_json())
         self._mine = mine
-        # Where the filesystem carries no locks between hosts, the last writer wins; the other sees it here.
+        # On a file system without locks between hosts the last writer wins, and the other one notices here.
         self._require_mine()
         return mine
 
     def renew(self, *, progress: bool = True) -> None:
-        """Say that this trainer is alive; with ``progress``, that it has got something done since the last renewal.
+        """Record that this trainer is alive and, with ``progress``, that it completed something since the last renewal.
 
         Raises:
-            LeaseLostError: another token is in the file, or none: this trainer must stop without writing.
+            LeaseLostError: the file is gone or has another token: this trainer must stop without writing.
         """
         with self._locked():
             mine = self._require_mine()
@@ -126,7 +126,7 @@ class Lease:
             self._mine = mine
 
     def release(self) -> None:
-        """Give the lease up. A lease that was lost to another trainer is left alone."""
+        """Give the lease up. A lease that another trainer has taken over is left alone."""
         with self._locked():
             holder = self.read()
             if holder is not None and self._mine is not None and holder.token == self._mine.token:
@@ -143,7 +143,7 @@ class Lease:
         return holder if holder is not None and self._is_alive(holder) else None
 
     def remove_dead(self) -> None:
-        """Remove the lease of a holder that has died, so that the next trainer need not watch it for the deadline."""
+        """Remove the lease of a dead holder, so that the next trainer need not wait for the deadline."""
         with self._locked():
             if self.holder() is None:
                 self._path.unlink(missing_ok=True)
@@ -159,7 +159,7 @@ class Lease:
             return False
 
     def _wait_for_a_renewal_elsewhere(self) -> None:
-        """Without the lock, which the holder needs to renew its lease."""
+        """Wait without the file lock, because the holder needs the lock to renew its lease."""
         first = self.holder()
         if first is None or first.host == _host():
             return
@@ -203,11 +203,11 @@ class Lease:
             yield
 
 
-_LEASES: dict[Path, Lease] = {}  # of other processes: what one look cannot tell, the next one can
+_LEASES: dict[Path, Lease] = {}  # by path: only repeated reads show whether a lease on another host is renewed
 
 
 def lease_at(path: Path) -> Lease:
-    """The lease at ``path`` with what this process has seen of it so far."""
+    """The one ``Lease`` object of this process for ``path``."""
     return _LEASES.setdefault(path, Lease(path))
 
 
@@ -218,7 +218,7 @@ def holder_alive(path: Path) -> LeaseInfo | None:
 
 
 class ControlState(BaseModel):
-    """What the driver last said."""
+    """The last message of the driver."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -234,7 +234,7 @@ class Control:
         self._path = path
 
     def beat(self, through_segment: int, *, stop: bool = False) -> ControlState:
-        """Say what is wanted and that the driver is alive; replaces the file in one step."""
+        """Record that the driver is alive and what it wants. Replaces the file atomically."""
         state = ControlState(through_segment=through_segment, heartbeat=time.time(), stop=stop)
         write_json_atomically(self._path, state.model_dump_json())
         return state
@@ -256,12 +256,12 @@ def _parsed(model: type[M], path: Path, text: str) -> M:
     try:
         return model.model_validate_json(text)
     except ValidationError as error:
-        # Both files are replaced in one step, so this is not a write under way.
+        # Both files are replaced atomically, so this is not an unfinished write.
         raise StorageError(f"{path} is damaged: {error}. Remove it if no trainer of this run is alive.") from None
 
 
 def _started(pid: int) -> float:
-    # psutil adds the boot time, which moves when the wall clock is set; the kernel's own count does not.
+    # psutil adds the boot time, which changes when the wall clock is set; seconds since boot do not.
     return float(psutil.Process(pid).create_time() - psutil.boot_time())
 
 

@@ -1,7 +1,7 @@
-"""Where a run stands: the newest checkpoint in its folder that is whole. No torch.
+"""Where a run continues (its newest whole checkpoint), and which checkpoints it keeps. No torch.
 
-What is damaged is moved aside, aloud, and the one before is used, down to the initial model. Segments that lie beyond
-are trained again: their manifests go aside as well, or a driver would take them for done.
+A damaged checkpoint is moved aside with a warning, and the one before it is used, down to the initial model. Later
+segments are trained again. Their manifests are moved aside too, or a driver would count them as done.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ResumePoint:
-    """What to train next, and from what."""
+    """What to train next, and from which checkpoint."""
 
     segment: int
     first_step: int  # of that segment: steps taken before it
@@ -49,13 +49,13 @@ class ResumePoint:
 
 
 def find_resume_point(run_dir: Path, store: LocalCheckpointStore) -> ResumePoint:
-    """The newest whole checkpoint; afterwards the folder holds no claim beyond it. For the holder of the lease.
+    """Find the newest whole checkpoint and move every later manifest aside. Only the holder of the lease may call this.
 
-    A whole checkpoint that was committed just before its trainer died gets its segment manifest here.
+    Also writes the segment manifest if the trainer died between committing the checkpoint and writing the manifest.
 
     Raises:
         CheckpointError: the newest whole checkpoint belongs to another run.
-        StorageError: there were checkpoints, and their folder is empty, as one is whose disk is not mounted.
+        StorageError: manifests name checkpoints but their folder is empty, as when a disk is not mounted.
     """
     for staged in store.half_written():
         logger.warning("A HALF WRITTEN CHECKPOINT was left by a trainer that died, and is not used: %s", staged)
@@ -94,7 +94,7 @@ def find_resume_point(run_dir: Path, store: LocalCheckpointStore) -> ResumePoint
 
 
 def read_segments(run_dir: Path) -> list[SegmentManifest]:
-    """Every segment's manifest, in order; one that cannot be read is moved aside, aloud."""
+    """Every segment's manifest, in order. Unreadable ones are moved aside with a warning."""
     found = []
     for path in sorted((run_dir / "segments").glob("*.json")):
         try:
@@ -105,7 +105,7 @@ def read_segments(run_dir: Path) -> list[SegmentManifest]:
 
 
 def segment_manifest(checkpoint: CheckpointRef, written: CheckpointManifest) -> SegmentManifest:
-    """What a checkpoint says about the segment that it ends."""
+    """The manifest of the segment that a checkpoint ends, made from the checkpoint's own manifest."""
     return SegmentManifest(
         run_id=written.run_id,
         segment=written.segment,
@@ -119,7 +119,7 @@ def segment_manifest(checkpoint: CheckpointRef, written: CheckpointManifest) -> 
 
 
 def warn_of_changes(spec: SegmentSpec, checkpoint: CheckpointRef) -> None:
-    """Say what is not as it was when the checkpoint was written. The driver has refused what it does not allow."""
+    """Warn of everything that changed since the checkpoint. The driver has already refused what is forbidden."""
     written = read_manifest(checkpoint)
     for name, was, now in (
         ("science of the experiment", written.experiment_digest, spec.experiment.science_digest()),
@@ -138,7 +138,7 @@ def warn_of_changes(spec: SegmentSpec, checkpoint: CheckpointRef) -> None:
 
 
 def _verified(path: Path, segments: Sequence[SegmentManifest]) -> SegmentManifest:
-    """The manifest of the segment that a whole checkpoint ends: the one there is, else by the checkpoint itself."""
+    """The manifest of the segment that ends in this checkpoint: the existing one, or one made from the checkpoint."""
     known = [manifest for manifest in segments if Path(manifest.checkpoint.path).name == path.name]
     if not known:
         written = verify_checkpoint(path)
@@ -158,9 +158,9 @@ def pinned(
     """Folders of every ``keep_every``-th segment's checkpoint, and of the ``keep_best`` best segments'.
 
     Args:
-        segments: that ended in a checkpoint, in order.
-        records: the journal; a segment is as good as the mean of ``best_metric`` over its steps.
-        present: names of the checkpoints among which the best are chosen. None: those on this disk.
+        segments: those with a checkpoint, in order.
+        records: the journal. A segment's score is the mean of ``best_metric`` over its steps.
+        present: names of the checkpoints to choose the best from. None: those on this disk.
     """
     every, best = config.keep_every, config.keep_best
     kept = [s for s in segments if every is not None and s.complete and (s.segment + 1) % every == 0]

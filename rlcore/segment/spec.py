@@ -1,4 +1,4 @@
-"""What a trainer process is told: one JSON file, written by the segment task, read by ``rlcore.jobs.segment``."""
+"""The trainer's spec, which the segment task writes for ``rlcore.jobs.segment``, and the manifest of a segment."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rlcore.config import ExperimentConfig
 
 
 class SegmentSpec(BaseModel):
-    """Everything a trainer needs; where the run stands it finds in the run's folder."""
+    """Everything a trainer needs, except the run's progress, which it reads from the run's folder."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -24,7 +24,7 @@ class SegmentSpec(BaseModel):
     model: ModelRef
     adjustments: Adjustments = Adjustments()
     driver_deadline_seconds: float = 120.0
-    """Without a sign of life from the driver for this long, the trainer commits and stops."""
+    """After this time without a heartbeat of the driver, the trainer commits and stops."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,8 @@
 """Checkpoints on a local (or mounted) disk: either whole or absent. No torch: Prefect's side reads it too.
 
-A checkpoint is a folder ``checkpoints/step-000020`` that holds what the trainer staged, ``state.json`` and
-``manifest.json`` with the size and SHA-256 of every other file and all that the segment's manifest says. It gets its
-name by one rename, after all of it is on disk. Names with a leading dot are never checkpoints: staged, damaged or
-being deleted.
+A checkpoint is a folder ``checkpoints/step-000020`` with the files that the trainer staged, ``state.json``, and
+``manifest.json`` with the size and SHA-256 of every other file and the content of the segment's manifest. Once all
+files are on disk, one rename gives the folder its name. Names with a leading dot are staged, damaged or being deleted.
 """
 
 from __future__ import annotations
@@ -77,11 +76,11 @@ class LocalCheckpointStore:
     def __init__(self, run_dir: Path, run_id: str) -> None:
         self._folder = run_dir / "checkpoints"
         self._run_id = run_id
-        self._verified_here: set[Path] = set()  # hashed in full by this process; prune need not repeat it
+        self._verified_here: set[Path] = set()  # hashed by this process, so prune need not hash them again
         self._hashed = 0  # bytes
 
     def stage(self, step: int) -> Path:
-        """Return a fresh, empty folder for the checkpoint of ``step``; clears what dead attempts left."""
+        """Make an empty folder for the checkpoint of ``step``. Deletes folders that killed attempts left."""
         self._folder.mkdir(parents=True, exist_ok=True)
         for left_over in (*self._folder.glob(".staging-*"), *self._folder.glob(".trash-*")):
             shutil.rmtree(left_over)
@@ -90,8 +89,7 @@ class LocalCheckpointStore:
         return staging
 
     def bytes_done(self) -> tuple[int, int]:
-        """Changes for as long as a checkpoint is being staged or committed: bytes in the staged folders, whoever writes
-        them, and bytes that this object has hashed."""
+        """Bytes in the staged folders, and bytes hashed by this object. They change while a checkpoint is written."""
         staged = 0
         for folder in self._folder.glob(".staging-*"):
             for path in files_below(folder):
@@ -113,11 +111,11 @@ class LocalCheckpointStore:
     ) -> CheckpointRef:
         """Seal a staged folder: state, hashes, manifest, fsync, then one rename. ``trainer_state`` is JSON.
 
-        A step that is already there and whole is a replay: its ref is returned and the staged copy dropped. A
-        damaged one is moved aside first.
+        If the step already has a whole checkpoint (a replay), the staged copy is deleted and the existing one returned.
+        A damaged one is moved aside first.
 
         Raises:
-            CheckpointError: the step is there, whole, and belongs to another run, experiment or dataset.
+            CheckpointError: the existing checkpoint belongs to another run, experiment or dataset.
         """
         final = self._folder / checkpoint_name(step)
         if final.exists():
@@ -160,12 +158,12 @@ class LocalCheckpointStore:
         return manifest
 
     def newest_first(self) -> list[Path]:
-        """Folders under a checkpoint's name, whole or damaged."""
+        """Folders with a checkpoint's name, whole or damaged."""
         found = [path for path in self._folder.glob("step-*") if _STEP_FOLDER.fullmatch(path.name)]
         return sorted(found, key=lambda path: int(path.name.removeprefix("step-")), reverse=True)
 
     def half_written(self) -> list[Path]:
-        """What a trainer that died had staged."""
+        """Folders that a killed trainer was writing."""
         return sorted(self._folder.glob(".staging-*"))
 
     def require_run(self, path: Path, run_id: str) -> None:
@@ -179,7 +177,7 @@ class LocalCheckpointStore:
             )
 
     def latest(self) -> CheckpointRef | None:
-        """The newest checkpoint that is whole, or None; every damaged one on the way is logged as a warning.
+        """The newest whole checkpoint, or None. Logs a warning for each damaged one that it skips.
 
         Raises:
             CheckpointError: the newest whole checkpoint belongs to another run.
@@ -196,12 +194,12 @@ class LocalCheckpointStore:
         return None
 
     def prune(self, keep: int, *, pinned: Collection[str | Path] = ()) -> list[Path]:
-        """Delete checkpoints older than the newest ``keep`` whole ones, except pinned ones; return what went.
+        """Delete checkpoints older than the newest ``keep`` whole ones, except pinned ones. Returns deleted folders.
 
         Args:
             pinned: folder names or paths of checkpoints.
 
-        Nothing is deleted before ``keep`` checkpoints verified. Damaged ones are left alone and not counted.
+        Nothing is deleted before ``keep`` checkpoints are verified. Damaged ones are neither deleted nor counted.
         """
         if keep < 1:
             raise ValueError(f"prune(keep={keep}): at least one checkpoint must be kept.")
@@ -212,7 +210,7 @@ class LocalCheckpointStore:
             kept += self._is_whole(paths.pop(0))
         doomed = [path for path in paths if path.name not in pins]
         for path in doomed:
-            # Renamed first, so that a kill during the deletion leaves no half checkpoint under a good name.
+            # Renamed first, so that a kill during deletion leaves no partial checkpoint under a valid name.
             trash = path.with_name(f".trash-{path.name}")
             path.rename(trash)
             shutil.rmtree(trash)
@@ -220,14 +218,14 @@ class LocalCheckpointStore:
         return doomed
 
     def read_state(self, checkpoint: CheckpointRef | Path) -> dict[str, Any]:
-        """The ``trainer_state`` that was committed with a checkpoint (verify it first)."""
+        """The ``trainer_state`` of a checkpoint. Verify the checkpoint first."""
         state = json.loads((_path(checkpoint) / STATE).read_text())
         if not isinstance(state, dict):
             raise CheckpointError(f"{_path(checkpoint) / STATE} holds a {type(state).__name__}, expected an object.")
         return state
 
     def _count(self, hashed: int) -> None:
-        self._hashed += hashed  # several threads may lose a few: what counts is that it changes
+        self._hashed += hashed  # not thread-safe, but only the change of this number matters
 
     def _is_whole(self, path: Path) -> bool:
         try:
@@ -264,8 +262,8 @@ def verify_checkpoint(
 ) -> CheckpointManifest:
     """Hash every file of a checkpoint against its manifest, and the manifest against the ref if one is given.
 
-    Files that the manifest does not name are ignored: nothing reads them. ``on_bytes`` is told how many bytes have just
-    been hashed, from several threads.
+    Ignores files that the manifest does not name. Calls ``on_bytes`` from several threads with the number of bytes just
+    hashed.
 
     Raises:
         CheckpointError: names the first file that differs, what was found and what is expected.
@@ -285,7 +283,7 @@ def verify_checkpoint(
 
 
 def read_manifest(checkpoint: CheckpointRef | Path) -> CheckpointManifest:
-    """What a checkpoint consists of, unverified.
+    """A checkpoint's manifest, unverified.
 
     Raises:
         CheckpointError: no manifest, or a damaged one.
@@ -298,7 +296,7 @@ def _path(checkpoint: CheckpointRef | Path) -> Path:
 
 
 def checkpoint_ref(path: Path, manifest: CheckpointManifest) -> CheckpointRef:
-    """Points at the checkpoint in ``path``, whose manifest this is."""
+    """A reference to the checkpoint in ``path`` with this manifest."""
     return CheckpointRef(
         path=str(path),
         step=manifest.step,
@@ -369,7 +367,7 @@ def _sha256_bytes(data: bytes) -> str:
 
 
 def move_aside(path: Path) -> Path:
-    """Give a damaged file or folder a name that nothing looks for, and return it."""
+    """Rename a damaged file or folder so that nothing reads it. Returns the new path."""
     number = 1
     while (aside := path.with_name(f".damaged-{path.name}-{number}")).exists():
         number += 1
@@ -380,7 +378,7 @@ def move_aside(path: Path) -> Path:
 
 @cache
 def code_digest(folder: Path = _SOURCES) -> str:
-    """Hash of the sources that training runs on: rlcore's modules and prompt templates, as first asked for."""
+    """Hash of rlcore's modules and prompt templates at the first call."""
     digest = hashlib.sha256()
     for file in sorted(path for path in folder.rglob("*") if path.suffix in (".py", ".jinja")):
         digest.update(file.relative_to(folder).as_posix().encode() + b"\0" + file.read_bytes() + b"\0")
@@ -388,11 +386,11 @@ def code_digest(folder: Path = _SOURCES) -> str:
 
 
 def installed_versions(packages: Collection[str]) -> dict[str, str]:
-    """Versions of those ``packages`` that are installed; importing none of them."""
+    """Versions of the installed ones among ``packages``, without importing them."""
     versions = {}
     for package in packages:
         try:
             versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
-            continue  # absent from the manifest says so
+            continue
     return versions
