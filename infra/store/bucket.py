@@ -153,7 +153,7 @@ class Store:
         return self._tried(f"listing {self.uri}/{key}", lambda: sorted(self._names(key)))
 
     def remove(self, key: str) -> None:
-        """Remove the folder at ``key``, its list of files first, so that readers never see a partial folder as whole."""
+        """Remove the folder at ``key``, its list of files first, so that it never looks whole while partial."""
 
         def remove() -> None:
             for name in sorted(self._names(key), key=lambda name: name != SEAL):
