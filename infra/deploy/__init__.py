@@ -1,4 +1,4 @@
-"""How many nodes an experiment takes: what a file for a cluster needs to know of it. ``tasks`` fills it in."""
+"""How many nodes an experiment needs, for the deployment files of clusters. ``tasks`` makes the ``Shape``."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from infra.errors import DeploymentError
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    name: str  # the experiment's, and that of what is made for it
+    name: str  # of the experiment and of the cluster objects made for it
     gpus: int  # of all workers together
-    together: int  # workers that compute a sequence together, and so share a node
-    command: tuple[str, ...]  # what the head runs
+    together: int  # workers that compute one sequence together and must share a node
+    command: tuple[str, ...]  # runs on the head node
 
     def nodes(self, gpus_per_node: int) -> int:
         """Nodes of ``gpus_per_node`` each.
 
         Raises:
-            DeploymentError: the workers do not fill whole nodes, or those that belong together do not fit on one.
+            DeploymentError: the workers do not fill whole nodes, or a sequence's workers do not fit on one node.
         """
         if gpus_per_node % self.together and self.gpus > self.together:
             raise DeploymentError(

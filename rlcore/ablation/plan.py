@@ -18,7 +18,7 @@ from rlcore.errors import ConfigError
 
 BASE = "base"
 OWN_KEYS = ("name", "seed", "data.shuffle_seed")
-"""Set by the ablation itself, so no point may differ in them."""
+"""The ablation sets these keys itself, so points may not override them."""
 
 Build = Callable[[Sequence[str]], ExperimentConfig]
 
@@ -33,12 +33,12 @@ class Point(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str  # base, p01, p02, ...
-    label: str  # what differs from the base, for people
+    label: str  # for people: the differences from the base
     overrides: tuple[str, ...]
     experiment: Annotated[ExperimentConfig, BeforeValidator(_of_any_version)]
 
     def experiment_of(self, seed: int, steps: int | None = None) -> ExperimentConfig:
-        """With ``seed``, which also shuffles the problems, and for ``steps`` steps (None: its own)."""
+        """The experiment with ``seed``, which also shuffles the problems, and ``steps`` steps (None: unchanged)."""
         own = [f"seed={seed}", f"data.shuffle_seed={seed}"]
         if steps is not None:
             own.append(f"training.steps={steps}")
@@ -55,7 +55,7 @@ class Job:
 
 
 class AblationPlan(BaseModel):
-    """An ablation as it was asked for and what that means. Written once; every retry goes by it."""
+    """The request for an ablation and the points made from it. Written once, and read by every retry."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -67,7 +67,7 @@ class AblationPlan(BaseModel):
 
     @property
     def request(self) -> tuple[str, tuple[str, ...], AblationConfig]:
-        """What the person asked for."""
+        """The request of the user."""
         return self.experiment, self.overrides, self.settings
 
     def steps(self, point: Point, rung: int) -> int:
@@ -90,7 +90,7 @@ class AblationPlan(BaseModel):
         return f"{self.ablation_id}-{point.name}-s{seed}"
 
     def jobs(self, names: Sequence[str], rung: int) -> list[Job]:
-        """Seed by seed, so that an ablation that is ended early has compared all points on the first seeds."""
+        """Jobs seed by seed, so that an ablation that stops early has compared all points on the first seeds."""
         chosen = [point for point in self.points if point.name in names]
         return [Job(point, seed, self.steps(point, rung)) for seed in self.settings.seeds for point in chosen]
 
@@ -98,15 +98,15 @@ class AblationPlan(BaseModel):
 def make_plan(
     ablation_id: str, experiment: str, overrides: Sequence[str], settings: AblationConfig, build: Build
 ) -> AblationPlan:
-    """All points of an ablation, checked as a whole before anything starts. A point that is the base, or that came
-    before, is left out.
+    """Make and check all points of an ablation before anything starts. Points that equal the base or an earlier point
+    are left out.
 
     Args:
-        build: an experiment from overrides of the one called ``experiment``.
+        build: makes an experiment from overrides of the experiment named ``experiment``.
 
     Raises:
-        ConfigError: a point is no valid experiment, differs in a key of ``OWN_KEYS``, all are the base, or the rungs
-            do not fit their steps and segments.
+        ConfigError: a point is no valid experiment or overrides a key of ``OWN_KEYS``, all points equal the base, or
+            the rungs do not fit the steps and segments.
     """
     asked = [*grid_points(settings.grid), *settings.points]
     labels = labels_of(asked)
@@ -137,10 +137,10 @@ def make_plan(
 
 
 def grid_points(grid: Sequence[str]) -> list[tuple[str, ...]]:
-    """Every combination of ``key=[value, ...]`` axes as overrides, the last axis fastest; no axis: no point.
+    """All combinations of ``key=[value, ...]`` axes as overrides; the last axis varies fastest. No axis: no point.
 
     Raises:
-        ConfigError: an axis that is not a key and a JSON list of at least one value, or one that comes twice.
+        ConfigError: an axis is not a key with a non-empty JSON list, or comes twice.
     """
     axes: dict[str, list[str]] = {}
     for axis in grid:
@@ -166,8 +166,7 @@ def _json_list(text: str) -> list[object] | None:
 
 
 def labels_of(points: Sequence[Sequence[str]]) -> list[str]:
-    """What people read: the last part of each key (before a closing ``name``), the whole key where two would look
-    alike."""
+    """Labels for people: the last part of each key (before a final ``name``), or the whole key if two look alike."""
     keys = {override.partition("=")[0].strip() for point in points for override in point}
     short = {key: _short(key) for key in keys}
     taken = list(short.values())
@@ -227,10 +226,10 @@ def rung_steps(total: int, unit: int, rungs: int, keep: float) -> tuple[int, ...
 
 
 def survivors(scores: Mapping[str, float], base: str, keep: float) -> list[str]:
-    """Points that train on: the base, and of the others the ``keep`` best, rounded up.
+    """Points that continue to train: the base, and the best share ``keep`` of the others, rounded up.
 
     Args:
-        scores: in the plan's order; the base's own is not looked at. Of equal points the earlier one is better.
+        scores: in the plan's order, which breaks ties. The base's score is ignored.
     """
     others = [name for name in scores if name != base]
     best = sorted(others, key=lambda name: -scores[name])[: _ceil(keep * len(others))]  # sorted() is stable
@@ -238,7 +237,7 @@ def survivors(scores: Mapping[str, float], base: str, keep: float) -> list[str]:
 
 
 def most_steps(rungs: tuple[int, ...], points: int, seeds: int, keep: float) -> int:
-    """Optimizer steps of the whole ablation where no point fails; the base is one of ``points``."""
+    """Optimizer steps of the whole ablation if no point fails. ``points`` includes the base."""
     total, before, alive = 0, 0, points
     for steps in rungs:
         total += alive * seeds * (steps - before)

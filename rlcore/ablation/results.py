@@ -12,7 +12,7 @@ Status = Literal["finished", "dropped", "failed"]
 
 
 class PointResult(Artifact):
-    """One run has reached one rung, and is evaluated there."""
+    """The evaluation of one run at the end of one rung."""
 
     point: str
     seed: int
@@ -23,15 +23,15 @@ class PointResult(Artifact):
 
 
 class PointFailure(Artifact):
-    """Why the last try of a run ended."""
+    """Why the last try of a run failed."""
 
     kind: str
     message: str
-    final: bool  # another try would end alike
+    final: bool  # a retry would fail the same way
 
 
 class Row(Artifact):
-    """One point. None: there is nothing to compute it from. Differences are to the base at the same step."""
+    """A point in the table. None: no data. Differences are to the base at the same step."""
 
     point: str
     label: str
@@ -61,7 +61,7 @@ class AblationSummary(Artifact):
 
 @dataclass(frozen=True, slots=True)
 class Band:
-    """Over seeds: the mean, and from the lowest to the highest."""
+    """Mean, lowest and highest value over seeds."""
 
     steps: tuple[int, ...]
     mean: tuple[float, ...]
@@ -70,8 +70,8 @@ class Band:
 
 
 def band_over(seeds: Sequence[Mapping[int, float]], smooth_over: int = 1) -> Band:
-    """Step to value, per seed; only steps that every seed has count. Each seed is first smoothed by the mean of its
-    last ``smooth_over`` values."""
+    """The band over ``seeds`` (step to value) at the steps that all seeds have. Each seed is smoothed first: each value
+    becomes the mean of the last ``smooth_over`` values."""
     common = sorted(set.intersection(*map(set, seeds))) if seeds else []
     smooth = [_smoothed([values[step] for step in common], smooth_over) for values in seeds]
     columns = list(zip(*smooth, strict=True))

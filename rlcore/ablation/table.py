@@ -12,7 +12,7 @@ from rlcore.evaluation import BySeed, adjusted, compare_seeds, estimate, mean_di
 
 @dataclass(frozen=True, slots=True)
 class PointNumbers:
-    """What is known of one point. ``accuracy`` holds its evaluations by step; the latest one counts."""
+    """The data of one point. ``accuracy`` has its evaluations by step; the table shows the last one."""
 
     name: str
     label: str
@@ -22,7 +22,7 @@ class PointNumbers:
 
 
 def make_rows(points: Sequence[PointNumbers]) -> list[Row]:
-    """In the order given; p is adjusted over all points that were compared.
+    """Rows in the order of ``points``. p is adjusted over all compared points.
 
     Raises:
         ValueError: evaluations of one point have no problem in common.
@@ -60,7 +60,7 @@ def _row(item: PointNumbers, base: PointNumbers) -> Row:
 
 
 def differences_at(points: Mapping[str, BySeed]) -> dict[str, float]:
-    """Mean difference to the base over the seeds that both have: what a rung decides by. Points without such a seed
+    """Mean difference to the base over common seeds, which decides at the end of a rung. Points without a common seed
     are left out."""
     base = points[BASE]
     found = {}

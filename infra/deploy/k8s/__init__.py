@@ -1,7 +1,7 @@
-"""Kubernetes objects for KubeRay (ray.io/v1, KubeRay 1.5.1 or newer) and a volume, as data that YAML can hold.
+"""Kubernetes objects for KubeRay (ray.io/v1, KubeRay 1.5.1 or newer) and a volume, as data for YAML.
 
-The head of a RayCluster is the first GPU node, not one without: the flow runs there, and merging verifies the model on
-a GPU. Retries of a RayJob are new clusters on the same volume, and the run goes on from its last checkpoint.
+The head of a RayCluster is a GPU node, because the flow runs there and merging verifies the model on a GPU. A retry of
+a RayJob is a new cluster on the same volume, where the run continues from its last checkpoint.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def volume_claim(values: KubernetesValues) -> Manifest:
 
 
 def ray_cluster(values: KubernetesValues, shape: Shape) -> Manifest:
-    """A cluster that stays, for runs that a Prefect worker starts on it."""
+    """A permanent cluster, on which a Prefect worker starts runs."""
     return {
         "apiVersion": "ray.io/v1",
         "kind": "RayCluster",
@@ -78,7 +78,7 @@ def ray_cluster(values: KubernetesValues, shape: Shape) -> Manifest:
 
 
 def ray_job(values: KubernetesValues, shape: Shape) -> Manifest:
-    """One run with a cluster of its own, which ends with it."""
+    """One run with its own cluster, which is removed when the run ends."""
     return {
         "apiVersion": "ray.io/v1",
         "kind": "RayJob",
@@ -88,7 +88,7 @@ def ray_job(values: KubernetesValues, shape: Shape) -> Manifest:
             "submissionMode": "K8sJobMode",
             "backoffLimit": values.retries,
             "shutdownAfterJobFinishes": True,
-            "ttlSecondsAfterFinished": 600,  # for a look at the logs of its nodes
+            "ttlSecondsAfterFinished": 600,  # time to read the logs of its nodes
             "rayClusterSpec": _cluster_spec(values, shape),
         },
     }
@@ -112,7 +112,7 @@ def _cluster_spec(values: KubernetesValues, shape: Shape) -> Manifest:
     nodes, gpus = shape.nodes(values.gpus_per_node), shape.gpus_on_each(values.gpus_per_node)
     spec: Manifest = {
         "rayVersion": values.ray_version,
-        "authOptions": {"mode": "token"},  # or anybody who reaches a node runs what he likes on it
+        "authOptions": {"mode": "token"},  # otherwise anybody who reaches a node can run code on it
         "headGroupSpec": {
             "rayStartParams": {"dashboard-host": "0.0.0.0"},
             "template": _pod(values, "head", gpus),
@@ -145,7 +145,7 @@ def _pod(values: KubernetesValues, role: str, gpus: int) -> Manifest:
                     *({"name": name, "value": value} for name, value in variables.items()),
                     *(_from_secret(values, name) for name in SECRETS),
                 ],
-                # equal ones, or the kernel may take memory away in the middle of a step
+                # equal, or the kernel may reclaim memory during a step
                 "resources": {"requests": resources, "limits": resources},
                 "volumeMounts": [
                     {"name": "data", "mountPath": DATA_DIR},
@@ -166,5 +166,5 @@ def _pod(values: KubernetesValues, role: str, gpus: int) -> Manifest:
 
 
 def _from_secret(values: KubernetesValues, name: str) -> Mapping[str, Any]:
-    reference = {"name": values.secret, "key": name, "optional": True}  # a server may want no password
+    reference = {"name": values.secret, "key": name, "optional": True}  # a server may need no password
     return {"name": name, "valueFrom": {"secretKeyRef": reference}}
