@@ -41,7 +41,7 @@ def test_as_many_lost_as_gained_is_no_difference_and_worse_is_not_better() -> No
 def test_pairs_are_by_name_and_problems_of_one_side_are_left_out() -> None:
     found = compare({"a": 0.0, "b": 1.0, "only": 0.0}, {"b": 1.0, "a": 0.5, "other": 1.0})
     assert (found.difference, found.num_problems) == (0.25, 2)
-    with pytest.raises(ValueError, match="no problem is among both the 1 and the 1"):
+    with pytest.raises(ValueError, match="the 1 and the 1 problems have none in common"):
         compare({"a": 0.0}, {"b": 0.0})
 
 
