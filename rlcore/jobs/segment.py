@@ -228,8 +228,8 @@ class TrainerSink:
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         if metrics["rollout/mismatch_alarm"]:
             logger.warning(
-                "step %d: log-probs of sampler and trainer differ by %.4f nats per token on average. Ratios and "
-                "clipping are unreliable: compare the versions, dtype and attention of both.",
+                "step %d: sampler and trainer differ by %.4f nats per token on average. Compare the versions, dtype "
+                "and attention of both; ratios and clipping are not to be trusted.",
                 step,
                 metrics["rollout/abs_delta_logprob_mean"],
             )
