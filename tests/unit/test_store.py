@@ -173,7 +173,7 @@ def test_state_is_json_and_exact(store):
 
 
 def test_the_segment_files_load_without_torch():
-    modules = "rlcore.segment.resume, rlcore.segment.resume, rlcore.segment.lease"
+    modules = "rlcore.segment.resume, rlcore.segment.lease"
     code = f"import sys, json, {modules}; print(json.dumps([m for m in ('torch', 'ray') if m in sys.modules]))"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert json.loads(found.stdout) == []
