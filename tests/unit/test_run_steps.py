@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 from mlflow import MlflowClient
-from rlcore.data.prepare.digest import dataset_key, resized_key
 
 from infra import processes, provenance
 from infra.settings import Settings
 from rlcore.artifacts import CheckpointRef, DatasetRef, ModelRef
 from rlcore.config import ExperimentConfig
+from rlcore.data.prepare.folder import dataset_key, resized_key
 from rlcore.errors import CheckpointError, ConfigError, DataError, DivergedError, WorkerLostError
 from rlcore.segment.journal import StepRecord
 from rlcore.segment.spec import SegmentManifest, SegmentSpec
