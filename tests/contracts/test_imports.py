@@ -90,9 +90,9 @@ NO_TORCH = tuple(
     )
 )
 # Parts of rlcore that a cached job imports and that do not change its result: plain data, and what starts and checks.
-NOT_IN_KEYS = {"artifacts", "config", "errors", "failures", "files", "flops", "ports", "process", "specs", "types"}
+NOT_IN_KEYS = {"artifacts", "config", "errors", "failures", "files", "flops", "process", "specs", "types"}
 NOT_IN_KEY_OF = {"evaluate": {"adjustments", "algorithms", "batch", "distributed", "training"},
-                 "merge": {"adjustments", "data", "segment"}}  # fmt: skip
+                 "merge": {"adjustments", "data", "distributed", "segment"}}  # fmt: skip
 HEAVY = ("torch", "vllm", "ray", "transformers", "datasets")
 
 
