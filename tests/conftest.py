@@ -18,6 +18,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 if signal.getsignal(signal.SIGQUIT) is signal.SIG_IGN:
     signal.signal(signal.SIGQUIT, signal.SIG_DFL)
 
+import hypothesis
 import pytest
 
 from rlcore.process import making_what_stays
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
     from tests.stores import Parts
 
 pytest_plugins = ["tests.skips"]
+
+hypothesis.settings.register_profile("rlflow", deadline=None)  # no test measures time: the machine may be busy
+hypothesis.settings.load_profile("rlflow")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -229,7 +229,7 @@ def test_the_order_within_a_group_and_of_the_groups_changes_nothing(estimate):
     "name", ["grpo_sample", "grpo_population", "pass_at_2", "batch_std", "reinforce_plus_plus_baseline"]
 )
 @given(scale=st.floats(0.1, 100), offset=st.floats(-10, 10))
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 def test_normalised_advantages_do_not_depend_on_scale_or_offset(name, scale, offset):
     rewards = doubles([[1.0, 0.3, 0.0, 0.7], [0.5, 0.1, 0.9, 0.9]])
     base = BY_GROUP[name](rewards, everyone(rewards)).values
@@ -241,7 +241,7 @@ def test_normalised_advantages_do_not_depend_on_scale_or_offset(name, scale, off
     st.lists(st.lists(st.sampled_from([0.0, 0.1, 0.9, 1.0]), min_size=4, max_size=4), min_size=1, max_size=5),
     st.randoms(use_true_random=False),
 )
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_signal_says_whether_a_group_has_any_advantage_and_nothing_is_ever_infinite(rewards, random):
     batch = doubles(rewards)
     graded = tensor([[random.random() < 0.8 for _ in row] for row in rewards])

@@ -59,7 +59,7 @@ def test_target_size_worked_out_by_hand():
     assert target_size(10, 10, 28, 56 * 56, 1024 * 1024) == (56, 56)
 
 
-@settings(max_examples=400, deadline=None)  # the first example imports transformers
+@settings(max_examples=400)
 @given(SIDES, SIDES, st.sampled_from([28, 32]), st.integers(1, 10**6), st.integers(1, 10**7))
 def test_target_size_is_the_rule_of_the_model_s_processor(width, height, factor, low, high):
     from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
@@ -204,7 +204,7 @@ SAMPLES = [
 ]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.sampled_from(SAMPLES), st.data())
 def test_damaged_bytes_give_an_image_or_a_reason_and_never_a_warning(content, data):
     broken = bytearray(content)

@@ -183,7 +183,7 @@ def test_the_dapo_template_wraps_a_problem_once():
     assert text_builder("dapo").chat_text(question, 0) == wrapped
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.lists(st.tuples(st.integers(20, 900), st.integers(20, 900)), max_size=3))
 def test_tokens_are_those_of_the_processor_on_resized_images(sizes):
     prompts = builder()

@@ -148,7 +148,7 @@ def test_a_tail_reads_only_what_was_appended(tmp_path, monkeypatch):
     assert tail.read() == []
 
 
-@settings(deadline=None, max_examples=60)  # every step is on disk
+@settings(max_examples=60)
 @given(
     st.lists(
         st.one_of(

@@ -288,7 +288,7 @@ def test_control_is_what_the_driver_last_said(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["control.json"]
 
 
-@settings(deadline=None, max_examples=30)  # every beat and every look is on disk
+@settings(max_examples=30)  # every beat and every look is on disk
 @given(skew=st.floats(-300, 300), beats=st.lists(st.integers(1, 119), max_size=20))  # whole seconds: sums are exact
 def test_a_trainer_knows_a_living_driver_from_a_lost_one_whatever_its_clock_says(skew, beats):
     clock = Clock()

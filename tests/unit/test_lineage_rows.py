@@ -72,7 +72,7 @@ def test_a_command_prints_the_rows_of_a_step_below_the_lineage(
         "model  toy version 1", "p1     row 3 of files: '2+2?' -> '4'", "       /a.png", "       /b.png",
     ]  # fmt: skip
     monkeypatch.setattr(lineage_module, "find_lineage", lambda *_: (found, None))
-    with pytest.raises(SystemExit, match=r"^StorageError: the run's folder /gone is not on this machine; only it"):
+    with pytest.raises(SystemExit, match=r"^StorageError: the run's folder /gone is not on this machine, and only it"):
         app(["lineage", "toy", "--step", "2"], standalone_mode=False)
 
 

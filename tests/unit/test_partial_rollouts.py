@@ -149,7 +149,7 @@ def test_rounds_that_cut_nothing_are_the_plain_path(ahead: bool) -> None:
 
 
 @given(st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_no_sample_is_ever_too_old_and_none_is_lost(data: st.DataObject) -> None:
     ahead = data.draw(st.booleans(), "prefetch")
     staleness = data.draw(st.integers(1 + ahead, 4), "max_staleness")

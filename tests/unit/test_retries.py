@@ -69,7 +69,7 @@ def test_the_next_try_waits_for_what_is_left_of_the_delay(
 def test_a_step_counts_its_failed_tries_by_its_run() -> None:
     done: list[int] = []
 
-    @step("add", others=(5,), timeout_seconds=10, tags={"a"})
+    @step("add", others=(5,), timeout_seconds=10)
     def add(number: int) -> int:
         """Adds."""
         done.append(number)
@@ -77,7 +77,7 @@ def test_a_step_counts_its_failed_tries_by_its_run() -> None:
 
     assert add.fn(2) == 3
     assert done == [2]
-    assert (add.name, add.tags, add.description) == ("add", {"a"}, "Adds.")
+    assert (add.name, add.description) == ("add", "Adds.")
     longest = max(*policy_of(Failure.TRACKING).delays, *policy_of(Failure.STORAGE).delays)
     assert add.timeout_seconds == 10 + longest
     assert add.retries >= len(policy_of(Failure.TRACKING).delays)

@@ -301,7 +301,7 @@ def _fast(text: str) -> bool:
     return text.count("**") + text.count("^") + text.count("!") < 2 and "e9" not in text
 
 
-@settings(max_examples=400, deadline=None, derandomize=True)
+@settings(max_examples=400, derandomize=True)
 @given(text=TEXT.filter(_fast), truth=st.sampled_from(TRUTHS))
 def test_fuzzed_text_runs_nothing(text, truth):
     with watching() as seen:
@@ -311,7 +311,7 @@ def test_fuzzed_text_runs_nothing(text, truth):
     assert seen == []
 
 
-@settings(max_examples=400, deadline=None, derandomize=True)
+@settings(max_examples=400, derandomize=True)
 @given(text=TEXT.filter(_fast))
 def test_fuzzed_text_is_an_expression_or_refused(text):
     with watching() as seen:

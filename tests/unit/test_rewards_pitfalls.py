@@ -197,7 +197,7 @@ pieces = st.lists(
 
 
 @every_reward
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=100, suppress_health_check=[HealthCheck.too_slow])
 @given(text=pieces)
 def test_any_text_gives_a_finite_score_in_range(case, text):
     result = case.score(text)

@@ -167,7 +167,7 @@ def test_the_error_of_a_reward_that_uses_the_network_explains_the_sandbox(tmp_pa
     file.write_text(
         "import urllib.request\ndef reward(*_): return urllib.request.urlopen('http://127.0.0.1:9/judge').status"
     )
-    with pytest.raises(RewardError, match=r"(?s)failed on its dry run.*A reward runs without network.*own-reward\.md"):
+    with pytest.raises(RewardError, match=r"(?s)failed on its dry run.*A reward has no network.*own-reward\.md"):
         dry_run(UserReward(file=file), max_completion_tokens=8, problem=Problem("p", "?", (), "5", "test"))
 
 

@@ -70,7 +70,7 @@ def group_seed(run: TrainingRun, group: Group) -> int:
 
 
 @given(runs())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_batches_are_full_and_no_group_is_stale_lost_or_repeated(run: TrainingRun) -> None:
     schedule, algorithm = Schedule.of(run.config), run.config.algorithm
     found, state = batches(run, TrainState(), 7)
@@ -118,7 +118,7 @@ def assert_rising(values: list[int]) -> None:
 
 
 @given(runs(), st.integers(1, 5))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_a_saved_state_goes_on_to_the_last_bit_wherever_the_sampler_is(run: TrainingRun, cut: int) -> None:
     whole, end = batches(run, TrainState(), 6)
     elsewhere = replace(run, workers=Workers(run.workers.lengths), grader=run.grader)
