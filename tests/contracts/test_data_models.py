@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 # Files of other versions of the project may hold keys that these do not know.
-READ_FROM_OTHER_VERSIONS = {"rlcore.data.table.DatasetReport", "rlcore.data.table.PromptStats", "rlcore.job.JobError"}
+READ_FROM_OTHER_VERSIONS = {"rlcore.data.table.DatasetReport", "rlcore.data.table.PromptStats", "rlcore.specs.JobError"}
 # In a process of its own, because importing every module changes what later tests find.
 PROGRAM = """
 import importlib, json, pkgutil, sys
