@@ -43,7 +43,7 @@ class Provenance:
         return bool(self.patch)
 
     def tags(self) -> dict[str, str]:
-        """What MLflow shows beside a run."""
+        """What MLflow shows next to a run."""
         return {
             "rlflow.git_commit": self.commit or "unknown",
             "rlflow.git_dirty": str(self.dirty).lower() if self.commit else "unknown",

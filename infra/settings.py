@@ -1,7 +1,7 @@
-"""Settings: the facts of this machine (folders, servers, the trainer's interpreter), never of an experiment.
+"""Settings of this machine: folders, servers, the trainer's interpreter. An experiment never depends on them.
 
-Each field is read from the environment variable ``RLFLOW_<FIELD>``. Without any, everything is embedded:
-SQLite and local files under one data folder, no server, no account. docs/howto/stores.md: PostgreSQL and S3.
+Each field is read from the environment variable ``RLFLOW_<FIELD>``. By default everything is in one data folder, in
+SQLite and local files, without a server or an account. docs/howto/stores.md: PostgreSQL and S3.
 """
 
 from __future__ import annotations
@@ -23,55 +23,55 @@ class Settings(BaseSettings):
     )
 
     data_dir: Path = Field(default=Path("data"), validate_default=True)
-    """Everything that rlflow writes lies below this folder."""
+    """rlflow writes everything below this folder."""
     mlflow_uri: str = ""
-    """Tracking and registry server. Empty: SQLite under the data folder."""
+    """Address of the MLflow tracking and registry server. Empty: SQLite under the data folder."""
     trainer_python: Path = Path(sys.executable)
-    """Interpreter of everything that imports torch. On GPUs it may be that of another environment."""
+    """Python interpreter of the processes that import torch. It may belong to another environment."""
     ray_address: str = ""
-    """A running Ray cluster that this machine is a node of: host:port of its head, or auto. Empty: the trainer starts a
-    Ray of its own and takes it down again."""
+    """A running Ray cluster that includes this machine: host:port of its head, or auto. Empty: each trainer starts
+    and stops a local Ray."""
     stop_grace_seconds: float = Field(25.0, gt=0)
-    """How long a trainer that is asked to stop may take to commit its checkpoint before it is killed. Prefect itself
-    kills a cancelled flow's process after 30 seconds."""
+    """How long a trainer may take to commit its checkpoint after a request to stop, before it is killed. Prefect kills
+    the process of a cancelled flow after 30 seconds."""
     driver_deadline_seconds: float = Field(120.0, gt=0)
-    """Without a sign of life from the flow's process for this long, a trainer commits a checkpoint and stops."""
+    """A trainer that gets no heartbeat from its flow for this long commits a checkpoint and stops."""
     server_timeout_seconds: float = Field(5.0, gt=0)
     """How long preflight waits for an MLflow or Prefect server to answer."""
     tracking_wait_seconds: float = Field(600.0, ge=0)
-    """How long the end of a run waits for an MLflow that is away before it fails (and is tried again)."""
+    """How long the end of a run waits for an unreachable MLflow server before the step fails and is retried."""
     trackers: Annotated[tuple[TrackerName, ...], NoDecode] = ()
-    """Trackers beside MLflow, with commas between them: tensorboard, wandb, swanlab. docs/trackers.md."""
+    """Trackers in addition to MLflow, separated by commas: tensorboard, wandb, swanlab. docs/trackers.md."""
     tracker_python: Path = Path(sys.executable)
-    """Interpreter that has the trackers' packages, whose needs may contradict ours."""
+    """Python interpreter with the packages of the trackers, which may conflict with those of rlflow."""
     prefect_database: SecretStr = SecretStr("")
-    """PostgreSQL behind the Prefect server that rlflow starts: postgresql://user:password@host/database. Empty: SQLite
-    under the data folder."""
+    """PostgreSQL database of the Prefect server that rlflow starts: postgresql://user:password@host/database. Empty:
+    SQLite under the data folder."""
     mlflow_database: SecretStr = SecretStr("")
     """The same for the MLflow server that rlflow starts."""
     store: str = ""
-    """s3://bucket/prefix, a second home of checkpoints, datasets, evaluations, merged models, results and MLflow's
+    """s3://bucket/prefix, for copies of checkpoints, datasets, evaluations, merged models and results, and for MLflow's
     artifacts. Address and keys of the endpoint come from AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY.
-    Empty: the data folder is all there is."""
+    Empty: everything is in the data folder only."""
     store_wait_seconds: float = Field(3600.0, ge=0)
     """How long the end of a run waits for its last checkpoint to reach the store before it fails."""
     downloads_gib: float = Field(200.0, gt=0)
-    """Copies of data that URIs name may take this much of the data folder; beyond it the least recently used ones go,
-    but none that was used within a day."""
+    """Space for downloaded datasets in the data folder. When it is exceeded, the least recently used ones are deleted,
+    except those used within a day."""
     host: str = "127.0.0.1"
     """Address that the local stack's servers listen on. Their login crosses the network as plain text: use another
     address than loopback only inside a network that you trust, or behind a proxy with TLS."""
     allowed_hosts: str = ""
-    """Names, separated by commas, that browsers may call the servers by beside localhost and ``host``. Every other one
-    is refused, so that no foreign page reaches them through your browser."""
+    """Host names, separated by commas, under which browsers may open the servers, besides localhost and ``host``. Other
+    names are refused, so that no foreign page reaches the servers through your browser."""
     prefect_port: int = Field(4200, ge=1, le=65535)
-    """Of the local stack's Prefect server."""
+    """Port of the local stack's Prefect server."""
     mlflow_port: int = Field(5000, ge=1, le=65535)
-    """Of the local stack's MLflow server."""
+    """Port of the local stack's MLflow server."""
     gpu_slots: int = Field(1, ge=1)
-    """Runs that the local stack lets hold GPUs at the same time; each takes as many GPUs as it has workers."""
+    """Runs that may use GPUs of the local stack at the same time. Each uses as many GPUs as it has workers."""
     retry_delay_scale: float = Field(1.0, ge=0)
-    """Times the delays of docs/reliability.md. 0: every retry starts at once."""
+    """Factor on the delays of docs/reliability.md. 0: every retry starts at once."""
 
     @field_validator("data_dir", "tracker_python")
     @classmethod
@@ -90,14 +90,14 @@ class Settings(BaseSettings):
         if value in ("", "auto") or ("://" not in value and colon and port.isdigit()):
             return value
         raise ValueError(
-            f"RLFLOW_RAY_ADDRESS is {value!r}. Allowed are host:port of the cluster's head (6379 unless ray start was "
-            "told otherwise) and auto, on a machine that is a node of the cluster; Ray's client (ray://) is not."
+            f"RLFLOW_RAY_ADDRESS is {value!r}. Allowed are host:port of the cluster's head (6379 by default) and "
+            "auto, on a machine that is a node of the cluster; Ray's client (ray://) is not."
         )
 
     @field_validator("prefect_database", "mlflow_database")
     @classmethod
     def _postgresql(cls, value: SecretStr) -> SecretStr:
-        # the driver is each server's own business, and the text is a secret: no error may show it
+        # The text is a secret: no error may show it. Each server adds its own driver.
         if value.get_secret_value() and not value.get_secret_value().startswith("postgresql://"):
             raise ValueError("not a PostgreSQL address. Allowed: postgresql://user:password@host:port/database.")
         return value
@@ -159,7 +159,7 @@ class Settings(BaseSettings):
 
     @property
     def database_uri(self) -> str:
-        """MLflow's own database, as SQLAlchemy is told: with its password."""
+        """MLflow's database as a SQLAlchemy address, with the password."""
         address = self.mlflow_database.get_secret_value()
         if address:
             return address.replace("postgresql://", "postgresql+psycopg://", 1)
@@ -167,7 +167,7 @@ class Settings(BaseSettings):
 
     @property
     def trackers_dir(self) -> Path:
-        """Event files and offline runs of the trackers beside MLflow."""
+        """Event files and offline runs of the other trackers."""
         return self.data_dir / "trackers"
 
     @property
@@ -176,11 +176,11 @@ class Settings(BaseSettings):
 
     @property
     def artifacts_uri(self) -> str:
-        """Where MLflow's artifacts lie unless somebody else's MLflow server decides that."""
+        """Where MLflow's artifacts are, unless an MLflow server that rlflow did not start decides that."""
         return f"{self.store}/mlflow" if self.store else (self.mlflow_dir / "artifacts").as_uri()
 
     @property
     def names(self) -> list[str]:
-        """What browsers may call the servers by."""
+        """Host names under which browsers may open the servers."""
         given = [name.strip() for name in self.allowed_hosts.split(",") if name.strip()]
         return list(dict.fromkeys(["localhost", "127.0.0.1", self.host, *given]))

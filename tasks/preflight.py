@@ -205,7 +205,7 @@ def _data(experiment: ExperimentConfig, split: Split, settings: Settings) -> str
     name, part = parse_source(source, split)
     if spec.source_path is None and name in SYNTHETIC_SOURCES:
         check_synthetic(name, part, experiment.data)
-        return f"{source}, drawn here"
+        return f"{source}, generated here"
     if spec.source_path is None:
         return f"{source}, from Hugging Face"
     opened = open_source(spec, settings.jobs_dir)  # this also checks the columns

@@ -38,7 +38,7 @@ class Reason(StrEnum):
     )
     VIDEO_FORMAT = "video_format", "write each video as a list of its frames, each an image"
     MODEL_WITHOUT_IMAGES = "model_without_images", "set model.path to a vision-language model"
-    IMAGE_MISSING = "image_missing", "keep image files beside the source file, or embed their bytes"
+    IMAGE_MISSING = "image_missing", "keep image files next to the source file, or embed their bytes"
     IMAGE_OUTSIDE = "image_outside", "point data.train at the folder that holds rows and images, or embed their bytes"
     IMAGE_FORMAT = "image_format", "convert the images to PNG or JPEG"
     IMAGE_ANIMATED = "image_animated", "extract one frame per image"

@@ -99,7 +99,7 @@ def _data(ledger: Ledger) -> str:
     )
     ledger.same_if("data.shuffle", True, otherwise="problems are always shuffled, by data.shuffle_seed")
     ledger.same_if("data.filter_overlong_prompts", True, otherwise="longer prompts are always set aside, never cut")
-    ledger.same_if("data.image_dir", None, otherwise="write absolute paths, or paths beside the data file")
+    ledger.same_if("data.image_dir", None, otherwise="write absolute paths, or paths relative to the data file")
     ledger.same_if("data.mini_rollout_batch_size", None, otherwise="a round of dynamic sampling is a whole batch")
     ledger.same_if("data.override_chat_template", None, otherwise="put the chat template into the model's folder")
     ledger.listed("data.video_fps", text="videos come as lists of frames")
