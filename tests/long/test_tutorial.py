@@ -62,6 +62,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "prefect.yaml").write_text(yaml.safe_dump(values))
     for block in [block for page in PAGES for block in blocks(page)]:
         if name := re.match(r"# (\S+\.py)\n", block.text):
+            (folder / name[1]).parent.mkdir(parents=True, exist_ok=True)
             (folder / name[1]).write_text(block.text)
     for made in (".venv", ".uv/bin"):
         (folder / made).mkdir(parents=True)
