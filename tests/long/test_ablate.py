@@ -81,7 +81,7 @@ def test_a_killed_ablation_goes_on_drops_the_worse_half_and_survives_a_point_tha
     counted = Counter((tmp_path / "data" / "calls.txt").read_text().splitlines())
     shared = ("prepare train", "resize raw-train", "prepare validation", "resize raw-validation", "bootstrap")
     assert [counted[name] for name in shared] == [1] * 5, "datasets and policy are made once for all points"
-    assert list((tmp_path / "data" / "prefect" / "storage").glob("prepare-*")), "and found in the data folder"
+    assert list((tmp_path / "data" / "made").glob("prepare-*.json")), "recorded in the data folder"
     for point, steps in (("base", 4), ("p01", 2), ("p02", 2)):
         journal = tmp_path / "data" / "runs" / f"study-{point}-s5" / "journal.jsonl"
         assert [record.step for record in read_journal(journal)] == list(range(1, steps + 1))
