@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -27,8 +26,8 @@ def named_by_default(name: str) -> BeforeValidator:
 def flatten(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Dotted keys and their values."""
     for key, value in tree.items():
-        name = f"{prefix}.{key}" if prefix else key
+        name = f"{prefix}.{key}" if prefix else str(key)
         if isinstance(value, dict) and value:
             yield from flatten(value, name)
         else:
-            yield name, json.dumps(value) if isinstance(value, dict | list) else value
+            yield name, value

@@ -91,7 +91,8 @@ class ExperimentConfig(Frozen):
 
     def flat(self) -> dict[str, Scalar]:
         """Dotted keys and scalar values, as MLflow logs them and overrides set them."""
-        return dict(flatten(self.model_dump(mode="json")))
+        leaves = dict(flatten(self.model_dump(mode="json")))
+        return {key: json.dumps(leaf) if isinstance(leaf, dict | list) else leaf for key, leaf in leaves.items()}
 
 
 def _broken_batch_rules(config: ExperimentConfig) -> Iterator[str]:

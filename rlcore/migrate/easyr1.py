@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from pathlib import PurePath
 from typing import Any
 
-from rlcore.migrate.foreign import PASS_THROUGH, Ledger, Translation, engine_dtype_of, engine_of, slug, steps_of
+from rlcore.migrate import foreign
+from rlcore.migrate.foreign import OWN_REWARD, PASS_THROUGH, Ledger, Translation
 
 DEFAULTS: Mapping[str, Any] = {
     "data.train_files": "", "data.val_files": "", "data.prompt_key": "prompt", "data.answer_key": "answer",
@@ -48,10 +49,19 @@ DEFAULTS: Mapping[str, Any] = {
 }  # fmt: skip
 """What EasyR1 takes for a key that is not given, for the keys that an experiment of ours depends on."""
 
+_TAKEN = {
+    "data.train_files": "data.train", "data.val_files": "data.validation", "data.answer_key": "data.answer_column",
+    "data.min_pixels": "data.min_pixels", "data.max_pixels": "data.max_pixels",
+    "worker.actor.model.model_path": "model.path",
+    "worker.actor.model.freeze_vision_tower": "model.freeze_vision_tower",
+    "worker.actor.max_grad_norm": "training.max_grad_norm", "worker.actor.optim.strategy": "training.optimizer",
+    "worker.actor.ulysses_size": "training.sequence_parallel", "worker.rollout.seed": "seed",
+}  # fmt: skip
+"""Keys whose values are also those of a key of ours."""
 _ADVANTAGES = {"grpo": "grpo", "rloo": "rloo", "remax": "remax", "reinforce_plus_plus": "reinforce_plus_plus"}
 _ESTIMATORS = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
-_REWARDS = ("math", "r1v", "dapo")
-_TEMPLATES = ("math", "r1v", "dapo")
+_AGGREGATIONS = {"token": "token_mean", "seq": "sequence_mean_token_mean"}
+_KNOWN_FILES = ("math", "r1v", "dapo")  # of its templates and of its rewards
 _UNUSED = {
     "worker.critic.": "there is no critic; only EasyR1's gae has one",
     "worker.ref.": "the reference policy is sharded, batched and offloaded with the policy",
@@ -69,71 +79,42 @@ def from_easyr1(given: Mapping[str, Any], rows: int | None = None) -> Translatio
     Raises:
         ConfigError: what the keys say together is no experiment of ours.
     """
-    ledger = Ledger(given, DEFAULTS)
-    train = _data(ledger)
-    per_batch = _batches(ledger)
+    ledger, lora, optim = Ledger(given, DEFAULTS), "worker.actor.model.lora.", "worker.actor.optim."
+    ledger.take(_TAKEN)
+    foreign.data(ledger)
+    foreign.batches(ledger, "data.rollout_batch_size", "worker.actor.global_batch_size", "worker.actor.ppo_epochs")
+    foreign.steps(ledger, rows, "trainer.max_steps")
+    foreign.model(ledger, "worker.actor.model.")
+    foreign.lora(ledger, f"{lora}rank", f"{lora}alpha", f"{lora}target_modules")
+    foreign.optimizer(ledger, "EasyR1", optim, f"{optim}lr_warmup_ratio")
+    foreign.rollout(ledger, "worker.rollout.", "worker.rollout.tensor_parallel_size")
+    foreign.run(ledger)
+    _data(ledger)
     _algorithm(ledger)
-    _actor(ledger, per_batch)
+    _actor(ledger)
     _rollout(ledger)
     _reward(ledger)
-    _trainer(ledger, train, per_batch, rows)
-    ledger.close(_UNUSED, "unknown to this translation")
-    return ledger.translation(slug(ledger.get("trainer.experiment_name")))
+    _trainer(ledger)
+    return ledger.translation(_UNUSED)
 
 
-def _data(ledger: Ledger) -> str:
-    get = ledger.get
-    for theirs, ours in (
-        ("train_files", "train"), ("val_files", "validation"), ("prompt_key", "problem_column"),
-        ("answer_key", "answer_column"), ("image_key", "images_column"), ("video_key", "videos_column"),
-        ("max_prompt_length", "max_prompt_tokens"), ("min_pixels", "min_pixels"), ("max_pixels", "max_pixels"),
-        ("seed", "shuffle_seed"),
-    ):  # fmt: skip
-        ledger.put(f"data.{ours}", get(f"data.{theirs}"), f"data.{theirs}")
-    ledger.put("rollout.max_completion_tokens", get("data.max_response_length"), "data.max_response_length")
-    template = get("data.format_prompt")
+def _data(ledger: Ledger) -> None:
+    template = ledger.get("data.format_prompt")
     stem = PurePath(template).stem if template else None
-    ours = PASS_THROUGH if template is None else stem if stem in _TEMPLATES else template
-    ledger.put(
-        "data.template", ours, "data.format_prompt", text="" if stem in (None, *_TEMPLATES) else "a file of yours"
-    )
-    ledger.same_if("data.shuffle", True, otherwise="problems are always shuffled, by data.shuffle_seed")
-    ledger.same_if("data.filter_overlong_prompts", True, otherwise="longer prompts are always set aside, never cut")
+    if stem in (None, *_KNOWN_FILES):
+        ledger.put("data.template", PASS_THROUGH if template is None else stem or template, "data.format_prompt")
+    else:
+        ledger.put("data.template", template, "data.format_prompt", text="a file of yours")
     ledger.same_if("data.image_dir", None, otherwise="write absolute paths, or paths relative to the data file")
     ledger.same_if("data.mini_rollout_batch_size", None, otherwise="a round of dynamic sampling is a whole batch")
     ledger.same_if("data.override_chat_template", None, otherwise="put the chat template into the model's folder")
     ledger.listed("data.video_fps", text="videos come as lists of frames")
     ledger.same("data.filter_overlong_prompts_workers", "data.val_batch_size", text="found by itself")
-    return str(get("data.train_files"))
-
-
-def _batches(ledger: Ledger) -> int:
-    """Optimizer steps per rollout batch."""
-    get = ledger.get
-    batch, mini, epochs = (
-        int(get(key))
-        for key in ("data.rollout_batch_size", "worker.actor.global_batch_size", "worker.actor.ppo_epochs")
-    )
-    ledger.put("training.problems_per_batch", batch, "data.rollout_batch_size")
-    ledger.put("training.mini_batches", max(1, batch // mini), "worker.actor.global_batch_size")
-    ledger.put("training.ppo_epochs", epochs, "worker.actor.ppo_epochs")
-    longest = int(get("data.max_prompt_length")) + int(get("data.max_response_length"))
-    key = "worker.actor.micro_batch_size_per_device_for_update"
-    ledger.put("training.tokens_per_microbatch", int(get(key)) * longest, key, text="of the longest sequences")
-    ledger.same(
-        "worker.actor.micro_batch_size_per_device_for_experience", text="log-probs use training.tokens_per_microbatch"
-    )
-    return max(1, batch // mini) * epochs
 
 
 def _algorithm(ledger: Ledger) -> None:
-    get = ledger.get
-    estimator = get("algorithm.adv_estimator")
-    if estimator in _ADVANTAGES:
-        ledger.put("algorithm.advantage.name", _ADVANTAGES[estimator], "algorithm.adv_estimator")
-    else:
-        ledger.listed("algorithm.adv_estimator", text="allowed are grpo, rloo, remax, reinforce_plus_plus; pass_at_k "
-                      "is another formula than grpo_passk. grpo is used")  # fmt: skip
+    otherwise = f"allowed are {', '.join(_ADVANTAGES)}; pass_at_k is another formula than grpo_passk. grpo is used"
+    ledger.choose("algorithm.advantage.name", "algorithm.adv_estimator", _ADVANTAGES, otherwise)
     for key in ("algorithm.gamma", "algorithm.lam"):
         ledger.same_if(key, 1, otherwise="rewards are not discounted")
     _kl(ledger)
@@ -143,31 +124,22 @@ def _algorithm(ledger: Ledger) -> None:
 
 def _kl(ledger: Ledger) -> None:
     get = ledger.get
-    rest = [
-        f"algorithm.{key}" for key in ("kl_type", "kl_horizon", "kl_target", "kl_penalty", "use_kl_loss", "kl_coef")
-    ]
+    adaptive = ("algorithm.kl_type", "algorithm.kl_horizon", "algorithm.kl_target")
     if get("algorithm.disable_kl"):
         ledger.put("algorithm.kl.coefficient", 0.0, "algorithm.disable_kl")
-        ledger.same(*rest, text="no KL")
+        ledger.same(*adaptive, "algorithm.kl_penalty", "algorithm.use_kl_loss", "algorithm.kl_coef", text="no KL")
         return
     ledger.same("algorithm.disable_kl")
-    ledger.put("algorithm.kl.coefficient", get("algorithm.kl_coef"), "algorithm.kl_coef")
+    ledger.take({"algorithm.kl_coef": "algorithm.kl.coefficient"})
     place = "loss" if get("algorithm.use_kl_loss") else "reward"
     ledger.put("algorithm.kl.place", place, "algorithm.use_kl_loss")
-    estimator = _ESTIMATORS.get(get("algorithm.kl_penalty"))
-    if estimator is None or (place == "loss" and estimator == "k1"):
-        ledger.listed("algorithm.kl_penalty", text="allowed are low_var_kl, mse and, in the reward, kl. k3 is used")
-    else:
-        ledger.put("algorithm.kl.estimator", estimator, "algorithm.kl_penalty")
+    estimators = {name: ours for name, ours in _ESTIMATORS.items() if place == "reward" or ours != "k1"}
+    otherwise = "allowed are low_var_kl, mse and, in the reward, kl. k3 is used"
+    ledger.choose("algorithm.kl.estimator", "algorithm.kl_penalty", estimators, otherwise)
     if get("algorithm.kl_type") == "adaptive" and place == "reward":
-        ledger.put(
-            "algorithm.kl.adaptive.target", get("algorithm.kl_target"), "algorithm.kl_target", "algorithm.kl_type"
-        )
-        ledger.put("algorithm.kl.adaptive.horizon", int(get("algorithm.kl_horizon")), "algorithm.kl_horizon")
+        foreign.adaptive_kl(ledger, *adaptive)
     else:
-        ledger.same(
-            "algorithm.kl_type", "algorithm.kl_horizon", "algorithm.kl_target", text="fixed, as EasyR1 in the loss"
-        )
+        ledger.same(*adaptive, text="fixed, as EasyR1 in the loss")
 
 
 def _filtering(ledger: Ledger) -> None:
@@ -192,55 +164,38 @@ def _loss(ledger: Ledger) -> None:
     name = "ppo_clip" if kind == "default" else kind
     ledger.put("algorithm.loss.name", name, "worker.actor.loss_type")
     if name in ("ppo_clip", "gspo", "gspo_token"):
-        ledger.put("algorithm.loss.clip_low", get(low), low)
-        ledger.put("algorithm.loss.clip_high", get(high), high)
+        ledger.take({low: "algorithm.loss.clip_low", high: "algorithm.loss.clip_high"})
     if name == "ppo_clip":
-        ledger.put("algorithm.loss.dual_clip", get(dual), dual)
+        ledger.take({dual: "algorithm.loss.dual_clip"})
     elif name == "cispo":
         ledger.put("algorithm.loss.max_ratio", 1 + float(get(high)), high)
         ledger.listed(low, text="the ratio is cut from above only")
     elif name == "sapo":
-        ledger.put("algorithm.loss.tau_positive", get(taus[0]), taus[0])
-        ledger.put("algorithm.loss.tau_negative", get(taus[1]), taus[1])
+        ledger.take({taus[0]: "algorithm.loss.tau_positive", taus[1]: "algorithm.loss.tau_negative"})
     ledger.same(low, high, dual, *taus, text=f"{name} has none")
-    mean = {"token": "token_mean", "seq": "sequence_mean_token_mean"}.get(get("worker.actor.loss_avg_mode"))
-    if mean is None:
-        ledger.listed("worker.actor.loss_avg_mode", text="allowed are token and seq. token is used")
-    else:
-        ledger.put("algorithm.aggregation", mean, "worker.actor.loss_avg_mode")
+    otherwise = "allowed are token and seq. token is used"
+    ledger.choose("algorithm.aggregation", "worker.actor.loss_avg_mode", _AGGREGATIONS, otherwise)
 
 
-def _actor(ledger: Ledger, per_batch: int) -> None:
+def _actor(ledger: Ledger) -> None:
     get = ledger.get
     model, optim, fsdp = "worker.actor.model.", "worker.actor.optim.", "worker.actor.fsdp."
-    ledger.put("model.path", get(f"{model}model_path"), f"{model}model_path")
     ledger.same_if(f"{model}tokenizer_path", None, get(f"{model}model_path"), otherwise="it is the model folder's")
     ledger.same_if(f"{model}override_config", None, {}, otherwise="edit config.json in the model's folder")
-    kept = "full" if get(f"{model}enable_gradient_checkpointing") else "none"
-    ledger.put("model.gradient_checkpointing", kept, f"{model}enable_gradient_checkpointing")
-    ledger.put("model.trust_remote_code", get(f"{model}trust_remote_code"), f"{model}trust_remote_code")
-    ledger.put("model.freeze_vision_tower", get(f"{model}freeze_vision_tower"), f"{model}freeze_vision_tower")
-    _lora(ledger, f"{model}lora.")
-    ledger.put("training.max_grad_norm", get("worker.actor.max_grad_norm"), "worker.actor.max_grad_norm")
-    ledger.put("training.learning_rate", get(f"{optim}lr"), f"{optim}lr")
-    ledger.put("training.weight_decay", get(f"{optim}weight_decay"), f"{optim}weight_decay")
-    betas = [float(beta) for beta in get(f"{optim}betas")]
-    ledger.put("training.beta1", betas[0], f"{optim}betas")
-    ledger.put("training.beta2", betas[1])
-    ledger.put("training.optimizer", get(f"{optim}strategy"), f"{optim}strategy")
+    if "model.lora.rank" in ledger.out:
+        ledger.same_if(f"{model}lora.exclude_modules", None, ".*visual.*", otherwise="see model.lora.vision_tower")
+    ledger.same(f"{model}lora.exclude_modules", text="no LoRA")
     ledger.same_if(f"{optim}lr_scheduler_type", "constant", otherwise="after warm-up the rate is constant")
     ledger.same_if(f"{optim}min_lr_ratio", None, otherwise="after warm-up the rate is constant")
-    if get(f"{optim}lr_warmup_steps") is not None:
-        warmup = int(get(f"{optim}lr_warmup_steps")) * per_batch
-        ledger.put("training.warmup_steps", warmup, f"{optim}lr_warmup_steps", text="EasyR1 counts rollout batches")
-        ledger.same(f"{optim}lr_warmup_ratio", text="lr_warmup_steps decides")
-    else:
-        ledger.same_if(f"{optim}lr_warmup_ratio", 0, otherwise="set training.warmup_steps in optimizer steps")
-        ledger.same(f"{optim}lr_warmup_steps")
+    micro = "worker.actor.micro_batch_size_per_device_for_update"
+    tokens = int(get(micro)) * ledger.longest_sequence
+    ledger.put("training.tokens_per_microbatch", tokens, micro, text="of the longest sequences")
+    ledger.same(
+        "worker.actor.micro_batch_size_per_device_for_experience", text="log-probs use training.tokens_per_microbatch"
+    )
     ledger.same_if("worker.actor.strategy", "fsdp", otherwise="FSDP2 is all there is", text="FSDP2")
     ledger.same_if("worker.actor.padding_free", True, otherwise="sequences are always packed")
     ledger.same_if("worker.actor.dynamic_batching", True, otherwise="microbatches are always filled by tokens")
-    ledger.put("training.sequence_parallel", get("worker.actor.ulysses_size"), "worker.actor.ulysses_size")
     compiled = "auto" if get("worker.actor.use_torch_compile") else "off"
     ledger.put("training.compile_blocks", compiled, "worker.actor.use_torch_compile")
     offload = ("worker.actor.offload.offload_params", "worker.actor.offload.offload_optimizer")
@@ -256,34 +211,12 @@ def _actor(ledger: Ledger, per_batch: int) -> None:
     ledger.same_if("worker.hybrid_engine", None, True, otherwise="see resources.rollout_workers")
 
 
-def _lora(ledger: Ledger, lora: str) -> None:
-    rank = int(ledger.get(f"{lora}rank"))
-    if rank == 0:
-        ledger.same(
-            *(f"{lora}{name}" for name in ("rank", "alpha", "target_modules", "exclude_modules")), text="no LoRA"
-        )
-        return
-    ledger.put("model.lora.rank", rank, f"{lora}rank")
-    ledger.put("model.lora.alpha", float(ledger.get(f"{lora}alpha")), f"{lora}alpha")
-    ledger.same_if(f"{lora}target_modules", "all-linear", otherwise="adapters are on every linear layer")
-    ledger.same_if(f"{lora}exclude_modules", None, ".*visual.*", otherwise="see model.lora.vision_tower")
-
-
 def _rollout(ledger: Ledger) -> None:
     get, top = ledger.get, "worker.rollout."
-    ledger.put("rollout.group_size", get(f"{top}n"), f"{top}n")
-    for name in ("temperature", "top_p", "gpu_memory_utilization", "enforce_eager"):
-        ledger.put(f"rollout.{name}", get(f"{top}{name}"), f"{top}{name}")
-    ledger.put("rollout.top_k", max(0, int(get(f"{top}top_k"))), f"{top}top_k")
-    ledger.put("seed", get(f"{top}seed"), f"{top}seed")
     if get(f"{top}limit_images"):
         ledger.put("data.max_images", get(f"{top}limit_images"), f"{top}limit_images")
     ledger.same(f"{top}limit_images")
-    ledger.same_if(f"{top}name", "vllm", otherwise="vLLM samples")
-    engine_dtype_of(ledger, f"{top}dtype")
-    ledger.same_if(f"{top}ignore_eos", False, otherwise="a completion ends at its end token")
-    engine_of(ledger, f"{top}tensor_parallel_size")
-    longest = get("data.max_prompt_length") + get("data.max_response_length")
+    longest = ledger.longest_sequence
     ledger.same_if(f"{top}max_model_len", None, longest, otherwise="it is the longest prompt and completion together")
     ledger.same(
         *(f"{top}{name}" for name in ("enable_chunked_prefill", "max_num_batched_tokens", "disable_log_stats",
@@ -303,11 +236,10 @@ def _reward(ledger: Ledger) -> None:
     get, top = ledger.get, "worker.reward."
     function = get(f"{top}reward_function")
     name = PurePath(str(function).partition(":")[0]).stem if function else "math"
-    if name in _REWARDS:
+    if name in _KNOWN_FILES:
         ledger.put("reward.name", name, f"{top}reward_function")
     else:
-        ledger.listed(f"{top}reward_function", text="its signature is another one: write reward(text, problem, "
-                      "num_tokens, finish_reason), set reward.name=user and reward.file. math is used")  # fmt: skip
+        ledger.listed(f"{top}reward_function", text=OWN_REWARD)
     arguments = f"{top}reward_function_kwargs"
     ledger.same_if(arguments, None, {}, otherwise="see the settings of the reward")
     weight, buffer = get(f"{arguments}.format_weight"), get(f"{arguments}.overlong_buffer_length")
@@ -326,28 +258,13 @@ def _reward(ledger: Ledger) -> None:
     ledger.put("reward.processes", int(get(f"{top}num_cpus")), f"{top}num_cpus")
 
 
-def _trainer(ledger: Ledger, train: str, per_batch: int, rows: int | None) -> None:
+def _trainer(ledger: Ledger) -> None:
     get = ledger.get
-    batch = int(get("data.rollout_batch_size"))
-    steps_of(ledger, train, batch, per_batch, rows, "trainer.total_epochs", "trainer.max_steps")
-    workers = int(get("trainer.nnodes")) * int(get("trainer.n_gpus_per_node"))
-    ledger.put("resources.workers", workers, "trainer.nnodes", "trainer.n_gpus_per_node")
-    ledger.put("resources.device", "cuda")
-    if int(get("trainer.save_freq")) > 0:
-        ledger.put("segment.steps", int(get("trainer.save_freq")) * per_batch, "trainer.save_freq")
-    else:
-        ledger.listed("trainer.save_freq", text="each segment ends in a checkpoint: segment.steps")
-        ledger.put("segment.steps", 5 * per_batch)
     if int(get("trainer.save_limit")) > 0:
         ledger.put("segment.keep_checkpoints", int(get("trainer.save_limit")), "trainer.save_limit")
     else:
         ledger.listed("trainer.save_limit", text="the latest segment.keep_checkpoints are kept; keep_every keeps more")
-    ledger.same("trainer.experiment_name", text="the experiment's name")
-    ledger.listed("trainer.project_name", text="MLflow's experiment has the experiment's name")
-    ledger.listed("trainer.logger", text="MLflow always; RLFLOW_TRACKERS=tensorboard,wandb,swanlab for others")
-    ledger.same_if("trainer.critic_warmup", 0, otherwise="there is no critic")
     ledger.listed("trainer.val_freq", text="evaluated before and after; the deployment evaluate-latest does the rest")
-    ledger.same_if("trainer.val_before_train", True, otherwise="evaluation comes first, always")
     ledger.same_if("trainer.val_only", False, otherwise="rlflow evaluate RUN")
     ledger.same("trainer.val_generations_to_log", text="completions of every batch are kept and shown")
     ledger.same_if("trainer.save_model_only", False, otherwise="a checkpoint holds all that a resume needs")

@@ -8,10 +8,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from rlcore.config.base import flatten
 from rlcore.config.experiment import ExperimentConfig
 from rlcore.errors import ConfigError
 
 Verdict = Literal["translated", "same", "listed"]
+OWN_REWARD = (
+    "its signature is another one: write reward(text, problem, num_tokens, finish_reason), set reward.name=user and "
+    "reward.file. math is used"
+)
 PASS_THROUGH = "tiny"  # the prompt template that passes the prompt through unchanged
 KNOWN_ROWS: Mapping[str, int] = {"hiyouga/geometry3k@train": 2101, "hiyouga/math12k@train": 12_000}
 """Number of training problems in published datasets. For others the user gives --rows."""
@@ -56,10 +61,34 @@ class Ledger:
         """The given value of ``key`` or that trainer's default. Makes no note."""
         return self.given.get(key, self.defaults.get(key))
 
+    @property
+    def longest_sequence(self) -> int:
+        """Tokens."""
+        return int(self.get("data.max_prompt_length")) + int(self.get("data.max_response_length"))
+
+    @property
+    def steps_per_batch(self) -> int:
+        """Optimizer steps per rollout batch."""
+        return int(self.out["training.mini_batches"] * self.out["training.ppo_epochs"])
+
     def put(self, ours: str, value: Any, *keys: str, text: str = "") -> None:
         """Set rlflow's key ``ours``, which replaces ``keys``."""
         self.out[ours] = value
         self._note(keys, "translated", f"{ours}: {json.dumps(value)}{f', {text}' if text else ''}")
+
+    def take(self, keys: Mapping[str, str]) -> None:
+        """Set rlflow's keys, the values of ``keys``, to what its keys have."""
+        for theirs, ours in keys.items():
+            self.put(ours, self.get(theirs), theirs)
+
+    def choose(self, ours: str, key: str, choices: Mapping[str, str], otherwise: str) -> str | None:
+        """Set ``ours`` to the choice for ``key``'s value and return it. List any other value with ``otherwise``."""
+        choice = choices.get(str(self.get(key)))
+        if choice is None:
+            self.listed(key, text=otherwise)
+        else:
+            self.put(ours, choice, key)
+        return choice
 
     def same(self, *keys: str, text: str = "") -> None:
         self._note(keys, "same", text)
@@ -74,11 +103,23 @@ class Ledger:
         else:
             self.listed(key, text=otherwise)
 
-    def close(self, unused: Mapping[str, str], unknown: str) -> None:
-        """List all keys without a note: with the reason of their prefix in ``unused``, else as unknown."""
+    def translation(self, unused: Mapping[str, str]) -> Translation:
+        """The experiment, once all parts are translated.
+
+        Args:
+            unused: why a key that begins so, and has no note yet, has no equivalent.
+
+        Raises:
+            ConfigError: the translated values make no valid experiment.
+        """
+        from rlcore.config.build import build_experiment
+
         for key in sorted(self.given.keys() - self._seen):
-            reason = next((text for prefix, text in unused.items() if key.startswith(prefix)), unknown)
-            self.listed(key, text=reason)
+            reasons = (text for prefix, text in unused.items() if key.startswith(prefix))
+            self.listed(key, text=next(reasons, "unknown to this translation"))
+        words = [f"{key}={json.dumps(value)}" for key, value in self.out.items()]
+        experiment = build_experiment({"name": _slug(self.get("trainer.experiment_name"))}, words)
+        return Translation(experiment, _without_defaults(self.out, experiment), tuple(self.notes))
 
     def _note(self, keys: Iterable[str], verdict: Verdict, text: str) -> None:
         for key in keys:
@@ -87,17 +128,6 @@ class Ledger:
             self._seen.add(key)
             if key in self.given:
                 self.notes.append(Note(key, self.given[key], verdict, text))
-
-    def translation(self, name: str) -> Translation:
-        """
-        Raises:
-            ConfigError: the translated values make no valid experiment.
-        """
-        from rlcore.config.build import build_experiment
-
-        words = [f"{key}={json.dumps(value)}" for key, value in self.out.items()]
-        experiment = build_experiment({"name": name}, words)
-        return Translation(experiment, _without_defaults(self.out, experiment), tuple(self.notes))
 
 
 def read_foreign(path: Path | None, arguments: Iterable[str]) -> dict[str, Any]:
@@ -116,7 +146,7 @@ def read_foreign(path: Path | None, arguments: Iterable[str]) -> dict[str, Any]:
             raise ConfigError(f"{path} cannot be read as YAML: {error}") from error
         if not isinstance(tree, dict):
             raise ConfigError(f"{path} holds {type(tree).__name__}; a mapping of settings is needed.")
-        found = dict(_flat(tree))
+        found = dict(flatten(tree))
     for argument in arguments:
         key, equals, text = argument.partition("=")
         if not equals:
@@ -125,59 +155,131 @@ def read_foreign(path: Path | None, arguments: Iterable[str]) -> dict[str, Any]:
         name = key.strip().lstrip("+~")
         for old in [old for old in found if old.startswith(f"{name}.")]:
             del found[old]
-        found |= dict(_flat(value, name)) if isinstance(value, dict) and value else {name: value}
+        found |= dict(flatten(value, name)) if isinstance(value, dict) and value else {name: value}
     # YAML 1.1 reads 1e-6 as a text
     return {key: _number(value) for key, value in found.items()}
 
 
-def slug(text: object) -> str:
-    """A valid name of an experiment."""
-    cleaned = "".join(letter if letter.isalnum() and letter.isascii() else "-" for letter in str(text).lower())
-    return "-".join(filter(None, cleaned.split("-")))[:60] or "translated"
+def data(ledger: Ledger) -> None:
+    """The settings of data that both trainers call the same."""
+    ledger.take({
+        "data.prompt_key": "data.problem_column", "data.image_key": "data.images_column",
+        "data.video_key": "data.videos_column", "data.max_prompt_length": "data.max_prompt_tokens",
+        "data.max_response_length": "rollout.max_completion_tokens",
+    })  # fmt: skip
+    if ledger.get("data.seed") is not None:
+        ledger.put("data.shuffle_seed", ledger.get("data.seed"), "data.seed")
+    ledger.same_if("data.shuffle", True, otherwise="problems are always shuffled, by data.shuffle_seed")
+    ledger.same_if("data.filter_overlong_prompts", True, otherwise="longer prompts are always set aside, never cut")
 
 
-def steps_of(ledger: Ledger, train: str, batch: int, per_batch: int, rows: int | None, epochs: str, limit: str) -> None:
-    """training.steps from epochs over the rows, or from a number of rollout batches."""
-    rows = KNOWN_ROWS.get(train) if rows is None else rows
+def batches(ledger: Ledger, batch: str, mini_batch: str, ppo_epochs: str) -> None:
+    """The sizes of batches, from these keys."""
+    problems = int(ledger.get(batch))
+    ledger.put("training.problems_per_batch", problems, batch)
+    ledger.put("training.mini_batches", max(1, problems // int(ledger.get(mini_batch))), mini_batch)
+    ledger.put("training.ppo_epochs", int(ledger.get(ppo_epochs)), ppo_epochs)
+
+
+def steps(ledger: Ledger, rows: int | None, limit: str) -> None:
+    """training.steps from ``limit``, a number of rollout batches, or else from trainer.total_epochs over the rows."""
+    epochs = "trainer.total_epochs"
+    rows = KNOWN_ROWS.get(str(ledger.out["data.train"])) if rows is None else rows
     if ledger.get(limit):
-        ledger.put("training.steps", int(ledger.get(limit)) * per_batch, limit, text="rollout batches times updates")
+        count = int(ledger.get(limit)) * ledger.steps_per_batch
+        ledger.put("training.steps", count, limit, text="rollout batches times updates")
         ledger.same(epochs, text=f"{limit} decides")
     elif rows is None:
         ledger.listed(epochs, text="give --rows, the number of training problems: an epoch is rows // batch batches")
     else:
-        batches = max(1, rows // batch) * int(ledger.get(epochs))
-        ledger.put("training.steps", batches * per_batch, epochs, text=f"{rows} rows")
+        per_epoch = max(1, rows // ledger.out["training.problems_per_batch"])
+        count = per_epoch * int(ledger.get(epochs)) * ledger.steps_per_batch
+        ledger.put("training.steps", count, epochs, text=f"{rows} rows")
         ledger.same(limit)
 
 
-def engine_of(ledger: Ledger, key: str) -> None:
-    """rollout.tensor_parallel from ``key`` if given, else one engine per worker: it samples the same without
-    communication."""
-    if ledger.out.get("model.lora.rank"):
-        ledger.same_if(key, 1, otherwise="with adapters each worker's engine holds the whole model")
-    elif key in ledger.given:
-        ledger.put("rollout.tensor_parallel", int(ledger.given[key]), key)
+def adaptive_kl(ledger: Ledger, kind: str, horizon: str, target: str) -> None:
+    ledger.put("algorithm.kl.adaptive.target", ledger.get(target), target, kind)
+    ledger.put("algorithm.kl.adaptive.horizon", int(ledger.get(horizon)), horizon)
 
 
-def engine_dtype_of(ledger: Ledger, key: str) -> None:
-    """rollout.dtype from ``key``, unless it is the default of engines on GPUs."""
-    finer = {"fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
-    value = str(ledger.get(key) or "bfloat16")
-    if (dtype := finer.get(value, value)) in finer.values():
-        ledger.put("rollout.dtype", dtype, key)
+def model(ledger: Ledger, top: str) -> None:
+    ledger.take({f"{top}trust_remote_code": "model.trust_remote_code"})
+    checkpointing = f"{top}enable_gradient_checkpointing"
+    ledger.put("model.gradient_checkpointing", "full" if ledger.get(checkpointing) else "none", checkpointing)
+
+
+def lora(ledger: Ledger, rank: str, alpha: str, targets: str) -> None:
+    if int(ledger.get(rank)):
+        ledger.put("model.lora.rank", int(ledger.get(rank)), rank)
+        ledger.put("model.lora.alpha", float(ledger.get(alpha)), alpha)
+        ledger.same_if(targets, None, "all-linear", otherwise="adapters are on every linear layer")
+    ledger.same(rank, alpha, targets, text="no LoRA")
+
+
+def optimizer(ledger: Ledger, trainer: str, optim: str, warmup_ratio: str) -> None:
+    """AdamW and its warm-up, from the keys that begin with ``optim``."""
+    rate, decay, betas = (f"{optim}{name}" for name in ("lr", "weight_decay", "betas"))
+    ledger.take({rate: "training.learning_rate", decay: "training.weight_decay"})
+    beta1, beta2 = ledger.get(betas)
+    ledger.put("training.beta1", float(beta1), betas)
+    ledger.put("training.beta2", float(beta2))
+    warmup = f"{optim}lr_warmup_steps"
+    batches = ledger.get(warmup)
+    if batches is not None and int(batches) >= 0:
+        steps = int(batches) * ledger.steps_per_batch
+        ledger.put("training.warmup_steps", steps, warmup, text=f"{trainer} counts rollout batches")
+        ledger.same(warmup_ratio, text="lr_warmup_steps decides")
     else:
-        ledger.same_if(
-            key, None, "bf16", "bfloat16", "auto", otherwise="rollout.dtype knows float32, bfloat16, float16"
-        )
+        ledger.same_if(warmup_ratio, 0, otherwise="set training.warmup_steps in optimizer steps")
+        ledger.same(warmup)
 
 
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
-    for key, value in tree.items():
-        name = f"{prefix}.{key}" if prefix else str(key)
-        if isinstance(value, dict) and value:
-            yield from _flat(value, name)
-        else:
-            yield name, value
+def rollout(ledger: Ledger, top: str, parallel: str) -> None:
+    """How the engine samples, from the keys that begin with ``top``. Without ``parallel`` each worker has its own
+    engine, which samples the same without communication."""
+    get = ledger.get
+    names = ("temperature", "top_p", "gpu_memory_utilization", "enforce_eager")
+    ledger.take({f"{top}n": "rollout.group_size", **{f"{top}{name}": f"rollout.{name}" for name in names}})
+    ledger.put("rollout.top_k", max(0, int(get(f"{top}top_k"))), f"{top}top_k")
+    ledger.same_if(f"{top}name", "vllm", otherwise="vLLM samples")
+    ledger.same_if(f"{top}ignore_eos", None, False, otherwise="a completion ends at its end token")
+    if "model.lora.rank" in ledger.out:
+        ledger.same_if(parallel, 1, otherwise="with adapters each worker's engine holds the whole model")
+    elif parallel in ledger.given:
+        ledger.put("rollout.tensor_parallel", int(get(parallel)), parallel)
+    finer = {"fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
+    dtype = str(get(f"{top}dtype"))
+    dtype = finer.get(dtype, dtype)
+    if dtype in finer.values():
+        ledger.put("rollout.dtype", dtype, f"{top}dtype")
+    else:  # the default of engines on GPUs
+        otherwise = "rollout.dtype knows float32, bfloat16, float16"
+        ledger.same_if(f"{top}dtype", None, "bf16", "bfloat16", "auto", otherwise=otherwise)
+
+
+def run(ledger: Ledger) -> None:
+    """The settings below ``trainer.`` that both trainers call the same."""
+    get = ledger.get
+    workers = int(get("trainer.nnodes")) * int(get("trainer.n_gpus_per_node"))
+    ledger.put("resources.workers", workers, "trainer.nnodes", "trainer.n_gpus_per_node")
+    ledger.put("resources.device", "cuda")
+    if int(get("trainer.save_freq")) > 0:
+        ledger.put("segment.steps", int(get("trainer.save_freq")) * ledger.steps_per_batch, "trainer.save_freq")
+    else:
+        ledger.listed("trainer.save_freq", text="each segment ends in a checkpoint: segment.steps")
+        ledger.put("segment.steps", 5 * ledger.steps_per_batch)
+    ledger.same("trainer.experiment_name", text="the experiment's name")
+    ledger.listed("trainer.project_name", text="MLflow's experiment has the experiment's name")
+    ledger.listed("trainer.logger", text="MLflow always; RLFLOW_TRACKERS=tensorboard,wandb,swanlab for others")
+    ledger.same_if("trainer.critic_warmup", 0, otherwise="there is no critic")
+    ledger.same_if("trainer.val_before_train", True, otherwise="evaluation comes first, always")
+
+
+def _slug(text: object) -> str:
+    """A valid name of an experiment."""
+    cleaned = "".join(letter if letter.isalnum() and letter.isascii() else "-" for letter in str(text).lower())
+    return "-".join(filter(None, cleaned.split("-")))[:60] or "translated"
 
 
 def _number(value: Any) -> Any:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rlcore.migrate.foreign import PASS_THROUGH, Ledger, Translation, engine_dtype_of, engine_of, slug, steps_of
+from rlcore.migrate import foreign
+from rlcore.migrate.foreign import OWN_REWARD, PASS_THROUGH, Ledger, Translation
 
 DEFAULTS: Mapping[str, Any] = {
     "data.prompt_key": "prompt", "data.image_key": "images", "data.video_key": "videos",
@@ -66,67 +67,55 @@ _UNUSED = {
 }
 _A, _M, _R = "actor_rollout_ref.actor.", "actor_rollout_ref.model.", "actor_rollout_ref.rollout."
 
+_TAKEN = {
+    f"{_M}path": "model.path",
+    f"{_A}grad_clip": "training.max_grad_norm", f"{_A}ulysses_sequence_parallel_size": "training.sequence_parallel",
+}  # fmt: skip
+"""Keys whose values are also those of a key of ours."""
+
 
 def from_verl(given: Mapping[str, Any], rows: int | None = None) -> Translation:
-    """
-    Args:
-        given: dotted keys, as ``foreign.read_foreign`` gives them.
-        rows: training problems, for trainer.total_epochs.
-
-    Raises:
-        ConfigError: what the keys say together is no experiment of ours.
-    """
+    """As ``easyr1.from_easyr1``."""
     ledger = Ledger(given, DEFAULTS)
-    train = _data(ledger)
-    per_batch = _batches(ledger)
+    ledger.take(_TAKEN)
+    foreign.data(ledger)
+    _data(ledger)
+    foreign.batches(ledger, "data.train_batch_size", f"{_A}ppo_mini_batch_size", f"{_A}ppo_epochs")
+    foreign.steps(ledger, rows, "trainer.total_training_steps")
+    foreign.model(ledger, _M)
+    foreign.lora(ledger, f"{_M}lora_rank", f"{_M}lora_alpha", f"{_M}target_modules")
+    foreign.optimizer(ledger, "verl", f"{_A}optim.", f"{_A}optim.lr_warmup_steps_ratio")
+    foreign.rollout(ledger, _R, f"{_R}tensor_model_parallel_size")
+    foreign.run(ledger)
     _algorithm(ledger)
-    _actor(ledger, per_batch)
+    _actor(ledger)
     _rollout(ledger)
-    _trainer(ledger, train, per_batch, rows)
-    ledger.close(_UNUSED, "unknown to this translation")
-    return ledger.translation(slug(ledger.get("trainer.experiment_name")))
+    _trainer(ledger)
+    return ledger.translation(_UNUSED)
 
 
-def _file(value: Any) -> str:
-    return str(value[0] if isinstance(value, list) and value else value or "")
-
-
-def _data(ledger: Ledger) -> str:
-    get = ledger.get
-    train = _file(get("data.train_files"))
-    ledger.put(
-        "data.train",
-        train,
-        "data.train_files",
-        text="the first file" if isinstance(get("data.train_files"), list) else "",
-    )
-    ledger.put("data.validation", _file(get("data.val_files")), "data.val_files")
-    ledger.put("data.problem_column", get("data.prompt_key"), "data.prompt_key")
+def _data(ledger: Ledger) -> None:
+    for key, ours in (("data.train_files", "data.train"), ("data.val_files", "data.validation")):
+        files = ledger.get(key)
+        if isinstance(files, list) and files:
+            ledger.put(ours, str(files[0]), key, text="the first file")
+        else:
+            ledger.put(ours, str(files or ""), key)
     ledger.put("data.answer_column", "reward_model.ground_truth")  # where verl's files have it
-    ledger.put("data.images_column", get("data.image_key"), "data.image_key")
-    ledger.put("data.videos_column", get("data.video_key"), "data.video_key")
     ledger.put("data.template", PASS_THROUGH)  # verl's files hold the whole prompt
     _chat_template_arguments(ledger)
-    ledger.put("data.max_prompt_tokens", get("data.max_prompt_length"), "data.max_prompt_length")
-    ledger.put("rollout.max_completion_tokens", get("data.max_response_length"), "data.max_response_length")
-    if get("data.seed") is not None:
-        ledger.put("data.shuffle_seed", get("data.seed"), "data.seed")
-    ledger.same_if("data.shuffle", True, otherwise="problems are always shuffled, by data.shuffle_seed")
-    ledger.same_if("data.filter_overlong_prompts", True, otherwise="longer prompts are always set aside, never cut")
     ledger.same_if("data.truncation", "error", otherwise="longer prompts are always set aside, never cut")
     ledger.same("data.seed", "data.val_batch_size", "data.filter_overlong_prompts_workers",
                 "data.dataloader_num_workers", text=_BY_ITSELF)  # fmt: skip
-    name = next((ours for word, ours in _REWARDS.items() if word in train.lower()), None)
+    name = next((ours for word, ours in _REWARDS.items() if word in ledger.out["data.train"].lower()), None)
     own = "custom_reward_function.path"
-    if get(own) or name is None:
-        ledger.listed(own, text="its signature is another one: write reward(text, problem, num_tokens, finish_reason), "
-                      "set reward.name=user and reward.file. math is used")  # fmt: skip
+    if ledger.get(own) or name is None:
+        ledger.listed(own, text=OWN_REWARD)
         ledger.listed("custom_reward_function.name", text="reward.function")
     else:
         ledger.put("reward.name", name)
         ledger.same(own, "custom_reward_function.name", text="none")
     ledger.same_if("reward_model.enable", False, otherwise="rewards are functions: reward.name")
-    return train
 
 
 def _chat_template_arguments(ledger: Ledger) -> None:
@@ -138,23 +127,6 @@ def _chat_template_arguments(ledger: Ledger) -> None:
             ledger.put(f"data.chat_template_arguments{key.removeprefix(prefix)}", value, key)
         else:
             ledger.listed(key, text="data.chat_template_arguments takes texts, numbers, true and false")
-
-
-def _batches(ledger: Ledger) -> int:
-    get = ledger.get
-    batch, mini = int(get("data.train_batch_size")), int(get(f"{_A}ppo_mini_batch_size"))
-    updates, epochs = max(1, batch // mini), int(get(f"{_A}ppo_epochs"))
-    ledger.put("training.problems_per_batch", batch, "data.train_batch_size")
-    ledger.put("training.mini_batches", updates, f"{_A}ppo_mini_batch_size")
-    ledger.put("training.ppo_epochs", epochs, f"{_A}ppo_epochs")
-    longest = int(get("data.max_prompt_length")) + int(get("data.max_response_length"))
-    micro, tokens = f"{_A}ppo_micro_batch_size_per_gpu", f"{_A}ppo_max_token_len_per_gpu"
-    if get(f"{_A}use_dynamic_bsz") or get(micro) is None:
-        ledger.put("training.tokens_per_microbatch", max(longest, int(get(tokens))), tokens)
-    else:
-        ledger.put("training.tokens_per_microbatch", longest * int(get(micro)), micro, text="of the longest sequences")
-    ledger.same(micro, tokens, f"{_A}use_dynamic_bsz", text="microbatches are filled by tokens")
-    return updates * epochs
 
 
 def _algorithm(ledger: Ledger) -> None:
@@ -189,13 +161,10 @@ def _kl(ledger: Ledger) -> None:
                  f"{control}horizon", f"{control}target_kl")  # fmt: skip
     if get("algorithm.use_kl_in_reward"):
         ledger.put("algorithm.kl.place", "reward", "algorithm.use_kl_in_reward")
-        ledger.put("algorithm.kl.coefficient", get(f"{control}kl_coef"), f"{control}kl_coef")
+        ledger.take({f"{control}kl_coef": "algorithm.kl.coefficient"})
         _estimator(ledger, "algorithm.kl_penalty", ("k1", "k2", "k3"))
         if get(f"{control}type") == "adaptive":
-            ledger.put(
-                "algorithm.kl.adaptive.target", get(f"{control}target_kl"), f"{control}target_kl", f"{control}type"
-            )
-            ledger.put("algorithm.kl.adaptive.horizon", int(get(f"{control}horizon")), f"{control}horizon")
+            foreign.adaptive_kl(ledger, f"{control}type", f"{control}horizon", f"{control}target_kl")
         if get(f"{_A}use_kl_loss"):
             ledger.listed(*(f"{_A}{key}" for key in in_loss), text="the KL is in the reward already, never in both")
     elif get(f"{_A}use_kl_loss"):
@@ -208,21 +177,15 @@ def _kl(ledger: Ledger) -> None:
 
 
 def _estimator(ledger: Ledger, key: str, allowed: tuple[str, ...]) -> None:
-    name = _ESTIMATORS.get(str(ledger.get(key)))
-    if name in allowed:
-        ledger.put("algorithm.kl.estimator", name, key)
-    else:
-        ledger.listed(key, text=f"allowed here are {', '.join(allowed)} and straight_through. k3 is used")
+    estimators = {name: ours for name, ours in _ESTIMATORS.items() if ours in allowed}
+    otherwise = f"allowed here are {', '.join(allowed)} and straight_through. k3 is used"
+    ledger.choose("algorithm.kl.estimator", key, estimators, otherwise)
 
 
 def _loss(ledger: Ledger) -> None:
     get = ledger.get
-    mode = get(f"{_A}policy_loss.loss_mode")
-    name = _LOSSES.get(mode)
-    if name is None:
-        ledger.listed(f"{_A}policy_loss.loss_mode", text=f"allowed are {', '.join(_LOSSES)}. ppo_clip is used")
-    name = name or "ppo_clip"
-    ledger.put("algorithm.loss.name", name, f"{_A}policy_loss.loss_mode")
+    otherwise = f"allowed are {', '.join(_LOSSES)}. ppo_clip is used"
+    name = ledger.choose("algorithm.loss.name", f"{_A}policy_loss.loss_mode", _LOSSES, otherwise) or "ppo_clip"
     low, high = (
         get(f"{_A}clip_ratio") if get(f"{_A}clip_ratio_{side}") is None else get(f"{_A}clip_ratio_{side}")
         for side in ("low", "high")
@@ -234,46 +197,27 @@ def _loss(ledger: Ledger) -> None:
         )
         ledger.put("algorithm.loss.clip_high", high, sides[1])
     if name == "ppo_clip":
-        ledger.put("algorithm.loss.dual_clip", get(f"{_A}clip_ratio_c"), f"{_A}clip_ratio_c")
+        ledger.take({f"{_A}clip_ratio_c": "algorithm.loss.dual_clip"})
     if name == "cispo":
         ledger.put("algorithm.loss.max_ratio", 1 + float(high), sides[1])
         ledger.listed(sides[0], text="the ratio is cut from above only")
     ledger.same(*sides, f"{_A}clip_ratio", f"{_A}clip_ratio_c", text="not in use")
-    aggregation = _AGGREGATIONS.get(get(f"{_A}loss_agg_mode"))
-    if aggregation is None:
-        ledger.listed(f"{_A}loss_agg_mode", text=f"allowed are {', '.join(_AGGREGATIONS)}. token-mean is used")
-    else:
-        ledger.put("algorithm.aggregation", aggregation, f"{_A}loss_agg_mode")
+    otherwise = f"allowed are {', '.join(_AGGREGATIONS)}. token-mean is used"
+    ledger.choose("algorithm.aggregation", f"{_A}loss_agg_mode", _AGGREGATIONS, otherwise)
     ledger.same_if(f"{_A}entropy_coeff", 0, otherwise="there is no entropy bonus")
 
 
-def _actor(ledger: Ledger, per_batch: int) -> None:
+def _actor(ledger: Ledger) -> None:
     get = ledger.get
-    ledger.put("model.path", get(f"{_M}path"), f"{_M}path")
-    ledger.put("model.trust_remote_code", get(f"{_M}trust_remote_code"), f"{_M}trust_remote_code")
-    kept = "full" if get(f"{_M}enable_gradient_checkpointing") else "none"
-    ledger.put("model.gradient_checkpointing", kept, f"{_M}enable_gradient_checkpointing")
-    if int(get(f"{_M}lora_rank")):
-        ledger.put("model.lora.rank", int(get(f"{_M}lora_rank")), f"{_M}lora_rank")
-        ledger.put("model.lora.alpha", float(get(f"{_M}lora_alpha")), f"{_M}lora_alpha")
-        ledger.same_if(f"{_M}target_modules", None, "all-linear", otherwise="adapters are on every linear layer")
-    ledger.same(f"{_M}lora_rank", f"{_M}lora_alpha", f"{_M}target_modules", text="no LoRA")
     ledger.same_if(f"{_M}use_remove_padding", True, otherwise="sequences are always packed")
     ledger.same_if(f"{_A}strategy", "fsdp", "fsdp2", otherwise="FSDP2 is all there is")
-    for theirs, ours in (("optim.lr", "learning_rate"), ("optim.weight_decay", "weight_decay"),
-                         ("grad_clip", "max_grad_norm"),
-                         ("ulysses_sequence_parallel_size", "sequence_parallel")):  # fmt: skip
-        ledger.put(f"training.{ours}", get(f"{_A}{theirs}"), f"{_A}{theirs}")
-    betas = [float(beta) for beta in get(f"{_A}optim.betas")]
-    ledger.put("training.beta1", betas[0], f"{_A}optim.betas")
-    ledger.put("training.beta2", betas[1])
-    warmup, ratio = f"{_A}optim.lr_warmup_steps", f"{_A}optim.lr_warmup_steps_ratio"
-    if int(get(warmup)) > 0:
-        ledger.put("training.warmup_steps", int(get(warmup)) * per_batch, warmup, text="verl counts rollout batches")
-        ledger.same(ratio, text="lr_warmup_steps decides")
+    longest = ledger.longest_sequence
+    micro, tokens = f"{_A}ppo_micro_batch_size_per_gpu", f"{_A}ppo_max_token_len_per_gpu"
+    if get(f"{_A}use_dynamic_bsz") or get(micro) is None:
+        ledger.put("training.tokens_per_microbatch", max(longest, int(get(tokens))), tokens)
     else:
-        ledger.same(warmup)
-        ledger.same_if(ratio, 0, otherwise="set training.warmup_steps in optimizer steps")
+        ledger.put("training.tokens_per_microbatch", longest * int(get(micro)), micro, text="of the longest sequences")
+    ledger.same(micro, tokens, f"{_A}use_dynamic_bsz", text="microbatches are filled by tokens")
     for key in ("warmup_style", "lr_scheduler_type"):
         ledger.same_if(f"{_A}optim.{key}", None, "constant", otherwise="after warm-up the rate is constant")
     offload = (f"{_A}fsdp_config.param_offload", f"{_A}fsdp_config.optimizer_offload")
@@ -282,15 +226,7 @@ def _actor(ledger: Ledger, per_batch: int) -> None:
 
 def _rollout(ledger: Ledger) -> None:
     get = ledger.get
-    ledger.put("rollout.group_size", get(f"{_R}n"), f"{_R}n")
-    for name in ("temperature", "top_p", "gpu_memory_utilization", "enforce_eager"):
-        ledger.put(f"rollout.{name}", get(f"{_R}{name}"), f"{_R}{name}")
-    ledger.put("rollout.top_k", max(0, int(get(f"{_R}top_k"))), f"{_R}top_k")
     ledger.put("rollout.max_sequences", int(get(f"{_R}max_num_seqs")), f"{_R}max_num_seqs")
-    ledger.same_if(f"{_R}name", "vllm", otherwise="vLLM samples")
-    engine_of(ledger, f"{_R}tensor_model_parallel_size")
-    engine_dtype_of(ledger, f"{_R}dtype")
-    ledger.same_if(f"{_R}ignore_eos", None, False, otherwise="a completion ends at its end token")
     ledger.same(*(f"{_R}{key}" for key in ("enable_chunked_prefill", "free_cache_engine", "max_num_batched_tokens",
                   "disable_log_stats", "disable_mm_preprocessor_cache", "load_format", "layered_summon",
                   "mode", "max_model_len")), text=_BY_ITSELF)  # fmt: skip
@@ -305,28 +241,13 @@ def _rollout(ledger: Ledger) -> None:
     ledger.same_if(f"{values}top_k", None, -1, otherwise="evaluation keeps the whole vocabulary")
 
 
-def _trainer(ledger: Ledger, train: str, per_batch: int, rows: int | None) -> None:
+def _trainer(ledger: Ledger) -> None:
     get = ledger.get
-    batch = int(get("data.train_batch_size"))
-    steps_of(ledger, train, batch, per_batch, rows, "trainer.total_epochs", "trainer.total_training_steps")
-    workers = int(get("trainer.nnodes")) * int(get("trainer.n_gpus_per_node"))
-    ledger.put("resources.workers", workers, "trainer.nnodes", "trainer.n_gpus_per_node")
-    ledger.put("resources.device", "cuda")
-    if int(get("trainer.save_freq")) > 0:
-        ledger.put("segment.steps", int(get("trainer.save_freq")) * per_batch, "trainer.save_freq")
-    else:
-        ledger.listed("trainer.save_freq", text="each segment ends in a checkpoint: segment.steps")
-        ledger.put("segment.steps", 5 * per_batch)
     keep = get("trainer.max_actor_ckpt_to_keep")
     if keep is not None:
         ledger.put("segment.keep_checkpoints", int(keep), "trainer.max_actor_ckpt_to_keep")
     ledger.same("trainer.max_actor_ckpt_to_keep", "trainer.max_critic_ckpt_to_keep", text="no critic")
-    ledger.same("trainer.experiment_name", text="the experiment's name")
-    ledger.listed("trainer.project_name", text="MLflow's experiment has the experiment's name")
-    ledger.listed("trainer.logger", text="MLflow always; RLFLOW_TRACKERS=tensorboard,wandb,swanlab for others")
     ledger.listed("trainer.test_freq", text="evaluated before and after; the deployment evaluate-latest does the rest")
-    ledger.same_if("trainer.critic_warmup", 0, otherwise="there is no critic")
-    ledger.same_if("trainer.val_before_train", True, otherwise="evaluation comes first, always")
     ledger.same_if("trainer.balance_batch", True, otherwise="microbatches are always balanced over the workers")
     ledger.same_if("trainer.resume_mode", None, "auto", otherwise="--run-id continues a run from its newest checkpoint")
     ledger.same_if("trainer.default_local_dir", None, otherwise="RLFLOW_DATA_DIR; a run has its folder there")

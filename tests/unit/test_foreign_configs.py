@@ -229,7 +229,7 @@ def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
 def test_a_key_that_nobody_reads_is_unknown() -> None:
     ledger = Ledger({"a": 1, "b.c": 2}, {})
     ledger.same("a")
-    ledger.close({"b.": "no b here"}, "unknown")
-    assert [(note.key, note.verdict, note.text) for note in ledger.notes] == [
+    notes = ledger.translation({"b.": "no b here"}).notes
+    assert [(note.key, note.verdict, note.text) for note in notes] == [
         ("a", "same", ""), ("b.c", "listed", "no b here"),
     ]  # fmt: skip
