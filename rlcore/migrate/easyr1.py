@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import PurePath
 from typing import Any
 
-from rlcore.migrate import foreign
+import rlcore.migrate.foreign as foreign
 from rlcore.migrate.foreign import OWN_REWARD, PASS_THROUGH, Ledger, Translation
 
 DEFAULTS: Mapping[str, Any] = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rlcore.migrate import foreign
+import rlcore.migrate.foreign as foreign
 from rlcore.migrate.foreign import OWN_REWARD, PASS_THROUGH, Ledger, Translation
 
 DEFAULTS: Mapping[str, Any] = {
