@@ -51,7 +51,7 @@ def apply(settings: Settings) -> None:
 
 def for_children(settings: Settings) -> dict[str, str]:
     """The environment of a server, worker or flow, without the database passwords, which only servers need."""
-    variables = {**QUIET, **CHECKSUMS, **_results(settings), **os.environ}
+    variables = {**QUIET, **CHECKSUMS, **os.environ}
     for name in ("RLFLOW_PREFECT_DATABASE", "RLFLOW_MLFLOW_DATABASE", "MLFLOW_TRACKING_URI"):
         variables.pop(name, None)
     # Without bytecode a trainer imports for 15 s instead of 6 s.
@@ -76,17 +76,10 @@ def of_databases(settings: Settings) -> dict[str, str]:
     return {name: value for name, value in found.items() if value}
 
 
-def _results(settings: Settings) -> dict[str, str]:
-    """Where Prefect stores cached task results. Its default is in the user's home, whatever PREFECT_HOME says, and
-    several hosts do not share that."""
-    return {"PREFECT_RESULTS_LOCAL_STORAGE_PATH": str(settings.prefect_home / "storage")}
-
-
 def _prefect(settings: Settings) -> dict[str, str]:
     if "prefect" in sys.modules:
         return {}  # a Prefect worker started this process with its own settings
     return {
-        **_results(settings),
         "PREFECT_HOME": str(settings.prefect_home),
         "PREFECT_LOGGING_EXTRA_LOGGERS": "rlflow",
         "PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW": "ignore",

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
+import hashlib
 import os
 import secrets
 import shutil
@@ -61,6 +63,29 @@ def building(final: Path) -> Iterator[Path]:
         _sync(final.parent)
     finally:
         _remove(aside)
+
+
+@contextmanager
+def locked(path: Path, *, wait: bool = True) -> Iterator[bool]:
+    """Hold the lock of the file ``path``. It ends with the process, even on SIGKILL.
+
+    Yields:
+        False if another process has the lock and ``wait`` is off.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+            mine = True
+        except BlockingIOError:
+            mine = False
+        yield mine
+
+
+def sha256_of(file: Path) -> str:
+    """SHA-256 of a file, in hex."""
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 def _aside(final: Path) -> Path:

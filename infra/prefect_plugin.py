@@ -57,17 +57,15 @@ def runs_a_deployment(command: Sequence[str]) -> bool:
 def accept_bare_names(commands: ModuleType) -> None:
     """Wrap the lookup of ``prefect.cli.deployment``; nothing happens where it is not the one that is known."""
     stock: Lookup | None = getattr(commands, "_get_deployment", None)
-    if stock is not None and list(inspect.signature(stock).parameters) == _KNOWN_ARGUMENTS:
-        commands._get_deployment = _by_bare_name(stock)  # type: ignore[attr-defined]
+    if stock is None or list(inspect.signature(stock).parameters) != _KNOWN_ARGUMENTS:
+        return
 
-
-def _by_bare_name(stock: Lookup) -> Lookup:
     async def lookup(client: PrefectClient, name: str | None, deployment_id: str | None) -> DeploymentResponse:
         if name is None or "/" in name or deployment_id is not None:
             return await stock(client, name, deployment_id)
         return await _only_one(client, name)
 
-    return lookup
+    commands._get_deployment = lookup  # type: ignore[attr-defined]
 
 
 async def _only_one(client: PrefectClient, name: str) -> DeploymentResponse:

@@ -8,7 +8,6 @@ session, sockets) are in a folder that is removed when all of them have ended.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import shutil
 import signal
@@ -27,6 +26,7 @@ from typing import IO
 import psutil
 
 from infra.errors import StorageError
+from infra.files import locked
 from infra.logs import get_logger
 from infra.settings import Settings
 
@@ -130,29 +130,30 @@ def marked(mark: str) -> list[psutil.Process]:
 def _all_marked() -> list[tuple[str, psutil.Process]]:
     found = []
     for process in psutil.process_iter():
-        try:
+        # It may have ended, or belong to another user.
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied, OSError):
             mark = process.environ().get(MARK)
             if mark and process.pid != os.getpid() and _is_live(process):
                 found.append((mark, process))
-        except (psutil.NoSuchProcess, psutil.AccessDenied, OSError):
-            continue  # it has ended, or belongs to another user
     return found
 
 
 def family(mark: str) -> list[psutil.Process]:
     """``marked`` and all their descendants, because Ray's processes overwrite the environment that holds the mark."""
     found = marked(mark)
-    return [*found, *(process for process in _below(found) if process not in found)]
+    below: list[psutil.Process] = []
+    for process in found:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            below += process.children(recursive=True)
+    return [*found, *(process for process in below if process not in found)]
 
 
 def has_children() -> bool:
     """Whether a child of this process is alive. Zombies do not count."""
     for child in psutil.Process().children():
-        try:
+        with contextlib.suppress(psutil.NoSuchProcess):
             if _is_live(child):
                 return True
-        except psutil.NoSuchProcess:
-            continue
     return False
 
 
@@ -194,22 +195,10 @@ def _wait_gone(mark: str, seconds: float) -> None:
         time.sleep(_POLL_SECONDS)
 
 
-def _below(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
-    found: list[psutil.Process] = []
-    for process in processes:
-        try:
-            found += process.children(recursive=True)
-        except psutil.NoSuchProcess:
-            continue
-    return found
-
-
 def _signal(processes: Iterable[psutil.Process], number: int) -> None:
     for process in processes:
-        try:
+        with contextlib.suppress(psutil.NoSuchProcess):
             process.send_signal(number)
-        except psutil.NoSuchProcess:
-            continue
 
 
 def _is_live(process: psutil.Process) -> bool:
@@ -250,13 +239,8 @@ def _host() -> str:
 
 @contextmanager
 def alone(settings: Settings, name: str) -> Iterator[bool]:
-    """Whether this is the only flow ``name`` at this data folder. The lock ends with the process, even on SIGKILL."""
-    settings.data_dir.mkdir(parents=True, exist_ok=True)
-    with (settings.data_dir / f"{name}.lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+    """Whether this is the only flow ``name`` at this data folder."""
+    with locked(settings.data_dir / f"{name}.lock", wait=False) as mine:
+        if not mine:
             get_logger().info("%s: another one is at %s", name, settings.data_dir)
-            yield False
-            return
-        yield True
+        yield mine

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import psutil
 
+from infra.files import sha256_of
 from infra.logs import get_logger, redact
 
 CODE = ("flows", "tasks", "rlcore", "infra")
@@ -38,15 +39,11 @@ class Provenance:
     hardware: str
     git_error: str = ""  # why commit and patch are unknown although git is here; empty: they are known
 
-    @property
-    def dirty(self) -> bool:
-        return bool(self.patch)
-
     def tags(self) -> dict[str, str]:
         """What MLflow shows next to a run."""
         return {
             "rlflow.git_commit": self.commit or "unknown",
-            "rlflow.git_dirty": str(self.dirty).lower() if self.commit else "unknown",
+            "rlflow.git_dirty": str(bool(self.patch)).lower() if self.commit else "unknown",
             "rlflow.code_digest": self.code,
             "rlflow.python": self.python,
             "rlflow.hardware": self.hardware,
@@ -140,15 +137,10 @@ def _as_patch(root: Path, prefix: str, name: str) -> str:
     path = root / name
     private = _looks_private(name)
     if private or path.stat().st_size > _LARGEST_NEW_FILE:
-        why = "looks private" if private else f"{path.stat().st_size} bytes, sha256 {_sha256(path)}"
+        why = "looks private" if private else f"{path.stat().st_size} bytes, sha256 {sha256_of(path)}"
         return f"# not in this patch: {name} ({why})\n"
     there = f"--dst-prefix=b/{prefix}"  # paths in the patch are relative to the repository
     return _git("diff", "--binary", "--no-index", there, "--", "/dev/null", name, root=root, differs=True)
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str]:

@@ -9,12 +9,22 @@ from __future__ import annotations
 import re
 import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, SecretStr, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 TrackerName = Literal["tensorboard", "wandb", "swanlab"]
+
+
+class _Folder:
+    """A folder below ``data_dir``."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, settings: Settings, owner: type[Settings]) -> Path:
+        return settings.data_dir / self._name
 
 
 class Settings(BaseSettings):
@@ -73,6 +83,20 @@ class Settings(BaseSettings):
     retry_delay_scale: float = Field(1.0, ge=0)
     """Factor on the delays of docs/reliability.md. 0: every retry starts at once."""
 
+    datasets_dir: ClassVar = _Folder("datasets")
+    models_dir: ClassVar = _Folder("models")
+    runs_dir: ClassVar = _Folder("runs")
+    # Notes about flow runs that an outage ended before they could open their run.
+    unopened_dir: ClassVar = _Folder("unopened")
+    ablations_dir: ClassVar = _Folder("ablations")
+    evaluations_dir: ClassVar = _Folder("evaluations")
+    downloads_dir: ClassVar = _Folder("downloads")
+    jobs_dir: ClassVar = _Folder("jobs")
+    prefect_home: ClassVar = _Folder("prefect")
+    mlflow_dir: ClassVar = _Folder("mlflow")
+    trackers_dir: ClassVar = _Folder("trackers")  # event files and offline runs of the other trackers
+    stack_dir: ClassVar = _Folder("stack")
+
     @field_validator("data_dir", "tracker_python")
     @classmethod
     def _absolute(cls, value: Path) -> Path:
@@ -113,47 +137,6 @@ class Settings(BaseSettings):
         return value.rstrip("/")
 
     @property
-    def datasets_dir(self) -> Path:
-        return self.data_dir / "datasets"
-
-    @property
-    def models_dir(self) -> Path:
-        return self.data_dir / "models"
-
-    @property
-    def runs_dir(self) -> Path:
-        return self.data_dir / "runs"
-
-    @property
-    def unopened_dir(self) -> Path:
-        """Notes about flow runs that an outage ended before they could open their run."""
-        return self.data_dir / "unopened"
-
-    @property
-    def ablations_dir(self) -> Path:
-        return self.data_dir / "ablations"
-
-    @property
-    def evaluations_dir(self) -> Path:
-        return self.data_dir / "evaluations"
-
-    @property
-    def downloads_dir(self) -> Path:
-        return self.data_dir / "downloads"
-
-    @property
-    def jobs_dir(self) -> Path:
-        return self.data_dir / "jobs"
-
-    @property
-    def prefect_home(self) -> Path:
-        return self.data_dir / "prefect"
-
-    @property
-    def mlflow_dir(self) -> Path:
-        return self.data_dir / "mlflow"
-
-    @property
     def tracking_uri(self) -> str:
         return self.mlflow_uri or self.database_uri
 
@@ -164,15 +147,6 @@ class Settings(BaseSettings):
         if address:
             return address.replace("postgresql://", "postgresql+psycopg://", 1)
         return f"sqlite:///{self.mlflow_dir / 'mlflow.db'}"
-
-    @property
-    def trackers_dir(self) -> Path:
-        """Event files and offline runs of the other trackers."""
-        return self.data_dir / "trackers"
-
-    @property
-    def stack_dir(self) -> Path:
-        return self.data_dir / "stack"
 
     @property
     def artifacts_uri(self) -> str:

@@ -100,15 +100,15 @@ def register_model(
         tags |= {"eval.accuracy": f"{report.accuracy:.4f}", "eval.dataset_digest": report.dataset_digest}
     origin = f"{model.source} after {checkpoint.step} GRPO steps of run {run.run_id}"
     tracker = tracker_of(run, Settings())
-    registered = tracker.register_model(
+    version = tracker.register_model(
         name=run.experiment.name,
         path=Path(model.path),
         tags=tags,
         alias=alias,
         description=f"{origin}. Files: {model.path}",
     )
-    get_logger().info("model: registered %s version %s @%s", registered.name, registered.version, alias)
-    known = model.model_copy(update={"registered_name": registered.name, "registered_version": registered.version})
+    get_logger().info("model: registered %s version %s @%s", run.experiment.name, version, alias)
+    known = model.model_copy(update={"registered_name": run.experiment.name, "registered_version": version})
     lineage = lineage_of(run, known, checkpoint, tracker.mlflow_run_id)
-    tracker.log_text(lineage.model_dump_json(indent=1), artifact_name(registered.name, registered.version))
+    tracker.log_text(lineage.model_dump_json(indent=1), artifact_name(run.experiment.name, version))
     return known

@@ -15,7 +15,7 @@ import urllib.error
 import urllib.request
 import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
@@ -45,12 +45,9 @@ class Server:
 def prefect_command(settings: Settings, port: int) -> Server:
     """A Prefect server with its page at ``address``; the API is under ``/api``."""
     address = _address(settings, port)
-    database = settings.prefect_database.get_secret_value()
+    database = settings.prefect_database.get_secret_value().replace("postgresql://", "postgresql+asyncpg://", 1)
     return Server(
-        args=(
-            *(sys.executable, "-m", "uvicorn", "--factory", "infra.stack.apps:prefect"),
-            *("--host", settings.host, "--port", str(port), "--log-level", "warning"),
-        ),
+        args=_args("prefect", settings, port),
         variables={
             "PREFECT_HOME": str(settings.prefect_home),
             "PREFECT_API_URL": f"{address}/api",
@@ -63,7 +60,7 @@ def prefect_command(settings: Settings, port: int) -> Server:
             "PREFECT_SERVER_CORS_ALLOWED_ORIGINS": ",".join(f"http://{name}:{port}" for name in settings.names),
             "RLFLOW_ALLOWED_HOSTS": settings.allowed_hosts,
             "RLFLOW_HOST": settings.host,
-            **({"PREFECT_SERVER_DATABASE_CONNECTION_URL": _for_asyncpg(database)} if database else {}),
+            **({"PREFECT_SERVER_DATABASE_CONNECTION_URL": database} if database else {}),
         },
         address=address,
         health_url=f"{address}/api/health",
@@ -75,10 +72,7 @@ def mlflow_command(settings: Settings, port: int) -> Server:
     """An MLflow server over the embedded store, or PostgreSQL and S3."""
     address = _address(settings, port)
     return Server(
-        args=(
-            *(sys.executable, "-m", "uvicorn", "--factory", "infra.stack.apps:mlflow"),
-            *("--host", settings.host, "--port", str(port), "--log-level", "warning"),
-        ),
+        args=_args("mlflow", settings, port),
         variables={
             "MLFLOW_BACKEND_STORE_URI": settings.database_uri,
             "MLFLOW_ARTIFACTS_DESTINATION": settings.artifacts_uri,
@@ -89,6 +83,13 @@ def mlflow_command(settings: Settings, port: int) -> Server:
         address=address,
         health_url=f"{address}/health",
         log=settings.mlflow_dir / "server.log",
+    )
+
+
+def _args(app: str, settings: Settings, port: int) -> tuple[str, ...]:
+    return (
+        *(sys.executable, "-m", "uvicorn", "--factory", f"infra.stack.apps:{app}"),
+        *("--host", settings.host, "--port", str(port), "--log-level", "warning"),
     )
 
 
@@ -103,24 +104,14 @@ def _public(settings: Settings, port: int) -> str:
     return f"http://{given[0]}:{port}" if given else _address(settings, port)
 
 
-def _for_asyncpg(address: str) -> str:
-    return address.replace("postgresql://", "postgresql+asyncpg://", 1)
+def prefect_server(settings: Settings, port: int | None = None) -> AbstractContextManager[str]:
+    """A running Prefect server with its page; yields the page's address."""
+    return _serving(prefect_command(settings, port or free_port()), settings)
 
 
-@contextmanager
-def prefect_server(settings: Settings, port: int | None = None) -> Iterator[str]:
-    """A Prefect server with its page; yields the page's address."""
-    server = prefect_command(settings, port or free_port())
-    with _serving(server, settings):
-        yield server.address
-
-
-@contextmanager
-def mlflow_server(settings: Settings, port: int | None = None) -> Iterator[str]:
-    """An MLflow server; yields its address."""
-    server = mlflow_command(settings, port or free_port())
-    with _serving(server, settings):
-        yield server.address
+def mlflow_server(settings: Settings, port: int | None = None) -> AbstractContextManager[str]:
+    """A running MLflow server; yields its address."""
+    return _serving(mlflow_command(settings, port or free_port()), settings)
 
 
 def free_port() -> int:
@@ -211,12 +202,12 @@ def end_of(log: Path) -> str:
 
 
 @contextmanager
-def _serving(server: Server, settings: Settings) -> Iterator[None]:
+def _serving(server: Server, settings: Settings) -> Iterator[str]:
     mark = f"server-{uuid.uuid4().hex}"
     process = start_server(server, settings, mark)
     try:
         wait_healthy(process, server)
-        yield
+        yield server.address
     finally:
         processes.stop(mark, _STOP_SECONDS)
         process.wait()

@@ -58,10 +58,6 @@ class StackState(BaseModel):
     mlflow: str
     services: tuple[ServiceState, ...]
 
-    @property
-    def alive(self) -> bool:
-        return is_running(self.supervisor) is True
-
 
 def read_state(settings: Settings) -> StackState | None:
     """The state of the stack over this data folder. None: no supervisor is running."""
@@ -70,7 +66,7 @@ def read_state(settings: Settings) -> StackState | None:
         state = StackState.model_validate_json(path.read_bytes())
     except (FileNotFoundError, ValidationError):
         return None
-    return state if state.alive else None
+    return state if is_running(state.supervisor) else None
 
 
 def use_stack() -> Settings:
@@ -93,12 +89,12 @@ def log_in(settings: Settings) -> None:
     if state is None:
         return
     login = login_of(settings)
-    to_prefect = os.environ.get("PREFECT_API_URL") == f"{state.prefect}/api"
-    to_mlflow = settings.mlflow_uri == state.mlflow
-    for name, value in {
-        **(login.for_prefect() if to_prefect else {}),
-        **(login.for_mlflow() if to_mlflow else {}),
-    }.items():
+    variables: dict[str, str] = {}
+    if os.environ.get("PREFECT_API_URL") == f"{state.prefect}/api":
+        variables |= login.for_prefect()
+    if settings.mlflow_uri == state.mlflow:
+        variables |= login.for_mlflow()
+    for name, value in variables.items():
         os.environ.setdefault(name, value)
 
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -18,7 +16,7 @@ import psutil
 
 from infra import processes
 from infra.errors import InfraError, ServerError
-from infra.files import write_atomically
+from infra.files import locked, write_atomically
 from infra.logs import get_logger, log_to_console
 from infra.provenance import ROOT
 from infra.settings import Settings
@@ -72,8 +70,9 @@ class Supervisor:
         for number in (signal.SIGTERM, signal.SIGINT):
             # Children inherit ignored signals, and Prefect's workers only end on SIGINT, so set handlers in any case.
             signal.signal(number, lambda *_: self._told.set())
-        with self._alone() as mine:
+        with locked(self._settings.stack_dir / "lock", wait=False) as mine:
             if not mine:
+                get_logger().error("stack: another supervisor is at %s", self._settings.data_dir)
                 return 1
             try:
                 self._start_all()
@@ -84,17 +83,6 @@ class Supervisor:
             finally:
                 self._drain()
         return 0
-
-    @contextlib.contextmanager
-    def _alone(self) -> Iterator[bool]:
-        with (self._settings.stack_dir / "lock").open("w") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                get_logger().error("stack: another supervisor is at %s", self._settings.data_dir)
-                yield False
-                return
-            yield True
 
     def _start_all(self) -> None:
         self._write("starting")

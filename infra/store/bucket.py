@@ -7,12 +7,12 @@ by readers. The next sender reuses the complete ones and deletes the unfinished 
 
 from __future__ import annotations
 
-import hashlib
 import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path, PurePosixPath
@@ -24,7 +24,7 @@ from s3fs import S3FileSystem
 
 from infra.environment import CHECKSUMS
 from infra.errors import StorageAwayError, StorageDamagedError, StorageError, StorageRefusedError
-from infra.files import building
+from infra.files import building, sha256_of
 from infra.logs import get_logger
 from infra.store.download import inside, require_space
 from infra.store.s3_errors import STORE_ERRORS, answer_of, storage_error
@@ -71,15 +71,13 @@ class Store:
     endpoint refuses. Where it does not answer, that is StorageError, or StorageAwayError once all ``delays`` are used.
 
     Args:
-        delays: seconds before each further try of a whole operation.
+        delays: seconds before each further try of a whole operation. Refusals are never tried again.
     """
 
     uri: str
     part_bytes: int = _PART_BYTES
     retries: int = _RETRIES
-    delays: tuple[
-        float, ...
-    ] = ()  # seconds before each further try of a whole operation; refusals are never tried again
+    delays: tuple[float, ...] = ()
 
     def push(self, folder: Path, key: str, *, sha256: Mapping[str, str] | None = None) -> None:
         """Upload ``folder`` to ``key``. Files that are already there are not sent again.
@@ -174,11 +172,14 @@ class Store:
         def write() -> bool:
             bucket, _, name = self._path(key).partition("/")
             target = {"Bucket": bucket, "Key": name, "Body": content}
-            tag = None if before is None else self._tag(key)  # read before the content, so never newer than the content
+            condition = {"IfNoneMatch": "*"}
+            if before is not None:
+                with suppress(FileNotFoundError):  # read before the content, so never newer than the content
+                    condition = {"IfMatch": str(self._files.info(self._path(key))["ETag"])}
             if self.get(key) != before:
                 return False
             try:
-                self._files.call_s3("put_object", **target, **({"IfMatch": tag} if tag else {"IfNoneMatch": "*"}))
+                self._files.call_s3("put_object", **target, **condition)
             except STORE_ERRORS as error:
                 answer = answer_of(error)
                 if answer is not None and answer[1] in (HTTPStatus.PRECONDITION_FAILED, HTTPStatus.CONFLICT):
@@ -189,12 +190,6 @@ class Store:
             return True
 
         return self._tried(f"writing {self.uri}/{key}", write)
-
-    def _tag(self, key: str) -> str | None:
-        try:
-            return str(self._files.info(self._path(key))["ETag"])
-        except FileNotFoundError:
-            return None
 
     def get(self, key: str) -> bytes | None:
         """None: there is no such object."""
@@ -251,7 +246,7 @@ class Store:
         file.parent.mkdir(parents=True, exist_ok=True)
         for _ in range(2):  # a transfer may damage a file
             self._files.get_file(path, str(file), callback=progress)
-            found = hash_of(file)
+            found = sha256_of(file)
             if found == entry.sha256:
                 break
         else:
@@ -269,13 +264,7 @@ class Store:
 
     def _at_once(self, work: Callable[[str], None], names: Iterable[str]) -> None:
         with ThreadPoolExecutor(_FILES_AT_ONCE, thread_name_prefix="store") as pool:
-            futures = [pool.submit(work, name) for name in names]
-            try:
-                for future in futures:
-                    future.result()
-            finally:
-                for future in futures:
-                    future.cancel()
+            list(pool.map(work, names))  # the first error cancels what has not started
 
     def _tried(self, what: str, operation: Callable[[], T]) -> T:
         """Run an operation, with further tries after ``delays`` during an outage."""
@@ -332,12 +321,6 @@ def _sleep(seconds: float) -> None:
         time.sleep(min(1.0, left))  # in short pieces, so that a flow can be cancelled
 
 
-def hash_of(file: Path) -> str:
-    """SHA-256 of a file, in hex."""
-    with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
-
-
 def _describe(folder: Path, known: Mapping[str, str]) -> Seal:
     paths = sorted(folder.rglob("*"))
     links = [path for path in paths if path.is_symlink()]
@@ -347,7 +330,7 @@ def _describe(folder: Path, known: Mapping[str, str]) -> Seal:
         )
     files = {path.relative_to(folder).as_posix(): path for path in paths if path.is_file()}
     with ThreadPoolExecutor(_FILES_AT_ONCE) as pool:
-        hashes = dict(zip(files, pool.map(lambda name: known.get(name) or hash_of(files[name]), files), strict=True))
+        hashes = dict(zip(files, pool.map(lambda name: known.get(name) or sha256_of(files[name]), files), strict=True))
     return Seal(
         files={
             name: FileEntry(size=path.stat().st_size, sha256=hashes[name], modified=path.stat().st_mtime)

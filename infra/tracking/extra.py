@@ -11,7 +11,7 @@ import hashlib
 import json
 import subprocess
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 from infra import environment, processes
@@ -20,7 +20,7 @@ from infra.files import write_atomically
 from infra.logs import redact
 from infra.provenance import ROOT
 from infra.settings import Settings, TrackerName
-from infra.tracking.sinks import read_published
+from infra.tracking.sinks import Batch, read_published
 from infra.tracking.tracker import StepMetrics
 
 PACKAGES: Mapping[TrackerName, str] = {
@@ -32,23 +32,6 @@ PACKAGES: Mapping[TrackerName, str] = {
 SESSION_SECONDS = 300  # a process ends itself after this time, and the batch is sent again
 _CHECK_SECONDS = 60.0
 _LOG_CHARACTERS = 600
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """The input of a tracker's process, as a JSON file."""
-
-    tracker: TrackerName
-    project: str
-    run_id: str
-    config: dict[str, str | int | float | bool | None]  # dotted keys of the experiment
-    folder: str  # for the tracker's own files
-    state: str  # file with the last accepted step; only the tracker's process writes it
-    seconds: int
-    records: list[tuple[int, int, dict[str, float]]]  # step, milliseconds since the epoch, metrics
-
-    def write(self, path: Path) -> None:
-        write_atomically(path, json.dumps(asdict(self)))
 
 
 class ExtraTracker:
@@ -124,14 +107,15 @@ class ExtraTracker:
         files = self._settings.trackers_dir / self._name / self._run_id
         self._folder.mkdir(parents=True, exist_ok=True)
         files.mkdir(parents=True, exist_ok=True)
-        batch = self._folder / f"{self._name}.batch.json"
-        Batch(
+        batch = Batch(
             self._name, self._experiment, self._run_id, self._config, str(files), str(self._state), SESSION_SECONDS,
             records,
-        ).write(batch)  # fmt: skip
+        )  # fmt: skip
+        path = self._folder / f"{self._name}.batch.json"
+        write_atomically(path, json.dumps(asdict(batch)))
         with self._log.open("ab") as log:
             self._process = processes.start(
-                [str(self._settings.tracker_python), "-m", "infra.tracking.sinks", str(batch)],
+                [str(self._settings.tracker_python), "-m", "infra.tracking.sinks", str(path)],
                 env=environment.for_jobs(self._settings),
                 mark=self.mark,
                 output=log,

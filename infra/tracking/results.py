@@ -11,7 +11,6 @@ from pathlib import Path
 from mlflow import MlflowClient
 from mlflow.entities import Run as MlflowRun
 from mlflow.entities import ViewType
-from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
 from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID
 
@@ -105,7 +104,6 @@ def _data(run: MlflowRun) -> RunData:
 class RegisteredVersion:
     name: str
     version: str
-    aliases: tuple[str, ...]
     mlflow_run_id: str
     tags: dict[str, str]
 
@@ -129,10 +127,10 @@ def find_model(uri: str, words: str) -> RegisteredVersion:
         raise RegistryError(f"no registered model {name!r} in MLflow at {uri}. Found: {known}.")
     aliases = dict(client.get_registered_model(name).aliases)
     wanted = aliases.get(asked["alias"]) if asked["alias"] else asked["version"] or versions[-1].version
-    for version in versions:
-        if str(version.version) == str(wanted):
-            return _found(version, aliases)
-    have = ", ".join(str(version.version) for version in versions)
+    for item in versions:
+        if str(item.version) == str(wanted):
+            return RegisteredVersion(name, str(item.version), str(item.run_id), dict(item.tags))
+    have = ", ".join(str(item.version) for item in versions)
     raise RegistryError(f"{words}: {name} has the versions {have} and the aliases {aliases or 'none'}.")
 
 
@@ -147,14 +145,3 @@ def read_text(uri: str, mlflow_run_id: str, name: str) -> str | None:
             return file.read()
     except MlflowException as error:
         raise RegistryError(f"run {mlflow_run_id} in MLflow at {uri}: {error}") from error
-
-
-def _found(version: ModelVersion, aliases: dict[str, str]) -> RegisteredVersion:
-    number = str(version.version)
-    return RegisteredVersion(
-        name=version.name,
-        version=number,
-        aliases=tuple(sorted(alias for alias, target in aliases.items() if str(target) == number)),
-        mlflow_run_id=str(version.run_id),
-        tags=dict(version.tags),
-    )

@@ -7,7 +7,6 @@ each tracker (see the sinks) take care of that.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import logging
@@ -15,14 +14,29 @@ import signal
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Protocol
 
-from infra.files import write_atomically
+from infra.files import locked, write_atomically
 
 _MILLI = 1000.0
 _SWANLAB_ID_CHARACTERS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What ``BATCH.json`` holds."""
+
+    tracker: str
+    project: str
+    run_id: str
+    config: dict[str, str | int | float | bool | None]  # dotted keys of the experiment
+    folder: str  # for the tracker's own files
+    state: str  # file with the last accepted step; only the tracker's process writes it
+    seconds: int
+    records: list[tuple[int, int, dict[str, float]]]  # step, milliseconds since the epoch, metrics
 
 
 class Sink(Protocol):
@@ -59,7 +73,7 @@ class TensorBoardSink:
 class WandbSink:
     """One W&B run with the id of the rlflow run, resumed by every batch. Skips the steps that W&B reports as stored."""
 
-    def __init__(self, folder: Path, project: str, run_id: str, config: Mapping[str, object]) -> None:
+    def __init__(self, batch: Batch) -> None:
         import wandb
 
         # A git remote may hold a password. Machine and code are in MLflow, and this process does not train.
@@ -68,8 +82,8 @@ class WandbSink:
             "save_code": False, "disable_git": True,
         }  # fmt: skip
         self._run = wandb.init(
-            project=project, id=run_id, name=run_id, resume="allow", dir=str(folder), config=dict(config),
-            settings=wandb.Settings(**quiet),
+            project=batch.project, id=batch.run_id, name=batch.run_id, resume="allow", dir=batch.folder,
+            config=batch.config, settings=wandb.Settings(**quiet),
         )  # fmt: skip
 
     def step(self, step: int, metrics: Mapping[str, float], timestamp_ms: int | None = None) -> None:
@@ -85,15 +99,15 @@ class WandbSink:
 class SwanLabSink:
     """One experiment with an id derived from the run's id, resumed by every batch. SwanLab ignores steps it has."""
 
-    def __init__(self, folder: Path, project: str, run_id: str, config: Mapping[str, object]) -> None:
+    def __init__(self, batch: Batch) -> None:
         import swanlab
 
         self._swanlab = swanlab
-        name = hashlib.sha256(run_id.encode()).hexdigest()[:_SWANLAB_ID_CHARACTERS]
+        name = hashlib.sha256(batch.run_id.encode()).hexdigest()[:_SWANLAB_ID_CHARACTERS]
         off = dict.fromkeys(("hardware", "runtime", "requirements", "git", "monitor"), False)  # as above
         swanlab.init(
-            project=project, name=run_id, id=name, resume="allow", log_dir=str(folder), config=dict(config),
-            settings=swanlab.Settings(probe=off, console={"proxy_type": "none"}),
+            project=batch.project, name=batch.run_id, id=name, resume="allow", log_dir=batch.folder,
+            config=batch.config, settings=swanlab.Settings(probe=off, console={"proxy_type": "none"}),
         )  # fmt: skip
 
     def step(self, step: int, metrics: Mapping[str, float], timestamp_ms: int | None = None) -> None:
@@ -103,21 +117,20 @@ class SwanLabSink:
         self._swanlab.finish()
 
 
-def open_sink(batch: Mapping[str, Any], first_step: int) -> Sink:
+def open_sink(batch: Batch, first_step: int) -> Sink:
     """
     Raises:
         ImportError: the tracker's package is not installed here.
         ValueError: no such tracker.
     """
-    folder = Path(batch["folder"])
-    match batch["tracker"]:
+    match batch.tracker:
         case "tensorboard":
-            return TensorBoardSink(folder, first_step)
+            return TensorBoardSink(Path(batch.folder), first_step)
         case "wandb":
-            return WandbSink(folder, batch["project"], batch["run_id"], batch["config"])
+            return WandbSink(batch)
         case "swanlab":
-            return SwanLabSink(folder, batch["project"], batch["run_id"], batch["config"])
-    raise ValueError(f"tracker {batch['tracker']!r}: allowed are tensorboard, wandb, swanlab.")
+            return SwanLabSink(batch)
+    raise ValueError(f"tracker {batch.tracker!r}: allowed are tensorboard, wandb, swanlab.")
 
 
 def read_published(state: Path) -> int:
@@ -137,13 +150,12 @@ def send(path: Path) -> int:
     Returns:
         the number of steps sent.
     """
-    batch = json.loads(path.read_text())
-    state = Path(batch["state"])
-    signal.alarm(batch["seconds"])  # ends this process even if the tracker's client hangs
-    with state.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    batch = Batch(**json.loads(path.read_text()))
+    state = Path(batch.state)
+    signal.alarm(batch.seconds)  # ends this process even if the tracker's client hangs
+    with locked(state.with_suffix(".lock")):
         published = read_published(state)
-        fresh = [record for record in batch["records"] if record[0] > published]
+        fresh = [record for record in batch.records if record[0] > published]
         if not fresh:
             return 0
         sink = open_sink(batch, fresh[0][0])

@@ -8,16 +8,14 @@ in the run's folder.
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import functools
 import json
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from http import HTTPStatus
 from pathlib import Path
-from typing import Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Protocol
 
 import mlflow
 from mlflow import MlflowClient
@@ -28,21 +26,16 @@ from mlflow.store.db.db_types import DATABASE_ENGINES
 from mlflow.utils.mlflow_tags import MLFLOW_MODEL_IS_EXTERNAL, MLFLOW_PARENT_RUN_ID, MLFLOW_RUN_NOTE
 from requests import RequestException
 
-from infra.errors import InfraError, RegistryError, ServerError, ServerRefusedError, StorageError
-from infra.files import write_atomically
+from infra.errors import RegistryError, ServerError, ServerRefusedError, StorageError
+from infra.files import locked, write_atomically
 from infra.logs import get_logger, without_password
 from infra.store.s3_errors import OBJECT_STORE_ERRORS, storage_error
-
-T = TypeVar("T")
-P = ParamSpec("P")
 
 RUN_TAG = "rlflow.run_id"
 DRIFT_TAG = "rlflow.param_drift"
 _MAX_PARAM_CHARACTERS = 6000
 _MAX_DIGEST_CHARACTERS = 36
 _MAX_TAG_CHARACTERS = 8000
-_METRICS_PER_REQUEST = 1000
-_ENTRIES_PER_REQUEST = 100
 _ANSWER_SECONDS = 5.0
 
 
@@ -55,12 +48,6 @@ class StepMetrics(Protocol):
     def timestamp_ms(self) -> int: ...  # fixed when the step was recorded, never at publishing
     @property
     def metrics(self) -> Mapping[str, float]: ...
-
-
-@dataclass(frozen=True, slots=True)
-class RegisteredModel:
-    name: str
-    version: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +74,7 @@ def check_reachable(uri: str, timeout_seconds: float) -> None:
 
 
 @contextlib.contextmanager
-def _outage_named(uri: str) -> Iterator[None]:
+def _translating_errors() -> Iterator[None]:
     """Translate errors of MLflow and its artifact store.
 
     Raises:
@@ -97,34 +84,19 @@ def _outage_named(uri: str) -> Iterator[None]:
     """
     try:
         yield
-    except InfraError:
-        raise
-    except MlflowException as error:
-        raise _tracking_error(uri, error, _status(error)) from error
-    except RequestException as error:  # artifacts go through the server without MLflow's own errors
-        answer = HTTPStatus.INTERNAL_SERVER_ERROR if error.response is None else error.response.status_code
-        raise _tracking_error(uri, error, answer) from error
+    except (MlflowException, RequestException) as error:  # RequestException: an upload of artifacts
+        where, status = without_password(mlflow.get_tracking_uri()), _status(error)
+        if status >= HTTPStatus.INTERNAL_SERVER_ERROR or status == HTTPStatus.TOO_MANY_REQUESTS:
+            raise ServerError(f"MLflow at {where} does not answer: {error}") from error
+        raise ServerRefusedError(f"MLflow at {where} refuses: {error}") from error
     except OBJECT_STORE_ERRORS as error:
         raise storage_error("writing an artifact of MLflow's", error) from None  # its traceback may name keys
 
 
-def _tracking_error(uri: str, error: Exception, status: int) -> ServerError | ServerRefusedError:
-    if status >= HTTPStatus.INTERNAL_SERVER_ERROR or status == HTTPStatus.TOO_MANY_REQUESTS:
-        return ServerError(f"MLflow at {without_password(uri)} does not answer: {error}")
-    return ServerRefusedError(f"MLflow at {without_password(uri)} refuses: {error}")
-
-
-def _status(error: MlflowException) -> int:
-    return int(error.get_http_status_code())  # type: ignore[no-untyped-call]
-
-
-def _names_outages(method: Callable[Concatenate[Tracker, P], T]) -> Callable[Concatenate[Tracker, P], T]:
-    @functools.wraps(method)
-    def named(self: Tracker, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        with _outage_named(self._state.uri):
-            return method(self, *args, **kwargs)
-
-    return named
+def _status(error: MlflowException | RequestException) -> int:
+    if isinstance(error, MlflowException):
+        return int(error.get_http_status_code())  # type: ignore[no-untyped-call]
+    return HTTPStatus.INTERNAL_SERVER_ERROR if error.response is None else error.response.status_code
 
 
 class Tracker:
@@ -146,14 +118,16 @@ class Tracker:
         if uri.startswith("sqlite:///"):
             lock_dir = Path(uri.removeprefix("sqlite:///")).parent
         run_dir.mkdir(parents=True, exist_ok=True)
-        # MLflow's registry looks up logged models by the process-wide address, not by the client's.
+        # MLflow's registry looks up logged models by the process-wide address, not by the client's. So do our errors.
         mlflow.set_tracking_uri(uri)
         mlflow.set_registry_uri(uri)
         check_reachable(uri, _ANSWER_SECONDS)
         shown = without_password(uri)
-        with _outage_named(uri), _locked(lock_dir):
+        # The lock keeps two processes from creating the same run twice.
+        with _translating_errors(), locked(lock_dir / "tracking.lock"):
             client = MlflowClient(tracking_uri=uri, registry_uri=uri)  # makes the tables of a new database
-            decided = artifacts_uri if _is_database(uri) else None
+            is_database = uri.partition(":")[0].partition("+")[0] in DATABASE_ENGINES
+            decided = artifacts_uri if is_database else None
             experiment_id = _find_or_create_experiment(client, experiment, decided, shown)
             found = _read_state(run_dir)
             if found is None or found.uri != shown or not _run_exists(client, found.mlflow_run_id, shown):
@@ -170,7 +144,7 @@ class Tracker:
         """The last step that MLflow has acknowledged."""
         return self._state.published_step
 
-    @_names_outages
+    @_translating_errors()
     def log_params(self, params: Mapping[str, object]) -> None:
         """Log ``params``. They are immutable: equal ones are skipped, changed ones go into a drift tag."""
         texts = {key: str(value)[:_MAX_PARAM_CHARACTERS] for key, value in params.items()}
@@ -179,32 +153,29 @@ class Tracker:
             key: {"logged": known[key], "now": text} for key, text in texts.items() if known.get(key, text) != text
         }
         fresh = [Param(key, text) for key, text in texts.items() if key not in known]
-        for chunk in _chunks(fresh, _ENTRIES_PER_REQUEST):
-            self._client.log_batch(self.mlflow_run_id, params=chunk)
+        self._client.log_batch(self.mlflow_run_id, params=fresh)
         if drift:
             self._client.set_tag(self.mlflow_run_id, DRIFT_TAG, json.dumps(drift))
 
-    @_names_outages
+    @_translating_errors()
     def set_tags(self, tags: Mapping[str, str]) -> None:
-        entries = [RunTag(key, value) for key, value in tags.items()]
-        for chunk in _chunks(entries, _ENTRIES_PER_REQUEST):
-            self._client.log_batch(self.mlflow_run_id, tags=chunk)
+        self._client.log_batch(self.mlflow_run_id, tags=[RunTag(key, value) for key, value in tags.items()])
 
     def as_parent(self) -> dict[str, str]:
         """The tag that puts a run of the same experiment below this one, in MLflow's pages and queries."""
         return {MLFLOW_PARENT_RUN_ID: self.mlflow_run_id}
 
-    @_names_outages
+    @_translating_errors()
     def rename(self, name: str) -> None:
         """What people see. A run is found by its tag, never by this."""
         self._client.update_run(self.mlflow_run_id, name=name)
 
-    @_names_outages
+    @_translating_errors()
     def describe(self, markdown: str) -> None:
         """What the run's page says on top, in place of what it said before."""
         self._client.set_tag(self.mlflow_run_id, MLFLOW_RUN_NOTE, markdown[:_MAX_TAG_CHARACTERS])
 
-    @_names_outages
+    @_translating_errors()
     def log_dataset(self, *, name: str, digest: str, path: str, context: str, profile: Mapping[str, int]) -> None:
         """Note a dataset as an input, under our own content digest (MLflow keeps its first 36 characters)."""
         dataset = Dataset(
@@ -228,15 +199,15 @@ class Tracker:
         """
         fresh = [item for item in records if self.published_step < item.step <= through_step]
         points = [
-            Metric(key, float(value), item.timestamp_ms, item.step)
+            Metric(name, float(item.metrics[name]), item.timestamp_ms, item.step)
             for item in sorted(fresh, key=lambda item: item.step)
-            for key, value in sorted(item.metrics.items(), key=_rewards_first)
+            # Rewards first, because MLflow's compare page starts with the metric that a run logged first.
+            for name in sorted(item.metrics, key=lambda name: (not name.startswith("reward/"), name))
         ]
         if points:
             check_reachable(self._uri, _ANSWER_SECONDS)
         try:
-            for chunk in _chunks(points, _METRICS_PER_REQUEST):
-                self._client.log_batch(self.mlflow_run_id, metrics=chunk)
+            self._client.log_batch(self.mlflow_run_id, metrics=points)
         except MlflowException as error:
             raise ServerError(f"MLflow at {self._state.uri} did not take the metrics: {error}") from error
         if fresh:
@@ -245,18 +216,18 @@ class Tracker:
             _write_state(self._run_dir, self._state)
         return self.published_step
 
-    @_names_outages
+    @_translating_errors()
     def log_metrics(self, metrics: Mapping[str, float], *, step: int, timestamp_ms: int) -> None:
         """Log points that are not in the journal, such as an evaluation. A fixed timestamp makes repeats harmless."""
         points = [Metric(key, float(value), timestamp_ms, step) for key, value in metrics.items()]
         self._client.log_batch(self.mlflow_run_id, metrics=points)
 
-    @_names_outages
+    @_translating_errors()
     def log_table(self, columns: Mapping[str, Sequence[object]], name: str) -> None:
         """Log a table artifact. ``name`` must be new, because MLflow would append to an existing table."""
         self._client.log_table(self.mlflow_run_id, {key: list(values) for key, values in columns.items()}, name)
 
-    @_names_outages
+    @_translating_errors()
     def log_file(self, path: Path, folder: str | None = None) -> None:
         """
         Raises:
@@ -266,31 +237,30 @@ class Tracker:
             raise StorageError(f"{path} is a link and does not become an artifact. Replace it by its file.")
         self._client.log_artifact(self.mlflow_run_id, str(path), folder)
 
-    @_names_outages
+    @_translating_errors()
     def log_text(self, text: str, name: str) -> None:
         self._client.log_text(self.mlflow_run_id, text, name)
 
-    @_names_outages
+    @_translating_errors()
     def artifact_names(self, folder: str) -> list[str]:
         return [item.path for item in self._client.list_artifacts(self.mlflow_run_id, folder)]
 
-    @_names_outages
+    @_translating_errors()
     def resume(self) -> None:
         """Mark the run as running again when it is continued."""
         self._client.update_run(self.mlflow_run_id, status="RUNNING")
 
-    @_names_outages
+    @_translating_errors()
     def finish(self, status: str) -> None:
         """Close the run: FINISHED, FAILED or KILLED. MLflow has no heartbeat and does not do this itself."""
         self._client.set_terminated(self.mlflow_run_id, status)
 
-    @_names_outages
-    def register_model(
-        self, *, name: str, path: Path, tags: Mapping[str, str], alias: str, description: str
-    ) -> RegisteredModel:
+    @_translating_errors()
+    def register_model(self, *, name: str, path: Path, tags: Mapping[str, str], alias: str, description: str) -> str:
         """Register the verified folder ``path`` by reference (weights are not copied); move ``alias`` to it.
 
-        The same folder registered again for the same run is the same version.
+        Returns:
+            the version: the same one if the run registers the same folder again.
 
         Raises:
             RegistryError: the folder is not there.
@@ -301,9 +271,9 @@ class Tracker:
             self._client.create_registered_model(name)
         version = self._find_version(name, path) or self._create_version(name, path, tags, description)
         self._client.set_registered_model_alias(name, alias, version)
-        return RegisteredModel(name, version)
+        return version
 
-    @_names_outages
+    @_translating_errors()
     def tags_at(self, name: str, alias: str) -> dict[str, str] | None:
         """Tags of the registered version at ``alias``. None: there is no such model or alias."""
         try:
@@ -335,24 +305,6 @@ class Tracker:
             description=description,
         )
         return str(version.version)
-
-
-def _rewards_first(entry: tuple[str, float]) -> tuple[bool, str]:
-    """Sort rewards first: MLflow's compare page starts with the metric that a run logged first."""
-    return not entry[0].startswith("reward/"), entry[0]
-
-
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Hold a file lock, so that two processes do not create the same run twice."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "tracking.lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
-def _is_database(uri: str) -> bool:
-    return uri.partition(":")[0].partition("+")[0] in DATABASE_ENGINES
 
 
 def _find_or_create_experiment(client: MlflowClient, name: str, artifacts_uri: str | None, shown: str) -> str:
@@ -418,8 +370,3 @@ def _read_state(run_dir: Path) -> _State | None:
 
 def _write_state(run_dir: Path, state: _State) -> None:
     write_atomically(run_dir / "mlflow.json", json.dumps(asdict(state)))
-
-
-def _chunks(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
-    for start in range(0, len(items), size):
-        yield items[start : start + size]

@@ -143,7 +143,7 @@ def test_a_model_is_registered_by_reference_once(open_run: Open, tmp_path: Path)
     first = tracker.register_model(**arguments)
     assert tracker.register_model(**arguments) == first
     found = client(tracker).get_model_version_by_alias("geo", "verified")
-    assert (found.version, found.tags["rlflow.path"]) == (int(first.version), str(folder))
+    assert (found.version, found.tags["rlflow.path"]) == (int(first), str(folder))
     tags = tracker.tags_at("geo", "verified")
     assert tags is not None
     assert (tags["step"], tags["rlflow.path"]) == ("4", str(folder))

@@ -7,7 +7,6 @@ a RayJob is a new cluster on the same volume, where the run continues from its l
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -59,53 +58,40 @@ def volume_claim(values: KubernetesValues) -> Manifest:
     spec: Manifest = {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": values.storage_size}}}
     if values.storage_class:
         spec["storageClassName"] = values.storage_class
-    return {
-        "apiVersion": "v1",
-        "kind": "PersistentVolumeClaim",
-        "metadata": {"name": "rlflow-data", "namespace": values.namespace},
-        "spec": spec,
-    }
+    return _object(values, "v1", "PersistentVolumeClaim", "rlflow-data", spec)
 
 
 def ray_cluster(values: KubernetesValues, shape: Shape) -> Manifest:
     """A permanent cluster, on which a Prefect worker starts runs."""
-    return {
-        "apiVersion": "ray.io/v1",
-        "kind": "RayCluster",
-        "metadata": {"name": shape.name, "namespace": values.namespace},
-        "spec": _cluster_spec(values, shape),
-    }
+    return _object(values, "ray.io/v1", "RayCluster", shape.name, _cluster_spec(values, shape))
 
 
 def ray_job(values: KubernetesValues, shape: Shape) -> Manifest:
     """One run with its own cluster, which is removed when the run ends."""
-    return {
-        "apiVersion": "ray.io/v1",
-        "kind": "RayJob",
-        "metadata": {"name": shape.name, "namespace": values.namespace},
-        "spec": {
-            "entrypoint": shlex.join(shape.command),
-            "submissionMode": "K8sJobMode",
-            "backoffLimit": values.retries,
-            "shutdownAfterJobFinishes": True,
-            "ttlSecondsAfterFinished": 600,  # time to read the logs of its nodes
-            "rayClusterSpec": _cluster_spec(values, shape),
-        },
+    spec = {
+        "entrypoint": shlex.join(shape.command),
+        "submissionMode": "K8sJobMode",
+        "backoffLimit": values.retries,
+        "shutdownAfterJobFinishes": True,
+        "ttlSecondsAfterFinished": 600,  # time to read the logs of its nodes
+        "rayClusterSpec": _cluster_spec(values, shape),
     }
+    return _object(values, "ray.io/v1", "RayJob", shape.name, spec)
 
 
 def prefect_worker(values: KubernetesValues, shape: Shape) -> Manifest:
     """A Prefect worker on the head of ``ray_cluster``: ``prefect deployment run`` starts runs there."""
-    return {
-        "apiVersion": "ray.io/v1",
-        "kind": "RayJob",
-        "metadata": {"name": f"{shape.name}-worker", "namespace": values.namespace},
-        "spec": {
-            "entrypoint": "prefect worker start --pool gpu --type process",
-            "submissionMode": "K8sJobMode",
-            "clusterSelector": {"ray.io/cluster": shape.name},
-        },
+    spec = {
+        "entrypoint": "prefect worker start --pool gpu --type process",
+        "submissionMode": "K8sJobMode",
+        "clusterSelector": {"ray.io/cluster": shape.name},
     }
+    return _object(values, "ray.io/v1", "RayJob", f"{shape.name}-worker", spec)
+
+
+def _object(values: KubernetesValues, version: str, kind: str, name: str, spec: Manifest) -> Manifest:
+    metadata = {"name": name, "namespace": values.namespace}
+    return {"apiVersion": version, "kind": kind, "metadata": metadata, "spec": spec}
 
 
 def _cluster_spec(values: KubernetesValues, shape: Shape) -> Manifest:
@@ -135,16 +121,17 @@ def _cluster_spec(values: KubernetesValues, shape: Shape) -> Manifest:
 def _pod(values: KubernetesValues, role: str, gpus: int) -> Manifest:
     resources = {"cpu": values.cpus_per_node, "memory": values.memory_per_node, "nvidia.com/gpu": str(gpus)}
     variables = {"RLFLOW_DATA_DIR": DATA_DIR, "RLFLOW_RAY_ADDRESS": _HEAD, **values.environment}
+    environment: list[Manifest] = [{"name": name, "value": value} for name, value in variables.items()]
+    for name in SECRETS:
+        reference = {"name": values.secret, "key": name, "optional": True}  # a server may need no password
+        environment.append({"name": name, "valueFrom": {"secretKeyRef": reference}})
     spec: Manifest = {
         "securityContext": {"runAsNonRoot": True, "runAsUser": 1000, "fsGroup": 1000},
         "containers": [
             {
                 "name": f"ray-{role}",
                 "image": values.image,
-                "env": [
-                    *({"name": name, "value": value} for name, value in variables.items()),
-                    *(_from_secret(values, name) for name in SECRETS),
-                ],
+                "env": environment,
                 # equal, or the kernel may reclaim memory during a step
                 "resources": {"requests": resources, "limits": resources},
                 "volumeMounts": [
@@ -163,8 +150,3 @@ def _pod(values: KubernetesValues, role: str, gpus: int) -> Manifest:
     if values.gpu_tolerations:
         spec["tolerations"] = [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}]
     return {"spec": spec}
-
-
-def _from_secret(values: KubernetesValues, name: str) -> Mapping[str, Any]:
-    reference = {"name": values.secret, "key": name, "optional": True}  # a server may need no password
-    return {"name": name, "valueFrom": {"secretKeyRef": reference}}
