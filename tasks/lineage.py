@@ -83,10 +83,6 @@ class Lineage(BaseModel):
             *(("changed during the run", line) for line in self.changes),
         ]  # fmt: skip
 
-    def markdown(self) -> str:
-        rows = "\n".join(f"| {name} | {text.replace('|', chr(92) + '|')} |" for name, text in self.rows())
-        return f"## Lineage\n\n| | |\n| --- | --- |\n{rows}\n"
-
 
 class TrainedRow(BaseModel):
     """A problem that an optimizer step was trained on."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -118,94 +118,123 @@ def _phases(axis: Axes, records: Sequence[StepRecord]) -> None:
     axis.set_title("seconds per phase", fontsize=10)
 
 
-@dataclass(frozen=True, slots=True)
-class Sample:
+class Sample(BaseModel):
     """One completion that the trainer saved for people."""
 
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
     step: int
+    problem_id: str
     question: str
     answer: str
     images: tuple[str, ...]  # content hashes
     completion: str
-    reward: float
+    tokens: int
     finish_reason: str
+    reward: float
+    parts: dict[str, float]
+    graded: bool
+
+
+def sample_files(run: Run) -> dict[int, Path]:
+    """Steps whose completions were saved, with the file of each."""
+    return {
+        int(path.stem.removeprefix("step-")): path for path in sorted((run.run_dir / "samples").glob("step-*.json"))
+    }
+
+
+def read_step(run: Run, step: int) -> list[Sample]:
+    """All saved completions of a step, problem by problem."""
+    return [Sample(step=step, **row) for row in json.loads(sample_files(run)[step].read_text())]
 
 
 def read_samples(run: Run) -> list[Sample]:
     """Completions of the first and the last steps, spread over the run."""
-    files = sorted((run.run_dir / "samples").glob("step-*.json"))
-    chosen = files if len(files) <= 4 else [files[0], files[len(files) // 3], files[2 * len(files) // 3], files[-1]]
-    samples = []
-    for path in chosen:
-        for row in json.loads(path.read_text())[: _SAMPLES_SHOWN // 4]:
-            samples.append(
-                Sample(
-                    step=int(path.stem.removeprefix("step-")),
-                    question=row["question"],
-                    answer=row["answer"],
-                    images=tuple(row["images"]),
-                    completion=row["completion"],
-                    reward=row["reward"],
-                    finish_reason=row["finish_reason"],
-                )
-            )
-    return samples
+    steps = list(sample_files(run))
+    chosen = steps if len(steps) <= 4 else [steps[0], steps[len(steps) // 3], steps[2 * len(steps) // 3], steps[-1]]
+    return [sample for step in chosen for sample in read_step(run, step)[: _SAMPLES_SHOWN // 4]]
 
 
-def markdown(
-    run: Run,
-    summary: RunSummary,
-    before: EvalReport,
-    after: EvalReport,
-    model: ModelRef,
-    samples: Sequence[Sample],
-    cost: RunCost,
-    lineage: Lineage,
-) -> str:
-    """The page as Prefect shows it."""
-    rows = "\n".join(f"| {' | '.join(cells)} |" for cells in _results(before, after))
-    shown = "\n".join(
-        f"| {item.step} | {_cell(item.question)} | {_cell(item.answer)} | {_cell(item.completion)} "
-        f"| {item.reward:.2f} |"
-        for item in samples
-    )
-    return (
-        f"# {run.run_id}\n\n| | before | after |\n| --- | --- | --- |\n{rows}\n\n"
-        f"Training reward {summary.reward_first:.3f} -> {summary.reward_last:.3f} in {summary.steps} steps, "
-        f"{summary.segments} segments, {summary.wall_seconds:.0f} s.\n\n"
-        f"- model: `{model.path}` (registered: {model.registered_name} version {model.registered_version})\n"
-        f"- checkpoint: `{summary.checkpoint}`\n- MLflow run: `{summary.mlflow_run_id}`\n"
-        f"- page with curves and pictures: `{run.report_dir / 'report.html'}`\n\n"
-        f"## Cost\n\n{_markdown_rows(cost.rows())}\n{lineage.markdown()}\n## Completions\n\n"
-        f"| step | question | answer | completion | reward |\n| --- | --- | --- | --- | --- |\n{shown}\n"
-    )
+@dataclass(frozen=True, slots=True)
+class Page:
+    """What the page of a run shows."""
+
+    run: Run
+    summary: RunSummary
+    before: EvalReport
+    after: EvalReport
+    model: ModelRef
+    validation: DatasetRef
+    samples: Sequence[Sample]
+    cost: RunCost
+    lineage: Lineage
+
+    def markdown(self) -> str:
+        """The page as Prefect shows it."""
+        summary, model = self.summary, self.model
+        rows = "\n".join(f"| {' | '.join(cells)} |" for cells in self._results())
+        shown = "\n".join(
+            f"| {item.step} | {_cell(item.question)} | {_cell(item.answer)} | {_cell(item.completion)} "
+            f"| {item.reward:.2f} |"
+            for item in self.samples
+        )
+        return (
+            f"# {self.run.run_id}\n\n| | before | after |\n| --- | --- | --- |\n{rows}\n\n"
+            f"Training reward {summary.reward_first:.3f} -> {summary.reward_last:.3f} in {summary.steps} steps, "
+            f"{summary.segments} segments, {summary.wall_seconds:.0f} s.\n\n"
+            f"- model: `{model.path}` (registered: {model.registered_name} version {model.registered_version})\n"
+            f"- checkpoint: `{summary.checkpoint}`\n- MLflow run: `{summary.mlflow_run_id}`\n"
+            f"- page with curves and pictures: `{self.run.report_dir / 'report.html'}`\n\n"
+            f"## Cost\n\n{_markdown_rows(self.cost.rows())}\n## Lineage\n\n{_markdown_rows(self.lineage.rows())}\n"
+            "## Completions\n\n"
+            f"| step | question | answer | completion | reward |\n| --- | --- | --- | --- | --- |\n{shown}\n"
+        )
+
+    def html(self, curves: Path) -> str:
+        """The page as one HTML file with all images inside, so that it can be sent to others."""
+        summary, model = self.summary, self.model
+        facts = {
+            "run": self.run.run_id,
+            "steps, segments": f"{summary.steps}, {summary.segments}",
+            "training reward, first and last tenth": f"{summary.reward_first:.3f}, {summary.reward_last:.3f}",
+            "wall time": f"{summary.wall_seconds:.0f} s",
+            "model": f"{model.path} ({model.registered_name} version {model.registered_version})",
+            "checkpoint": summary.checkpoint,
+            "MLflow run": summary.mlflow_run_id,
+            "validation data": f"{self.validation.source} ({self.validation.digest})",
+        }
+        images = image_folder(self.run)
+        shown = [
+            (item, [data_uri(path) for name in item.images if (path := images / f"{name}.png").exists()])
+            for item in self.samples
+        ]
+        return TEMPLATES.get_template("report.html.jinja").render(
+            run=self.run, results=self._results(), curves=data_uri(curves), facts=facts.items(),
+            cost=self.cost.rows(), lineage=self.lineage.rows(), samples=shown, text_shown=_TEXT_SHOWN)  # fmt: skip
+
+    def _results(self) -> list[tuple[str, str, str]]:
+        def interval(item: EvalReport, name: str) -> str:
+            low, high = getattr(item, f"{name}_low"), getattr(item, f"{name}_high")
+            return f"{getattr(item, name):.3f} [{low:.3f}, {high:.3f}]"
+
+        def row(name: str, text: Callable[[EvalReport], str]) -> tuple[str, str, str]:
+            return name, text(self.before), text(self.after)
+
+        return [
+            row("accuracy, held out [95 %]", lambda item: interval(item, "accuracy")),
+            row("reward, held out [95 %]", lambda item: interval(item, "reward")),
+            row("cut at the length limit", lambda item: f"{item.truncated:.3f}"),
+            row("problems x samples", lambda item: f"{item.num_problems} x {item.samples_per_problem}"),
+        ]
 
 
 def _markdown_rows(rows: Sequence[tuple[str, str]]) -> str:
-    lines = "\n".join(f"| {name} | {text} |" for name, text in rows)
+    lines = "\n".join(f"| {name} | {text.replace('|', chr(92) + '|')} |" for name, text in rows)
     return f"| | |\n| --- | --- |\n{lines}\n"
 
 
-def _results(before: EvalReport, after: EvalReport) -> list[tuple[str, str, str]]:
-    def interval(item: EvalReport, name: str) -> str:
-        low, high = getattr(item, f"{name}_low"), getattr(item, f"{name}_high")
-        return f"{getattr(item, name):.3f} [{low:.3f}, {high:.3f}]"
-
-    return [
-        ("accuracy, held out [95 %]", interval(before, "accuracy"), interval(after, "accuracy")),
-        ("reward, held out [95 %]", interval(before, "reward"), interval(after, "reward")),
-        ("cut at the length limit", f"{before.truncated:.3f}", f"{after.truncated:.3f}"),
-        (
-            "problems x samples",
-            f"{before.num_problems} x {before.samples_per_problem}",
-            f"{after.num_problems} x {after.samples_per_problem}",
-        ),
-    ]
-
-
 def _cell(text: str) -> str:
-    short = text if len(text) <= _TEXT_SHOWN else f"{text[:_TEXT_SHOWN]}..."
-    return as_text(short)
+    return as_text(text if len(text) <= _TEXT_SHOWN else f"{text[:_TEXT_SHOWN]}...")
 
 
 _ADDRESS = re.compile(r"(?<=:)(?=//)|(?<=www)(?=\.)|(?<=@)", re.IGNORECASE)
@@ -220,39 +249,6 @@ def as_text(text: str) -> str:
     """
     line = re.sub(r"[\x00-\x1f\x7f]", " ", text)
     return _MARKS.sub(lambda match: f"&#{ord(match[0])};", _ADDRESS.sub("\u200b", line))
-
-
-def html_page(
-    run: Run,
-    summary: RunSummary,
-    before: EvalReport,
-    after: EvalReport,
-    model: ModelRef,
-    samples: Sequence[Sample],
-    folder: Path,
-    validation: DatasetRef,
-    cost: RunCost,
-    lineage: Lineage,
-) -> str:
-    """The page as one HTML file with all images inside, so that it can be sent to others."""
-    facts = {
-        "run": run.run_id,
-        "steps, segments": f"{summary.steps}, {summary.segments}",
-        "training reward, first and last tenth": f"{summary.reward_first:.3f}, {summary.reward_last:.3f}",
-        "wall time": f"{summary.wall_seconds:.0f} s",
-        "model": f"{model.path} ({model.registered_name} version {model.registered_version})",
-        "checkpoint": summary.checkpoint,
-        "MLflow run": summary.mlflow_run_id,
-        "validation data": f"{validation.source} ({validation.digest})",
-    }
-    images = image_folder(run)
-    shown = [
-        (item, [data_uri(path) for name in item.images if (path := images / f"{name}.png").exists()])
-        for item in samples
-    ]
-    return TEMPLATES.get_template("report.html.jinja").render(
-        run=run, results=_results(before, after), curves=data_uri(folder / "curves.png"), facts=facts.items(),
-        cost=cost.rows(), lineage=lineage.rows(), samples=shown, text_shown=_TEXT_SHOWN)  # fmt: skip
 
 
 def image_folder(run: Run) -> Path:
@@ -279,25 +275,25 @@ def report(
     wall_seconds: float,
 ) -> RunSummary:
     """Write the page, show it in Prefect and MLflow, and return the summary."""
-    records = run.journal()
-    tracker = tracker_of(run, Settings())
+    records, tracker = run.journal(), tracker_of(run, Settings())
     summary = summarize(records, before, after, segments, model, wall_seconds, tracker.mlflow_run_id)
     samples = read_samples(run)
-    page = run.report_dir / "report.html"
-    page.parent.mkdir(parents=True, exist_ok=True)
-    draw_curves(records, before, after).savefig(page.with_name("curves.png"), dpi=110)
+    folder = run.report_dir
+    folder.mkdir(parents=True, exist_ok=True)
+    draw_curves(records, before, after).savefig(folder / "curves.png", dpi=110)
     evaluations = [item.model_dump(mode="json") for item in (before, after)]
-    page.with_name("evaluations.json").write_text(json.dumps(evaluations, indent=1))
+    (folder / "evaluations.json").write_text(json.dumps(evaluations, indent=1))
     cost = run_cost(run.run_dir, run.experiment, records, (before, after))
+    (folder / "cost.json").write_text(cost.model_dump_json(indent=1))
     lineage = lineage_of(run, model, segments[-1].checkpoint, tracker.mlflow_run_id)
-    page.with_name("cost.json").write_text(cost.model_dump_json(indent=1))
-    text = markdown(run, summary, before, after, model, samples, cost, lineage)
-    page.write_text(html_page(run, summary, before, after, model, samples, page.parent, validation, cost, lineage))
+    page = Page(run, summary, before, after, model, validation, samples, cost, lineage)
+    text = page.markdown()
+    (folder / "report.html").write_text(page.html(folder / "curves.png"))
     with prefect_outage_named():
         create_markdown_artifact(text, key=f"{run.experiment.name}-report")
-    _log(tracker, page, text, samples, run, segments, model)
+    _log(tracker, run, text, samples, segments, model)
     tracker.log_metrics(cost.metrics(), step=records[-1].step, timestamp_ms=records[-1].timestamp_ms)
-    get_logger().info("report: %s", page)
+    get_logger().info("report: %s", folder / "report.html")
     return summary
 
 
@@ -328,15 +324,14 @@ def summarize(
 
 def _log(
     tracker: Tracker,
-    page: Path,
+    run: Run,
     text: str,
     samples: Sequence[Sample],
-    run: Run,
     segments: Sequence[SegmentManifest],
     model: ModelRef,
 ) -> None:
-    for path in (page, page.with_name("curves.png")):
-        tracker.log_file(path, "report")
+    for name in ("report.html", "curves.png"):
+        tracker.log_file(run.report_dir / name, "report")
     for trace in sorted((run.run_dir / "profiles").glob("*.json.gz")):
         tracker.log_file(trace, "profiles")
     tracker.log_text(text, "report/report.md")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from dataclasses import dataclass
 from itertools import groupby
@@ -15,7 +14,7 @@ from prefect.client.schemas.objects import FlowRun
 from tqdm import tqdm
 
 from rlcore.errors import ConfigError, TrainerFailedError
-from tasks.report.page import TEMPLATES, data_uri, image_folder
+from tasks.report.page import TEMPLATES, Sample, data_uri, image_folder, read_step, sample_files
 from tasks.run import Run
 
 _POLL_SECONDS = 1.0
@@ -52,30 +51,16 @@ def wait(flow_run: FlowRun) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class ShownCompletion:
-    text: str
-    reward: float
-    parts: dict[str, float]
-    graded: bool
-    tokens: int
-    finish_reason: str
-
-
-@dataclass(frozen=True, slots=True)
 class ShownGroup:
     """A problem with its images and all completions that were sampled for it in one step."""
 
-    step: int
-    problem_id: str
-    question: str
-    answer: str
     pictures: tuple[Path, ...]
-    completions: tuple[ShownCompletion, ...]
+    completions: tuple[Sample, ...]
 
 
 def sampled_steps(run: Run) -> list[int]:
     """Steps whose completions were saved."""
-    return sorted(int(path.stem.removeprefix("step-")) for path in (run.run_dir / "samples").glob("step-*.json"))
+    return list(sample_files(run))
 
 
 def read_groups(run: Run, step: int) -> list[ShownGroup]:
@@ -84,41 +69,18 @@ def read_groups(run: Run, step: int) -> list[ShownGroup]:
     Raises:
         ConfigError: no completions of this step were saved.
     """
-    path = run.run_dir / "samples" / f"step-{step:06d}.json"
-    if not path.exists():
+    if step not in sample_files(run):
         known = ", ".join(map(str, sampled_steps(run))) or "none"
         raise ConfigError(f"run {run.run_id} saved no completions of step {step}. Steps that have some: {known}.")
     folder = image_folder(run)
-    groups = []
-    for problem_id, rows in groupby(json.loads(path.read_text()), key=lambda row: row["problem_id"]):
-        first, *others = rows
-        groups.append(
-            ShownGroup(
-                step=step,
-                problem_id=problem_id,
-                question=first["question"],
-                answer=first["answer"],
-                pictures=tuple(folder / f"{name}.png" for name in first["images"]),
-                completions=tuple(
-                    ShownCompletion(
-                        text=row["completion"],
-                        reward=row["reward"],
-                        parts=row["parts"],
-                        graded=row["graded"],
-                        tokens=row["tokens"],
-                        finish_reason=row["finish_reason"],
-                    )
-                    for row in (first, *others)
-                ),
-            )
-        )
-    return groups
+    groups = [tuple(group) for _, group in groupby(read_step(run, step), key=lambda sample: sample.problem_id)]
+    return [ShownGroup(tuple(folder / f"{name}.png" for name in group[0].images), group) for group in groups]
 
 
 def as_html(group: ShownGroup) -> str:
     """HTML with image and prompt on top and the completions side by side, the best reward first."""
     return TEMPLATES.get_template("group.html.jinja").render(
-        group=group,
+        group=group.completions[0],
         pictures=[data_uri(path) for path in group.pictures],
         best_first=sorted(group.completions, key=lambda item: -item.reward),
     )

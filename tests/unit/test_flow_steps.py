@@ -234,13 +234,25 @@ def test_a_report_keeps_traces_and_samples_in_mlflow(tmp_path: Path) -> None:
         (tmp_path / "profiles" / name).touch()
     run = Run(run_id="run", run_dir=tmp_path, experiment=EXPERIMENT)
     samples = [
-        Sample(step=step, question="2+2?", answer="4", images=(), completion="4!", reward=0.5, finish_reason="stop")
+        Sample(
+            step=step,
+            problem_id="p",
+            question="2+2?",
+            answer="4",
+            images=(),
+            completion="4!",
+            tokens=2,
+            finish_reason="stop",
+            reward=0.5,
+            parts={},
+            graded=True,
+        )  # fmt: skip
         for step in (1, 8)
     ]
     tracker: Any = Recorder()
     segment: Any = SimpleNamespace(checkpoint=CHECKPOINT)
     for _ in range(2):
-        reporting._log(tracker, tmp_path / "report.html", "# Report", samples, run, [segment], START)
+        reporting._log(tracker, run, "# Report", samples, [segment], START)
     once = [("report.html", "report"), ("curves.png", "report"), ("a.json.gz", "profiles"), ("b.json.gz", "profiles")]
     assert tracker.files == once * 2
     assert tracker.texts["report/report.md"] == "# Report"
@@ -254,7 +266,7 @@ def test_a_report_keeps_traces_and_samples_in_mlflow(tmp_path: Path) -> None:
         }
     }  # fmt: skip
     empty: Any = Recorder()
-    reporting._log(empty, tmp_path / "report.html", "# Report", [], run, [segment], START)
+    reporting._log(empty, run, "# Report", [], [segment], START)
     assert empty.tables == {}
 
 

@@ -16,7 +16,7 @@ from rlcore.segment.spec import SegmentManifest
 from tasks.experiments import load_experiment
 from tasks.lineage import Lineage, SegmentLine
 from tasks.report.cost import RunCost
-from tasks.report.page import data_uri, draw_curves, html_page, markdown, read_samples, summarize
+from tasks.report.page import Page, data_uri, draw_curves, read_samples, summarize
 from tasks.report.rollouts import as_html, read_groups, sampled_steps
 from tasks.run import Run
 
@@ -89,10 +89,11 @@ def run(tmp_path: Path) -> Run:
 def test_kept_steps_are_in_order_and_their_groups_whole(run: Run, tmp_path: Path) -> None:
     assert sampled_steps(run) == [2, 4, 6, 8, 10]
     first, second = read_groups(run, 4)
-    assert (first.step, first.problem_id, first.question, first.answer) == (4, "p1", "<b>p1?", "<i>4")
+    one = first.completions[0]
+    assert (one.step, one.problem_id, one.question, one.answer) == (4, "p1", "<b>p1?", "<i>4")
     assert (first.pictures, second.pictures) == ((tmp_path / "train" / "images" / "pic.png",), ())
-    assert [item.text for item in first.completions] == [f"<u>p1 {j} of 4" for j in range(3)]
-    assert [item.text for item in second.completions] == [f"<u>p2 {j} of 4" for j in range(3)]
+    assert [item.completion for item in first.completions] == [f"<u>p1 {j} of 4" for j in range(3)]
+    assert [item.completion for item in second.completions] == [f"<u>p2 {j} of 4" for j in range(3)]
     assert [(item.reward, item.graded, item.tokens) for item in first.completions] == [
         (0.0, False, 10), (0.5, True, 11), (1.0, True, 12),
     ]  # fmt: skip
@@ -177,7 +178,8 @@ def test_both_pages_say_the_same_numbers(run: Run, tmp_path: Path) -> None:
         ("trained with", "rlcore code; ray 3, torch 2"),
         ("config", f"digest experiment, {tmp_path}/experiment.json"),
     ]
-    text = markdown(run, summary, BEFORE, AFTER, MODEL, read_samples(run)[:2], COST, lineage(tmp_path))
+    shown = Page(run, summary, BEFORE, AFTER, MODEL, DATASET, read_samples(run)[:2], COST, lineage(tmp_path))
+    text = shown.markdown()
     for row in [*results, *cost, *origin]:
         assert f"| {' | '.join(row)} |\n" in text
     assert '| changed during the run | {"a\\|b"} |\n' in text
@@ -189,9 +191,7 @@ def test_both_pages_say_the_same_numbers(run: Run, tmp_path: Path) -> None:
     assert "| 2 | &#60;b&#62;p1? | &#60;i&#62;4 | &#60;u&#62;p1 1 of 2 | 0.50 |\n" in text
 
     (tmp_path / "curves.png").write_bytes(b"curves")
-    page = html_page(
-        run, summary, BEFORE, AFTER, MODEL, read_samples(run)[:2], tmp_path, DATASET, COST, lineage(tmp_path)
-    )
+    page = shown.html(tmp_path / "curves.png")
     for row in results:
         assert f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" in page
     facts = [
@@ -218,11 +218,11 @@ def test_a_long_text_is_cut_on_both_pages(run: Run, tmp_path: Path) -> None:
     manifest = SegmentManifest.model_construct(last_step=20, checkpoint=CHECKPOINT)
     summary = summarize([StepRecord(1, 1, {"reward/mean": 1.0})], BEFORE, AFTER, [manifest], MODEL, 1, "m")
     (tmp_path / "curves.png").write_bytes(b"curves")
-    words = (run, summary, BEFORE, AFTER, MODEL, read_samples(run)[:2])
-    text = markdown(*words, COST, lineage(tmp_path))
+    shown = Page(run, summary, BEFORE, AFTER, MODEL, DATASET, read_samples(run)[:2], COST, lineage(tmp_path))
+    text = shown.markdown()
     assert f"| {'a' * 600} |" in text
     assert f"| {'b' * 600}... |" in text
-    page = html_page(*words, tmp_path, DATASET, COST, lineage(tmp_path))
+    page = shown.html(tmp_path / "curves.png")
     assert f"<td>{'a' * 600}</td>" in page
     assert f"<td>{'b' * 600}</td>" in page
 
