@@ -7,8 +7,8 @@ from prefect import flow
 from rlcore.ablation.results import AblationSummary
 from tasks import experiments as form
 from tasks.ablation.runners import cancel_points
-from tasks.ablation.steps import choose_points, open_ablation, report_ablation, train_points
-from tasks.ablation.study import describe_ablation, share_inputs
+from tasks.ablation.steps import choose_points, report_ablation, train_points
+from tasks.ablation.study import describe_ablation, open_ablation, share_inputs
 from tasks.open import track_run
 from tasks.run import flow_run_name
 

@@ -57,13 +57,9 @@ class Todo:
     @property
     def key(self) -> str:
         """Identifies the weights and everything that the numbers depend on, but not the machine."""
-        return evaluation_key(self.checkpoint, self.suite)
-
-
-def evaluation_key(checkpoint: CheckpointRef, suite: ExperimentConfig) -> str:
-    config = suite.model_dump(mode="json", include={"seed", "model", "data", "reward", "evaluation"})
-    content = json.dumps([checkpoint.manifest_sha256, config], sort_keys=True)
-    return hashlib.sha256(content.encode()).hexdigest()[:24]
+        config = self.suite.model_dump(mode="json", include={"seed", "model", "data", "reward", "evaluation"})
+        content = json.dumps([self.checkpoint.manifest_sha256, config], sort_keys=True)
+        return hashlib.sha256(content.encode()).hexdigest()[:24]
 
 
 def evaluations(run: Run) -> list[Evaluation]:

@@ -18,7 +18,7 @@ from infra import provenance
 from infra.errors import RegistryError
 from infra.logs import redact
 from infra.settings import Settings
-from infra.tracking.results import RegisteredVersion, find_model, read_text
+from infra.tracking.results import find_model, read_text
 from rlcore.artifacts import CheckpointRef, DatasetRef, ModelRef
 from rlcore.config import read_experiment
 from rlcore.config.reward import UserReward
@@ -72,9 +72,9 @@ class Lineage(BaseModel):
         where = self.checkpoint
         return [
             ("model", f"{self.model.registered_name} version {self.model.registered_version}, {self.model.path} "
-             f"({_short(self.model.digest)})"),
+             f"({self.model.digest[:_HASH_SHOWN]})"),
             ("run", f"{self.run_id}, {self.run_dir}; MLflow run {self.mlflow_run_id}"),
-            ("checkpoint", f"step {where.step}, {where.path} (manifest {_short(where.manifest_sha256)})"),
+            ("checkpoint", f"step {where.step}, {where.path} (manifest {where.manifest_sha256[:_HASH_SHOWN]})"),
             *((f"segment {item.segment}", _segment(item)) for item in self.segments),
             ("starts", f"{len(self.drivers)}: {'; '.join(map(_driver, self.drivers))}"),
             *(row for origin in self.origins for row in _origin_rows(origin, self.run_dir)),
@@ -167,7 +167,12 @@ def find_lineage(words: str, settings: Settings) -> tuple[Lineage, Run | None]:
     model = find_model(settings.tracking_uri, words)
     text = read_text(settings.tracking_uri, model.mlflow_run_id, artifact_name(model.name, model.version))
     if text is None:
-        raise _no_lineage(model)
+        made_by = model.tags.get("rlflow.run_id")
+        raise RegistryError(
+            f"{model.name} version {model.version} has no lineage in its MLflow run: "
+            + (f"it was registered before lineages existed. Run .venv/bin/rlflow merge {made_by}." if made_by else
+               "rlflow did not register it.")
+        )  # fmt: skip
     lineage = Lineage.model_validate_json(text)
     stored = Path(lineage.run_dir) / "experiment.json"
     if not stored.exists():
@@ -240,28 +245,15 @@ def _origin_rows(origin: Origin, run_dir: str) -> Iterator[tuple[str, str]]:
         yield (
             f"data, {name}",
             f"{dataset.source}: {dataset.num_problems} rows, {dataset.num_rejected} rejected, {dataset.num_images} "
-            f"images; digest {_short(dataset.digest)}, {dataset.path}",
+            f"images; digest {dataset.digest[:_HASH_SHOWN]}, {dataset.path}",
         )
-    yield "started from", f"{origin.base.source}, {origin.base.path} ({_short(origin.base.digest)})"
+    yield "started from", f"{origin.base.source}, {origin.base.path} ({origin.base.digest[:_HASH_SHOWN]})"
     reward = f"; reward {folder / origin.reward}" if origin.reward else ""
     yield "prompt template", f"{folder / origin.template}{reward}"
 
 
 def _versions(versions: dict[str, str]) -> str:
     return ", ".join(f"{name} {version}" for name, version in sorted(versions.items()))
-
-
-def _short(digest: str) -> str:
-    return digest[:_HASH_SHOWN]
-
-
-def _no_lineage(model: RegisteredVersion) -> RegistryError:
-    run = model.tags.get("rlflow.run_id")
-    return RegistryError(
-        f"{model.name} version {model.version} has no lineage in its MLflow run: "
-        + (f"it was registered before lineages existed. Run .venv/bin/rlflow merge {run}." if run else
-           "rlflow did not register it.")
-    )  # fmt: skip
 
 
 class Origin(BaseModel):

@@ -87,7 +87,9 @@ def check(experiment: ExperimentConfig, settings: Settings) -> PreflightReport:
         "Prefect": lambda: _prefect(settings),
     }
     if settings.trackers:
-        checks["trackers"] = lambda: _trackers(settings)
+        checks["trackers"] = lambda: ", ".join(
+            check_installed(name, settings.tracker_python) for name in settings.trackers
+        )
     facts: dict[str, str] = {}
     findings: list[Error] = []
     for name, look in checks.items():
@@ -245,13 +247,6 @@ def _first_problem(experiment: ExperimentConfig, settings: Settings) -> Problem 
 
 
 def _disk(experiment: ExperimentConfig, settings: Settings) -> str:
-    try:
-        return _room(experiment, settings)
-    except StorageError as error:  # a full disk before the start does not go away by waiting
-        raise StorageUnusableError(str(error)) from error
-
-
-def _room(experiment: ExperimentConfig, settings: Settings) -> str:
     download.require_writable(settings.data_dir)
     free = download.free_bytes(settings.data_dir)
     shapes = _shapes(experiment.model)
@@ -267,8 +262,8 @@ def _room(experiment: ExperimentConfig, settings: Settings) -> str:
     models = f"{merged} merged model{'s' if merged > 1 else ''}"
     try:
         download.require_space(settings.runs_dir, needed, f"{keep + 1} checkpoints and {models}")
-    except StorageError as error:
-        raise StorageError(
+    except StorageError as error:  # a full disk before the start does not go away by waiting
+        raise StorageUnusableError(
             f"{error} Or keep fewer: segment.keep_checkpoints, keep_every and keep_best make {keep} now."
         ) from error
     parts = f"{keep + 1} checkpoints of {one / 2**30:.2f} GiB and {models}"
@@ -320,10 +315,6 @@ def _store(settings: Settings) -> str:
 def _mlflow(settings: Settings) -> str:
     check_reachable(settings.tracking_uri, settings.server_timeout_seconds)
     return without_password(settings.tracking_uri)
-
-
-def _trackers(settings: Settings) -> str:
-    return ", ".join(check_installed(name, settings.tracker_python) for name in settings.trackers)
 
 
 def _prefect(settings: Settings) -> str:

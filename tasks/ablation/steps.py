@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import base64
-import io
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from matplotlib.figure import Figure
 from prefect import task
 from prefect.artifacts import create_markdown_artifact, create_table_artifact
 from prefect.cache_policies import NO_CACHE
@@ -19,13 +15,12 @@ from rlcore.ablation.plan import BASE, Point, survivors
 from rlcore.ablation.results import AblationSummary, PointFailure, PointResult, Row, Status, band_over
 from rlcore.errors import TrainerFailedError
 from rlcore.segment.journal import read_journal
-from tasks.ablation import study
 from tasks.ablation.page import Curve, csv_table, draw_differences, draw_learning_curves, markdown_table, table_rows
 from tasks.ablation.runners import point_runner, run_jobs
 from tasks.ablation.study import Ablation, mark_point
 from tasks.driver.outbox import Outbox, prefect_outage_named
 from tasks.driver.progress import AblationProgress
-from tasks.report.page import as_text
+from tasks.report.page import as_text, data_uri
 from tasks.retries import step
 from tasks.run import tracker_of
 
@@ -33,12 +28,6 @@ CURVE_METRIC = "reward/accuracy"  # the only part that every reward has
 _SMOOTH_SHARE = 0.05
 _SECONDS_PER_HOUR = 3600.0
 _PAGE_SECONDS = 5.0  # for the last update of the progress
-
-
-@step("open-ablation")
-def open_ablation(experiment: str, overrides: Sequence[str] | None, run_id: str | None, **settings: Any) -> Ablation:
-    """A new ablation, or the one called ``run_id``. See ``study.open_ablation``."""
-    return study.open_ablation(experiment, overrides, run_id, **settings)
 
 
 @task(name="train-points", task_run_name="points-to-rung-{rung}", cache_policy=NO_CACHE, persist_result=False)
@@ -104,20 +93,19 @@ def report_ablation(ablation: Ablation) -> AblationSummary:
             for point in plan.points
         ]
     )
-    curves = draw_learning_curves(_curves(ablation), CURVE_METRIC)
-    differences = draw_differences(rows, plan.experiment)
     text = _markdown(ablation, rows)
-    for name, content in (("table.csv", csv_table(rows)), ("table.md", text)):
-        (ablation.folder / name).write_text(content)
+    (ablation.folder / "table.csv").write_text(csv_table(rows))
+    (ablation.folder / "table.md").write_text(text)
+    draw_learning_curves(_curves(ablation), CURVE_METRIC).savefig(ablation.folder / "learning_curves.png", dpi=110)
+    draw_differences(rows, plan.experiment).savefig(ablation.folder / "differences.png", dpi=110)
     tracker = tracker_of(ablation.run, Settings())
-    for name, figure in (("learning_curves.png", curves), ("differences.png", differences)):
-        (ablation.folder / name).write_bytes(_png(figure))
+    for name in ("learning_curves.png", "differences.png", "table.csv", "table.md"):
         tracker.log_file(ablation.folder / name, "ablation")
     tracker.describe(text)
-    for name in ("table.csv", "table.md"):
-        tracker.log_file(ablation.folder / name, "ablation")
-    pictures = "\n\n".join(f"![{name}]({_data_uri(figure)})" for name, figure in (
-        ("learning curves", curves), ("differences to the base", differences)))  # fmt: skip
+    pictures = "\n\n".join(
+        f"![{title}]({data_uri(ablation.folder / name)})"
+        for title, name in (("learning curves", "learning_curves.png"), ("differences to the base", "differences.png"))
+    )
     with prefect_outage_named():
         about = f"Ablation {plan.ablation_id}"
         create_table_artifact(table_rows(rows), key=f"{plan.ablation_id}-table", description=about)
@@ -204,13 +192,3 @@ def _last_line(failure: PointFailure) -> str:
     """The class of the error and the last line of its message; an AssertionError may have no message."""
     lines = failure.message.splitlines()
     return f"{failure.kind}: {lines[-1]}" if lines else failure.kind
-
-
-def _png(figure: Figure) -> bytes:
-    content = io.BytesIO()
-    figure.savefig(content, dpi=110, format="png")
-    return content.getvalue()
-
-
-def _data_uri(figure: Figure) -> str:
-    return f"data:image/png;base64,{base64.b64encode(_png(figure)).decode()}"

@@ -110,6 +110,7 @@ def point_name() -> str:
     return plan.run_id(plan.point(given["point"]), given["seed"])
 
 
+@step("open-ablation")
 def open_ablation(experiment: str, overrides: Sequence[str] | None, run_id: str | None, **settings: Any) -> Ablation:
     """Plan an ablation, write the plan to disk, and record this process as its driver.
 

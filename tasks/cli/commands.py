@@ -6,7 +6,7 @@ import shlex
 import sys
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -56,17 +56,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-
-
-class Cluster(StrEnum):
-    RAYJOB = "rayjob"
-    RAYCLUSTER = "raycluster"
-    VEMLP = "vemlp"
-
-
-class Trainer(StrEnum):
-    EASYR1 = "easyr1"
-    VERL = "verl"
 
 
 class Occasion(StrEnum):
@@ -249,7 +238,9 @@ def estimate(
 
 @app.command(cls=Command, rich_help_panel=EXPERIMENTS)
 def migrate(
-    trainer: Annotated[Trainer, typer.Argument(metavar="TRAINER", help="The trainer that the configuration is for.")],
+    trainer: Annotated[
+        Literal["easyr1", "verl"], typer.Argument(metavar="TRAINER", help="The trainer that the configuration is for.")
+    ],
     words: Annotated[list[str], typer.Argument(metavar="[CONFIG.yaml] [KEY=VALUE]...")],
     rows: Annotated[
         int | None, typer.Option(help="Training problems; an epoch is this divided by the batch size.")
@@ -387,7 +378,7 @@ def ui(
 @app.command(cls=Command, rich_help_panel=STACK)
 def deploy(
     where: Annotated[
-        Cluster,
+        Literal["rayjob", "raycluster", "vemlp"],
         typer.Argument(metavar="WHERE", help="rayjob: one run on KubeRay; raycluster: a lasting cluster; vemlp."),
     ],
     experiment: Experiment,

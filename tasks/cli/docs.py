@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
@@ -33,32 +32,9 @@ _BOUNDS = ((Ge, "ge", ">="), (Gt, "gt", ">"), (Le, "le", "<="), (Lt, "lt", "<"),
 _WORDS = {str: "text", int: "whole number", float: "number", bool: "true / false", Path: "path"}
 
 
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """One key that takes a value."""
-
-    key: str  # dotted
-    field: FieldInfo
-
-
-def settings_of(model: type[BaseModel], prefix: str = "") -> Iterator[Setting]:
-    """Every setting of a model, including those of all choices but without their ``name``."""
-    for name, field in model.model_fields.items():
-        key = f"{prefix}{name}"
-        if not _models(field.annotation):
-            if name != "name" or not prefix:
-                yield Setting(key, field)
-            continue
-        if get_origin(field.annotation) is tuple:
-            key += "[]"  # a list of them
-        for choice in _models(field.annotation):
-            yield from settings_of(choice, f"{key}.")
-
-
 def page() -> str:
     """docs/reference.md."""
-    sections = [_HEAD, *_group(ExperimentConfig, "", "Experiment", 2), _machine()]
-    return "\n".join(sections)
+    return "\n".join([_HEAD, *_group(ExperimentConfig, "", "Experiment", 2), _machine()])
 
 
 def _group(model: type[BaseModel], prefix: str, title: str, level: int) -> Iterator[str]:

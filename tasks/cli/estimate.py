@@ -16,9 +16,7 @@ from rlcore.estimate import (
     Architecture,
     ArchitectureRef,
     ArchitectureSpec,
-    MemoryEstimate,
     Plan,
-    TimeEstimate,
     estimate_memory,
     estimate_seconds,
 )
@@ -105,7 +103,19 @@ def compute_estimate(experiment: ExperimentConfig, model: Architecture, device: 
     times = estimate_seconds(model, plan, PEAK_BF16[device], BANDWIDTH[device])
     training, sampling = memory.training, memory.sampling(plan.offload)
     batches = experiment.training.steps // experiment.training.steps_per_batch
-    seconds = times.total * batches
+    hours = times.total * batches / _HOUR
+    parts = {
+        "weights (model.path, sharded)": memory.weights,
+        "gradients": memory.gradients,
+        "optimizer state": memory.optimizer,
+        "weights in the compute dtype": memory.whole_copy,
+        "reference policy": memory.reference,
+        "activations": memory.activations,
+        "logits and their gradients": memory.head,
+        "temporaries": memory.temporaries,
+        "sampler weights": memory.sampler_weights,
+        "sampler KV cache": memory.kv_cache,
+    }
     return DryRun(
         experiment=experiment.name,
         device=device,
@@ -113,30 +123,34 @@ def compute_estimate(experiment: ExperimentConfig, model: Architecture, device: 
         parameters=model.parameters,
         trained_parameters=model.trained_parameters,
         tower_parameters=model.tower_parameters,
-        memory={name: value / GIB for name, value in _parts(memory).items()},
+        memory={name: size / GIB for name, size in parts.items()},
         training_gib=training / GIB,
         sampling_gib=sampling / GIB,
         device_gib=memory.device / GIB,
         asks_for_cpu=experiment.resources.device == "cpu",
         fits=max(training, sampling) <= memory.device and memory.kv_cache > 0,
         kv_cache_wanted_gib=memory.kv_cache_wanted / GIB,
-        seconds=_phases(times),
+        seconds={
+            "generate": times.generate,
+            "old and reference log-probs": times.logprobs,
+            "update": times.update,
+            "weight sync": times.weight_sync,
+            "sleep and wake": times.sleep_and_wake,
+        },
         seconds_per_batch=times.total,
         batches=batches,
-        hours=seconds / _HOUR,
-        gpu_hours=seconds / _HOUR * experiment.resources.devices,
+        hours=hours,
+        gpu_hours=hours * experiment.resources.devices,
     )
 
 
 def plan_of(experiment: ExperimentConfig, model: Architecture, device: str) -> Plan:
     training, rollout, data = experiment.training, experiment.rollout, experiment.data
-    reshard = training.reshard_after_forward
-    algorithm, workers = experiment.algorithm, experiment.resources.workers
-    several = training.steps_per_batch > 1
-    old = several or algorithm.recompute_old_logprobs or algorithm.kl.place == "reward"
+    algorithm, resources = experiment.algorithm, experiment.resources
+    old = training.steps_per_batch > 1 or algorithm.recompute_old_logprobs or algorithm.kl.place == "reward"
     return Plan(
-        workers=workers,
-        rollout_workers=experiment.resources.rollout_workers,
+        workers=resources.workers,
+        rollout_workers=resources.rollout_workers,
         engine_workers=rollout.tensor_parallel,
         group_size=rollout.group_size,
         problems=training.problems_per_batch,
@@ -149,14 +163,14 @@ def plan_of(experiment: ExperimentConfig, model: Architecture, device: str) -> P
         checkpointing=experiment.model.gradient_checkpointing,
         compiled=training.compile_blocks != "off",
         bf16_optimizer=training.optimizer == "adamw_bf16",
-        reshard=reshard == "on" or (reshard == "auto" and workers > 1),
+        reshard={"on": True, "off": False, "auto": resources.workers > 1}[training.reshard_after_forward],
         offload=training.offload,
         reference=algorithm.kl.coefficient > 0 and experiment.model.lora is None,
         old_logprobs=old,
         sampler_share=rollout.gpu_memory_utilization,
         max_sequences=rollout.max_sequences,
         in_flight=rollout.partial.in_flight if rollout.partial is not None else 1.0,
-        overlapped=experiment.prefetch and experiment.resources.rollout_workers > 0,
+        overlapped=experiment.prefetch and resources.rollout_workers > 0,
         device=device,
     )
 
@@ -171,28 +185,3 @@ def _image_size(experiment: ExperimentConfig, model: Architecture) -> tuple[int,
     unit = round((tower.patch_size**2 * tower.merged) ** 0.5)
     side = max(1, int(pixels**0.5) // unit) * unit
     return side, side
-
-
-def _parts(memory: MemoryEstimate) -> dict[str, int]:
-    return {
-        "weights (model.path, sharded)": memory.weights,
-        "gradients": memory.gradients,
-        "optimizer state": memory.optimizer,
-        "weights in the compute dtype": memory.whole_copy,
-        "reference policy": memory.reference,
-        "activations": memory.activations,
-        "logits and their gradients": memory.head,
-        "temporaries": memory.temporaries,
-        "sampler weights": memory.sampler_weights,
-        "sampler KV cache": memory.kv_cache,
-    }
-
-
-def _phases(times: TimeEstimate) -> dict[str, float]:
-    return {
-        "generate": times.generate,
-        "old and reference log-probs": times.logprobs,
-        "update": times.update,
-        "weight sync": times.weight_sync,
-        "sleep and wake": times.sleep_and_wake,
-    }

@@ -7,7 +7,6 @@ The automations send a message through a block of the user: a ``webhook``, or an
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from uuid import UUID
 
 from prefect.client.orchestration import SyncPrefectClient, get_client
@@ -21,7 +20,6 @@ from infra.settings import Settings
 from infra.stack.servers import check_prefect
 
 FLOW = "train-grpo"  # the flow of all training deployments
-_WEBHOOK = "webhook"
 _SUBJECT = "{{ flow_run.name }}: {{ flow_run.state.name }}"
 _BODY = (
     "Run {{ flow_run.name }} of {{ flow.name }}: {{ flow_run.state.name }}. "
@@ -37,21 +35,11 @@ _PAYLOAD = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Occasion:
-    """Events of a flow run that cause a message, and the name of the automation."""
-
-    automation: str
-    events: frozenset[str]
-
-
-OCCASIONS: Mapping[str, Occasion] = {
-    "failed": Occasion(
-        "rlflow-failed",
-        frozenset({"prefect.flow-run.Failed", "prefect.flow-run.Crashed", "prefect.flow-run.TimedOut"}),
-    ),
-    "finished": Occasion("rlflow-finished", frozenset({"prefect.flow-run.Completed"})),
+OCCASIONS: Mapping[str, frozenset[str]] = {
+    "failed": frozenset({"prefect.flow-run.Failed", "prefect.flow-run.Crashed", "prefect.flow-run.TimedOut"}),
+    "finished": frozenset({"prefect.flow-run.Completed"}),
 }
+"""Occasion to the events of a flow run that cause a message."""
 
 
 def apply(client: SyncPrefectClient, block: str, occasions: Sequence[str], flows: Sequence[str] = (FLOW,)) -> list[str]:
@@ -69,46 +57,45 @@ def apply(client: SyncPrefectClient, block: str, occasions: Sequence[str], flows
     kind, _, name = block.partition("/")
     document = _block_id(client, kind, name)
     lines = []
-    for key in occasions:
-        occasion = OCCASIONS[key]
+    for occasion in occasions:
         wanted = automation(occasion, kind, document, flows)
-        found = client.read_automations_by_name(occasion.automation)
+        found = client.read_automations_by_name(wanted.name)
         for spare in found[1:]:  # a copy would send every message twice
             client.delete_automation(spare.id)
         if found:
             client.update_automation(found[0].id, wanted)
         else:
             client.create_automation(wanted)
-        lines.append(f"{occasion.automation}: {'updated' if found else 'created'}, notifies {block}")
+        lines.append(f"{wanted.name}: {'updated' if found else 'created'}, notifies {block}")
     return lines
 
 
 def remove(client: SyncPrefectClient, occasions: Sequence[str]) -> list[str]:
     """Delete the automations of these occasions."""
     lines = []
-    for key in occasions:
-        for found in client.read_automations_by_name(OCCASIONS[key].automation):
+    for occasion in occasions:
+        for found in client.read_automations_by_name(f"rlflow-{occasion}"):
             client.delete_automation(found.id)
             lines.append(f"{found.name}: removed")
     return lines or ["there was none"]
 
 
-def automation(occasion: Occasion, kind: str, document: UUID, flows: Sequence[str]) -> AutomationCore:
+def automation(occasion: str, kind: str, document: UUID, flows: Sequence[str]) -> AutomationCore:
     """The automation, with every field set explicitly, because an update sends only the fields that were set."""
     action = (
         CallWebhook(block_document_id=document, payload=_PAYLOAD)
-        if kind == _WEBHOOK
+        if kind == "webhook"
         else SendNotification(block_document_id=document, subject=_SUBJECT, body=_BODY)
     )
     core = AutomationCore(
-        name=occasion.automation,
+        name=f"rlflow-{occasion}",
         description="Made by rlflow notify.",
         enabled=True,
         trigger=EventTrigger(
             posture=Posture.Reactive,
             match={"prefect.resource.id": "prefect.flow-run.*"},
             match_related={"prefect.resource.role": "flow", "prefect.resource.name": list(flows)},
-            expect=set(occasion.events),
+            expect=set(OCCASIONS[occasion]),
             for_each={"prefect.resource.id"},
             threshold=1,
         ),

@@ -141,20 +141,20 @@ def test_another_ablation_of_the_same_name_is_refused_and_an_impossible_one_star
 ) -> None:
     monkeypatch.setenv("RLFLOW_DATA_DIR", str(tmp_path))
     with pytest.raises(ConfigError, match=r"ablation rungs: Input should be greater than or equal to 1"):
-        open_ablation(TINY, None, "study", points=[["training.learning_rate=1"]], rungs=0)
+        open_ablation.fn(TINY, None, "study", points=[["training.learning_rate=1"]], rungs=0)
     with pytest.raises(ConfigError, match="neither a grid nor points"):
-        open_ablation(TINY, None, "study", grid=None)
+        open_ablation.fn(TINY, None, "study", grid=None)
     assert not (tmp_path / "ablations").exists()
     with pytest.raises(ConfigError, match=r"no ablation 'study' under .*Found: none"):
         existing_ablation("study")
 
-    first = open_ablation(TINY, ["training.steps=40"], "study", points=[["training.learning_rate=1"]], seeds=[1])
-    again = open_ablation(TINY, ["training.steps=40"], "study", points=[["training.learning_rate=1"]], seeds=[1])
+    first = open_ablation.fn(TINY, ["training.steps=40"], "study", points=[["training.learning_rate=1"]], seeds=[1])
+    again = open_ablation.fn(TINY, ["training.steps=40"], "study", points=[["training.learning_rate=1"]], seeds=[1])
     assert first == again == existing_ablation("study")
     with pytest.raises(
         ConfigError, match=r'(?s)was started with\n  grpo-geo3k-tiny training\.steps=40 .*"seeds":\[1\].*and now has'
     ):
-        open_ablation(TINY, ["training.steps=40"], "study", points=[["training.learning_rate=1"]], seeds=[2])
+        open_ablation.fn(TINY, ["training.steps=40"], "study", points=[["training.learning_rate=1"]], seeds=[2])
 
 
 class PrefectClient:

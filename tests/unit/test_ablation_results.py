@@ -40,7 +40,7 @@ def ablation(empty_mlflow: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     shutil.copy(empty_mlflow, tmp_path / "data" / "mlflow" / "mlflow.db")
     monkeypatch.setenv("RLFLOW_DATA_DIR", str(tmp_path / "data"))
     monkeypatch.setattr(ablating, "mark_point", mark_point.fn)
-    return open_ablation("grpo-geo3k-tiny", OVERRIDES, "study", **ASKED)
+    return open_ablation.fn("grpo-geo3k-tiny", OVERRIDES, "study", **ASKED)
 
 
 def job_of(ablation: Ablation, name: str, steps: int) -> Job:
@@ -175,9 +175,9 @@ def test_a_failure_is_noted_as_final_only_where_the_table_has_no_further_try(abl
 
 
 def test_an_ablation_is_continued_as_it_was_asked_for_and_counts_its_steps(ablation: Ablation) -> None:
-    assert open_ablation("grpo-geo3k-tiny", OVERRIDES, "study", **ASKED) == ablation == existing_ablation("study")
+    assert open_ablation.fn("grpo-geo3k-tiny", OVERRIDES, "study", **ASKED) == ablation == existing_ablation("study")
     with pytest.raises(ConfigError, match=r"(?s)^ablation study was started with\n.*\nand now has\n.*start a new one"):
-        open_ablation("grpo-geo3k-tiny", OVERRIDES, "study", **(ASKED | {"seeds": [6]}))
+        open_ablation.fn("grpo-geo3k-tiny", OVERRIDES, "study", **(ASKED | {"seeds": [6]}))
     with pytest.raises(ConfigError, match=r"^no ablation 'other' under .* Found: study\.$"):
         existing_ablation("other")
     with pytest.raises(ConfigError, match=r"^'No' cannot be the name of an ablation"):

@@ -43,7 +43,7 @@ def test_a_flow_run_is_called_as_its_run() -> None:
 
 
 def test_a_point_is_called_as_its_run() -> None:
-    open_ablation(TINY, None, "study", points=[["training.learning_rate=1"]], seeds=[1, 2])
+    open_ablation.fn(TINY, None, "study", points=[["training.learning_rate=1"]], seeds=[1, 2])
     with at_work({"ablation": "study", "point": "p01", "seed": 2}):
         assert point_name() == "study-p01-s2"
     with at_work(None), pytest.raises(RuntimeError, match="point_name"):

@@ -145,7 +145,9 @@ def test_a_suite_is_the_runs_own_or_that_of_a_benchmark(tmp_path: Path) -> None:
 @pytest.fixture
 def study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ablation:
     monkeypatch.setenv("RLFLOW_DATA_DIR", str(tmp_path))
-    return open_ablation(TINY, None, "study", points=[["training.learning_rate=1"], ["data.template=math"]], seeds=[1])
+    return open_ablation.fn(
+        TINY, None, "study", points=[["training.learning_rate=1"], ["data.template=math"]], seeds=[1]
+    )
 
 
 def test_data_and_policies_of_all_points_are_made_once(study: Ablation, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,7 +65,7 @@ def test_a_run_and_an_ablation_go_on_after_prefect_yaml_has_lost_their_experimen
     values = gone.model_dump(mode="json")
     with monkeypatch.context() as patch:
         patch.setattr(ablation, "load_experiment", lambda _, given=(): build_experiment(values, given))
-        ablation.open_ablation("grpo-gone", None, "old-ablation", points=[["training.learning_rate=1e-4"]])
+        ablation.open_ablation.fn("grpo-gone", None, "old-ablation", points=[["training.learning_rate=1e-4"]])
     assert typed(*asked, "old-ablation")
     assert not typed(*asked, "new-ablation")
 

@@ -15,7 +15,7 @@ from prefect.exceptions import ObjectNotFound
 
 from infra.errors import ServerError
 from tasks.cli import app
-from tasks.cli.notify import OCCASIONS, apply, automation, remove
+from tasks.cli.notify import apply, automation, remove
 
 DOCUMENT = uuid.uuid4()
 
@@ -59,7 +59,7 @@ def test_one_automation_for_each_occasion_however_often_they_are_applied() -> No
     client = Client()
     made = apply(client, "webhook/team", ["failed", "finished"])  # type: ignore[arg-type]
     assert made == ["rlflow-failed: created, notifies webhook/team", "rlflow-finished: created, notifies webhook/team"]
-    client.create_automation(automation(OCCASIONS["failed"], "webhook", uuid.uuid4(), ["other"]))
+    client.create_automation(automation("failed", "webhook", uuid.uuid4(), ["other"]))
     again = apply(client, "webhook/team", ["failed"], ["evaluate-latest"])  # type: ignore[arg-type]
     assert again == ["rlflow-failed: updated, notifies webhook/team"]
     assert names(client) == ["rlflow-failed", "rlflow-finished"], "the copy is gone"
@@ -74,7 +74,7 @@ def test_one_automation_for_each_occasion_however_often_they_are_applied() -> No
 
 
 def test_what_an_automation_waits_for_and_sends() -> None:
-    failed = automation(OCCASIONS["failed"], "webhook", DOCUMENT, ["a", "b"])
+    failed = automation("failed", "webhook", DOCUMENT, ["a", "b"])
     assert (failed.name, failed.enabled) == ("rlflow-failed", True)
     trigger = failed.trigger
     assert trigger.expect == {"prefect.flow-run.Failed", "prefect.flow-run.Crashed", "prefect.flow-run.TimedOut"}
@@ -83,7 +83,7 @@ def test_what_an_automation_waits_for_and_sends() -> None:
     (action,) = failed.actions
     assert isinstance(action, CallWebhook)
     assert action.block_document_id == DOCUMENT
-    finished = automation(OCCASIONS["finished"], "slack-webhook", DOCUMENT, ["a"])
+    finished = automation("finished", "slack-webhook", DOCUMENT, ["a"])
     assert finished.trigger.expect == {"prefect.flow-run.Completed"}
     (told,) = finished.actions
     assert isinstance(told, SendNotification)
@@ -92,7 +92,7 @@ def test_what_an_automation_waits_for_and_sends() -> None:
 
 
 def test_a_message_is_json_whatever_an_error_says() -> None:
-    (action,) = automation(OCCASIONS["failed"], "webhook", DOCUMENT, ["a"]).actions
+    (action,) = automation("failed", "webhook", DOCUMENT, ["a"]).actions
     environment = jinja2.Environment()
     environment.filters["ui_url"] = lambda run: f"http://prefect/{run['name']}"
     run = {

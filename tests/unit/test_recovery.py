@@ -309,7 +309,7 @@ def test_the_note_of_an_unopened_run_is_removed_with_the_end_of_its_flow_run(
 def test_facts_of_an_ablation_are_those_of_its_runs_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RLFLOW_DATA_DIR", str(tmp_path))
     tiny, points = "grpo-geo3k-tiny", [["training.learning_rate=1"]]
-    ablation = open_ablation(tiny, ["training.steps=40"], "study", points=points, seeds=[1, 2])
+    ablation = open_ablation.fn(tiny, ["training.steps=40"], "study", points=points, seeds=[1, 2])
     base, point = (open_run(load_experiment(tiny), f"study-{name}", Settings()) for name in ("base-s1", "p01-s2"))
     for run, last in ((base, 40), (point, 20)):
         checkpoint = CheckpointRef(
