@@ -39,13 +39,18 @@ _LOGINS = (
 def apply(settings: Settings) -> None:
     """Set this process's variables, before Prefect and MLflow are imported. Values set by the user stay."""
     settings.prefect_home.mkdir(parents=True, exist_ok=True)
-    for name, value in {
-        **QUIET,
-        **CHECKSUMS,
-        **PATIENCE,
-        **_prefect(settings),
-        "MLFLOW_LOGGING_LEVEL": "WARNING",
-    }.items():
+    variables = {**QUIET, **CHECKSUMS, **PATIENCE, "MLFLOW_LOGGING_LEVEL": "WARNING"}
+    if "prefect" not in sys.modules:  # otherwise a Prefect worker started this process with its own settings
+        variables |= {
+            "PREFECT_HOME": str(settings.prefect_home),
+            "PREFECT_LOGGING_EXTRA_LOGGERS": "rlflow",
+            "PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW": "ignore",
+            # The console shows rlflow's log lines only; Prefect's are on its page.
+            "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "CRITICAL",
+            "PREFECT_CLI_COLORS": "false",
+            "PREFECT_SERVER_LOGGING_LEVEL": "ERROR",
+        }
+    for name, value in variables.items():
         os.environ.setdefault(name, value)
 
 
@@ -74,17 +79,3 @@ def of_databases(settings: Settings) -> dict[str, str]:
         "RLFLOW_MLFLOW_DATABASE": settings.mlflow_database.get_secret_value(),
     }
     return {name: value for name, value in found.items() if value}
-
-
-def _prefect(settings: Settings) -> dict[str, str]:
-    if "prefect" in sys.modules:
-        return {}  # a Prefect worker started this process with its own settings
-    return {
-        "PREFECT_HOME": str(settings.prefect_home),
-        "PREFECT_LOGGING_EXTRA_LOGGERS": "rlflow",
-        "PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW": "ignore",
-        # The console shows rlflow's log lines only; Prefect's are on its page.
-        "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "CRITICAL",
-        "PREFECT_CLI_COLORS": "false",
-        "PREFECT_SERVER_LOGGING_LEVEL": "ERROR",
-    }

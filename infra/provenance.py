@@ -9,6 +9,7 @@ import platform
 import shutil
 import subprocess
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -147,10 +148,8 @@ def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str]:
     """Version of each installed package; others are left out."""
     found = {}
     for name in packages:
-        try:
+        with suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
     return found
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import re
@@ -19,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from infra import processes
 from infra.errors import InfraError
+from infra.files import locked
 from infra.logs import get_logger
 from infra.settings import Settings
 from infra.tracking.tracker import Tracker
@@ -186,9 +186,7 @@ def note_driver(run: Run) -> None:
 
 def append_line(path: Path, line: str) -> None:
     """Append to a small file under a lock, by replacing it, so that a kill never leaves half a line."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.with_name(f".{path.name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with locked(path.with_name(f".{path.name}.lock")):
         before = path.read_text() if path.exists() else ""
         write_json_atomically(path, f"{before}{line}\n")
 

@@ -32,6 +32,3 @@ class Shape:
                 "gpus_per_node to what your nodes have."
             )
         return max(1, self.gpus // gpus_per_node)
-
-    def gpus_on_each(self, gpus_per_node: int) -> int:
-        return min(self.gpus, gpus_per_node)

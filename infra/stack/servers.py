@@ -124,7 +124,7 @@ def answers(url: str, timeout_seconds: float) -> bool:
     try:
         with urllib.request.urlopen(url, timeout=timeout_seconds) as reply:
             return bool(reply.status == 200)
-    except (urllib.error.URLError, TimeoutError, OSError):
+    except OSError:
         return False
 
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -76,7 +77,9 @@ class Supervisor:
                 return 1
             try:
                 self._start_all()
-                self._watch()
+                while not self._told.wait(_POLL_SECONDS):
+                    for service in self._services:
+                        self._mend(service)
             except (InfraError, OSError) as error:
                 get_logger().error("stack: %s", error)
                 return 1
@@ -126,11 +129,6 @@ class Supervisor:
             if time.monotonic() > deadline:
                 raise ServerError(f"the workers did not report to Prefect. Their logs: {self._settings.stack_dir}")
 
-    def _watch(self) -> None:
-        while not self._told.wait(_POLL_SECONDS):
-            for service in self._services:
-                self._mend(service)
-
     def _mend(self, service: Service) -> None:
         """Restart an ended process: at once, or with growing delays if it repeatedly ends soon after its start."""
         now = time.monotonic()
@@ -155,22 +153,14 @@ class Supervisor:
             service.restarts += 1
             self._show("up")
             if service.server is None:
-                self._recover_lost()
-
-    def _recover_lost(self) -> None:
-        """Let recover handle the runs of a worker that ended."""
-        try:
-            self._layout.recover()
-        except ServerError as error:  # recover also runs on a schedule and by automations
-            get_logger().warning("stack: %s", error)
+                with _logging(ServerError):  # recover also runs on a schedule and by automations
+                    self._layout.recover()
 
     def _drain(self) -> None:
         """Pause the pools, let active runs commit and end, then stop the workers, MLflow and Prefect."""
         self._show("draining")
-        try:
+        with _logging(ServerError):
             self._layout.pause(True)
-        except ServerError as error:
-            get_logger().warning("stack: %s", error)
         workers = [service for service in self._services if service.server is None]
         for service in workers:
             for flow in self._flows(service):
@@ -184,10 +174,8 @@ class Supervisor:
             processes.stop(service.mark, _STOP_SECONDS)
             if service.process is not None:
                 service.process.wait()
-        try:
+        with _logging(OSError):  # harmless: readers ignore the state of a dead supervisor
             (self._settings.stack_dir / "state.json").unlink(missing_ok=True)
-        except OSError as error:  # harmless: readers ignore the state of a dead supervisor
-            get_logger().warning("stack: %s", error)
         get_logger().info("stack: down")
 
     def _flows(self, service: Service) -> list[psutil.Process]:
@@ -229,10 +217,15 @@ class Supervisor:
         write_atomically(self._settings.stack_dir / "state.json", state.model_dump_json(indent=1))
 
 
-def main() -> None:
-    log_to_console()
-    sys.exit(Supervisor(Settings()).run())
+@contextlib.contextmanager
+def _logging(kind: type[Exception]) -> Iterator[None]:
+    """Log errors of this kind as warnings, and go on."""
+    try:
+        yield
+    except kind as error:
+        get_logger().warning("stack: %s", error)
 
 
 if __name__ == "__main__":
-    main()
+    log_to_console()
+    sys.exit(Supervisor(Settings()).run())

@@ -141,7 +141,6 @@ def read_text(uri: str, mlflow_run_id: str, name: str) -> str | None:
     try:
         if name not in [item.path for item in client.list_artifacts(mlflow_run_id, folder or None)]:
             return None
-        with open(client.download_artifacts(mlflow_run_id, name)) as file:
-            return file.read()
+        return Path(client.download_artifacts(mlflow_run_id, name)).read_text()
     except MlflowException as error:
         raise RegistryError(f"run {mlflow_run_id} in MLflow at {uri}: {error}") from error

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import urllib.error
 import urllib.request
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -66,7 +65,7 @@ def check_reachable(uri: str, timeout_seconds: float) -> None:
     try:
         with urllib.request.urlopen(f"{uri.rstrip('/')}/health", timeout=timeout_seconds):
             return
-    except (urllib.error.URLError, TimeoutError, OSError) as error:
+    except OSError as error:
         raise ServerError(
             f"no MLflow server answers at {without_password(uri)} within {timeout_seconds:g} s ({error}). Start it, "
             "correct RLFLOW_MLFLOW_URI, or unset that variable to use SQLite under the data folder."

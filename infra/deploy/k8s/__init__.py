@@ -95,7 +95,7 @@ def _object(values: KubernetesValues, version: str, kind: str, name: str, spec: 
 
 
 def _cluster_spec(values: KubernetesValues, shape: Shape) -> Manifest:
-    nodes, gpus = shape.nodes(values.gpus_per_node), shape.gpus_on_each(values.gpus_per_node)
+    nodes, gpus = shape.nodes(values.gpus_per_node), min(shape.gpus, values.gpus_per_node)
     spec: Manifest = {
         "rayVersion": values.ray_version,
         "authOptions": {"mode": "token"},  # otherwise anybody who reaches a node can run code on it
