@@ -131,16 +131,20 @@ def verify_merged(
     """
     allowed = TOLERANCE[dtype] if tolerance is None else tolerance
     sequences = read_probe(probe)
-    found = transformers_logprobs(
-        model_dir,
-        sequences,
-        read_image=read_image,
-        min_pixels=min_pixels,
-        max_pixels=max_pixels,
-        dtype=dtype,
-        device=device,
-        trust_remote_code=trust_remote_code,
-    )
+
+    def read(images: Sequence[ImageRef]) -> tuple[Tensor, Tensor]:
+        """Pixels and grids [I, 3] of a sequence's images."""
+        processor = AutoImageProcessor.from_pretrained(model_dir, local_files_only=True)  # type: ignore[no-untyped-call]
+        resizing = images_of(processor).resizing(processor)
+        pixels, grids = resizing.read([read_image(image) for image in images], min_pixels, max_pixels)
+        return pixels, torch.tensor(grids)
+
+    model = load_hf_model(model_dir, dtype, trust_remote_code).to(device)
+    with torch.no_grad():
+        found = [_sequence_logprobs(model, sequence, read).tolist() for sequence in sequences]
+    del model
+    if device == "cuda":
+        torch.cuda.empty_cache()  # vLLM comes next and measures free memory
     delta = _max_delta(sequences, found, "transformers", model_dir, allowed)
     vllm_delta = None
     if log_prob_with_vllm is not None:
@@ -155,9 +159,8 @@ def verify_merged(
 
 def merge(spec: MergeSpec) -> ModelRef:
     """The job: merge, verify with transformers and vLLM, and mark as verified. An existing verified merge is reused."""
-    config = spec.experiment
-    verify = partial(_verify_for, spec)
-    return merge_once(spec.checkpoint, spec.base, spec.out, verify, trust_remote_code=config.model.trust_remote_code)
+    verify, trusted = partial(_verify_for, spec), spec.experiment.model.trust_remote_code
+    return merge_once(spec.checkpoint, spec.base, spec.out, verify, trust_remote_code=trusted)
 
 
 def merge_once(
@@ -211,28 +214,6 @@ def _merged_before(checkpoint: CheckpointRef, out: Path) -> ModelRef | None:
     return record.model.model_copy(update={"path": str(out)})
 
 
-def transformers_logprobs(
-    model_dir: Path,
-    sequences: Sequence[ProbeSequence],
-    *,
-    read_image: Callable[[ImageRef], Image.Image],
-    min_pixels: int,
-    max_pixels: int,
-    dtype: torch.dtype = torch.float32,
-    device: str = "cpu",
-    trust_remote_code: bool = False,
-) -> list[list[float]]:
-    """Log-probs [C] in nats, temperature 1, of each sequence's completion under a model folder."""
-    model = load_hf_model(model_dir, dtype, trust_remote_code).to(device)
-    read = partial(_read, model_dir, read_image, min_pixels, max_pixels)
-    with torch.no_grad():
-        found = [_sequence_logprobs(model, sequence, read).tolist() for sequence in sequences]
-    del model
-    if device == "cuda":
-        torch.cuda.empty_cache()  # vLLM comes next and measures free memory
-    return found
-
-
 def _verify_for(spec: MergeSpec, out: Path) -> VerifyReport:
     from rlcore.data.image_store import ImageStore
     from rlcore.distributed.cluster import pick_device
@@ -262,6 +243,7 @@ def _verify_for(spec: MergeSpec, out: Path) -> VerifyReport:
 def _sequence_logprobs(
     model: nn.Module, sequence: ProbeSequence, read: Callable[[Sequence[ImageRef]], tuple[Tensor, Tensor]]
 ) -> Tensor:
+    """[C] log-probs of the completion in nats, at temperature 1."""
     device = next(model.parameters()).device
     tokens = torch.tensor(sequence.token_ids)
     mask = torch.arange(len(tokens)) >= sequence.completion_start
@@ -277,20 +259,6 @@ def _sequence_logprobs(
         **{name: value.to(device) for name, value in inputs.items()},
     ).logits
     return logprobs_and_entropy(logits[0], tokens[token_index].to(device))[0]
-
-
-def _read(
-    model_dir: Path,
-    read_image: Callable[[ImageRef], Image.Image],
-    min_pixels: int,
-    max_pixels: int,
-    images: Sequence[ImageRef],
-) -> tuple[Tensor, Tensor]:
-    """Pixels and grids [I, 3] of a sequence's images."""
-    processor = AutoImageProcessor.from_pretrained(model_dir, local_files_only=True)  # type: ignore[no-untyped-call]
-    resizing = images_of(processor).resizing(processor)
-    pixels, grids = resizing.read([read_image(image) for image in images], min_pixels, max_pixels)
-    return pixels, torch.tensor(grids)
 
 
 def _max_delta(

@@ -15,6 +15,7 @@ import time
 import traceback
 import uuid
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -141,7 +142,7 @@ def main(spec_path: Path) -> int:
 def _train_segments(spec: SegmentSpec, stop: StopRequest, lease: Lease) -> int:
     with making_what_stays():
         from rlcore.models.probe import Probe
-        from rlcore.segment.batch_log import BatchLog
+        from rlcore.segment.batch_log import write_batch
         from rlcore.segment.checkpointing import Checkpointer, CheckpointSeconds
         from rlcore.training.assemble import training_run
 
@@ -159,7 +160,7 @@ def _train_segments(spec: SegmentSpec, stop: StopRequest, lease: Lease) -> int:
         model=Path(spec.model.path),
         dataset=Path(spec.dataset.path),
         sink=TrainerSink(journal, seconds, health),
-        on_batch=BatchLog(spec.run_dir),
+        on_batch=partial(write_batch, spec.run_dir),
         on_progress=stop.progress,
         adjustments=spec.adjustments,
         run_dir=spec.run_dir,

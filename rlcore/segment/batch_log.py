@@ -14,36 +14,31 @@ from rlcore.rollout.groups import Group
 PROBLEMS_KEPT = 2
 
 
-class BatchLog:
-    """Writes ``trained/step-000020.json``, and ``samples/step-000020.json`` with the first generated problems, their
-    image hashes and every completion with its score. Files are named after the batch's last step, and a replay
-    overwrites them."""
+def write_batch(run_dir: Path, step: int, generated: Sequence[Group], trained: Sequence[Group]) -> None:
+    """Write ``trained/step-000020.json``, and ``samples/step-000020.json`` with the first generated problems, their
+    image hashes and every completion with its score.
 
-    def __init__(self, run_dir: Path) -> None:
-        self._run_dir = run_dir
-
-    def __call__(self, step: int, generated: Sequence[Group], trained: Sequence[Group]) -> None:
-        write_trained(self._run_dir, step, [group.problem.problem_id for group in trained])
-        self._write_samples(step, generated)
-
-    def _write_samples(self, step: int, groups: Sequence[Group]) -> None:
-        rows = [
-            {
-                "problem_id": group.problem.problem_id,
-                "question": group.problem.conversation,
-                "answer": group.problem.answer,
-                "images": [image.sha256 for image in group.problem.images],
-                "completion": rollout.completion.text,
-                "tokens": len(rollout.completion.token_ids),
-                "finish_reason": rollout.completion.finish_reason,
-                "reward": rollout.score.reward,
-                "parts": dict(rollout.score.parts),
-                "graded": rollout.score.graded,
-            }
-            for group in groups[:PROBLEMS_KEPT]
-            for rollout in group.rollouts
-        ]
-        write_json_atomically(self._run_dir / "samples" / f"step-{step:06d}.json", json.dumps(rows))
+    Args:
+        step: the batch's last. A replay overwrites the files.
+    """
+    write_trained(run_dir, step, [group.problem.problem_id for group in trained])
+    rows = [
+        {
+            "problem_id": group.problem.problem_id,
+            "question": group.problem.conversation,
+            "answer": group.problem.answer,
+            "images": [image.sha256 for image in group.problem.images],
+            "completion": rollout.completion.text,
+            "tokens": len(rollout.completion.token_ids),
+            "finish_reason": rollout.completion.finish_reason,
+            "reward": rollout.score.reward,
+            "parts": dict(rollout.score.parts),
+            "graded": rollout.score.graded,
+        }
+        for group in generated[:PROBLEMS_KEPT]
+        for rollout in group.rollouts
+    ]
+    write_json_atomically(run_dir / "samples" / f"step-{step:06d}.json", json.dumps(rows))
 
 
 def write_trained(run_dir: Path, step: int, problem_ids: Sequence[str]) -> None:

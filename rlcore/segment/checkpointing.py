@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,6 +19,7 @@ from rlcore.errors import LeaseLostError
 from rlcore.files import write_json_atomically
 from rlcore.models.probe import Probe, ProbePolicy
 from rlcore.segment.journal import read_journal
+from rlcore.segment.lease import Lease
 from rlcore.segment.resume import ResumePoint, pinned, read_segments
 from rlcore.segment.spec import SegmentEnd, SegmentManifest, SegmentSpec, segment_path
 from rlcore.segment.store import LocalCheckpointStore
@@ -40,12 +39,6 @@ class SavingPolicy(ProbePolicy, Protocol):
 
     def saved(self) -> bool:
         """Whether the last ``begin_save`` has written everything. Raises its error. Callable from any thread."""
-
-
-class RenewedLease(Protocol):
-    """What a checkpoint needs of the lease; see ``lease.Lease``."""
-
-    def renew(self, *, progress: bool = True) -> None: ...
 
 
 @dataclass(slots=True)
@@ -76,7 +69,7 @@ class Checkpointer:
         *,
         start: ResumePoint,
         seconds: CheckpointSeconds,
-        lease: RenewedLease,
+        lease: Lease,
     ) -> None:
         self._spec, self._store, self._policy, self._probe = spec, store, policy, probe
         self._last = start.checkpoint  # committed
@@ -91,7 +84,8 @@ class Checkpointer:
         Raises:
             RlflowError: the previous checkpoint failed.
         """
-        with self._blocked():
+        started = time.perf_counter()
+        try:
             self.finish()
             if self._last is not None and self._last.step == state.step:  # no step since then: nothing to write
                 self._end_segment(self._last, end)
@@ -101,6 +95,8 @@ class Checkpointer:
             state.save(staging)
             self._probe.write(staging, self._policy)
             self._under_way = self._thread.submit(self._write, staging, state.scalars(), end)
+        finally:
+            self._seconds.blocked += time.perf_counter() - started
 
     def check(self) -> None:
         """Raise the error of a checkpoint that failed in the background. Call at every safe point."""
@@ -150,7 +146,6 @@ class Checkpointer:
         checkpoint = self._store.commit(
             staging,
             step=scalars["step"],
-            policy_version=scalars["step"],
             end=end,
             experiment_digest=spec.experiment.science_digest(),
             dataset_digest=spec.dataset.digest,
@@ -165,10 +160,8 @@ class Checkpointer:
     def _end_segment(self, checkpoint: CheckpointRef, end: SegmentEnd) -> None:
         manifest = SegmentManifest(
             run_id=self._spec.run_id,
-            segment=end.segment,
-            first_step=end.first_step,
+            **asdict(end),
             last_step=checkpoint.step,
-            complete=end.complete,
             checkpoint=checkpoint,
             experiment_digest=self._spec.experiment.science_digest(),
             dataset_digest=self._spec.dataset.digest,
@@ -181,11 +174,3 @@ class Checkpointer:
         config, run_dir = self._spec.experiment.segment, self._spec.run_dir
         kept = pinned(read_segments(run_dir), read_journal(run_dir / "journal.jsonl"), config)
         self._store.prune(config.keep_checkpoints, pinned=kept)
-
-    @contextmanager
-    def _blocked(self) -> Iterator[None]:
-        started = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._seconds.blocked += time.perf_counter() - started

@@ -46,11 +46,7 @@ class MetricJournal:
         self._path = path
         self._now_ms = now_ms
         records, self._torn = _parse(path)
-        self._last_step = records[-1].step if records else None
-
-    @property
-    def last_step(self) -> int | None:
-        return self._last_step
+        self.last_step = records[-1].step if records else None
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append the metrics of ``step``. They are on disk when this returns.
@@ -60,9 +56,9 @@ class MetricJournal:
         """
         if self._torn:
             raise StorageError(f"{self._path} ends in a half-written line. Call cut(step) before recording again.")
-        if self._last_step is not None and step <= self._last_step:
+        if self.last_step is not None and step <= self.last_step:
             raise StorageError(
-                f"{self._path} already holds step {self._last_step}, so step {step} cannot be recorded. "
+                f"{self._path} already holds step {self.last_step}, so step {step} cannot be recorded. "
                 "Steps must increase; after a resume call cut(step of the checkpoint) first."
             )
         record = StepRecord(step, self._now_ms(), {name: float(value) for name, value in metrics.items()})
@@ -71,7 +67,7 @@ class MetricJournal:
             file.write(record.line())
             file.flush()
             os.fsync(file.fileno())
-        self._last_step = step
+        self.last_step = step
 
     def cut(self, step: int) -> int:
         """Keep records up to and including ``step``. Move the rest, torn line included, to ``journal.cut-<n>.jsonl``,
@@ -86,9 +82,9 @@ class MetricJournal:
             write_json_atomically(self._path, "".join(record.line() for record in kept))
             logger.warning("%s: cut to step %d, %d records moved to %s", self._path, step, len(moved), aside.name)
         self._torn = ""
-        self._last_step = kept[-1].step if kept else None
-        if step > 0 and self._last_step != step:
-            logger.warning("%s ends at step %s, the checkpoint is at step %d", self._path, self._last_step, step)
+        self.last_step = kept[-1].step if kept else None
+        if step > 0 and self.last_step != step:
+            logger.warning("%s ends at step %s, the checkpoint is at step %d", self._path, self.last_step, step)
         return len(moved)
 
 

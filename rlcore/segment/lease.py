@@ -134,8 +134,7 @@ class Lease:
             self._mine = None
 
     def read(self) -> LeaseInfo | None:
-        text = _read_text(self._path)
-        return None if text is None else _parsed(LeaseInfo, self._path, text)
+        return _read(LeaseInfo, self._path)
 
     def holder(self) -> LeaseInfo | None:
         """The living holder, this process or another, or None."""
@@ -241,20 +240,14 @@ class Control:
 
     def read(self) -> ControlState | None:
         """The last beat, or None before the first."""
-        text = _read_text(self._path)
-        return None if text is None else _parsed(ControlState, self._path, text)
+        return _read(ControlState, self._path)
 
 
-def _read_text(path: Path) -> str | None:
+def _read(model: type[M], path: Path) -> M | None:
     try:
-        return path.read_text()
+        return model.model_validate_json(path.read_bytes())
     except FileNotFoundError:
         return None
-
-
-def _parsed(model: type[M], path: Path, text: str) -> M:
-    try:
-        return model.model_validate_json(text)
     except ValidationError as error:
         # Both files are replaced atomically, so this is not an unfinished write.
         raise StorageError(f"{path} is damaged: {error}. Remove it if no trainer of this run is alive.") from None
@@ -266,5 +259,5 @@ def _started(pid: int) -> float:
 
 
 def _host() -> str:
-    boot = _read_text(Path("/proc/sys/kernel/random/boot_id")) or ""  # absent outside Linux
-    return f"{socket.gethostname()}/{boot[:8]}"
+    boot = Path("/proc/sys/kernel/random/boot_id")  # absent outside Linux
+    return f"{socket.gethostname()}/{boot.read_text()[:8] if boot.exists() else ''}"

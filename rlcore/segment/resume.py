@@ -165,14 +165,12 @@ def pinned(
     every, best = config.keep_every, config.keep_best
     kept = [s for s in segments if every is not None and s.complete and (s.segment + 1) % every == 0]
     if best:
-        there = [segment for segment in segments if _is_there(Path(segment.checkpoint.path), present)]
+        if present is None:
+            present = {path.name for s in segments if (path := Path(s.checkpoint.path)).is_dir()}
+        there = [segment for segment in segments if Path(segment.checkpoint.path).name in present]
         scored = [(score, s.segment, s) for s in there if (score := _score(s, records, config)) is not None]
         kept += [segment for _, _, segment in sorted(scored, key=lambda item: item[:2], reverse=True)[:best]]
     return [Path(segment.checkpoint.path) for segment in kept]
-
-
-def _is_there(checkpoint: Path, present: Collection[str] | None) -> bool:
-    return checkpoint.is_dir() if present is None else checkpoint.name in present
 
 
 def _score(segment: SegmentManifest, records: Sequence[StepRecord], config: SegmentConfig) -> float | None:

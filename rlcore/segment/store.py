@@ -14,7 +14,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from functools import cache
@@ -102,7 +102,6 @@ class LocalCheckpointStore:
         staging: Path,
         *,
         step: int,
-        policy_version: int,
         end: SegmentEnd,
         experiment_digest: str,
         dataset_digest: str,
@@ -127,7 +126,7 @@ class LocalCheckpointStore:
         manifest = CheckpointManifest(
             run_id=self._run_id,
             step=step,
-            policy_version=policy_version,
+            policy_version=step,
             segment=end.segment,
             first_step=end.first_step,
             complete=end.complete,
@@ -146,11 +145,7 @@ class LocalCheckpointStore:
         return checkpoint_ref(final, manifest)
 
     def verify(self, checkpoint: CheckpointRef | Path) -> CheckpointManifest:
-        """Hash every file of a checkpoint against its manifest, and the manifest against the ref.
-
-        Raises:
-            CheckpointError: names the first file that differs, what was found and what is expected.
-        """
+        """As ``verify_checkpoint``; also refuses a checkpoint of another run."""
         manifest = verify_checkpoint(checkpoint, self._count)
         path = _path(checkpoint)
         self.require_run(path, manifest.run_id)
@@ -245,10 +240,7 @@ class LocalCheckpointStore:
             logger.warning("MOVED A DAMAGED CHECKPOINT aside to %s: %s", move_aside(final).name, error)
             return None
         self.require_run(final, manifest.run_id)
-        found, wanted = (
-            (manifest.experiment_digest, manifest.dataset_digest),
-            (experiment_digest, dataset_digest),
-        )
+        found, wanted = (manifest.experiment_digest, manifest.dataset_digest), (experiment_digest, dataset_digest)
         if found != wanted:
             raise CheckpointError(
                 f"{final} is a whole checkpoint of another experiment: its (experiment, dataset) digests are "
@@ -270,8 +262,9 @@ def verify_checkpoint(
     """
     path = _path(checkpoint)
     manifest, raw = _read_manifest(path)
-    if isinstance(checkpoint, CheckpointRef) and _sha256_bytes(raw) != checkpoint.manifest_sha256:
-        raise _damaged(path, MANIFEST, f"SHA-256 {_sha256_bytes(raw)}", checkpoint.manifest_sha256)
+    found = hashlib.sha256(raw).hexdigest()
+    if isinstance(checkpoint, CheckpointRef) and found != checkpoint.manifest_sha256:
+        raise _damaged(path, MANIFEST, f"SHA-256 {found}", checkpoint.manifest_sha256)
     _check_sizes(path, manifest)
     names = sorted(manifest.files)
     with _hashing_pool() as pool:
@@ -334,18 +327,14 @@ def _damaged(path: Path, name: str, found: str, expected: str) -> CheckpointErro
     )
 
 
-def _files(folder: Path) -> Iterator[str]:
-    yield from sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
-
-
 def _hash_files(folder: Path, on_bytes: Callable[[int], None]) -> dict[str, FileEntry]:
-    names = [name for name in _files(folder) if name != MANIFEST]
+    names = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()} - {MANIFEST}
     with _hashing_pool() as pool:
-        digests = list(pool.map(lambda name: _sha256(folder / name, on_bytes), names))
-    return {
-        name: FileEntry(size=(folder / name).stat().st_size, sha256=digest)
-        for name, digest in zip(names, digests, strict=True)
-    }
+        digests = pool.map(lambda name: _sha256(folder / name, on_bytes), sorted(names))
+        return {
+            name: FileEntry(size=(folder / name).stat().st_size, sha256=digest)
+            for name, digest in zip(sorted(names), digests, strict=True)
+        }
 
 
 def _hashing_pool() -> ThreadPoolExecutor:
@@ -360,10 +349,6 @@ def _sha256(path: Path, on_bytes: Callable[[int], None] = lambda _: None) -> str
             digest.update(block)
             on_bytes(len(block))
     return digest.hexdigest()
-
-
-def _sha256_bytes(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()
 
 
 def move_aside(path: Path) -> Path:

@@ -218,7 +218,6 @@ def _commit(spec: SegmentSpec, store: LocalCheckpointStore, step: int, end: Segm
     checkpoint = store.commit(
         staging,
         step=step,
-        policy_version=step,
         end=end,
         experiment_digest=spec.experiment.science_digest(),
         dataset_digest=spec.dataset.digest,

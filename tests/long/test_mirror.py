@@ -191,7 +191,7 @@ def commit(run: Run, step: int, segment: int) -> Path:
     (staging / "weights").write_bytes(os.urandom(100))
     end = SegmentEnd(segment, step - 2, complete=True)
     digests = {"experiment_digest": "e", "dataset_digest": "d", "model_digest": "m"}
-    made = checkpoints.commit(staging, step=step, policy_version=step, end=end, trainer_state={}, **digests)
+    made = checkpoints.commit(staging, step=step, end=end, trainer_state={}, **digests)
     path = segment_path(run.run_dir, segment)
     path.parent.mkdir(exist_ok=True)
     path.write_text(segment_manifest(made, read_manifest(made)).model_dump_json())

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from rlcore.rollout.groups import Group
-from rlcore.segment.batch_log import BatchLog
+from rlcore.segment.batch_log import write_batch
 from rlcore.segment.store import code_digest, installed_versions
 from rlcore.types import Completion, ImageRef, Problem, Score
 
@@ -25,7 +25,7 @@ def group(name: str, *texts: str) -> Group:
 
 def test_the_first_two_problems_are_kept_whole_and_all_that_were_trained_on_by_name(tmp_path: Path) -> None:
     first, second, third = group("p1", "x", "y"), group("p2", "z"), group("p3", "w")
-    BatchLog(tmp_path)(20, [first, second, third], [third, first])
+    write_batch(tmp_path, 20, [first, second, third], [third, first])
     rows = json.loads((tmp_path / "samples" / "step-000020.json").read_text())
     assert [(row["problem_id"], row["completion"]) for row in rows] == [("p1", "x"), ("p1", "y"), ("p2", "z")]
     assert rows[1] == {

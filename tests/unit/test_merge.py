@@ -22,7 +22,7 @@ from rlcore.artifacts import CheckpointRef, ModelRef
 from rlcore.config import LoraConfig, ModelConfig
 from rlcore.errors import CheckpointError, ModelError
 from rlcore.jobs.bootstrap import folder_digest
-from rlcore.jobs.merge import VERIFIED, VerifyReport, merge_checkpoint, merge_once, transformers_logprobs, verify_merged
+from rlcore.jobs.merge import VERIFIED, VerifyReport, merge_checkpoint, merge_once, verify_merged
 from rlcore.models.loading import load_hf_model
 from rlcore.models.lora import choose_trainable
 from rlcore.models.optimizer import KahanAdamW
@@ -284,7 +284,6 @@ def commit(tmp_path):
         return store.commit(
             staging,
             step=step,
-            policy_version=step,
             end=SegmentEnd(0, 0, complete=True),
             experiment_digest="e",
             dataset_digest="d",
@@ -408,6 +407,6 @@ def test_weights_are_saved_under_the_names_of_the_base(tmp_path, saved):
 
 def test_logprobs_are_the_completions_alone(tmp_path, saved):
     policy, checkpoint, base = saved(_text_model(tied=True))
-    sequences = read_probe(_text_probe(policy, checkpoint))
-    found = transformers_logprobs(base, sequences, read_image=_no_image, **PIXELS)
-    assert [len(values) for values in found] == [3]
+    probe, allowed = _text_probe(policy, checkpoint), float("inf")
+    report = verify_merged(base, probe, log_prob_with_vllm=None, read_image=_no_image, tolerance=allowed, **PIXELS)
+    assert (report.num_sequences, report.num_tokens) == (1, 3)

@@ -23,7 +23,6 @@ def _commit(store: LocalCheckpointStore, step: int, state: dict | None = None, *
     (staging / "train_state" / "__0_0.distcp").write_bytes(DATA)
     (staging / "train_state" / ".metadata").write_bytes(b"hidden files count as well")
     values = {
-        "policy_version": step,
         "end": SegmentEnd(step // 20, step - 20, complete=True),
         "experiment_digest": "exp",
         "dataset_digest": "data",
