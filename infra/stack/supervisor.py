@@ -89,10 +89,10 @@ class Supervisor:
 
     def _start_all(self) -> None:
         self._write("starting")
-        servers = [service for service in self._services if service.server is not None]
-        for service in servers:
-            self._start(service)
-        for service in servers:
+        for service in self._services:
+            if service.server is not None:
+                self._start(service)
+        for service in self._services:
             if service.process is not None and service.server is not None:
                 wait_healthy(service.process, service.server)
         self._layout.apply()
