@@ -30,9 +30,7 @@ from infra.store.download import inside, require_space
 from infra.store.s3_errors import STORE_ERRORS, answer_of, storage_error
 
 SEAL = ".sealed.json"
-_PART_BYTES = 64 * 2**20  # per part of a multipart upload, so up to 640 GB per file
 _FILES_AT_ONCE = 8
-_RETRIES = 5  # by botocore, with growing pauses of at most 20 s, unless AWS_MAX_ATTEMPTS is set
 _SHA256 = "sha256"  # of an object, in its metadata
 _REPORT_SECONDS = 30.0  # between two log lines about a long transfer
 
@@ -75,8 +73,8 @@ class Store:
     """
 
     uri: str
-    part_bytes: int = _PART_BYTES
-    retries: int = _RETRIES
+    part_bytes: int = 64 * 2**20  # per part of a multipart upload, so up to 640 GB per file
+    retries: int = 5  # by botocore, with growing pauses of at most 20 s, unless AWS_MAX_ATTEMPTS is set
     delays: tuple[float, ...] = ()
 
     def push(self, folder: Path, key: str, *, sha256: Mapping[str, str] | None = None) -> None:

@@ -13,23 +13,12 @@ from rlcore.config.reward import (
     GeoqaReward,
     Gsm8kReward,
     MultipleChoiceReward,
-    RewardConfig,
 )
 from rlcore.errors import RewardError
-from rlcore.rewards import make_reward
 from rlcore.rewards.arithmetic import MAX_EXPRESSION_CHARS, _parse, _value
 from rlcore.rewards.extract import choice_letter, last_number, leading_number, only_number, whole_number
-from rlcore.types import Problem, Score
-
-
-def score(config: RewardConfig, text: str, answer: str, num_tokens: int = 5, **extra: object) -> Score:
-    problem = Problem("p", "What is it?", (), answer, "test", extra)
-    return make_reward(config, max_completion_tokens=100)(text, problem, num_tokens, "stop")
-
-
-def accuracy(config: RewardConfig, text: str, answer: str, **extra: object) -> float:
-    return score(config, text, answer, **extra).parts["accuracy"]
-
+from rlcore.types import Score
+from tests.unit.scoring import accuracy, score
 
 # gsm8k
 

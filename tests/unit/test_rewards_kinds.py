@@ -21,16 +21,7 @@ from rlcore.rewards.dapo import WINDOW, answer_line, normalize_final_answer
 from rlcore.rewards.extract import after_think, answer_parts, last_answer, stated_truth
 from rlcore.rewards.grading import MAX_VERIFIED_CHARS, math_verify_equal
 from rlcore.types import Problem, Score
-
-
-def score(config: RewardConfig, text: str, answer: str, num_tokens: int = 5, **extra: object) -> Score:
-    problem = Problem("p", "What is it?", (), answer, "test", extra)
-    return make_reward(config, max_completion_tokens=100)(text, problem, num_tokens, "stop")
-
-
-def accuracy(config: RewardConfig, text: str, answer: str, **extra: object) -> float:
-    return score(config, text, answer, **extra).parts["accuracy"]
-
+from tests.unit.scoring import score
 
 # answer tags
 
