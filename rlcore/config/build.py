@@ -73,8 +73,7 @@ def build_experiment(values: dict[str, Any], overrides: Sequence[str] = ()) -> E
 
     Raises:
         ConfigError: an override without ``=``, a secret, an unknown key, or a value that breaks a rule. The message
-        lists
-            all errors.
+            lists all errors.
     """
     tree = json.loads(json.dumps(values))
     for override in overrides:

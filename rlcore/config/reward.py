@@ -48,12 +48,15 @@ class MathVerifyReward(FormattedReward):
     name: Literal["math_verify"] = "math_verify"
 
 
-class R1vReward(FormattedReward):
+class _AnswerTagReward(FormattedReward):
+    format_weight: float = Field(0.5, ge=0, le=1)
+    """The reward is (1 - format_weight) * accuracy + format_weight * format."""
+
+
+class R1vReward(_AnswerTagReward):
     """MathRuler compares the answer tag. Format: a think block, then an answer block, and nothing else."""
 
     name: Literal["r1v"] = "r1v"
-    format_weight: float = Field(0.5, ge=0, le=1)
-    """The reward is (1 - format_weight) * accuracy + format_weight * format."""
 
 
 class DapoReward(_Reward):
@@ -78,20 +81,16 @@ class CountdownReward(_Reward):
     """Reward of a wrong answer tag."""
 
 
-class ClevrCountReward(FormattedReward):
+class ClevrCountReward(_AnswerTagReward):
     """The answer tag must have the right integer. Format as ``r1v``."""
 
     name: Literal["clevr_count"] = "clevr_count"
-    format_weight: float = Field(0.5, ge=0, le=1)
-    """The reward is (1 - format_weight) * accuracy + format_weight * format."""
 
 
-class GeoqaReward(FormattedReward):
+class GeoqaReward(_AnswerTagReward):
     """The answer tag must have the right number, expression, or letter of a choice. Format as ``r1v``."""
 
     name: Literal["geoqa"] = "geoqa"
-    format_weight: float = Field(0.5, ge=0, le=1)
-    """The reward is (1 - format_weight) * accuracy + format_weight * format."""
 
 
 class MultipleChoiceReward(FormattedReward):

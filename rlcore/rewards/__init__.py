@@ -16,7 +16,7 @@ from rlcore.config.reward import (
 from rlcore.errors import RewardError
 from rlcore.rewards.arithmetic import countdown_reward, gsm8k_reward
 from rlcore.rewards.dapo import LengthRule, OverlongBatchReward, OverlongReward, dapo_reward
-from rlcore.rewards.formatted import FORMATTED
+from rlcore.rewards.formatted import formatted_reward
 from rlcore.rewards.protocol import BatchRewardFn, Reward
 from rlcore.rewards.user import user_reward
 
@@ -52,7 +52,7 @@ def make_reward(config: RewardConfig, *, max_completion_tokens: int) -> Reward:
 def _reward(config: RewardConfig) -> Reward:
     match config:
         case FormattedReward():
-            return partial(FORMATTED[config.name], format_weight=config.format_weight)
+            return partial(formatted_reward, name=config.name, format_weight=config.format_weight)
         case DapoReward():
             return dapo_reward
         case Gsm8kReward():

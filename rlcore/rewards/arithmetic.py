@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ast
+import operator
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from decimal import Decimal
 from fractions import Fraction
-from typing import Literal
+from typing import Any, Literal
 
 from rlcore.errors import RewardError
 from rlcore.rewards.extract import last_answer, last_number, leading_number, whole_number
@@ -16,6 +17,12 @@ from rlcore.types import FinishReason, Problem, Score
 MAX_EXPRESSION_CHARS = 256  # bounds the depth of the tree and the size of its values
 
 _MARK = "####"
+OPERATORS: Mapping[type[ast.operator], Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
 _ARITHMETIC = re.compile(r"[0-9+\-*/() ]+")
 
 
@@ -128,7 +135,7 @@ def _is_arithmetic(node: ast.expr) -> bool:
     match node:
         case ast.Constant(value=int()):
             return True
-        case ast.BinOp(left=left, op=ast.Add() | ast.Sub() | ast.Mult() | ast.Div(), right=right):
+        case ast.BinOp(left, symbol, right) if type(symbol) in OPERATORS:
             return _is_arithmetic(left) and _is_arithmetic(right)
     return False  # powers, signs, calls, floor division
 
@@ -145,13 +152,7 @@ def _value(node: ast.expr) -> Fraction | None:
         return Fraction(node.value)
     assert isinstance(node, ast.BinOp)
     left, right = _value(node.left), _value(node.right)
-    if left is None or right is None:
+    if left is None or right is None or (right == 0 and isinstance(node.op, ast.Div)):
         return None
-    match node.op:
-        case ast.Add():
-            return left + right
-        case ast.Sub():
-            return left - right
-        case ast.Mult():
-            return left * right
-    return left / right if right else None
+    value: Fraction = OPERATORS[type(node.op)](left, right)
+    return value

@@ -11,9 +11,9 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from rlcore.rewards.extract import stated_truth
+from rlcore.rewards.extract import last_match, stated_truth
 from rlcore.rewards.grading import MAX_ANSWER_CHARS, math_equal
-from rlcore.rewards.protocol import BatchRewardFn, RewardFn
+from rlcore.rewards.protocol import BatchRewardFn, Job, RewardFn
 from rlcore.types import FinishReason, Problem, Score
 
 WINDOW = 300  # last characters of the completion, the only ones that DAPO's grader reads
@@ -53,9 +53,7 @@ def answer_line(text: str, window: int = WINDOW) -> str | None:
     It may begin on a later line. Bold marks around it are dropped. None: no "Answer:", or nothing after it.
     """
     tail = text[-window:]
-    last = None
-    for last in _ANSWER.finditer(tail):  # noqa: B007 - the last one is wanted
-        pass
+    last = last_match(_ANSWER, tail)
     if last is None:
         return None
     line = tail[last.end() :].partition("\n")[0]
@@ -125,12 +123,6 @@ class OverlongBatchReward:
     inner: BatchRewardFn
     rule: LengthRule
 
-    def score_batch(
-        self,
-        texts: Sequence[str],
-        problems: Sequence[Problem],
-        num_tokens: Sequence[int],
-        finish_reasons: Sequence[FinishReason],
-    ) -> Sequence[Score]:
-        scores = self.inner.score_batch(texts, problems, num_tokens, finish_reasons)
-        return [self.rule.apply(score, tokens) for score, tokens in zip(scores, num_tokens, strict=True)]
+    def score_batch(self, jobs: Sequence[Job]) -> Sequence[Score]:
+        scores = self.inner.score_batch(jobs)
+        return [self.rule.apply(score, num_tokens) for score, (_, _, num_tokens, _) in zip(scores, jobs, strict=True)]

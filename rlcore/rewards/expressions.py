@@ -15,6 +15,8 @@ import types
 import sympy
 from sympy.parsing import sympy_parser
 
+from rlcore.rewards.arithmetic import OPERATORS
+
 MAX_CHARS = 5000  # above two answers of MAX_ANSWER_CHARS
 MAX_BRACKETS = 200  # sympy's time grows with the square of their depth, and Python's parser allows no more
 MAX_EXPONENT = 10_000
@@ -87,18 +89,11 @@ def _value(node: ast.expr) -> sympy.Expr:
 
 
 def _binary(operator: ast.operator, left: sympy.Expr, right: sympy.Expr) -> sympy.Expr:
-    match operator:
-        case ast.Add():
-            return left + right
-        case ast.Sub():
-            return left - right
-        case ast.Mult():
-            return left * right
-        case ast.Div():
-            return left / right
-        case ast.Pow():
-            return _power(left, right)
-    raise NotAnExpression(f"the operator {type(operator).__name__} is not allowed")
+    if isinstance(operator, ast.Pow):
+        return _power(left, right)
+    if type(operator) not in OPERATORS:
+        raise NotAnExpression(f"the operator {type(operator).__name__} is not allowed")
+    return OPERATORS[type(operator)](left, right)
 
 
 def _power(base: sympy.Expr, exponent: sympy.Expr) -> sympy.Expr:

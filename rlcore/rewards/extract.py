@@ -72,9 +72,7 @@ def last_boxed(text: str) -> str | None:
 
 def last_answer(text: str) -> str | None:
     """The content of the last ``<answer> ... </answer>``, stripped; None if it is missing or never closed."""
-    opened = None
-    for opened in _OPEN_ANSWER.finditer(text):  # noqa: B007 - the last one is wanted
-        pass
+    opened = last_match(_OPEN_ANSWER, text)
     if opened is None or (closed := _CLOSE_ANSWER.search(text, opened.end())) is None:
         return None
     return text[opened.end() : closed.start()].strip()
@@ -88,10 +86,15 @@ def stated_truth(truth: str) -> str:
 
 def after_think(text: str) -> str:
     """The text after the last closing think tag; the whole text without one."""
-    end = 0
-    for closed in _CLOSE.finditer(text):
-        end = closed.end()
-    return text[end:]
+    closed = last_match(_CLOSE, text)
+    return text[closed.end() :] if closed else text
+
+
+def last_match(pattern: re.Pattern[str], text: str, start: int = 0) -> re.Match[str] | None:
+    last = None
+    for last in pattern.finditer(text, start):  # noqa: B007 - the last one is wanted
+        pass
+    return last
 
 
 def _think_end(text: str) -> int | None:
@@ -158,9 +161,7 @@ def leading_number(text: str, start: int = 0) -> Decimal | None:
 def last_number(text: str) -> Decimal | None:
     """The last number of a text; None without one, or if it is longer than ``MAX_NUMBER_CHARS``."""
     end = max(text.rfind(digit) for digit in "0123456789")
-    last = None
-    for last in _NUMBER.finditer(text, max(0, end - 2 * MAX_NUMBER_CHARS)):  # noqa: B007 - the last one is wanted
-        pass
+    last = last_match(_NUMBER, text, max(0, end - 2 * MAX_NUMBER_CHARS))
     return _value(last) if last else None
 
 

@@ -26,27 +26,21 @@ from rlcore.rewards.grading import math_equal, math_verify_equal
 from rlcore.types import FinishReason, Problem, Score
 
 
-def math_reward(
-    text: str, problem: Problem, num_tokens: int, finish_reason: FinishReason, *, format_weight: float
-) -> Score:
+def _math(text: str, problem: Problem) -> tuple[bool, bool]:
     """MathRuler compares the last box of the completion with the truth. A box in the question does not count."""
     parts = format_parts(text)
     right = parts.answer is not None and math_equal(parts.answer, problem.answer)
-    return weighted_score(right, parts.well_formed, format_weight)
+    return right, parts.well_formed
 
 
-def math_verify_reward(
-    text: str, problem: Problem, num_tokens: int, finish_reason: FinishReason, *, format_weight: float
-) -> Score:
-    """As ``math_reward``, but math-verify compares. Its own search for an answer in prose is not used."""
+def _math_verify(text: str, problem: Problem) -> tuple[bool, bool]:
+    """As ``math``, but math-verify compares. Its own search for an answer in prose is not used."""
     parts = format_parts(text)
     right = parts.answer is not None and math_verify_equal(parts.answer, problem.answer)
-    return weighted_score(right, parts.well_formed, format_weight)
+    return right, parts.well_formed
 
 
-def r1v_reward(
-    text: str, problem: Problem, num_tokens: int, finish_reason: FinishReason, *, format_weight: float
-) -> Score:
+def _r1v(text: str, problem: Problem) -> tuple[bool, bool]:
     """MathRuler compares the last answer tag with the truth.
 
     Accuracy is 0 without a closed answer tag. EasyR1 grades the whole completion in that case, which rewards texts that
@@ -54,12 +48,10 @@ def r1v_reward(
     """
     parts = answer_parts(text)
     right = parts.answer is not None and math_equal(parts.answer, stated_truth(problem.answer))
-    return weighted_score(right, parts.well_formed, format_weight)
+    return right, parts.well_formed
 
 
-def clevr_count_reward(
-    text: str, problem: Problem, num_tokens: int, finish_reason: FinishReason, *, format_weight: float
-) -> Score:
+def _clevr_count(text: str, problem: Problem) -> tuple[bool, bool]:
     """The only number in the last answer tag must be the right integer. Words around it are ignored ("5 cubes").
 
     The truth may be "5" or "<answer> 5 </answer>".
@@ -75,7 +67,7 @@ def clevr_count_reward(
         )
     parts = answer_parts(text)
     given = None if parts.answer is None else _count(parts.answer)
-    return weighted_score(given == truth, parts.well_formed, format_weight)
+    return given == truth, parts.well_formed
 
 
 def _count(text: str) -> Decimal | None:
@@ -83,9 +75,7 @@ def _count(text: str) -> Decimal | None:
     return number if number is not None and number == number.to_integral_value() else None
 
 
-def geoqa_reward(
-    text: str, problem: Problem, num_tokens: int, finish_reason: FinishReason, *, format_weight: float
-) -> Score:
+def _geoqa(text: str, problem: Problem) -> tuple[bool, bool]:
     """MathRuler compares the last answer tag with the truth ("145", or "<answer> 145° </answer>").
 
     If the problem has a column ``choices`` (a list of values), a letter stands for its choice on either side: "C"
@@ -97,7 +87,7 @@ def geoqa_reward(
     choices = _choices(problem)
     parts = answer_parts(text)
     right = parts.answer is not None and _equal(parts.answer, stated_truth(problem.answer), choices)
-    return weighted_score(right, parts.well_formed, format_weight)
+    return right, parts.well_formed
 
 
 def _choices(problem: Problem) -> list[str]:
@@ -128,9 +118,7 @@ def _choice_index(text: str, choices: list[str]) -> int | None:
     return index if index is not None and index < len(choices) else None
 
 
-def multiple_choice_reward(
-    text: str, problem: Problem, num_tokens: int, finish_reason: FinishReason, *, format_weight: float
-) -> Score:
+def _multiple_choice(text: str, problem: Problem) -> tuple[bool, bool]:
     """Compares letters, A to J. Well formed is what is well formed for ``math`` or for ``r1v``.
 
     The letter is taken from the last box; if that names none, from the last answer tag; then from the last "Answer:"
@@ -147,7 +135,7 @@ def multiple_choice_reward(
         )
     given = _stated_letter(after_think(text)) or _stated_letter(text)
     well_formed = format_parts(text).well_formed or answer_parts(text).well_formed
-    return weighted_score(given == truth, well_formed, format_weight)
+    return given == truth, well_formed
 
 
 def _stated_letter(text: str) -> str | None:
@@ -157,17 +145,24 @@ def _stated_letter(text: str) -> str | None:
     return None
 
 
-def weighted_score(accuracy: bool, well_formed: bool, format_weight: float) -> Score:
-    parts = {"accuracy": float(accuracy), "format": float(well_formed)}
-    return Score((1 - format_weight) * parts["accuracy"] + format_weight * parts["format"], parts, graded=True)
-
-
-FORMATTED: Mapping[str, Callable[..., Score]] = {
-    "math": math_reward,
-    "math_verify": math_verify_reward,
-    "r1v": r1v_reward,
-    "clevr_count": clevr_count_reward,
-    "geoqa": geoqa_reward,
-    "multiple_choice": multiple_choice_reward,
+_JUDGES: Mapping[str, Callable[[str, Problem], tuple[bool, bool]]] = {
+    "math": _math,
+    "math_verify": _math_verify,
+    "r1v": _r1v,
+    "clevr_count": _clevr_count,
+    "geoqa": _geoqa,
+    "multiple_choice": _multiple_choice,
 }
-"""By reward.name."""
+"""Whether the answer is right, and whether the completion is well formed, by reward.name."""
+
+
+def formatted_reward(
+    text: str, problem: Problem, num_tokens: int, finish_reason: FinishReason, *, name: str, format_weight: float
+) -> Score:
+    """
+    Raises:
+        RewardError: the problem's answer or choices are not what the reward called ``name`` needs.
+    """
+    right, well_formed = _JUDGES[name](text, problem)
+    parts = {"accuracy": float(right), "format": float(well_formed)}
+    return Score((1 - format_weight) * parts["accuracy"] + format_weight * parts["format"], parts, graded=True)

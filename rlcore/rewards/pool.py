@@ -83,7 +83,7 @@ class GradingPool:
         self._lock = threading.Lock()  # guards the counters, the batches and _closed
         self._closed = False
         self._unfinished: set[_Batch] = set()
-        self._chunks: queue.SimpleQueue[_Chunk | None] = queue.SimpleQueue()
+        self._chunks: queue.SimpleQueue[tuple[_Batch, range] | None] = queue.SimpleQueue()
         self._scratch = tempfile.TemporaryDirectory(prefix="rlflow-graders-", ignore_cleanup_errors=True)
         folders = [Path(self._scratch.name, str(index)) for index in range(processes)]
         self._workers = [_Worker(payload, together, start_seconds, variables, folder) for folder in folders]
@@ -139,7 +139,7 @@ class GradingPool:
         # Several chunks per process, so that few completions wait for a slow one.
         size = max(1, min(MAX_CHUNK, -(-count // (self._chunks_per_process * len(self._workers)))))
         for start in range(0, count, size):
-            self._chunks.put(_Chunk(batch, range(start, min(start + size, count))))
+            self._chunks.put((batch, range(start, min(start + size, count))))
         return batch.future
 
     def close(self) -> None:
@@ -172,11 +172,11 @@ class GradingPool:
             return
         worker.started.set_result(None)
         while (chunk := self._chunks.get()) is not None:
-            todo = chunk.indices
+            batch, todo = chunk
             while todo and not self._closed:
                 graded = 0
-                for verdict in worker.grade([chunk.batch.jobs[i] for i in todo], self._deadline):
-                    self._record(chunk.batch, todo[graded], verdict)
+                for verdict in worker.grade([batch.jobs[i] for i in todo], self._deadline):
+                    self._record(batch, todo[graded], verdict)
                     graded += 1
                 todo = todo[graded:]  # the completions after one that killed the process
         worker.stop()
@@ -224,12 +224,6 @@ class _Batch:
         self.scores: dict[int, Score] = {}
         self.future: Future[list[Score]] = Future()
         self.future.set_running_or_notify_cancel()
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Chunk:
-    batch: _Batch
-    indices: range
 
 
 class _Worker:

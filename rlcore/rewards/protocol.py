@@ -22,14 +22,8 @@ class RewardFn(Protocol):
 class BatchRewardFn(Protocol):
     """A reward that is cheaper for many completions at once, such as a judge model."""
 
-    def score_batch(
-        self,
-        texts: Sequence[str],
-        problems: Sequence[Problem],
-        num_tokens: Sequence[int],
-        finish_reasons: Sequence[FinishReason],
-    ) -> Sequence[Score]:
-        """Score completion i against problem i, for 1 to ``pool.MAX_CHUNK`` completions; one Score each, in order."""
+    def score_batch(self, jobs: Sequence[Job]) -> Sequence[Score]:
+        """Score 1 to ``pool.MAX_CHUNK`` completions: one Score each, in order."""
 
 
 Reward: TypeAlias = RewardFn | BatchRewardFn

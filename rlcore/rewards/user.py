@@ -19,7 +19,7 @@ from typing import Any
 
 from rlcore.config.reward import UserReward
 from rlcore.errors import RewardError
-from rlcore.rewards.protocol import Reward
+from rlcore.rewards.protocol import Job, Reward
 from rlcore.types import FinishReason, Problem, Score
 
 _CALLED_WITH = ("text", "problem", "num_tokens", "finish_reason")
@@ -67,24 +67,18 @@ class UserSingleReward(UserFunction):
 class UserBatchReward(UserFunction):
     """The function, called with lists: function(texts, problems, num_tokens, finish_reasons, **arguments)."""
 
-    def score_batch(
-        self,
-        texts: Sequence[str],
-        problems: Sequence[Problem],
-        num_tokens: Sequence[int],
-        finish_reasons: Sequence[FinishReason],
-    ) -> Sequence[Score]:
+    def score_batch(self, jobs: Sequence[Job]) -> Sequence[Score]:
         function = _load(self.file, self.function)
-        values = function(list(texts), list(problems), list(num_tokens), list(finish_reasons), **self.arguments)
+        values = function(*map(list, zip(*jobs, strict=True)), **self.arguments)
         where = f"{self.function} in {self.file}"
         if isinstance(values, str | Mapping) or not hasattr(values, "__len__") or not hasattr(values, "__iter__"):
             raise RewardError(
-                f"{where} returned {_short(values)} for {len(texts)} completions. With reward.batch it has to return "
+                f"{where} returned {_short(values)} for {len(jobs)} completions. With reward.batch it has to return "
                 f"a list with one result for each, each {_RETURNS}."
             )
-        if len(values) != len(texts):
+        if len(values) != len(jobs):
             raise RewardError(
-                f"{where} returned {len(values)} results for {len(texts)} completions. "
+                f"{where} returned {len(values)} results for {len(jobs)} completions. "
                 "Return one for each completion, in order."
             )
         return [_score(value, where) for value in values]

@@ -76,9 +76,8 @@ def _answers(reward: Reward, jobs: Sequence[Job]) -> Iterator[Score | str]:
 
 
 def _batch_answers(reward: BatchRewardFn, jobs: Sequence[Job]) -> Sequence[Score | str]:
-    texts, problems, num_tokens, finish_reasons = zip(*jobs, strict=True)
     try:
-        scores = [_checked(score) for score in reward.score_batch(texts, problems, num_tokens, finish_reasons)]
+        scores = [_checked(score) for score in reward.score_batch(jobs)]
         if len(scores) != len(jobs):
             raise TypeError(f"the reward returned {len(scores)} scores for {len(jobs)} completions")
     except BaseException as error:  # noqa: BLE001
