@@ -114,13 +114,9 @@ class PromptBuilder:
         self._bounds = (data.min_pixels, data.max_pixels)
         images = processor.image_processor
         self._resizing = None if images is None else images_of(images).resizing(images)
-        self._image_token_id: int | None = None if images is None else processor.image_token_id
-        self._special = {str(t): i for i, t in self.tokenizer.added_tokens_decoder.items() if t.special}
-
-    @property
-    def image_token_id(self) -> int | None:
+        self.image_token_id: int | None = None if images is None else processor.image_token_id
         """Id of the image placeholder; None if the model takes no images."""
-        return self._image_token_id
+        self._special = {str(t): i for i, t in self.tokenizer.added_tokens_decoder.items() if t.special}
 
     @property
     def banned_token_ids(self) -> tuple[int, ...]:
@@ -235,8 +231,7 @@ class PromptBuilder:
         return np.repeat(tokens, repeats)
 
     def _is_image(self, tokens: Ints) -> npt.NDArray[np.bool_]:
-        placeholder = -1 if self._image_token_id is None else self._image_token_id
-        return np.equal(tokens, placeholder)
+        return np.equal(tokens, -1 if self.image_token_id is None else self.image_token_id)
 
 
 def _require_mentioned(arguments: Mapping[str, object], chat_template: str) -> None:

@@ -6,7 +6,7 @@ import hashlib
 import io
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -44,21 +44,8 @@ class EvalRow:
     num_tokens: int
 
 
-_SCHEMA = pa.schema(
-    [
-        ("problem_id", pa.string()),
-        ("sample", pa.int32()),
-        ("question", pa.string()),
-        ("answer", pa.string()),
-        ("completion", pa.string()),
-        ("reward", pa.float64()),
-        ("accuracy", pa.float64()),
-        ("format", pa.float64()),
-        ("graded", pa.bool_()),
-        ("finish_reason", pa.string()),
-        ("num_tokens", pa.int32()),
-    ]
-)
+_TYPES = {"str": pa.string(), "FinishReason": pa.string(), "int": pa.int32(), "bool": pa.bool_()}
+_SCHEMA = pa.schema([(column.name, _TYPES.get(str(column.type), pa.float64())) for column in fields(EvalRow)])
 
 
 def run(spec: EvaluateSpec) -> EvalReport:

@@ -50,12 +50,11 @@ def prepare(spec: PrepareSpec) -> DatasetRef:
     final = prepared_folder(spec)
     if found := existing_dataset(final):
         return found
-    data = spec.data
-    prompts = PromptBuilder(load_processor(spec.model), data)
+    prompts = PromptBuilder(load_processor(spec.model), spec.data)
     with tempfile.TemporaryDirectory() as scratch, building(final) as aside:
         source = open_source(spec, Path(scratch))
         images = ImageReader(source.folders)
-        intake = _Intake(prompts, images, spec.source, data.max_prompt_tokens, data.max_images, aside / ORIGINALS)
+        intake = _Intake(prompts, images, spec, aside / ORIGINALS)
         for row in progress(source.rows, f"preparing {spec.source}", source.num_rows):
             intake.add(row)
         if not intake.rows:
@@ -66,7 +65,7 @@ def prepare(spec: PrepareSpec) -> DatasetRef:
             digest=final.name.removeprefix("raw-"),
             source=spec.source,
             columns=source.columns,
-            data=data,
+            data=spec.data,
             rows=intake.rows,
             rejects=intake.rejects,
         )
@@ -109,9 +108,7 @@ class _Intake:
 
     prompts: PromptBuilder
     images: ImageReader
-    source: str
-    max_prompt_tokens: int
-    max_images: int
+    spec: PrepareSpec
     originals: Path
     rows: list[PreparedRow] = field(default_factory=list)
     rejects: list[Reject] = field(default_factory=list)
@@ -136,8 +133,8 @@ class _Intake:
                 self.stored.add(sha256)
 
     def _examine(self, row: SourceRow, problem_id: str) -> tuple[PreparedRow, dict[str, bytes]]:
-        if (given := row.num_images) > self.max_images:
-            raise Unusable(Reason.TOO_MANY_IMAGES, f"{given} images above {self.max_images}")
+        if (given := row.num_images) > self.spec.data.max_images:
+            raise Unusable(Reason.TOO_MANY_IMAGES, f"{given} images above {self.spec.data.max_images}")
         messages = conversation(row.problem)
         answer = plain_text(row.answer, "answer", Reason.EMPTY_ANSWER).strip()
         if special := [token for m in messages for token in self.prompts.special_tokens_in(m.text)]:
@@ -149,11 +146,11 @@ class _Intake:
             raise Unusable(Reason.MODEL_WITHOUT_IMAGES, f"{len(images)} image(s), and the model takes none")
         contents = [self.images.read(image) for image in images]
         refs = tuple(self._image_ref(content) for content in contents)
-        problem = Problem(problem_id, question, refs, answer, self.source, row.extra, context)
+        problem = Problem(problem_id, question, refs, answer, self.spec.source, row.extra, context)
         prompt_tokens = len(self.prompts.tokens(problem))
         image_tokens = sum(self.prompts.image_tokens(ref.width, ref.height) for ref in refs)
-        if prompt_tokens > self.max_prompt_tokens:
-            detail = f"{prompt_tokens} tokens ({image_tokens} of images) above {self.max_prompt_tokens}"
+        if prompt_tokens > self.spec.data.max_prompt_tokens:
+            detail = f"{prompt_tokens} tokens ({image_tokens} of images) above {self.spec.data.max_prompt_tokens}"
             raise Unusable(Reason.PROMPT_TOO_LONG, detail)
         originals = {ref.sha256: content for ref, content in zip(refs, contents, strict=True)}
         return PreparedRow(problem, row.index, prompt_tokens, image_tokens), originals

@@ -184,18 +184,17 @@ def _has_no_nulls(file: Any, leaf: int) -> bool:
 def _json_lines(path: Path) -> Iterator[Row]:
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
-            if line.strip():
-                yield _json_row(line, f"{path} line {number}")
-
-
-def _json_row(line: bytes, where: str) -> Row:
-    try:
-        row = json.loads(line)
-    except ValueError as error:
-        raise DataError(f"{where} is not JSON: {error}. Fix or remove the line.") from None
-    if not isinstance(row, dict):
-        raise DataError(f"{where} holds {type(row).__name__}, not an object. Write {{column: value}} on each line.")
-    return row
+            if not line.strip():
+                continue
+            where = f"{path} line {number}"
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise DataError(f"{where} is not JSON: {error}. Fix or remove the line.") from None
+            if not isinstance(row, dict):
+                found = type(row).__name__
+                raise DataError(f"{where} holds {found}, not an object. Write {{column: value}} on each line.")
+            yield row
 
 
 def _json_array(path: Path) -> Iterator[Row]:
