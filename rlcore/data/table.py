@@ -15,6 +15,7 @@ from rlcore.errors import StorageError
 from rlcore.types import ImageRef, Message, Problem
 
 PROBLEMS = "problems.parquet"
+IMAGES = "images"  # of a resized dataset: <hash of the original>.png
 
 _BIN_TOKENS = 64
 
@@ -141,6 +142,3 @@ def prompt_stats(rows: Sequence[PreparedRow]) -> PromptStats:
 def load_problems(path: Path) -> list[Problem]:
     """The problems of a prepared dataset (raw or resized), in source order. Errors as ``load_rows``."""
     return [row.problem for row in load_rows(path)]
-
-
-IMAGES = "images"  # of a resized dataset: <hash of the original>.png

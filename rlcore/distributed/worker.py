@@ -88,7 +88,7 @@ class Worker:
         import torch
         from torch.distributed.device_mesh import init_device_mesh
 
-        from rlcore.data.image_store import ImageStore
+        from rlcore.data.pixels import ImageStore
         from rlcore.models.loading import load_hf_config, load_hf_model, require_supported
         from rlcore.models.torch_policy import TorchPolicy, weights_dtype
         from rlcore.models.vision import ReadAhead
@@ -219,7 +219,7 @@ class RolloutWorker:
         set_engine_environment(spec.device)
         import torch
 
-        from rlcore.data.image_store import ImageStore
+        from rlcore.data.pixels import ImageStore
         from rlcore.sampler.vllm_sampler import VllmSampler
 
         torch.set_num_threads(spec.threads)

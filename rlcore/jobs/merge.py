@@ -215,7 +215,7 @@ def _merged_before(checkpoint: CheckpointRef, out: Path) -> ModelRef | None:
 
 
 def _verify_for(spec: MergeSpec, out: Path) -> VerifyReport:
-    from rlcore.data.image_store import ImageStore
+    from rlcore.data.pixels import ImageStore
     from rlcore.distributed.cluster import pick_device
     from rlcore.models.torch_policy import compute_dtype
     from rlcore.sampler.engine import set_engine_environment, vllm_sequence_logprobs

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlcore.config import ExperimentConfig, RolloutConfig
-from rlcore.data.image_store import ImageStore
+from rlcore.data.pixels import ImageStore
 from rlcore.errors import SamplerError
 from rlcore.families import images_in
 from rlcore.process import importing_vllm

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlcore.data.image_store import ImageStore
+from rlcore.data.pixels import ImageStore
 from rlcore.data.prompts import PromptBuilder
 from rlcore.errors import SamplerError
 from rlcore.sampler.decoding import Decoded, decode

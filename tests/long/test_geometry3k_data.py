@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rlcore.artifacts import Artifact, DatasetRef
 from rlcore.config import DataConfig, ModelConfig
-from rlcore.data.image_store import ImageStore
+from rlcore.data.pixels import ImageStore
 from rlcore.data.prepare.folder import dataset_key
 from rlcore.data.table import load_problems
 from rlcore.specs import JobSpec, PrepareSpec, ResizeSpec

@@ -32,7 +32,7 @@ def _evaluated(config: ExperimentConfig, dataset: Path, checkpoint: Path, model:
 
     import numpy as np
 
-    from rlcore.data.image_store import ImageStore
+    from rlcore.data.pixels import ImageStore
     from rlcore.data.table import load_problems
     from rlcore.models.torch_policy import TorchPolicy
     from rlcore.rollout.groups import in_order, to_sample

@@ -15,7 +15,7 @@ from PIL import Image
 
 from rlcore.artifacts import DatasetRef
 from rlcore.config import DataConfig, ModelConfig
-from rlcore.data.image_store import ImageStore
+from rlcore.data.pixels import ImageStore
 from rlcore.data.prepare.folder import PREPARE_VERSION, RESIZE_VERSION, load_report
 from rlcore.data.rejects import read_rejects
 from rlcore.data.table import load_problems, load_rows
