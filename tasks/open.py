@@ -17,7 +17,7 @@ from rlcore.config import ExperimentConfig
 from rlcore.files import write_json_atomically
 from tasks import experiments as form
 from tasks import run as runs
-from tasks.driver.failures import is_outage, note_outage, note_outages, unopened_run
+from tasks.driver.failures import note_outage, note_outages, outage_of, unopened_run
 from tasks.driver.jobs import jobs_mark
 from tasks.driver.mirror import mirror_run
 from tasks.lineage import origins_dir, record_origin
@@ -43,10 +43,10 @@ def note_if_unopened(run_id: str | None) -> Iterator[None]:
             run = unopened.model_copy(update={"run_dir": Settings().runs_dir / unopened.run_id})
             if str(flow_run.id) in [driver.flow_run_id for driver in runs.drivers(run)]:
                 note_outage(run, error)
-            elif is_outage(error):
+            elif outage_of(error) is not None:
                 runs.note_driver(unopened)  # first: recover ignores outages from before the driver's start
                 note_outage(unopened, error)
-        if not is_outage(error):
+        if outage_of(error) is None:
             shutil.rmtree(unopened.run_dir, ignore_errors=True)
         raise
     shutil.rmtree(unopened.run_dir, ignore_errors=True)
@@ -143,10 +143,8 @@ def track_run(run: Run) -> Iterator[None]:
         try:
             with mirror_run(run, settings):
                 yield
-        except Exception:  # raised again, once MLflow knows
-            close_after_error(lambda: tracker_of(run, settings), "FAILED")
-            raise
-        except BaseException:  # Ctrl-C or a cancelled flow
-            close_after_error(lambda: tracker_of(run, settings), "KILLED")
+        except BaseException as error:  # raised again, once MLflow knows
+            # KILLED: by Ctrl-C, or the flow is cancelled
+            close_after_error(run, settings, "FAILED" if isinstance(error, Exception) else "KILLED")
             raise
         finish_run(run)

@@ -7,7 +7,7 @@ import json
 import re
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import lru_cache
@@ -272,11 +272,11 @@ def tracker_of(run: Run, settings: Settings) -> Tracker:
 def close_as_killed(run: Run, settings: Settings) -> None:
     """Close the MLflow run of a flow that was killed before it could do so."""
     if (run.run_dir / "mlflow.json").exists() and not run.finished_marker.exists():
-        close_after_error(lambda: tracker_of(run, settings), "KILLED")
+        close_after_error(run, settings, "KILLED")
 
 
-def close_after_error(tracker: Callable[[], Tracker], status: str) -> None:
+def close_after_error(run: Run, settings: Settings, status: str) -> None:
     try:
-        tracker().finish(status)
+        tracker_of(run, settings).finish(status)
     except (InfraError, OSError) as error:  # the error that ended the run is more useful
         get_logger().warning("The MLflow run could not be closed as %s: %s", status, error)

@@ -35,7 +35,7 @@ from tasks.driver.failures import handle_failures, read_adjustments, wait_for_ne
 from tasks.driver.health import HangWatch, HealthWarnings, announce_on_prefect, end_stuck_trainer
 from tasks.driver.jobs import describe_exit, error_from, worth_retrying
 from tasks.driver.mirror import safe_step, wait_until_mirrored
-from tasks.driver.outbox import Heartbeat, Outbox
+from tasks.driver.outbox import Heartbeat, Outbox, ending
 from tasks.driver.progress import TrainingProgress, announce_checkpoint
 from tasks.driver.publish import Publishers
 from tasks.run import Run
@@ -128,7 +128,7 @@ def link_trainer(run: Run) -> Iterator[list[SegmentManifest]]:
     The run's threads end however training ends. After an error between two segments the trainer commits and stops.
     """
     segments: list[SegmentManifest] = []
-    with _close_links(run):
+    with ending(partial(_end_links, run)):
         try:
             yield segments
         except BaseException:
@@ -178,19 +178,9 @@ def _links_of(run: Run, settings: Settings) -> Links:
     return _LINKS[run.run_dir]
 
 
-@contextmanager
-def _close_links(run: Run) -> Iterator[None]:
-    """End the run's threads however its training ends."""
-    wait_seconds: float | None = None
-    try:
-        yield
-    except BaseException as error:
-        if not isinstance(error, Exception):  # a person waits, or Prefect kills the flow soon
-            wait_seconds = 0.0
-        raise
-    finally:
-        if (links := _LINKS.pop(run.run_dir, None)) is not None:
-            links.end(wait_seconds)
+def _end_links(run: Run, wait_seconds: float | None) -> None:
+    if (links := _LINKS.pop(run.run_dir, None)) is not None:
+        links.end(wait_seconds)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from matplotlib.figure import Figure
@@ -17,21 +16,14 @@ _COLOURS = ("#222222", "#1f77b4", "#d95f02", "#1b9e77", "#7570b3", "#e7298a", "#
 _LOST = "-"
 
 
-@dataclass(frozen=True, slots=True)
-class Curve:
-    """The learning curve of one point, over its seeds."""
-
-    label: str
-    band: Band
-
-
-def draw_learning_curves(curves: Sequence[Curve], metric: str) -> Figure:
-    """A line per point, the mean over seeds, in a band from the lowest to the highest seed. The first is the base."""
+def draw_learning_curves(curves: Sequence[tuple[str, Band]], metric: str) -> Figure:
+    """A line per labelled point, the mean over seeds, in a band from the lowest to the highest seed. The first is the
+    base."""
     figure = Figure(figsize=(9, 4.8), layout="constrained")
     axis = figure.subplots()
-    for index, curve in enumerate(curves):
-        colour, band = _COLOURS[index % len(_COLOURS)], curve.band
-        axis.plot(band.steps, band.mean, label=curve.label, color=colour, linewidth=1.6)
+    for index, (label, band) in enumerate(curves):
+        colour = _COLOURS[index % len(_COLOURS)]
+        axis.plot(band.steps, band.mean, label=label, color=colour, linewidth=1.6)
         axis.fill_between(band.steps, band.low, band.high, color=colour, alpha=0.18, linewidth=0)
     axis.set_xlabel("step")
     axis.xaxis.set_major_locator(MaxNLocator(integer=True))

@@ -12,10 +12,10 @@ from prefect.cache_policies import NO_CACHE
 from infra.logs import get_logger
 from infra.settings import Settings
 from rlcore.ablation.plan import BASE, Point, survivors
-from rlcore.ablation.results import AblationSummary, PointFailure, PointResult, Row, Status, band_over
+from rlcore.ablation.results import AblationSummary, Band, PointFailure, PointResult, Row, Status, band_over
 from rlcore.errors import TrainerFailedError
 from rlcore.segment.journal import read_journal
-from tasks.ablation.page import Curve, csv_table, draw_differences, draw_learning_curves, markdown_table, table_rows
+from tasks.ablation.page import csv_table, draw_differences, draw_learning_curves, markdown_table, table_rows
 from tasks.ablation.runners import point_runner, run_jobs
 from tasks.ablation.study import Ablation, mark_point
 from tasks.driver.outbox import Outbox, prefect_outage_named
@@ -152,7 +152,7 @@ def _gpu_hours(ablation: Ablation, point: Point) -> float:
     return point.experiment.resources.devices * (steps + evaluations) / _SECONDS_PER_HOUR
 
 
-def _curves(ablation: Ablation) -> list[Curve]:
+def _curves(ablation: Ablation) -> list[tuple[str, Band]]:
     curves = []
     for point in ablation.plan.points:
         seeds = [
@@ -160,7 +160,7 @@ def _curves(ablation: Ablation) -> list[Curve]:
             for path in (folder / "journal.jsonl" for folder in ablation.run_dirs(point))
         ]
         window = max(1, round(_SMOOTH_SHARE * point.experiment.training.steps))
-        curves.append(Curve(point.label, band_over([values for values in seeds if values], window)))
+        curves.append((point.label, band_over([values for values in seeds if values], window)))
     return curves
 
 

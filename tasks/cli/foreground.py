@@ -62,7 +62,9 @@ def run_once(
         with prefect_api(Settings()):
             result = call()
     except (RlflowError, InfraError, ParameterTypeError) as error:
-        _say(error)
+        sys.stderr.write(f"\n{type(error).__name__}: {error}\n")
+        for note in getattr(error, "__notes__", []):
+            get_logger().debug(note)
         say_how_to_continue()
         sys.exit(EXIT_FAILED)
     except BaseException as error:
@@ -125,12 +127,6 @@ def _end_without_server(url: str | None, parent: int) -> None:
             sys.stderr.write(f"\nInterrupted, and no Prefect server is left at {url}; what is committed stays.\n")
             sys.stderr.flush()
             os._exit(EXIT_INTERRUPTED)
-
-
-def _say(error: Exception) -> None:
-    sys.stderr.write(f"\n{type(error).__name__}: {error}\n")
-    for note in getattr(error, "__notes__", []):
-        get_logger().debug(note)
 
 
 def say_how_to_continue(run_id: str | None = None) -> None:

@@ -7,7 +7,7 @@ the flow continues the count.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -121,11 +121,6 @@ class FailureLog:
             self._unwritten.pop(self._path, None)
 
 
-def attempts(records: Sequence[FailureRecord], failure: Failure, step: int) -> int:
-    """Number of failures of one class since ``step`` was committed."""
-    return sum(record.failure == failure and record.step == step for record in records)
-
-
 def _handle(run: Run, error: Exception, settings: Settings, announce: Announce) -> Exception:
     """Record the failure, make the change for the next try, and return the error to raise."""
     failure = failure_of(error)
@@ -139,10 +134,9 @@ def _handle(run: Run, error: Exception, settings: Settings, announce: Announce) 
         error = with_free_space(error, run.run_dir)
     policy, step = policy_of(failure), run.committed_step()
     log = FailureLog(run.run_dir)
-    attempt = attempts(log.read(), failure, step) + 1
-    retried = attempt <= len(policy.delays) and not isinstance(
-        error, StorageAwayError
-    )  # the store was already waited for
+    attempt = 1 + sum((record.failure, record.step) == (failure, step) for record in log.read())
+    waited = isinstance(error, StorageAwayError)  # for the store, as long as the table says
+    retried = attempt <= len(policy.delays) and not waited
     delay = policy.delays[attempt - 1] * settings.retry_delay_scale if retried else None
     log.add(
         FailureRecord(
@@ -152,7 +146,7 @@ def _handle(run: Run, error: Exception, settings: Settings, announce: Announce) 
     if retried:
         get_logger().warning("train: %s, try %d of %d follows", failure, attempt, len(policy.delays))
         return error
-    if not policy.delays or isinstance(error, StorageAwayError):
+    if not policy.delays or waited:
         return error
     return RetriesUsedUpError(
         f"{error}\n\n{failure}: {attempt} times since step {step} was committed, and only "
@@ -234,18 +228,15 @@ def unopened_run(run_id: str) -> Run:
     return Run(run_id=run_id, run_dir=Settings().unopened_dir / run_id, experiment=ExperimentConfig(name="unopened"))
 
 
-def is_outage(error: Exception) -> bool:
-    return _outage_class(error) is not None
-
-
 def note_outage(run: Run, error: Exception) -> None:
     """Write a note of an outage into the run's folder; other errors leave no note."""
-    failure = _outage_class(error)
+    failure = outage_of(error)
     if failure is not None:
         note = Outage(at=time.time(), failure=failure, error=str(error)[-2000:])
         write_json_atomically(run.run_dir / _NOTE, note.model_dump_json(indent=1))
 
 
-def _outage_class(error: Exception) -> Failure | None:
+def outage_of(error: Exception) -> Failure | None:
+    """The class of the outage that an error tells of; None: it tells of none."""
     failure = failure_of(error.__cause__ if isinstance(error, RetriesUsedUpError) else error)
     return failure if failure in OUTAGES else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from collections.abc import Callable, Sequence
@@ -102,7 +103,8 @@ class HangWatch:
 def end_stuck_trainer(run_dir: Path, mark: str, minutes: float) -> HangError:
     """Save the stacks in ``stacks/hang-N`` and kill all processes with ``mark``. Returns the error to raise."""
     live = run_dir / "stacks" / "live"
-    folder = _next_folder(run_dir / "stacks")
+    folder = next(path for n in itertools.count(1) if not (path := run_dir / "stacks" / f"hang-{n}").exists())
+    folder.mkdir(parents=True)
     _dump(live, mark)
     processes.kill(mark)
     frames: list[str] = []
@@ -134,11 +136,3 @@ def _dump(live: Path, mark: str) -> None:
         if all(sizes) and sizes == before:
             return
         time.sleep(0.2)
-
-
-def _next_folder(stacks: Path) -> Path:
-    number = 1
-    while (folder := stacks / f"hang-{number}").exists():
-        number += 1
-    folder.mkdir(parents=True)
-    return folder

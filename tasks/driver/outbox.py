@@ -75,6 +75,20 @@ class Outbox:
 
 
 @contextmanager
+def ending(end: Callable[[float | None], None]) -> Iterator[None]:
+    """End threads however the block ends: ``end`` gets the seconds that it may wait for them, None: no limit."""
+    try:
+        yield
+    except Exception:
+        end(None)
+        raise
+    except BaseException:  # a person waits, or Prefect kills the flow soon
+        end(0.0)
+        raise
+    end(None)
+
+
+@contextmanager
 def prefect_asked_once() -> Iterator[None]:
     """Prefect's client fails at the first error inside; by default it retries for up to 45 minutes."""
     with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}):

@@ -10,11 +10,9 @@ from types import TracebackType
 from typing import Self, cast
 from uuid import UUID
 
-import httpx
 from prefect.artifacts import create_progress_artifact, update_progress_artifact
 from prefect.context import TaskRunContext
 from prefect.events import emit_event
-from prefect.exceptions import PrefectException
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
@@ -155,5 +153,5 @@ def announce_checkpoint(run: Run, manifest: SegmentManifest) -> None:
             resource={"prefect.resource.id": f"rlflow.run.{run.run_id}", "prefect.resource.name": run.run_id},
             payload={"experiment": run.experiment.name, "segment": manifest.segment, "step": manifest.last_step},
         )
-    except (httpx.HTTPError, PrefectException) as error:
+    except PREFECT_ERRORS as error:
         get_logger().warning("Prefect does not accept events for now: %s", error)

@@ -4,17 +4,16 @@ stops training."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Protocol
 
 from infra.errors import ServerError, ServerRefusedError
 from infra.logs import get_logger
-from infra.settings import Settings, TrackerName
+from infra.settings import Settings
 from infra.tracking.extra import ExtraTracker, check_installed
 from infra.tracking.tracker import StepMetrics
-from tasks.driver.outbox import Outbox
+from tasks.driver.outbox import Outbox, ending
 from tasks.run import Run, existing_run, tracker_of
 
 _FIRST_DELAY = 5.0
@@ -115,7 +114,17 @@ class Publishers:
     def __init__(self, run: Run, settings: Settings) -> None:
         self._settings = settings
         self._mlflow = Publisher(lambda: tracker_of(run, settings), run.journal)
-        self._extra: dict[str, ExtraTracker] = {name: extra_tracker(name, run, settings) for name in settings.trackers}
+        self._extra: dict[str, ExtraTracker] = {
+            name: ExtraTracker(
+                name,
+                settings,
+                experiment=run.experiment.name,
+                run_id=run.run_id,
+                run_dir=run.run_dir,
+                config=run.experiment.flat(),
+            )
+            for name in settings.trackers
+        }
         self._publishers = {name: _publisher_of(name, tracker, run) for name, tracker in self._extra.items()}
         self._outbox = Outbox("steps")
 
@@ -144,41 +153,12 @@ class Publishers:
             finally:
                 self._extra[name].stop()  # after its last step only its interpreter is left to end
 
-    def close(self) -> None:
-        """Wait until the thread has sent its steps; failed ones are left to the next run."""
-        self._outbox.close()
-
     def stop(self, wait_seconds: float | None = None) -> None:
-        """End the thread after its current request, at most after ``wait_seconds``."""
+        """Send the waiting steps and end the thread, at most after ``wait_seconds``; failed steps are left to the next
+        run. Then end the trackers' processes."""
         self._outbox.close(wait_seconds)
         for tracker in self._extra.values():
             tracker.stop()
-
-
-@contextmanager
-def publishers_of(run: Run, settings: Settings) -> Iterator[Publishers]:
-    """Publishers for a ``with`` block; an interrupt or an error ends the trackers' processes too."""
-    publishers = Publishers(run, settings)
-    try:
-        yield publishers
-    except Exception:
-        publishers.stop()
-        raise
-    except BaseException:  # a person waits, or Prefect kills the flow soon
-        publishers.stop(wait_seconds=0)
-        raise
-    publishers.close()
-
-
-def extra_tracker(name: TrackerName, run: Run, settings: Settings) -> ExtraTracker:
-    return ExtraTracker(
-        name,
-        settings,
-        experiment=run.experiment.name,
-        run_id=run.run_id,
-        run_dir=run.run_dir,
-        config=run.experiment.flat(),
-    )
 
 
 def _publisher_of(name: str, tracker: ExtraTracker, run: Run) -> Publisher:
@@ -190,5 +170,6 @@ def publish_run(run_id: str, settings: Settings) -> None:
     run = existing_run(run_id, settings)
     for name in settings.trackers:
         check_installed(name, settings.tracker_python)
-    with publishers_of(run, settings) as publishers:
+    publishers = Publishers(run, settings)
+    with ending(publishers.stop):
         publishers.publish_last(run.committed_step())

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import TypeAlias
@@ -32,7 +30,7 @@ from rlcore.failures import POLICIES
 from rlcore.segment.lease import Control, Unchanged, holder_alive
 from rlcore.specs import JobError
 from tasks.ablation.study import existing_ablation
-from tasks.driver.failures import read_outage, unopened_runs
+from tasks.driver.failures import FailureLog, read_outage, unopened_runs
 from tasks.driver.jobs import jobs_mark
 from tasks.preflight import services_away
 from tasks.recovery.decide import Action, Decision, Facts, FlowRunFacts, LastFailure, decide
@@ -46,6 +44,7 @@ _LOOK_SECONDS = 2.0
 
 Judged: TypeAlias = tuple[Run, Facts, Decision]
 Signs: TypeAlias = tuple[float | None, float | None, str | None, float | None]
+"""The driver's heartbeat and start, Prefect's state, and the newest event of Prefect's own heartbeat."""
 
 
 class Recovery(BaseModel):
@@ -98,14 +97,11 @@ def recover_runs() -> list[Judged]:
                 time.sleep(_LOOK_SECONDS)
             elif watched:  # a recover that was started meanwhile has left its work to this one
                 watched = False
-                look_at = [item for item in _folders(Settings()) if not _rescheduled(done.get(item[0]))]
+                rescheduled = {folder for folder, judged in done.items() if judged[2].action is Action.RESCHEDULE}
+                look_at = [item for item in _folders(Settings()) if item[0] not in rescheduled]
             else:
                 look_at = []
     return list(done.values())
-
-
-def _rescheduled(judged: Judged | None) -> bool:
-    return judged is not None and judged[2].action is Action.RESCHEDULE
 
 
 def _folders(settings: Settings) -> Iterator[tuple[Path, Callable[[str], Run]]]:
@@ -124,7 +120,14 @@ def observe(run: Run, watch: Watch, client: SyncPrefectClient) -> Facts:
     flow_run = _flow_run(driver, client)
     holder = holder_alive(run.run_dir / "lease.json")
     committed, steps = _steps(run)
-    silent_seconds, sign_seen = watch.look(_signs(run, driver, flow_run, client))
+    control = Control(run.run_dir / "control.json").read()
+    signs = (
+        control.heartbeat if control else None,
+        driver.at if driver else None,
+        str(flow_run.state_id) if flow_run else None,
+        _heartbeat(flow_run, client) if flow_run else None,
+    )
+    silent_seconds, sign_seen = watch.look(signs)
     return Facts(
         run_id=run.run_id,
         finished=run.finished_marker.exists(),
@@ -190,9 +193,8 @@ def reschedule(run: Run, facts: Facts, decision: Decision, client: SyncPrefectCl
         reason=decision.reason,
         at=time.time(),
     )
-    append_line(
-        run.run_dir / "recoveries.jsonl", note.model_dump_json()
-    )  # counted before the restart, so that a crash cannot cause an endless loop
+    # Counted before the restart, so that a crash cannot cause an endless loop.
+    append_line(run.run_dir / "recoveries.jsonl", note.model_dump_json())
     # By force: Prefect allows no other way back from RUNNING, and the driver is known to be dead.
     client.set_flow_run_state(current.id, AwaitingRetry(message=f"recover: {decision.reason}"), force=True)
     return True
@@ -256,17 +258,6 @@ def _flow_run_facts(flow_run: FlowRun | None) -> FlowRunFacts | None:
     )
 
 
-def _signs(run: Run, driver: Driver | None, flow_run: FlowRun | None, client: SyncPrefectClient) -> Signs:
-    """The driver's heartbeat and start, Prefect's state, and the newest event of Prefect's own heartbeat."""
-    control = Control(run.run_dir / "control.json").read()
-    return (
-        control.heartbeat if control else None,
-        driver.at if driver else None,
-        str(flow_run.state_id) if flow_run else None,
-        _heartbeat(flow_run, client) if flow_run else None,
-    )
-
-
 def _heartbeat(flow_run: FlowRun, client: SyncPrefectClient) -> float | None:
     beats = EventFilter(
         event=EventNameFilter(name=["prefect.flow-run.heartbeat"]),
@@ -278,11 +269,9 @@ def _heartbeat(flow_run: FlowRun, client: SyncPrefectClient) -> float | None:
 
 def last_failure(run: Run, since: float) -> LastFailure | None:
     """The driver's record of the failure; if the driver died first, the trainer's report."""
-    log = run.run_dir / "failures.jsonl"
-    if log.exists():
-        record = json.loads(log.read_text().splitlines()[-1])
-        if datetime.fromisoformat(record["at"]).timestamp() >= since:
-            return LastFailure(kind=record["failure"], final=record["delay"] is None)
+    records = FailureLog(run.run_dir).read()
+    if records and records[-1].at.timestamp() >= since:
+        return LastFailure(kind=records[-1].failure, final=records[-1].delay is None)
     report = run.run_dir / "trainer_error.json"
     if not report.exists() or report.stat().st_mtime < since:
         return None

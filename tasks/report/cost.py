@@ -97,6 +97,10 @@ def run_cost(
         claimed = sum(value for name, value in phases.items() if name not in _BETWEEN)
         seconds["other"] += max(0.0, record.metrics[_STEP] - claimed)
     in_steps = sum(record.metrics[_STEP] for record in timed)
+    wall = 1.0
+    if timed:
+        between = (timed[-1].timestamp_ms - timed[0].timestamp_ms) / 1000
+        wall = between + timed[0].metrics[_STEP] or 1.0
     lost = [
         record.metrics.get(_STEP, 0.0) for path in run_dir.glob("journal.cut-*.jsonl") for record in read_journal(path)
     ]
@@ -117,7 +121,7 @@ def run_cost(
             for record in timed
         ),
         trained_tokens=sum(_of(record, "perf/update_tokens") for record in timed),
-        in_step_share=min(1.0, in_steps / _wall(timed)) if timed else 0.0,
+        in_step_share=min(1.0, in_steps / wall),
         update_utilisation=sum(mfu_seconds) / updating if mfu_seconds and updating else None,
         step_utilisation=(
             sum(mfu_seconds) * resources.workers / (in_steps * devices) if mfu_seconds and in_steps else None
@@ -127,8 +131,3 @@ def run_cost(
 
 def _of(record: StepRecord, name: str) -> float:
     return record.metrics.get(name, 0.0)
-
-
-def _wall(timed: Sequence[StepRecord]) -> float:
-    between = (timed[-1].timestamp_ms - timed[0].timestamp_ms) / 1000
-    return between + timed[0].metrics[_STEP] or 1.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,34 +54,27 @@ class RunSummary(BaseModel):
     merged_model: str
 
 
-@dataclass(frozen=True, slots=True)
-class Panel:
-    """One small plot: several metrics over steps."""
-
-    title: str
-    metrics: tuple[str, ...]
-
-
-PANELS = (
-    Panel("reward", ("reward/mean",)),
-    Panel("accuracy", ("reward/accuracy", "reward/format")),
-    Panel("KL", ("loss/kl_ref", "loss/kl_old")),
-    Panel("clip fraction", ("loss/clip_fraction",)),
-    Panel("|delta log-prob| sampler to trainer", ("rollout/abs_delta_logprob_mean",)),
-    Panel("entropy", ("loss/entropy",)),
-    Panel("gradient norm", ("optim/grad_norm",)),
-    Panel("groups all right, all wrong", ("rollout/all_right", "rollout/all_wrong")),
-)
+PANELS: Mapping[str, tuple[str, ...]] = {
+    "reward": ("reward/mean",),
+    "accuracy": ("reward/accuracy", "reward/format"),
+    "KL": ("loss/kl_ref", "loss/kl_old"),
+    "clip fraction": ("loss/clip_fraction",),
+    "|delta log-prob| sampler to trainer": ("rollout/abs_delta_logprob_mean",),
+    "entropy": ("loss/entropy",),
+    "gradient norm": ("optim/grad_norm",),
+    "groups all right, all wrong": ("rollout/all_right", "rollout/all_wrong"),
+}
+"""Title of each small plot to the metrics in it."""
 
 
 def draw_curves(records: Sequence[StepRecord], before: EvalReport, after: EvalReport) -> Figure:
     """Small plots of the journal with the evaluations and their intervals, and seconds per phase."""
     figure = Figure(figsize=(13, 8), layout="constrained")
     axes = list(figure.subplots(3, 3).flat)
-    for axis, panel in zip(axes, PANELS, strict=False):
-        for name in panel.metrics:
+    for axis, (title, metrics) in zip(axes, PANELS.items(), strict=False):
+        for name in metrics:
             _line(axis, records, name)
-        axis.set_title(panel.title, fontsize=10)
+        axis.set_title(title, fontsize=10)
     for axis, attribute in ((axes[0], "reward"), (axes[1], "accuracy")):
         _evaluations(axis, (before, after), attribute)
     _phases(axes[len(PANELS)], records)

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from rlcore.ablation.results import Band, Row
 from tasks.ablation.page import (
-    Curve,
     csv_table,
     draw_differences,
     draw_learning_curves,
@@ -90,8 +89,8 @@ def test_the_csv_holds_every_number_in_full_and_is_read_back(tmp_path: Path) -> 
 
 def test_learning_curves_are_the_mean_in_a_band_over_seeds() -> None:
     band = Band(steps=(1, 2, 3), mean=(0.25, 0.5, 0.75), low=(0.0, 0.25, 0.5), high=(0.5, 0.75, 1.0))
-    others = [Curve(f"point {i}", band) for i in range(9)]
-    figure = draw_learning_curves([Curve("base", band), *others], "reward/mean")
+    others = [(f"point {i}", band) for i in range(9)]
+    figure = draw_learning_curves([("base", band), *others], "reward/mean")
     (axis,) = figure.axes
     assert (axis.get_xlabel(), axis.get_ylabel()) == ("step", "reward/mean")
     assert [line.get_label() for line in axis.lines] == ["base", *(f"point {i}" for i in range(9))]

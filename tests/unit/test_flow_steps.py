@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +21,7 @@ from tasks.ablation.study import Ablation, open_ablation
 from tasks.cli import app
 from tasks.cli import docs as reference
 from tasks.driver import publish as publishing
-from tasks.driver.publish import Publisher, Publishers, extra_tracker
+from tasks.driver.publish import Publisher, Publishers
 from tasks.evaluate import suite_of
 from tasks.experiments import load_experiment
 from tasks.report import page as reporting
@@ -282,19 +280,19 @@ def test_missing_steps_are_published_by_a_command(
     run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     published: list[int] = []
+    stopped: list[float | None] = []
     checked: list[tuple[Any, ...]] = []
 
-    @contextmanager
-    def publishers_of(wanted: Run, settings: Settings) -> Iterator[SimpleNamespace]:
+    def publishers(wanted: Run, settings: Settings) -> SimpleNamespace:
         assert (wanted, settings) == (run, Settings())
-        yield SimpleNamespace(publish_last=published.append)
+        return SimpleNamespace(publish_last=published.append, stop=stopped.append)
 
-    monkeypatch.setattr(publishing, "publishers_of", publishers_of)
+    monkeypatch.setattr(publishing, "Publishers", publishers)
     monkeypatch.setattr(publishing, "check_installed", lambda *words: checked.append(words))
     monkeypatch.setattr(Run, "committed_step", lambda _: 7)
     monkeypatch.setenv("RLFLOW_TRACKERS", "tensorboard")
     app(["publish", "run"], standalone_mode=False)
-    assert published == [7]
+    assert (published, stopped) == ([7], [None])
     assert checked == [("tensorboard", Settings().tracker_python)]
     with pytest.raises(SystemExit, match=r"^ConfigError: no run 'gone' under .*Found: run\.$"):
         app(["publish", "gone"], standalone_mode=False)
@@ -304,14 +302,14 @@ def test_missing_steps_are_published_by_a_command(
 
 
 def test_another_tracker_is_told_of_the_runs_experiment(run: Run) -> None:
-    settings = Settings()
-    tracker = extra_tracker("tensorboard", run, settings)
+    settings = Settings(trackers="tensorboard")
+    publishers = Publishers(run, settings)
+    tracker, publisher = publishers._extra["tensorboard"], publishers._publishers["tensorboard"]
     assert vars(tracker) | {"_process": None} == vars(
         publishing.ExtraTracker(
             "tensorboard", settings, experiment=TINY, run_id="run", run_dir=run.run_dir, config=run.experiment.flat()
         )
     )
-    publisher = publishing._publisher_of("tensorboard", tracker, run)
     assert (publisher._name, publisher._hint, publisher._open()) == ("tensorboard", "", tracker)
     assert list(publisher._records()) == []
 

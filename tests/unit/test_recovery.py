@@ -335,7 +335,10 @@ def test_only_a_failure_since_the_last_start_counts(tmp_path: Path) -> None:
         (run.run_dir / "trainer_error.json").write_text(report.model_dump_json())
         assert last_failure(run, since=now - 10) == LastFailure(kind, final)
         assert last_failure(run, since=now + 10) is None
-    record = {"at": datetime.fromtimestamp(now, UTC).isoformat(), "failure": "hang", "delay": 5.0}
+    record = {
+        "at": datetime.fromtimestamp(now, UTC).isoformat(), "failure": "hang", "step": 0, "attempt": 1, "delay": 5.0,
+        "error": "e",
+    }  # fmt: skip
     append_line(run.run_dir / "failures.jsonl", json.dumps(record))
     assert last_failure(run, since=now - 10) == LastFailure("hang", False)
     append_line(run.run_dir / "failures.jsonl", json.dumps(record | {"delay": None}))
