@@ -28,21 +28,21 @@ from tasks.run import ABLATION_ID, RUN_ID, experiment_of_run
 PREFECT_YAML = Path(__file__).resolve().parent.parent / "prefect.yaml"
 
 
-def load_experiment(name: str, overrides: Sequence[str] = (), path: Path = PREFECT_YAML) -> ExperimentConfig:
+def load_experiment(name: str, overrides: Sequence[str] = ()) -> ExperimentConfig:
     """The experiment called ``name``, with ``key=value`` overrides.
 
     Raises:
         ConfigError: no such experiment, or values that break a rule.
     """
-    known = experiment_values(path)
+    known = experiment_values()
     if name not in known:
-        raise ConfigError(f"no experiment {name!r} in {path.name}. Found there: {', '.join(sorted(known))}.")
+        raise ConfigError(f"no experiment {name!r} in prefect.yaml. Found there: {', '.join(sorted(known))}.")
     return build_experiment(known[name], overrides)
 
 
-def experiment_values(path: Path = PREFECT_YAML) -> dict[str, dict[str, Any]]:
+def experiment_values() -> dict[str, dict[str, Any]]:
     """Names of all experiments with their values, not validated."""
-    experiments = yaml.safe_load(path.read_text())["definitions"]["experiments"]
+    experiments = yaml.safe_load(PREFECT_YAML.read_text())["definitions"]["experiments"]
     return {name: {"name": name, **values} for name, values in experiments.items()}
 
 
@@ -54,22 +54,22 @@ class Benchmark(BaseModel):
     of: tuple[str, ...]  # experiments whose runs are evaluated
 
 
-def load_benchmarks(names: Sequence[str] | None = None, path: Path = PREFECT_YAML) -> list[Benchmark]:
+def load_benchmarks(names: Sequence[str] | None = None) -> list[Benchmark]:
     """The benchmarks called ``names``, in the order of the file; None: all.
 
     Raises:
         ConfigError: there is no such benchmark.
     """
-    values = yaml.safe_load(path.read_text())["definitions"]["benchmarks"]
+    values = yaml.safe_load(PREFECT_YAML.read_text())["definitions"]["benchmarks"]
     unknown = sorted(set(names or ()) - values.keys())
     if unknown:
-        raise ConfigError(f"no benchmark {', '.join(unknown)} in {path.name}. Found there: {', '.join(values)}.")
+        raise ConfigError(f"no benchmark {', '.join(unknown)} in prefect.yaml. Found there: {', '.join(values)}.")
     return [Benchmark(name=name, **value) for name, value in values.items() if names is None or name in names]
 
 
-def deciding_benchmark(experiment: str, path: Path = PREFECT_YAML) -> str | None:
+def deciding_benchmark(experiment: str) -> str | None:
     """Name of the benchmark that chooses the experiment's champion: the first one in the file. None: there is none."""
-    return next((item.name for item in load_benchmarks(path=path) if experiment in item.of), None)
+    return next((item.name for item in load_benchmarks() if experiment in item.of), None)
 
 
 class Help:

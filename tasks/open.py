@@ -14,7 +14,9 @@ from infra.logs import get_logger
 from infra.settings import Settings
 from rlcore.artifacts import CheckpointRef, DatasetRef, ModelRef
 from rlcore.config import ExperimentConfig
+from rlcore.errors import CheckpointError
 from rlcore.files import write_json_atomically
+from rlcore.segment.store import LocalCheckpointStore
 from tasks import experiments as form
 from tasks import run as runs
 from tasks.driver.failures import note_outage, note_outages, outage_of, unopened_run
@@ -24,6 +26,7 @@ from tasks.lineage import origins_dir, record_origin
 from tasks.retries import step
 from tasks.run import Run, close_after_error, tracker_of
 from tasks.store.made import key_of, store_of
+from tasks.store.restore import restore_checkpoint
 
 
 @contextmanager
@@ -76,8 +79,16 @@ def find_run(run_id: str) -> Run:
 
 @step("find-checkpoint")
 def find_checkpoint(run: Run) -> CheckpointRef:
-    """The newest whole checkpoint of the run."""
-    return runs.newest_checkpoint(run)
+    """The newest whole checkpoint of the run, fetched from the store if this machine lacks it.
+
+    Raises:
+        CheckpointError: the run has no whole checkpoint.
+    """
+    restore_checkpoint(run.run_dir, Settings())
+    newest = LocalCheckpointStore(run.run_dir, run.run_id).latest()
+    if newest is None:
+        raise CheckpointError(f"run {run.run_id} has no whole checkpoint yet. Train at least one segment.")
+    return newest
 
 
 @step("describe-run", others=(5, 30))

@@ -22,14 +22,12 @@ from infra.files import locked
 from infra.logs import get_logger
 from infra.settings import Settings
 from infra.tracking.tracker import Tracker
-from rlcore.artifacts import CheckpointRef
 from rlcore.config import Change, ExperimentConfig, changes, read_experiment
-from rlcore.errors import CheckpointError, ConfigError
+from rlcore.errors import ConfigError
 from rlcore.files import write_json_atomically
 from rlcore.segment.journal import JournalTail, StepRecord
 from rlcore.segment.spec import SegmentManifest, segment_path
-from rlcore.segment.store import LocalCheckpointStore
-from tasks.store.restore import restore_checkpoint, restore_run
+from tasks.store.restore import restore_run
 
 RUN_ID = r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}"
 ABLATION_ID = r"[a-z0-9][a-z0-9-]{0,79}"  # also the name of its artifacts in Prefect, which allows no more
@@ -221,19 +219,6 @@ def check_run_id(run_id: str) -> str:
             "underscores; the first must be a letter or a digit."
         )
     return run_id
-
-
-def newest_checkpoint(run: Run) -> CheckpointRef:
-    """The newest whole checkpoint, fetched from the store if this machine lacks it.
-
-    Raises:
-        CheckpointError: the run has no whole checkpoint.
-    """
-    restore_checkpoint(run.run_dir, Settings())
-    newest = LocalCheckpointStore(run.run_dir, run.run_id).latest()
-    if newest is None:
-        raise CheckpointError(f"run {run.run_id} has no whole checkpoint yet. Train at least one segment.")
-    return newest
 
 
 def _require_same_science(run_id: str, changed: Sequence[Change]) -> None:

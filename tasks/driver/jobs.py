@@ -5,7 +5,7 @@ If the wait ends early (Ctrl-C, a cancelled flow, a timeout), the job and its ch
 
 from __future__ import annotations
 
-import subprocess
+import time
 import uuid
 from contextlib import nullcontext
 from pathlib import Path
@@ -63,7 +63,8 @@ def run_job(module: str, spec: JobSpec, result_type: type[R], settings: Settings
             ends_with_parent=True,
         )
     try:
-        code = wait_interruptibly(process)
+        while (code := process.poll()) is None:
+            time.sleep(_POLL_SECONDS)
     except BaseException:
         processes.stop(mark, _STOP_GRACE_SECONDS)
         process.wait()
@@ -78,15 +79,6 @@ def run_job(module: str, spec: JobSpec, result_type: type[R], settings: Settings
 def jobs_mark(flow_run_id: str | None) -> str:
     """Prefix of the marks of a flow run's jobs, by which processes of a killed flow are found."""
     return f"job-{(flow_run_id or 'no-flow')[:8]}-"
-
-
-def wait_interruptibly(process: subprocess.Popen[bytes]) -> int:
-    """Wait for the exit code in short pieces, so that a signal can interrupt."""
-    while True:
-        try:
-            return process.wait(timeout=_POLL_SECONDS)
-        except subprocess.TimeoutExpired:
-            continue
 
 
 def error_from(report: JobError | None, fallback: str) -> RlflowError:

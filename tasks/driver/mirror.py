@@ -47,6 +47,7 @@ class RunMirror:
     def __init__(self, run: Run, store: Store, settings: Settings) -> None:
         self._run, self._store, self._settings = run, store, settings
         self._key = f"runs/{run.run_id}"
+        self._checkpoints = run.run_dir / CHECKPOINTS
         self._state = read_mirror(run.run_dir, settings)
         self._holds = False
         self._sent: dict[str, str] = {}  # small files: name to hash
@@ -109,10 +110,6 @@ class RunMirror:
         self._state = self._state.model_copy(update=changed)
         write_mirror(self._run.run_dir, self._state)
 
-    @property
-    def _checkpoints(self) -> Path:
-        return self._run.run_dir / CHECKPOINTS
-
     def _read_segments(self) -> dict[str, bytes]:
         """Whole manifests by file name. Read before anything is sent, so that what they name is on disk by then."""
         found = {}
@@ -134,9 +131,7 @@ class RunMirror:
 
     def _send_checkpoint(self, path: Path) -> None:
         started = time.monotonic()
-        snapshot = path.with_name(
-            f".sending-{path.name}"
-        )  # hard links, because retention may remove the checkpoint meanwhile
+        snapshot = path.with_name(f".sending-{path.name}")  # hard links, for retention may remove the checkpoint
         try:
             shutil.copytree(path, snapshot, copy_function=os.link)
             digest = hashlib.sha256((snapshot / MANIFEST).read_bytes()).hexdigest()

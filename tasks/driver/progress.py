@@ -6,7 +6,6 @@ import sys
 import time
 from collections.abc import Sequence
 from functools import partial
-from types import TracebackType
 from typing import Self, cast
 from uuid import UUID
 
@@ -46,9 +45,7 @@ class StepProgress:
             self._row = self._bar.add_task(self._label, total=self._total, numbers="")
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._bar is not None:
             self._bar.stop()
 

@@ -171,9 +171,11 @@ def carry_out(run: Run, watch: Watch, client: SyncPrefectClient) -> Judged:
     while decision.action is Action.RESCHEDULE and not reschedule(run, facts, decision, client):
         facts = observe(run, watch, client)
         decision = decide(facts)
-    if decision.action is Action.LEAVE and _over(facts):
-        processes.kill(run.trainer_mark)
-    if run.run_dir.parent == Settings().unopened_dir and facts.flow_run is not None and facts.flow_run.state in _DONE:
+    state = facts.flow_run.state if facts.flow_run is not None else None
+    ended = state in (None, *_DONE, StateType.FAILED, StateType.CRASHED)
+    if decision.action is Action.LEAVE and ended and facts.driver_running is False and facts.trainer is None:
+        processes.kill(run.trainer_mark)  # nothing works on the run, and nothing is about to
+    if run.run_dir.parent == Settings().unopened_dir and state in _DONE:
         shutil.rmtree(run.run_dir)  # the note of an outage before the run was open, which nobody needs any more
     get_logger().info("recover: %s: %s, %s", facts.run_id, decision.action, decision.reason)
     return run, facts, decision
@@ -230,12 +232,6 @@ def recoveries(run: Run) -> list[Recovery]:
 
 _DONE = (StateType.COMPLETED, StateType.CANCELLED)
 _DRIVER = {True: "lives", False: "gone", None: "on another host"}
-
-
-def _over(facts: Facts) -> bool:
-    """Whether nothing works on the run, and nothing is about to."""
-    ended = facts.flow_run is None or facts.flow_run.state in (*_DONE, StateType.FAILED, StateType.CRASHED)
-    return ended and facts.driver_running is False and facts.trainer is None
 
 
 def _flow_run(driver: Driver | None, client: SyncPrefectClient) -> FlowRun | None:

@@ -71,7 +71,7 @@ def made(key: str, folder: Path | None, make: Callable[[], R], kind: type[R]) ->
         fetch(folder, settings)
     result = make()
     if folder is not None:
-        send(Path(result.table).parent if isinstance(result, EvalReport) else Path(result.path), settings)
+        send(_proof(result).parent, settings)
     write_json_atomically(record, result.model_dump_json(indent=1))
     return result
 

@@ -30,7 +30,8 @@ from rlcore.segment.store import LocalCheckpointStore, read_manifest, verify_che
 from tasks.driver import mirror as mirroring
 from tasks.driver.failures import Failure, failure_of
 from tasks.driver.mirror import RunMirror, mirror_run, safe_step, wait_until_mirrored
-from tasks.run import Run, existing_run, newest_checkpoint
+from tasks.open import find_checkpoint
+from tasks.run import Run, existing_run
 from tasks.store.made import fetch, made
 from tasks.store.restore import TakenOverError, mirrored_step, restore_checkpoint, restore_run
 from tests.stores import BUCKET, S3, Plug, s3_server, warnings_of_tries
@@ -112,7 +113,7 @@ def test_a_machine_that_has_nothing_goes_on_from_the_store_as_the_same_run(store
     before = {path.name: json.loads(path.read_text()) for path in segments.iterdir()}
     shutil.rmtree(data_dir)
 
-    found = newest_checkpoint(existing_run("moved", Settings()))  # as the flows evaluate and merge begin
+    found = find_checkpoint.fn(existing_run("moved", Settings()))  # as the flows evaluate and merge begin
     assert found.path == first.checkpoint
     assert verify_checkpoint(found).step == 5
     assert fetch(Path(first.merged_model), Settings())

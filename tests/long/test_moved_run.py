@@ -16,7 +16,8 @@ from rlcore.models.checkpoint import load_full_weights
 from rlcore.segment.journal import read_journal
 from rlcore.segment.lease import Control
 from tasks.driver.mirror import RunMirror, safe_step
-from tasks.run import existing_run, newest_checkpoint
+from tasks.open import find_checkpoint
+from tasks.run import existing_run
 from tasks.store.made import store_of
 from tests.integration.tiny_run import experiment
 from tests.integration.trainer_process import log_of, manifests, spec_of, start
@@ -76,7 +77,7 @@ def test_a_run_goes_on_from_the_store_to_the_same_weights(
     there = Settings(data_dir=tmp_path / "there")
     monkeypatch.setenv("RLFLOW_DATA_DIR", str(there.data_dir))
     moved = existing_run("run", there)
-    assert newest_checkpoint(moved).step == 2
+    assert find_checkpoint.fn(moved).step == 2
     Control(moved.run_dir / "control.json").beat(9)
     assert start(spec_of(moved.run_dir, tiny_model, dataset, config)).wait(240) == EXIT_DONE, log_of(moved.run_dir)
     assert "run run from step 2" in log_of(moved.run_dir)

@@ -33,10 +33,10 @@ from tasks.evaluate import evaluate_policy, log_evaluation
 from tasks.experiments import load_benchmarks, load_experiment
 from tasks.lineage import Lineage, artifact_name, find_lineage, read_origins
 from tasks.models import bootstrap_policy, merge_checkpoint, register_model
-from tasks.open import describe_run, finish_run, open_tracking
+from tasks.open import describe_run, find_checkpoint, finish_run, open_tracking
 from tasks.report import page as reporting
 from tasks.report.page import report
-from tasks.run import Run, drivers, existing_run, new_run_id, newest_checkpoint, open_run, tracker_of
+from tasks.run import Run, drivers, existing_run, new_run_id, open_run, tracker_of
 from tests.flows.interpreter import fake_interpreter
 
 EXPERIMENT = load_experiment("grpo-geo3k-tiny", ["training.steps=5", "segment.steps=2", "data.template=math"])
@@ -337,7 +337,7 @@ def test_a_continued_run_is_the_same_science_or_says_what_changed(data_dir: Path
     assert len(changes.read_text().splitlines()) == 2
     assert [driver.pid for driver in drivers(run)] == [os.getpid()] * 4
     with pytest.raises(CheckpointError, match="run same has no whole checkpoint yet"):
-        newest_checkpoint(run)
+        find_checkpoint.fn(run)
     assert re.fullmatch(r"toy-\d{8}-\d{6}-[0-9a-f]{4}", new_run_id("toy"))
 
 

@@ -157,7 +157,8 @@ def test_only_an_outage_is_noted(run: Run) -> None:
 
 def without_prefect(monkeypatch: pytest.MonkeyPatch, tracker: Tracker) -> None:
     """The steps as plain functions, with this tracker."""
-    monkeypatch.setattr(tracking, "tracker_of", lambda *_: tracker)
+    for module in ("tasks.open", "tasks.run"):
+        monkeypatch.setattr(f"{module}.tracker_of", lambda *_: tracker)
     for name in ("open_tracking", "finish_run"):
         monkeypatch.setattr(tracking, name, getattr(tracking, name).fn)
 
