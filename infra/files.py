@@ -26,17 +26,8 @@ _FILES_AT_ONCE = 16
 
 def write_atomically(path: Path, text: str) -> None:
     """Write a small file. Readers see the old file or the new one, never a part."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = _aside(path)
-    try:
+    with building(path) as aside:
         aside.write_text(text)
-        _sync(aside)
-        aside.replace(path)
-    except OSError:
-        with contextlib.suppress(OSError):  # the first error says more
-            aside.unlink(missing_ok=True)
-        raise
-    _sync(path.parent)
 
 
 @contextmanager
@@ -53,8 +44,9 @@ def building(final: Path) -> Iterator[Path]:
     aside = _aside(final)
     try:
         yield aside
+        _sync(aside)
         with ThreadPoolExecutor(_FILES_AT_ONCE) as pool:  # parallel syncs share one write of the file system's log
-            list(pool.map(_sync, (aside, *aside.rglob("*"))))
+            list(pool.map(_sync, aside.rglob("*")))
         try:
             aside.rename(final)
         except OSError as error:
@@ -97,7 +89,8 @@ def _remove(path: Path) -> None:
     if path.is_dir():
         shutil.rmtree(path, ignore_errors=True)
     else:
-        path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # an error of the caller's block says more
+            path.unlink()
 
 
 def _sync(path: Path) -> None:

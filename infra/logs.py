@@ -64,19 +64,16 @@ def _without_lines(match: re.Match[str]) -> str:
     return "\n".join([f"{match[1]}***", *(f"{line[:1] if line[:1] in '+- ' else ''}***" for line in lines)])
 
 
-class RedactingFilter(logging.Filter):
-    """Redacts a record before any handler sees it: the console, the file and Prefect's page alike."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        record.msg, record.args = redact(record.getMessage()), ()
-        return True
+def _redact_record(record: logging.LogRecord) -> bool:
+    """Redact a record before any handler sees it: the console, the file and Prefect's page alike."""
+    record.msg, record.args = redact(record.getMessage()), ()
+    return True
 
 
 def get_logger() -> logging.Logger:
     """The logger of flows and tasks. Prefect's page gets its records too (PREFECT_LOGGING_EXTRA_LOGGERS)."""
     logger = logging.getLogger(LOGGER)
-    if not any(isinstance(item, RedactingFilter) for item in logger.filters):
-        logger.addFilter(RedactingFilter())
+    logger.addFilter(_redact_record)  # the logger ignores a second one
     return logger
 
 

@@ -13,8 +13,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from infra.settings import Settings
 from infra.stack.login import Login
 
-_OPEN_PATHS = ("/health",)
-
 
 class PasswordRequired:
     """Answers 401 to every request without the login. Health checks need none."""
@@ -24,7 +22,7 @@ class PasswordRequired:
         self._expected = login.header.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan" or (scope["type"] == "http" and scope["path"] in _OPEN_PATHS):
+        if scope["type"] == "lifespan" or (scope["type"] == "http" and scope["path"] == "/health"):
             await self._app(scope, receive, send)
             return
         given = dict(scope["headers"]).get(b"authorization", b"")

@@ -278,7 +278,9 @@ class Store:
             if delay is None:
                 break
             get_logger().warning("store: the next try is in %g s: %s", delay, failure)
-            _sleep(delay)
+            ends = time.monotonic() + delay
+            while (left := ends - time.monotonic()) > 0:
+                time.sleep(min(1.0, left))  # in short pieces, so that a flow can be cancelled
         raise StorageAwayError(f"{failure} It was tried {len(self.delays) + 1} times in {sum(self.delays):g} s.")
 
 
@@ -311,12 +313,6 @@ class _Report:
                 get_logger().info(
                     "store: %s: %s, %.1f of %.1f MiB", self.what, files, total / 2**20, self._seal.size / 2**20
                 )
-
-
-def _sleep(seconds: float) -> None:
-    ends = time.monotonic() + seconds
-    while (left := ends - time.monotonic()) > 0:
-        time.sleep(min(1.0, left))  # in short pieces, so that a flow can be cancelled
 
 
 def _describe(folder: Path, known: Mapping[str, str]) -> Seal:

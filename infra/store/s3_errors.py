@@ -32,35 +32,26 @@ _PASSING_CODES = frozenset(
 _PASSING_STATUS = frozenset({HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.CONFLICT, HTTPStatus.TOO_MANY_REQUESTS})
 _LASTING_STATUS = frozenset({HTTPStatus.NOT_IMPLEMENTED, HTTPStatus.INSUFFICIENT_STORAGE})
 
-_KEYS = "Check AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
-_ROOM = "Free space in the bucket or raise its quota"
-_REGION = "Set AWS_DEFAULT_REGION to the bucket's region"
-_RIGHTS = "Give the key the rights that docs/howto/stores.md lists"
 _CERTIFICATE = "Set AWS_CA_BUNDLE to a file with the certificate of the server's authority"
 _ADDRESS = "Check RLFLOW_STORE, AWS_ENDPOINT_URL and the keys"
 _NETWORK = "Check AWS_ENDPOINT_URL and the network"
 _DISK = "Free space on this machine's disk, or make the folder writable"
-_ADVICE = {
-    "NoSuchBucket": "Make the bucket, or correct RLFLOW_STORE",
-    "InvalidAccessKeyId": _KEYS,
-    "SignatureDoesNotMatch": _KEYS,
-    "ExpiredToken": "Renew the credentials",
-    "RequestTimeTooSkewed": "Set this machine's clock",
-    "AccessDenied": _RIGHTS,
-    "Forbidden": _RIGHTS,
-    "403": _RIGHTS,
-    "EntityTooLarge": _ROOM,
-    "QuotaExceeded": _ROOM,
-    "InsufficientStorage": _ROOM,
-    "XMinioStorageFull": _ROOM,
-    "XMinioAdminBucketQuotaExceeded": _ROOM,
-    "413": _ROOM,
-    "507": _ROOM,
-    "PermanentRedirect": _REGION,
-    "AuthorizationHeaderMalformed": _REGION,
-    "IllegalLocationConstraintException": _REGION,
-    "301": _REGION,
+# Advice -> codes and HTTP statuses.
+_ANSWERS = {
+    "Make the bucket, or correct RLFLOW_STORE": ("NoSuchBucket",),
+    "Check AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY": ("InvalidAccessKeyId", "SignatureDoesNotMatch"),
+    "Renew the credentials": ("ExpiredToken",),
+    "Set this machine's clock": ("RequestTimeTooSkewed",),
+    "Give the key the rights that docs/howto/stores.md lists": ("AccessDenied", "Forbidden", "403"),
+    "Free space in the bucket or raise its quota": (
+        *("EntityTooLarge", "QuotaExceeded", "InsufficientStorage", "XMinioStorageFull"),
+        *("XMinioAdminBucketQuotaExceeded", "413", "507"),
+    ),
+    "Set AWS_DEFAULT_REGION to the bucket's region": (
+        *("PermanentRedirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraintException", "301"),
+    ),
 }
+_ADVICE = {answer: advice for advice, answers in _ANSWERS.items() for answer in answers}
 _DISK_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM})
 
 

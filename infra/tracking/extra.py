@@ -73,7 +73,9 @@ class ExtraTracker:
             self._process = None
             processes.kill(self.mark)
             if code != 0:
-                raise ServerError(f"{self._name} ended with {code}: {_end_of(self._log)} All of it: {self._log}")
+                text = self._log.read_text(errors="replace").strip() if self._log.exists() else ""
+                said = redact(text[-_LOG_CHARACTERS:]) or "it has written nothing."
+                raise ServerError(f"{self._name} ended with {code}: {said} All of it: {self._log}")
         published = self.published_step
         fresh = [
             (item.step, item.timestamp_ms, dict(item.metrics))
@@ -152,8 +154,3 @@ def check_installed(name: TrackerName, python: Path) -> str:
             f"has it in RLFLOW_TRACKER_PYTHON, or take {name} out of RLFLOW_TRACKERS."
         )
     return answer.stdout.strip()
-
-
-def _end_of(log: Path) -> str:
-    text = log.read_text(errors="replace").strip() if log.exists() else ""
-    return redact(text[-_LOG_CHARACTERS:]) or "it has written nothing."
