@@ -23,6 +23,7 @@ from transformers import AutoImageProcessor
 from rlcore.algorithms.logprobs import logprobs_and_entropy
 from rlcore.artifacts import CheckpointRef, ModelRef
 from rlcore.batch import trained_positions
+from rlcore.data.prepare.folder import PROMPT_FILES
 from rlcore.errors import ModelError
 from rlcore.families import family_of, images_of
 from rlcore.files import building, remove_whole
@@ -39,24 +40,9 @@ from rlcore.types import ImageRef
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.3}
 # Files that a model folder needs besides config.json and weights. Nothing else of the base is copied.
 _COPIED = (
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "*.tiktoken",
-    "preprocessor_config.json",
-    "video_preprocessor_config.json",
-    "processor_config.json",
-    "chat_template.json",
-    "*.jinja",
-    "*.py",
-    "LICENSE*",
-)
+    *PROMPT_FILES, "generation_config.json", "video_preprocessor_config.json", "vocab.txt", "*.tiktoken", "*.jinja",
+    "*.py", "LICENSE*",
+)  # fmt: skip
 
 
 class VerifyReport(BaseModel):

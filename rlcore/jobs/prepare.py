@@ -62,7 +62,6 @@ def prepare(spec: PrepareSpec) -> DatasetRef:
         return finish_folder(
             aside,
             final,
-            digest=final.name.removeprefix("raw-"),
             source=spec.source,
             columns=source.columns,
             data=spec.data,

@@ -72,7 +72,6 @@ def resize(spec: ResizeSpec) -> DatasetRef:
         return finish_folder(
             aside,
             final,
-            digest=final.name,
             source=spec.dataset.source,
             columns=before.columns,
             data=spec.data,

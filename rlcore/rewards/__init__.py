@@ -20,8 +20,6 @@ from rlcore.rewards.formatted import formatted_reward
 from rlcore.rewards.protocol import BatchRewardFn, Reward
 from rlcore.rewards.user import user_reward
 
-__all__ = ["BatchRewardFn", "Reward", "environment_of", "make_reward"]
-
 
 def environment_of(config: RewardConfig) -> tuple[str, ...]:
     """Names of the environment variables that the reward may read. Built-in rewards read none."""

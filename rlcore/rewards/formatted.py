@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from decimal import Decimal
+from functools import partial
 
 from rlcore.errors import RewardError
 from rlcore.rewards.dapo import answer_line
@@ -26,17 +27,11 @@ from rlcore.rewards.grading import math_equal, math_verify_equal
 from rlcore.types import FinishReason, Problem, Score
 
 
-def _math(text: str, problem: Problem) -> tuple[bool, bool]:
-    """MathRuler compares the last box of the completion with the truth. A box in the question does not count."""
+def _boxed(text: str, problem: Problem, *, equal: Callable[[str, str], bool]) -> tuple[bool, bool]:
+    """Compares the last box of the completion with the truth. A box in the question does not count, and math-verify
+    does not search for an answer in prose."""
     parts = format_parts(text)
-    right = parts.answer is not None and math_equal(parts.answer, problem.answer)
-    return right, parts.well_formed
-
-
-def _math_verify(text: str, problem: Problem) -> tuple[bool, bool]:
-    """As ``math``, but math-verify compares. Its own search for an answer in prose is not used."""
-    parts = format_parts(text)
-    right = parts.answer is not None and math_verify_equal(parts.answer, problem.answer)
+    right = parts.answer is not None and equal(parts.answer, problem.answer)
     return right, parts.well_formed
 
 
@@ -146,8 +141,8 @@ def _stated_letter(text: str) -> str | None:
 
 
 _JUDGES: Mapping[str, Callable[[str, Problem], tuple[bool, bool]]] = {
-    "math": _math,
-    "math_verify": _math_verify,
+    "math": partial(_boxed, equal=math_equal),
+    "math_verify": partial(_boxed, equal=math_verify_equal),
     "r1v": _r1v,
     "clevr_count": _clevr_count,
     "geoqa": _geoqa,

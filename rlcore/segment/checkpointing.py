@@ -154,7 +154,9 @@ class Checkpointer:
         )
         self._lease.renew()
         self._end_segment(checkpoint, end)
-        self._prune()
+        run_dir = spec.run_dir
+        kept = pinned(read_segments(run_dir), read_journal(run_dir / "journal.jsonl"), spec.experiment.segment)
+        self._store.prune(spec.experiment.segment.keep_checkpoints, pinned=kept)
         return time.perf_counter() - started
 
     def _end_segment(self, checkpoint: CheckpointRef, end: SegmentEnd) -> None:
@@ -169,8 +171,3 @@ class Checkpointer:
         path = segment_path(self._spec.run_dir, end.segment)
         write_json_atomically(path, manifest.model_dump_json(indent=1))
         self._last = checkpoint
-
-    def _prune(self) -> None:
-        config, run_dir = self._spec.experiment.segment, self._spec.run_dir
-        kept = pinned(read_segments(run_dir), read_journal(run_dir / "journal.jsonl"), config)
-        self._store.prune(config.keep_checkpoints, pinned=kept)

@@ -184,7 +184,6 @@ class LocalCheckpointStore:
                 logger.warning("SKIPPED A DAMAGED CHECKPOINT, going back to an older one: %s", error)
                 continue
             self.require_run(path, manifest.run_id)
-            self._verified_here.add(path)
             return checkpoint_ref(path, manifest)
         return None
 

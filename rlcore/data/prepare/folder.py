@@ -34,7 +34,7 @@ PREPARE_VERSION = 3
 RESIZE_VERSION = 1
 
 _DATA = Path(__file__).parents[1]
-_PROMPT_FILES = (
+PROMPT_FILES = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "merges.txt",
     "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json",
     "preprocessor_config.json", "processor_config.json",
@@ -108,7 +108,7 @@ def _model_content(model: ModelConfig) -> object:
         return [model.tiny.task, _file_hash(_DATA / "tiny.py")]
     folder = Path(model.path)
     if folder.is_dir():
-        return [[name, _file_hash(folder / name)] for name in _PROMPT_FILES if (folder / name).is_file()]
+        return [[name, _file_hash(folder / name)] for name in PROMPT_FILES if (folder / name).is_file()]
     return [model.path, model.revision]
 
 
@@ -140,23 +140,19 @@ def finish_folder(
     aside: Path,
     final: Path,
     *,
-    digest: str,
     source: str,
     columns: Sequence[str],
     data: DataConfig,
     rows: Sequence[PreparedRow],
     rejects: Sequence[Reject],
 ) -> DatasetRef:
-    """Write table, rejects and report into ``aside``, which already holds the images.
-
-    The returned reference points at ``final``.
-    """
+    """Write table, rejects and report into ``aside``, which already holds the images and will be ``final``."""
     write_rows(aside, rows)
     write_rejects(aside / REJECTS, rejects)
     images = {image.sha256: image for row in rows for image in row.problem.images}
     sizes = Counter(f"{image.width}x{image.height}" for image in images.values())
     report = DatasetReport(
-        digest=digest,
+        digest=final.name.removeprefix("raw-"),
         source=source,
         columns=list(columns),
         problems=len(rows),
