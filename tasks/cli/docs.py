@@ -58,11 +58,8 @@ def _group(model: type[BaseModel], prefix: str, title: str, level: int) -> Itera
 
 
 def _machine() -> str:
-    rows = [
-        (f"`RLFLOW_{name.upper()}`", _type(field), _default(field), _text(field.description or ""))
-        for name, field in Settings.model_fields.items()
-    ]
-    table = _table(("variable", "type", "default", "what it does"), rows)
+    rows = [_row(f"RLFLOW_{name.upper()}", field)[:-1] for name, field in Settings.model_fields.items()]
+    table = _table(("variable", *_COLUMNS[1:-1]), rows)
     return f"## This machine\n\nRead from the environment; no experiment knows them.\n\n{table}"
 
 
