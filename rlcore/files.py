@@ -55,13 +55,20 @@ def building(final: Path) -> Iterator[Path]:
     """
     try:
         final.parent.mkdir(parents=True, exist_ok=True)
-        _remove_stale(final)
+        for left in final.parent.glob(f".{final.name}.*.tmp"):
+            with contextlib.suppress(FileNotFoundError):  # another process may remove it as well
+                if time.time() - left.stat().st_mtime > _STALE_SECONDS:
+                    shutil.rmtree(left, ignore_errors=True)
         aside = _aside(final)
         try:
             aside.mkdir()
             yield aside
             fsync_tree(aside)
-            _rename(aside, final)
+            try:
+                aside.rename(final)
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                    raise
             fsync(final.parent)
         finally:
             shutil.rmtree(aside, ignore_errors=True)
@@ -105,18 +112,3 @@ def fsync(path: Path) -> None:
 def _aside(final: Path) -> Path:
     # The host and random bits: processes of two pods on one volume may have the same pid.
     return final.with_name(f".{final.name}.{socket.gethostname()}-{secrets.token_hex(6)}.tmp")
-
-
-def _rename(aside: Path, final: Path) -> None:
-    try:
-        aside.rename(final)
-    except OSError as error:
-        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-            raise
-
-
-def _remove_stale(final: Path) -> None:
-    for left in final.parent.glob(f".{final.name}.*.tmp"):
-        with contextlib.suppress(FileNotFoundError):  # another process may remove it as well
-            if time.time() - left.stat().st_mtime > _STALE_SECONDS:
-                shutil.rmtree(left, ignore_errors=True)

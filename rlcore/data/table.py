@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -100,21 +100,18 @@ def write_rows(folder: Path, rows: Sequence[PreparedRow]) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    image = pa.struct([("sha256", pa.string()), ("width", pa.int32()), ("height", pa.int32())])
     text, number = pa.string(), pa.int32()
-    message = pa.list_(pa.struct([("role", text), ("text", text)]))
+    images = pa.list_(pa.struct([("sha256", text), ("width", number), ("height", number)]))
+    messages = pa.list_(pa.struct([("role", text), ("text", text)]))
     problems = [row.problem for row in rows]
     columns = {
         "problem_id": pa.array([p.problem_id for p in problems], text),
         "question": pa.array([p.question for p in problems], text),
         "answer": pa.array([p.answer for p in problems], text),
         "source": pa.array([p.source for p in problems], text),
-        "images": pa.array(
-            [[{"sha256": i.sha256, "width": i.width, "height": i.height} for i in p.images] for p in problems],
-            pa.list_(image),
-        ),
+        "images": pa.array([[asdict(image) for image in p.images] for p in problems], images),
         "extra": pa.array([json.dumps(p.extra) for p in problems], text),
-        "context": pa.array([[{"role": m.role, "text": m.text} for m in p.context] for p in problems], message),
+        "context": pa.array([[asdict(message) for message in p.context] for p in problems], messages),
         "row": pa.array([row.row for row in rows], pa.int64()),
         "prompt_tokens": pa.array([row.prompt_tokens for row in rows], number),
         "image_tokens": pa.array([row.image_tokens for row in rows], number),

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import multiprocessing
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from PIL import Image
@@ -80,32 +80,25 @@ def resize(spec: ResizeSpec) -> DatasetRef:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Work:
-    """One image for a worker: where it is, where it goes, and how large it gets."""
-
-    ref: ImageRef
-    original: Path
-    resized: Path
-
-
 def _resize_all(rows: Sequence[PreparedRow], originals: Path, images: Path, processes: int) -> dict[str, Unusable]:
     """Resize each distinct image once; returns the failures by hash."""
     refs = {ref.sha256: ref for row in rows for ref in row.problem.images}
-    work = [_Work(ref, originals / ref.sha256, images / f"{ref.sha256}.png") for ref in refs.values()]
-    outcomes = progress(_map(work, processes), "resizing images", len(work))
-    return {item.ref.sha256: failure for item, failure in zip(work, outcomes, strict=True) if failure}
+    outcomes = _map(partial(_resize_one, originals, images), list(refs.values()), processes)
+    shown = progress(outcomes, "resizing images", len(refs))
+    return {sha256: failure for sha256, failure in zip(refs, shown, strict=True) if failure}
 
 
-def _map(work: Sequence[_Work], processes: int) -> Iterator[Unusable | None]:
-    if processes == 1 or len(work) <= _CHUNK:
-        yield from map(_resize_one, work)
+def _map(
+    resize_one: Callable[[ImageRef], Unusable | None], refs: Sequence[ImageRef], processes: int
+) -> Iterator[Unusable | None]:
+    if processes == 1 or len(refs) <= _CHUNK:
+        yield from map(resize_one, refs)
         return
     # spawn: a forked child would inherit locks of threads that it does not have
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(processes, mp_context=context) as pool:
         try:
-            yield from pool.map(_resize_one, work, chunksize=_CHUNK)
+            yield from pool.map(resize_one, refs, chunksize=_CHUNK)
         except BrokenProcessPool as error:
             raise RlflowError(
                 f"one of {processes} resizing processes died, most likely killed for memory. "
@@ -113,24 +106,25 @@ def _map(work: Sequence[_Work], processes: int) -> Iterator[Unusable | None]:
             ) from error
 
 
-def _resize_one(work: _Work) -> Unusable | None:
+def _resize_one(originals: Path, images: Path, ref: ImageRef) -> Unusable | None:
+    original, resized = originals / ref.sha256, images / f"{ref.sha256}.png"
     try:
-        content = work.original.read_bytes()
+        content = original.read_bytes()
     except FileNotFoundError:
         content = b""
-    if hashlib.sha256(content).hexdigest() != work.ref.sha256:
-        raise StorageError(f"{work.original} is missing or changed. Delete the dataset folder and prepare it again.")
-    size = (work.ref.width, work.ref.height)
+    if hashlib.sha256(content).hexdigest() != ref.sha256:
+        raise StorageError(f"{original} is missing or changed. Delete the dataset folder and prepare it again.")
+    size = (ref.width, ref.height)
     try:
         header = read_header(content)
         image = load_rgb(content)  # also where the file is kept as it is: it has to decode
     except Unusable as unusable:
         return unusable
     if header.ready and image.size == size:
-        work.resized.write_bytes(content)
+        resized.write_bytes(content)
     else:
-        resized = image if image.size == size else image.resize(size, Image.Resampling.BICUBIC)
-        resized.save(work.resized, format="PNG", compress_level=_PNG_LEVEL)
+        fitting = image if image.size == size else image.resize(size, Image.Resampling.BICUBIC)
+        fitting.save(resized, format="PNG", compress_level=_PNG_LEVEL)
     return None
 
 

@@ -90,13 +90,10 @@ def require_known_metrics(rules: Sequence[HealthRule], records: Sequence[StepRec
 
 
 class HealthWatch:
-    """Checks the rules of one trainer and keeps the first breach that asks for more than a warning."""
+    """Checks the rules of one trainer and keeps the first breach that asks for more than a warning. ``records``: the
+    journal so far."""
 
     def __init__(self, rules: Sequence[HealthRule], records: Sequence[StepRecord], adjustments: Adjustments) -> None:
-        """
-        Args:
-            records: of the journal so far.
-        """
         self._rules = rules
         self._adjustments = adjustments
         self._records = list(records)
