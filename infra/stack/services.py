@@ -200,7 +200,8 @@ class Layout:
             if self.api("GET", f"/work_pools/{pool}") is None:
                 self.command("work-pool", "create", pool, "--type", "process")
         self.api("PATCH", "/work_pools/gpu", {"concurrency_limit": self.settings.gpu_slots})
-        before, wanted = self._applied(), _wanted()
+        file = self.settings.prefect_home / "deployed"
+        before, wanted = _applied(file), _wanted()
         there = {(item["name"], item["entrypoint"]): item["id"] for item in self.api("POST", "/deployments/filter", {})}
         # Applying everything again takes Prefect a minute or two.
         if before.digest != wanted.digest or not wanted.deployments <= there.keys():
@@ -208,18 +209,7 @@ class Layout:
         gone = {key: there[key] for key in before.deployments - wanted.deployments if key in there}
         busy = frozenset(key for key, deployment in gone.items() if not self._removed(deployment))
         applied = AppliedDeployments(digest=wanted.digest, deployments=wanted.deployments | busy)
-        write_atomically(self._applied_path, applied.model_dump_json())
-
-    def _applied(self) -> AppliedDeployments:
-        """What ``apply`` last applied: empty on the first call, and if an older version wrote the file."""
-        try:
-            return AppliedDeployments.model_validate_json(self._applied_path.read_bytes())
-        except (FileNotFoundError, ValidationError):
-            return AppliedDeployments(digest="", deployments=frozenset())
-
-    @property
-    def _applied_path(self) -> Path:
-        return self.settings.prefect_home / "deployed"
+        write_atomically(file, applied.model_dump_json())
 
     def _removed(self, deployment: str) -> bool:
         """Remove a deployment with its schedules and automations. False: one of its runs is active, and recover needs
@@ -244,6 +234,14 @@ class Layout:
         found = self.api("GET", "/deployments/name/recover/recover")
         if found is not None:
             self.api("POST", f"/deployments/{found['id']}/create_flow_run", {"state": {"type": "SCHEDULED"}})
+
+
+def _applied(file: Path) -> AppliedDeployments:
+    """What ``apply`` last applied: empty on the first call, and if an older version wrote the file."""
+    try:
+        return AppliedDeployments.model_validate_json(file.read_bytes())
+    except (FileNotFoundError, ValidationError):
+        return AppliedDeployments(digest="", deployments=frozenset())
 
 
 def _wanted() -> AppliedDeployments:

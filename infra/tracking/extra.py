@@ -50,6 +50,9 @@ class ExtraTracker:
         self._name, self._settings = name, settings
         self._experiment, self._run_id, self._config = experiment, run_id, dict(config)
         self._folder = run_dir / "trackers"
+        self._state = self._folder / f"{name}.json"
+        self._log = self._folder / f"{name}.log"
+        self.mark = tracker_mark(run_dir, name)
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -92,18 +95,6 @@ class ExtraTracker:
             processes.stop(self.mark, grace_seconds=2.0)
             self._process.wait()
             self._process = None
-
-    @property
-    def mark(self) -> str:
-        return tracker_mark(self._folder.parent, self._name)
-
-    @property
-    def _state(self) -> Path:
-        return self._folder / f"{self._name}.json"
-
-    @property
-    def _log(self) -> Path:
-        return self._folder / f"{self._name}.log"
 
     def _start(self, records: list[tuple[int, int, dict[str, float]]]) -> None:
         files = self._settings.trackers_dir / self._name / self._run_id

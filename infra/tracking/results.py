@@ -18,7 +18,6 @@ from infra.errors import RegistryError
 from infra.tracking.tracker import RUN_TAG, check_reachable
 
 _PAGE = 1000
-_ANSWER_SECONDS = 5.0
 _NAME = re.compile(r"^(?P<name>[^@/]+)(@(?P<alias>[^@/]+)|/(?P<version>\d+))?$")
 
 
@@ -118,7 +117,7 @@ def find_model(uri: str, words: str) -> RegisteredVersion:
     asked = _NAME.match(words)
     if asked is None:
         raise RegistryError(f"model {words!r}: write NAME, NAME@ALIAS or NAME/VERSION.")
-    check_reachable(uri, _ANSWER_SECONDS)
+    check_reachable(uri)
     client = MlflowClient(tracking_uri=uri, registry_uri=uri)
     name = asked["name"]
     versions = sorted(client.search_model_versions(f"name = '{name}'"), key=lambda item: int(item.version))

@@ -35,7 +35,6 @@ DRIFT_TAG = "rlflow.param_drift"
 _MAX_PARAM_CHARACTERS = 6000
 _MAX_DIGEST_CHARACTERS = 36
 _MAX_TAG_CHARACTERS = 8000
-_ANSWER_SECONDS = 5.0
 
 
 class StepMetrics(Protocol):
@@ -58,7 +57,7 @@ class _State:
     published_step: int
 
 
-def check_reachable(uri: str, timeout_seconds: float) -> None:
+def check_reachable(uri: str, timeout_seconds: float = 5.0) -> None:
     """Raise ServerError if an MLflow server does not answer in time. Other stores need no server."""
     if not uri.startswith(("http://", "https://")):
         return
@@ -120,7 +119,7 @@ class Tracker:
         # MLflow's registry looks up logged models by the process-wide address, not by the client's. So do our errors.
         mlflow.set_tracking_uri(uri)
         mlflow.set_registry_uri(uri)
-        check_reachable(uri, _ANSWER_SECONDS)
+        check_reachable(uri)
         shown = without_password(uri)
         # The lock keeps two processes from creating the same run twice.
         with _translating_errors(), locked(lock_dir / "tracking.lock"):
@@ -204,7 +203,7 @@ class Tracker:
             for name in sorted(item.metrics, key=lambda name: (not name.startswith("reward/"), name))
         ]
         if points:
-            check_reachable(self._uri, _ANSWER_SECONDS)
+            check_reachable(self._uri)
         try:
             self._client.log_batch(self.mlflow_run_id, metrics=points)
         except MlflowException as error:
