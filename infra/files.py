@@ -1,4 +1,6 @@
-"""Files and folders that appear whole or not at all. Standard library only, because a tracker's interpreter imports it.
+"""Files and folders that appear whole or not at all, file locks and hashes.
+
+Standard library only, because a tracker's interpreter imports it.
 
 Any number of processes, also on several hosts, may write the same path: each writes under a unique name and renames it.
 Content is synced to disk before the rename, and the rename before the call returns.

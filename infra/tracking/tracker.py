@@ -116,7 +116,7 @@ class Tracker:
         if uri.startswith("sqlite:///"):
             lock_dir = Path(uri.removeprefix("sqlite:///")).parent
         run_dir.mkdir(parents=True, exist_ok=True)
-        # MLflow's registry looks up logged models by the process-wide address, not by the client's. So do our errors.
+        # MLflow's registry finds logged models by the process-wide address, and the errors above name it.
         mlflow.set_tracking_uri(uri)
         mlflow.set_registry_uri(uri)
         check_reachable(uri)
