@@ -124,14 +124,14 @@ def main(spec_path: Path) -> int:
     try:
         lease.acquire(uuid.uuid4().hex)
     except LeaseLostError as error:
-        return _failed(spec, error, exit_code(error))
+        return _failed(spec, error)
     try:
         shutil.rmtree(live_stacks(spec.run_dir), ignore_errors=True)  # left by the previous trainer
         dump_on_signal(live_stacks(spec.run_dir), "trainer", os.getpid())
         stop = StopRequest(lease, Control(spec.run_dir / "control.json"), spec.driver_deadline_seconds)
         return _train_segments(spec, stop, lease)
     except Exception as error:  # noqa: BLE001 - the process boundary: the driver gets every failure
-        return _failed(spec, error, exit_code(error))
+        return _failed(spec, error)
     finally:
         try:
             lease.release()
@@ -239,9 +239,10 @@ class TrainerSink:
         self._health.step(step, metrics)
 
 
-def _failed(spec: SegmentSpec, error: Exception, code: int) -> int:
-    """Write ``error`` to trainer_error.json. After a storage error, delete staged checkpoints to free space."""
-    reported: Exception = error
+def _failed(spec: SegmentSpec, error: Exception) -> int:
+    """Write ``error`` to trainer_error.json and return the exit code. A storage error deletes staged checkpoints, which
+    frees space."""
+    code, reported = exit_code(error), error
     if code == EXIT_STORAGE:
         for staged in (spec.run_dir / "checkpoints").glob(".staging-*"):
             shutil.rmtree(staged, ignore_errors=True)

@@ -77,7 +77,7 @@ class Ledger:
         self._note(keys, "translated", f"{ours}: {json.dumps(value)}{f', {text}' if text else ''}")
 
     def take(self, keys: Mapping[str, str]) -> None:
-        """Set rlflow's keys, the values of ``keys``, to what its keys have."""
+        """Give rlflow's keys the values of the other trainer's. ``keys``: theirs -> ours."""
         for theirs, ours in keys.items():
             self.put(ours, self.get(theirs), theirs)
 
@@ -104,10 +104,10 @@ class Ledger:
             self.listed(key, text=otherwise)
 
     def translation(self, unused: Mapping[str, str]) -> Translation:
-        """The experiment, once all parts are translated.
+        """The experiment. Call it last: it lists every given key that has no note yet.
 
         Args:
-            unused: why a key that begins so, and has no note yet, has no equivalent.
+            unused: beginning of a key -> why rlflow has no equivalent. Any other key is unknown.
 
         Raises:
             ConfigError: the translated values make no valid experiment.
@@ -225,10 +225,10 @@ def optimizer(ledger: Ledger, trainer: str, optim: str, warmup_ratio: str) -> No
     ledger.put("training.beta1", float(beta1), betas)
     ledger.put("training.beta2", float(beta2))
     warmup = f"{optim}lr_warmup_steps"
-    batches = ledger.get(warmup)
-    if batches is not None and int(batches) >= 0:
-        steps = int(batches) * ledger.steps_per_batch
-        ledger.put("training.warmup_steps", steps, warmup, text=f"{trainer} counts rollout batches")
+    given = ledger.get(warmup)
+    if given is not None and int(given) >= 0:
+        count = int(given) * ledger.steps_per_batch
+        ledger.put("training.warmup_steps", count, warmup, text=f"{trainer} counts rollout batches")
         ledger.same(warmup_ratio, text="lr_warmup_steps decides")
     else:
         ledger.same_if(warmup_ratio, 0, otherwise="set training.warmup_steps in optimizer steps")

@@ -33,7 +33,7 @@ def spec_in(folder: Path) -> SegmentSpec:
 def test_the_traceback_of_the_rank_is_the_one_in_the_report(tmp_path: Path) -> None:
     error = SamplerError("weights differ")
     error.__cause__ = WorkerTraceback("Traceback of rank 1")
-    assert _failed(spec_in(tmp_path), error, 1) == 1
+    assert _failed(spec_in(tmp_path), error) == 1
     report = JobError.model_validate_json((tmp_path / "trainer_error.json").read_text())
     assert (report.kind, report.message, report.traceback) == ("SamplerError", "weights differ", "Traceback of rank 1")
 
@@ -43,7 +43,7 @@ def test_a_full_disk_leaves_no_staged_part_and_says_how_full(tmp_path: Path) -> 
     for folder in (staged, committed):
         folder.mkdir(parents=True)
         (folder / "weights").write_text("w")
-    assert _failed(spec_in(tmp_path), OSError(errno.ENOSPC, "No space left on device"), 81) == 81
+    assert _failed(spec_in(tmp_path), OSError(errno.ENOSPC, "No space left on device")) == 81
     assert not staged.exists()
     assert (committed / "weights").read_text() == "w"
     report = JobError.model_validate_json((tmp_path / "trainer_error.json").read_text())
@@ -53,7 +53,7 @@ def test_a_full_disk_leaves_no_staged_part_and_says_how_full(tmp_path: Path) -> 
 
 def test_a_report_that_cannot_be_written_leaves_the_exit_code(tmp_path: Path) -> None:
     (tmp_path / "trainer_error.json").mkdir()  # a rename onto a folder fails
-    assert _failed(spec_in(tmp_path), SamplerError("s"), 1) == 1
+    assert _failed(spec_in(tmp_path), SamplerError("s")) == 1
     assert [path.name for path in tmp_path.iterdir()] == ["trainer_error.json"]  # nothing aside
 
 

@@ -73,8 +73,11 @@ def open_source(spec: PrepareSpec, scratch: Path) -> Source:
         tables = [open_file(write_synthetic(scratch, name, split, spec.data))]
         folders = (scratch,)
     else:
+        import datasets
+        from huggingface_hub import constants
+
         tables = [_open_hub(name, split)]
-        folders = _hub_caches()
+        folders = (Path(datasets.config.HF_DATASETS_CACHE), Path(constants.HF_HUB_CACHE))
     for table in tables:
         _check_columns(table, spec.data)
     counts = [table.num_rows for table in tables]
@@ -99,13 +102,6 @@ def _folders(path: Path) -> tuple[Path, ...]:
     folder = path if path.is_dir() else path.parent
     blobs = folder.parent.parent / "blobs"
     return (folder, blobs) if folder.parent.name == "snapshots" and blobs.is_dir() else (folder,)
-
-
-def _hub_caches() -> tuple[Path, ...]:
-    import datasets
-    from huggingface_hub import constants
-
-    return Path(datasets.config.HF_DATASETS_CACHE), Path(constants.HF_HUB_CACHE)
 
 
 def _open_hub(name: str, split: str) -> Table:
