@@ -152,7 +152,7 @@ def open_run(
     if stored.exists():
         changed = changes(read_experiment(stored), experiment)
         if changed and not allow_changes:
-            _require_same_science(name, changed)
+            _require_same_results(name, changed)
         if changed:
             _record_changes(run, changed)
     write_json_atomically(stored, experiment.model_dump_json(indent=1))
@@ -221,12 +221,12 @@ def check_run_id(run_id: str) -> str:
     return run_id
 
 
-def _require_same_science(run_id: str, changed: Sequence[Change]) -> None:
-    science = [f"- {change}" for change in changed if change.is_science]
-    if science:
+def _require_same_results(run_id: str, changed: Sequence[Change]) -> None:
+    affecting = [f"- {change}" for change in changed if change.affects_results]
+    if affecting:
         raise ConfigError(
             f"run {run_id} was started with other settings:\n"
-            + "\n".join(science)
+            + "\n".join(affecting)
             + "\nContinue it with its own values, leave --run-id out to start a new run, or add --allow-changes to "
             "continue with these from its last checkpoint; the run then records them."
         )
@@ -238,7 +238,7 @@ def _record_changes(run: Run, changed: Sequence[Change]) -> None:
     line = {
         "at": datetime.now(UTC).isoformat(timespec="seconds"),
         "step": records[-1].step if records else 0,  # in the journal so far; a resume may take back some
-        "changes": [asdict(change) | {"science": change.is_science} for change in changed],
+        "changes": [asdict(change) | {"affects_results": change.affects_results} for change in changed],
     }
     append_line(run.run_dir / "changes.jsonl", json.dumps(line))
     get_logger().warning("run %s continues with other values: %s", run.run_id, "; ".join(map(str, changed)))

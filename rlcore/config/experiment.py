@@ -22,8 +22,8 @@ from rlcore.config.reward import MathReward, RewardConfig
 from rlcore.config.run import EvaluationConfig, HealthRule, RecoveryConfig, ResourceConfig, SegmentConfig
 
 # Keys, or beginnings of keys, that may change in the middle of a run: memory, speed, segments and measurements. All
-# other values are the science: what is learned depends on them.
-NOT_SCIENCE = (
+# other values affect the results.
+FREE_SETTINGS = (
     "resources.", "segment.", "evaluation.", "recovery.", "health", "reward.processes",
     "model.gradient_checkpointing",
     "training.tokens_per_microbatch", "training.compile_blocks", "training.reshard_after_forward",
@@ -83,11 +83,11 @@ class ExperimentConfig(Frozen):
         canonical = json.dumps(self.model_dump(mode="json"), sort_keys=True)
         return hashlib.sha256(canonical.encode()).hexdigest()[:16]
 
-    def science_digest(self) -> str:
-        """Hash of the values that affect what is learned. It stays the same when a run continues on other machines, in
+    def results_digest(self) -> str:
+        """Hash of the values that affect results. It stays the same when a run continues on other machines, in
         other segments, or for more steps."""
-        science = {key: value for key, value in self.flat().items() if key != STEPS and not key.startswith(NOT_SCIENCE)}
-        return hashlib.sha256(json.dumps(science, sort_keys=True).encode()).hexdigest()[:16]
+        values = {k: v for k, v in self.flat().items() if k != STEPS and not k.startswith(FREE_SETTINGS)}
+        return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 
     def flat(self) -> dict[str, Scalar]:
         """Dotted keys and scalar values, as MLflow logs them and overrides set them."""
@@ -233,11 +233,11 @@ class Change:
     now: Scalar
 
     @property
-    def is_science(self) -> bool:
-        """Whether what is learned depends on it. More steps continue the same experiment; fewer are another one."""
+    def affects_results(self) -> bool:
+        """Whether results depend on it. More steps continue the same experiment; fewer are another one."""
         if self.key == STEPS:
             return not (isinstance(self.was, int) and isinstance(self.now, int) and self.now > self.was)
-        return not self.key.startswith(NOT_SCIENCE)
+        return not self.key.startswith(FREE_SETTINGS)
 
     def __str__(self) -> str:
         return f"{self.key}: was {self.was!r}, now {self.now!r}"

@@ -147,7 +147,7 @@ class Checkpointer:
             staging,
             step=scalars["step"],
             end=end,
-            experiment_digest=spec.experiment.science_digest(),
+            experiment_digest=spec.experiment.results_digest(),
             dataset_digest=spec.dataset.digest,
             model_digest=spec.model.digest,
             trainer_state=scalars,
@@ -165,7 +165,7 @@ class Checkpointer:
             **asdict(end),
             last_step=checkpoint.step,
             checkpoint=checkpoint,
-            experiment_digest=self._spec.experiment.science_digest(),
+            experiment_digest=self._spec.experiment.results_digest(),
             dataset_digest=self._spec.dataset.digest,
         )
         path = segment_path(self._spec.run_dir, end.segment)

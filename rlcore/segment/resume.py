@@ -122,15 +122,15 @@ def warn_of_changes(spec: SegmentSpec, checkpoint: CheckpointRef) -> None:
     """Warn of everything that changed since the checkpoint. The driver has already refused what is forbidden."""
     written = read_manifest(checkpoint)
     for name, was, now in (
-        ("science of the experiment", written.experiment_digest, spec.experiment.science_digest()),
+        ("experiment", written.experiment_digest, spec.experiment.results_digest()),
         ("dataset", written.dataset_digest, spec.dataset.digest),
         ("initial model", written.model_digest, spec.model.digest),
         ("code of rlcore", written.code_digest, code_digest()),
     ):
         if was != now:
             logger.warning(
-                "THE RUN GOES ON WITH ANOTHER %s: it was %s up to step %d, it is %s from here on.",
-                name.upper(),
+                "THE RUN continues with another %s: it was %s up to step %d, it is %s from here on.",
+                name,
                 was,
                 checkpoint.step,
                 now,

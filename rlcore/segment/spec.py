@@ -47,7 +47,7 @@ class SegmentManifest(BaseModel):
     last_step: int
     complete: bool  # False: stopped before its last step (preempted or out of time)
     checkpoint: CheckpointRef
-    experiment_digest: str  # of the science alone
+    experiment_digest: str  # ``ExperimentConfig.results_digest``
     dataset_digest: str
 
 

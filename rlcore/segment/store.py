@@ -57,7 +57,7 @@ class CheckpointManifest(BaseModel):
     segment: int
     first_step: int  # of the segment, exclusive
     complete: bool  # False: the segment was stopped before its last step
-    experiment_digest: str  # of the science alone: ``ExperimentConfig.science_digest``
+    experiment_digest: str  # ``ExperimentConfig.results_digest``
     dataset_digest: str
     model_digest: str  # of the model that the run was started from
     code_digest: str  # of rlcore

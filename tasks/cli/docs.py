@@ -15,7 +15,7 @@ from pydantic.fields import FieldInfo
 
 from infra.settings import Settings
 from rlcore.config import ExperimentConfig
-from rlcore.config.experiment import NOT_SCIENCE, STEPS
+from rlcore.config.experiment import FREE_SETTINGS, STEPS
 
 _HEAD = """\
 # Reference: every setting
@@ -64,7 +64,7 @@ def _machine() -> str:
 
 
 def _row(key: str, field: FieldInfo) -> tuple[str, ...]:
-    free = "more" if key == STEPS else "free" if key.startswith(NOT_SCIENCE) else ""
+    free = "more" if key == STEPS else "free" if key.startswith(FREE_SETTINGS) else ""
     return f"`{key}`", _type(field), _default(field), _text(field.description or ""), free
 
 

@@ -219,7 +219,7 @@ def _commit(spec: SegmentSpec, store: LocalCheckpointStore, step: int, end: Segm
         staging,
         step=step,
         end=end,
-        experiment_digest=spec.experiment.science_digest(),
+        experiment_digest=spec.experiment.results_digest(),
         dataset_digest=spec.dataset.digest,
         model_digest=spec.model.digest,
         trainer_state={"step": step},

@@ -108,7 +108,7 @@ def test_a_rollback_goes_on_changed_and_pauses_after_too_many(data_dir: Path) ->
     assert "Paused at step 3" in read_health_artifact("grpo-geo3k-tiny-health")
 
 
-def test_a_continued_run_must_be_the_same_science(data_dir: Path) -> None:
+def test_a_continued_run_must_keep_the_settings_that_affect_results(data_dir: Path) -> None:
     open_run(load_experiment("grpo-geo3k-tiny"), "same", Settings())
     other = load_experiment("grpo-geo3k-tiny", ["training.steps=7", "seed=5", "segment.steps=1"])
     with pytest.raises(ConfigError, match=r"(?s)- seed: was 0, now 5.*steps: was \d+, now 7.*--allow-changes"):
@@ -117,7 +117,7 @@ def test_a_continued_run_must_be_the_same_science(data_dir: Path) -> None:
     assert not changes.exists()
     assert open_run(other, "same", Settings(), allow_changes=True).experiment == other
     (line,) = map(json.loads, changes.read_text().splitlines())
-    assert [(c["key"], c["science"]) for c in line["changes"]] == [
+    assert [(c["key"], c["affects_results"]) for c in line["changes"]] == [
         ("seed", True), ("training.steps", True), ("segment.steps", False),
     ]  # fmt: skip
     assert line["step"] == 0

@@ -28,7 +28,7 @@ def test_two_gpus_colocated(tiny_model: Path, dataset: Path, tmp_path: Path) -> 
 
 @pytest.mark.timeout(500)
 @pytest.mark.parametrize("max_staleness", [0, 1])
-def test_two_gpus_apart(max_staleness: int, tiny_model: Path, dataset: Path, tmp_path: Path) -> None:
+def test_two_gpus_disaggregated(max_staleness: int, tiny_model: Path, dataset: Path, tmp_path: Path) -> None:
     apart = {"resources.workers": 1, "resources.rollout_workers": 1, "training.max_staleness": max_staleness}
     steps = metrics_of(experiment(**SETTINGS, **apart), tiny_model, dataset, tmp_path / "run")
     assert [metrics["rollout/policy_age_max"] for metrics in steps] == [0, *[max_staleness] * 3]

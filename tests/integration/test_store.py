@@ -216,7 +216,7 @@ def test_mlflow_s_own_client_reaches_the_same_bucket(store: Store, s3: S3, tmp_p
 
 
 @pytest.mark.parametrize("s3", [SWIFT], indirect=True)
-def test_a_refusal_is_told_at_once_with_what_to_change(
+def test_a_refusal_is_reported_at_once_with_what_to_change(
     s3: Swift, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """With pauses of an hour before each further try: there is none. moto refuses nothing."""

@@ -271,7 +271,7 @@ def test_a_damaged_checkpoint_in_the_store_falls_back_to_the_one_before_it(
 
 
 @once
-def test_a_refusal_at_the_end_of_a_run_is_told_at_once_and_an_outage_once(
+def test_at_the_end_of_a_run_a_refusal_is_reported_at_once_and_an_outage_only_once(
     bucket: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusing_port: int
 ) -> None:
     run, settings = machine(tmp_path, Store("s3://nobody-made-it/x"))

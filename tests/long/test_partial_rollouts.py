@@ -70,7 +70,7 @@ def _greedy(problems: list[Any]) -> list[Any]:
     return [SampleRequest(problem, 1, 0, greedy=True) for problem in problems]
 
 
-def test_a_continued_completion_is_the_one_drawn_in_one_go(tiny_model: Path) -> None:
+def test_a_continued_completion_equals_one_sampled_at_once(tiny_model: Path) -> None:
     result = measured(continued, tiny_model)
     assert all(result["same_tokens"])
     assert all(result["same_text"])

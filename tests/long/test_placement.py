@@ -42,7 +42,7 @@ def test_one_step_off_policy_is_the_same_after_a_cut_and_with_all_in_one_place(
 
 
 @pytest.mark.parametrize("model", ["tiny_model", "untied_model"])
-def test_apart_and_on_policy_samples_with_the_weights_of_the_step(
+def test_disaggregated_on_policy_sampling_has_the_weights_of_the_step(
     model: str, dataset: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     run(tmp_path / "apart", request.getfixturevalue(model), dataset, experiment(**APART), until=2)

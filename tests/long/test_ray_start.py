@@ -104,7 +104,7 @@ def test_one_that_takes_too_long_is_started_again(
     assert neighbour.poll() is None
 
 
-def test_what_runs_beside_ray_outlives_it(neighbour: subprocess.Popen[bytes]) -> None:
+def test_other_processes_outlive_ray(neighbour: subprocess.Popen[bytes]) -> None:
     start_local_ray(1, **QUIET)
     assert len(ray_processes()) == 2
     stop_ray()

@@ -140,7 +140,7 @@ def swanlab_steps(file: Path, python: Path) -> list[int]:
     return [int(line) for line in said.stdout.splitlines()]
 
 
-def test_a_tracker_that_is_away_is_told_of_and_catches_up(
+def test_an_unreachable_tracker_is_an_error_and_catches_up_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusing_port: int
 ) -> None:
     monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{refusing_port}")

@@ -1,6 +1,6 @@
 """The flow tests' trainer (``tests/flows/fake_interpreter.py``) behaves as the real one: both are started the same way
 with the same specs, and must leave the same exit codes, manifests, journal lines and files. The run is rolled back by a
-health rule, goes on with what that changed, and is told to stop."""
+health rule, continues with what that changed, and is told to stop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Promise 9: a checkpoint of W ranks goes on with W', the same weights, loss, next step and data."""
+"""Promise 9: a checkpoint of W ranks continues on W', the same weights, loss, next step and data."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ def test_learning_curves_are_the_mean_in_a_band_over_seeds() -> None:
     assert draw_learning_curves([], "reward/mean").legends == []
 
 
-def test_differences_are_drawn_with_their_intervals_the_first_point_on_top() -> None:
+def test_differences_are_plotted_with_intervals_the_first_point_on_top() -> None:
     figure = draw_differences([BASE, BETTER, WORSE, UNSURE, LOST], "base")
     (axis,) = figure.axes
     intervals = [line for line in axis.lines if line.get_marker() == "None"][:3]

@@ -222,7 +222,7 @@ def answer_of(code: int) -> httpx.HTTPStatusError:
         (AWAY, ServerError, "does not answer"),
     ],
 )
-def test_a_server_that_says_no_is_told_from_one_that_is_away(
+def test_a_server_that_refuses_differs_from_one_that_is_unreachable(
     error: Exception, kind: type[ServerError], said: str
 ) -> None:
     with pytest.raises(ServerError, match=said) as raised, prefect_outage_named():
@@ -243,7 +243,7 @@ def test_preflight_looks_at_the_trackers_that_are_named(tmp_path: Path, monkeypa
     assert "trackers" not in preflight.check(experiment, Settings(data_dir=tmp_path)).facts
 
 
-def test_servers_that_are_away_are_told_of_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_servers_are_reported_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = Settings(data_dir=tmp_path)
     assert preflight.services_away(settings) == []
     asked = Recorder(error=ServerError("MLflow is away."))

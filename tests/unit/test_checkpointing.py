@@ -456,7 +456,7 @@ def test_another_run_s_checkpoint_is_refused_and_not_touched(trained: Trainer) -
     assert trained.names() == ["step-000002", "step-000004", "step-000006"]
 
 
-def test_other_code_and_other_science_are_said_with_both_digests(
+def test_other_code_and_another_experiment_are_logged_with_both_digests(
     trained: Trainer, caplog: pytest.LogCaptureFixture
 ) -> None:
     checkpoint = trained.manifest(2).checkpoint
@@ -466,9 +466,9 @@ def test_other_code_and_other_science_are_said_with_both_digests(
     old = json.loads(path.read_text())
     path.write_text(json.dumps({**old, "code_digest": "0123456789abcdef", "experiment_digest": "other"}))
     warn_of_changes(trained.spec, checkpoint)
-    code, science = old["code_digest"], trained.spec.experiment.science_digest()
-    assert f"ANOTHER CODE OF RLCORE: it was 0123456789abcdef up to step 6, it is {code}" in caplog.text
-    assert f"ANOTHER SCIENCE OF THE EXPERIMENT: it was other up to step 6, it is {science}" in caplog.text
+    code, results = old["code_digest"], trained.spec.experiment.results_digest()
+    assert f"another code of rlcore: it was 0123456789abcdef up to step 6, and it is {code}" in caplog.text
+    assert f"another experiment: it was other up to step 6, and it is {results}" in caplog.text
 
 
 def test_a_checkpoint_says_all_that_its_segment_does(trained: Trainer) -> None:

@@ -138,7 +138,7 @@ def state(name: str, *, final: bool, completed: bool = False) -> SimpleNamespace
     return SimpleNamespace(name=name, is_final=lambda: final, is_completed=lambda: completed, message="out of memory")
 
 
-def test_a_notebook_waits_for_its_flow_run_beside_a_bar(
+def test_a_notebook_shows_a_bar_while_it_waits_for_its_flow_run(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     slept: list[float] = []

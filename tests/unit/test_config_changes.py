@@ -12,7 +12,7 @@ from pydantic import BaseModel
 
 from rlcore.ablation.plan import Point
 from rlcore.config import ExperimentConfig, build_experiment, changes, read_experiment
-from rlcore.config.experiment import NOT_SCIENCE, STEPS
+from rlcore.config.experiment import FREE_SETTINGS, STEPS
 from rlcore.config.run import SegmentConfig
 from rlcore.errors import ConfigError
 
@@ -45,11 +45,11 @@ def changed(*overrides: str) -> ExperimentConfig:
         "rollout.enforce_eager=true",
     ],
 )
-def test_what_does_not_touch_the_science(override: str) -> None:
+def test_settings_that_do_not_affect_results(override: str) -> None:
     (change,) = changes(changed(), changed(override))
     assert change.key == override.split("=")[0]
-    assert not change.is_science
-    assert changed().science_digest() == changed(override).science_digest()
+    assert not change.affects_results
+    assert changed().results_digest() == changed(override).results_digest()
     assert changed().digest() != changed(override).digest()
 
 
@@ -68,13 +68,13 @@ def test_what_does_not_touch_the_science(override: str) -> None:
 )
 def test_what_does(override: str) -> None:
     (change,) = changes(changed(), changed(override))
-    assert change.is_science
-    assert changed().science_digest() != changed(override).science_digest()
+    assert change.affects_results
+    assert changed().results_digest() != changed(override).results_digest()
 
 
 def test_fewer_steps_are_another_experiment() -> None:
     (change,) = changes(changed(), changed("training.steps=20"))
-    assert change.is_science
+    assert change.affects_results
     assert str(change) == "training.steps: was 40, now 20"
 
 
@@ -128,7 +128,7 @@ def test_what_may_change_is_named_by_whole_fields_and_sections() -> None:
     """Each entry is compared as the beginning of a key: it must be a field or a section, and begin no other field."""
     known = set(_fields(ExperimentConfig))
     assert {"training.steps", "segment.", "algorithm.kl.adaptive.target", "reward.processes"} <= known
-    for entry in (*NOT_SCIENCE, STEPS):
+    for entry in (*FREE_SETTINGS, STEPS):
         assert entry in known or f"{entry}." in known, entry
         others = {name for name in known if name.startswith(entry.rstrip("."))} - {entry}
         assert all(name.startswith(f"{entry.rstrip('.')}.") for name in others), entry

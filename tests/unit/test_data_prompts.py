@@ -155,7 +155,7 @@ def test_they_are_part_of_the_science_and_set_like_any_other_value():
             ['data.chat_template_arguments={"enable_thinking": true}'],
         )
     )
-    assert len({experiment.science_digest() for experiment in (plain, *changed)}) == 4
+    assert len({experiment.results_digest() for experiment in (plain, *changed)}) == 4
     assert changed[1].data.chat_template_arguments == {"enable_thinking": False}
     assert changed[1].flat()["data.chat_template_arguments.enable_thinking"] is False
     words = [f"{key}={json.dumps(value)}" for key, value in changed[1].flat().items() if key.startswith("data.chat")]

@@ -301,7 +301,7 @@ def test_missing_steps_are_published_by_a_command(
     assert "rlflow publish" in capsys.readouterr().err
 
 
-def test_another_tracker_is_told_of_the_runs_experiment(run: Run) -> None:
+def test_another_tracker_gets_the_runs_experiment(run: Run) -> None:
     settings = Settings(trackers="tensorboard")
     publishers = Publishers(run, settings)
     tracker, publisher = publishers._extra["tensorboard"], publishers._publishers["tensorboard"]

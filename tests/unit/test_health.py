@@ -103,7 +103,7 @@ class Announced:
         self.breaches.append(breach)
 
 
-def test_a_warning_is_told_once_also_by_the_next_driver(tmp_path: Path) -> None:
+def test_a_warning_is_logged_once_even_by_the_next_driver(tmp_path: Path) -> None:
     experiment = ExperimentConfig(name="toy", health=(HealthRule(metric="m", above=1.0),))
     run, announced = Run(run_id="r", run_dir=tmp_path, experiment=experiment), Announced()
     warnings = HealthWarnings(run, Adjustments(), announced)

@@ -80,7 +80,7 @@ def test_a_job_without_a_word_is_named(tmp_path: Path) -> None:
         run_job("any.module", spec_in(settings), ModelRef, settings)
 
 
-def test_foreign_errors_are_told_apart() -> None:
+def test_errors_of_other_libraries_are_distinguished() -> None:
     report = JobError(kind="ZeroDivisionError", message="division by zero", traceback="t")
     error = error_from(report, "job ended with exit code 1")
     assert type(error) is errors.TrainerFailedError

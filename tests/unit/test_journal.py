@@ -35,7 +35,7 @@ def test_a_step_is_one_json_line_with_the_time_it_was_recorded(tmp_path):
     assert read_journal(tmp_path / "none.jsonl") == []
 
 
-def test_non_finite_values_come_back(tmp_path):
+def test_non_finite_values_survive_a_round_trip(tmp_path):
     path = tmp_path / "journal.jsonl"
     MetricJournal(path).step(1, {"nan": math.nan, "inf": math.inf, "minus": -math.inf, "tenth": 0.1})
     metrics = read_journal(path)[0].metrics

@@ -102,7 +102,7 @@ def test_a_half_written_file_is_found_anywhere_in_the_data_folder(name: str, tmp
     assert (tmp_path / name).is_relative_to(found)
 
 
-def test_temporary_folders_sessions_and_shared_memory_are_told_from_those_of_others(
+def test_own_temporary_folders_sessions_and_shared_memory_are_recognised(
     mark: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))

@@ -177,7 +177,7 @@ def test_what_bfloat16_gives_on_a_gpu_raises_no_alarm_and_a_fault_does(normal: f
 
 def test_the_limit_is_no_science() -> None:
     plain, own = (build_experiment({"name": "x"}, words) for words in ([], ["rollout.mismatch_alarm=0.1"]))
-    assert plain.science_digest() == own.science_digest()
+    assert plain.results_digest() == own.results_digest()
 
 
 def test_a_mismatch_raises_the_alarm(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -40,7 +40,7 @@ def test_a_message_that_fails_is_logged_and_the_next_one_sent(caplog: pytest.Log
     assert "ZeroDivisionError" in caplog.text
 
 
-def test_closing_waits_no_longer_than_it_is_told() -> None:
+def test_closing_waits_no_longer_than_its_timeout() -> None:
     outbox, hangs, sent = Outbox("test"), threading.Event(), []
     outbox.put("one", hangs.wait)
     outbox.put("two", lambda: sent.append(2))

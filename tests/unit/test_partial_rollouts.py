@@ -302,9 +302,9 @@ def test_impossible_settings_are_refused(
 
 def test_tokens_per_round_are_science_and_placement_is_not() -> None:
     one = config({"tokens_per_round": 4}, 2)
-    assert all(change.is_science for change in changes(one, config({"tokens_per_round": 5, "prefetch": True}, 2)))
+    assert all(change.affects_results for change in changes(one, config({"tokens_per_round": 5, "prefetch": True}, 2)))
     apart = config({"tokens_per_round": 4}, 2, resources={"rollout_workers": 2})
-    assert [change.is_science for change in changes(one, apart)] == [False]
+    assert [change.affects_results for change in changes(one, apart)] == [False]
     assert not one.prefetch
 
 

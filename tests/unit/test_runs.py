@@ -112,7 +112,7 @@ def test_an_mlflow_that_is_away_does_not_hide_the_first_error(
     assert tracker.closed == [status]
 
 
-def test_the_end_of_a_good_run_is_told_or_an_error(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_whose_end_mlflow_does_not_take_fails(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     without_prefect(monkeypatch, Tracker(away=True))
     with pytest.raises(ServerError), track_run(run):
         pass

@@ -40,7 +40,7 @@ def test_passwords_are_in_no_command_line_and_no_text(tmp_path: Path) -> None:
     assert without_password(settings.tracking_uri) == "postgresql+psycopg://me:***@host/db"
 
 
-def test_servers_listen_on_loopback_unless_told_otherwise(tmp_path: Path) -> None:
+def test_servers_listen_on_loopback_by_default(tmp_path: Path) -> None:
     def hosts(settings: Settings) -> list[str]:
         servers = (prefect_command(settings, 1), mlflow_command(settings, 2))
         return [server.args[server.args.index("--host") + 1] for server in servers]

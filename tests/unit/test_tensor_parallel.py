@@ -117,4 +117,4 @@ def test_an_engine_finer_than_the_trainer_is_refused_with_adapters():
 def test_a_run_may_go_on_with_engines_of_other_sizes():
     one = build_experiment({"name": "toy", "resources": {"workers": 2}})
     two = build_experiment({"name": "toy", "resources": {"workers": 2}, "rollout": {"tensor_parallel": 2}})
-    assert [change.is_science for change in changes(one, two)] == [False]
+    assert [change.affects_results for change in changes(one, two)] == [False]

@@ -176,7 +176,7 @@ class AwayClient:
         raise self.error
 
 
-def test_an_outage_and_a_refusal_are_told_apart(open_run: Open) -> None:
+def test_an_outage_and_a_refusal_are_distinguished(open_run: Open) -> None:
     tracker = open_run("away")
     tracker._client = AwayClient(MlflowException("connection refused"))
     for call in (lambda: tracker.finish("FAILED"), lambda: tracker.log_params({"a": 1})):

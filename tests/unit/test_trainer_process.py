@@ -208,11 +208,11 @@ def test_a_driver_that_wants_no_further_segment_gets_none(run: Run) -> None:
     assert run.rank.calls.count("update") == 2
 
 
-def test_what_the_run_is_continued_with_is_told_of(run: Run, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_settings_of_a_continued_run_are_logged(run: Run, caplog: pytest.LogCaptureFixture) -> None:
     assert run.train() == EXIT_DONE
     with caplog.at_level(logging.WARNING):
         assert run.train(training={"steps": 6, "learning_rate": 0.02}) == EXIT_DONE
-    assert "THE RUN GOES ON WITH ANOTHER SCIENCE OF THE EXPERIMENT" in caplog.text
+    assert "this run continues with another experiment" in caplog.text
     assert run.segments()[-1] == (5, 6, True)
     assert run.metrics()[-1][1]["optim/learning_rate"] == 0.02
 
