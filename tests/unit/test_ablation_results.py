@@ -128,7 +128,7 @@ def test_the_worse_half_is_dropped_a_failed_point_stays_in_the_table_and_every_n
     assert [row["point"] for row in table] == [row.label for row in summary.rows]
     assert page.startswith(text)
     assert page.count("](data:image/png;base64,") == 2
-    curves = [(curve.label, curve.band.steps, curve.band.mean) for curve in ablating._curves(ablation)]
+    curves = [(label, band.steps, band.mean) for label, band in ablating._curves(ablation)]
     assert curves[0] == ("base", (1, 2, 3, 4), (0.125, 0.25, 0.375, 0.5))
     assert curves[1] == ("learning_rate=0.0001", (1, 2), (0.125, 0.25))
     assert ablating._steps_taken(ablation) == 4 + 2 + 2
