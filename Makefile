@@ -1,10 +1,10 @@
 # make demo and make test set everything up themselves. RLFLOW_DATA_DIR moves the data folder (./data).
 # EXTRA=gpu installs for CUDA. EXTRA=gpu-flash adds flash-attn, compiled against the torch of EXTRA=gpu (docs/performance.md).
 # JOBS: tests at a time; each file starts servers or Ray and wants about a core and 3 GiB.
-# LONG_JOBS: the same for tests/long, where tests wait for servers and timers for much of their time.
+# LONG_JOBS: the same for tests/long, which waits for servers for much of its time.
 EXTRA ?= cpu
 JOBS ?= 2
-LONG_JOBS ?= $(shell expr $(JOBS) + 2)
+LONG_JOBS ?= $(shell expr $(JOBS) + 1)
 PINS := $(EXTRA:gpu-flash=gpu)
 STAMP := .venv/.installed-$(EXTRA)
 RUN := .venv/bin/python

@@ -96,11 +96,23 @@ def run_once(
         _say(error)
         say_how_to_continue()
         sys.exit(EXIT_FAILED)
-    except (KeyboardInterrupt, TerminationSignal):
+    except BaseException as error:
+        if not was_interrupted(error):
+            raise
         sys.stderr.write("\nInterrupted; what is committed stays.\n")
         say_how_to_continue()
         sys.exit(EXIT_INTERRUPTED)
     sys.stdout.write(result.model_dump_json() + "\n")
+
+
+def was_interrupted(error: BaseException | None) -> bool:
+    """Whether an interrupt is the error or what it was raised in answer to.
+
+    An interrupt while Prefect makes a task run ends in a ValueError of Prefect.
+    """
+    while error is not None and not isinstance(error, KeyboardInterrupt | TerminationSignal):
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 @contextmanager

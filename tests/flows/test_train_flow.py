@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from mlflow import MlflowClient
+from prefect import task
 
 from flows.train_grpo import grpo_geo3k
 from infra import processes
@@ -18,6 +19,7 @@ from rlcore.errors import ConfigError, DivergedError, HealthError
 from rlcore.segment.spec import SegmentManifest
 from tasks import training
 from tasks.experiments import load_experiment
+from tasks.foreground import was_interrupted
 from tasks.runs import Run, existing_run, open_run
 from tests.flows.outcome import (
     ORDER,
@@ -136,6 +138,20 @@ def test_steps_replayed_after_damage_are_published_once(data_dir: Path) -> None:
     client = MlflowClient(tracking_uri=Settings().tracking_uri)
     points = client.get_metric_history(summary.mlflow_run_id, "reward/mean")
     assert [point.step for point in points] == list(range(1, 8))
+
+
+@pytest.mark.usefixtures("_prefect")
+def test_an_interrupt_while_prefect_makes_a_task_run_counts_as_an_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(**_: object) -> None:
+        raise KeyboardInterrupt
+
+    @task
+    def step() -> None: ...
+
+    monkeypatch.setattr("prefect.task_engine._create_task_run_locally", interrupted)
+    with pytest.raises(ValueError, match="Task run is not set") as ended:
+        step()
+    assert was_interrupted(ended.value)
 
 
 def test_an_interrupt_between_two_segments_lets_the_trainer_commit_too(

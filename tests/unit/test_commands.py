@@ -45,6 +45,13 @@ class Answer(BaseModel):
     steps: int
 
 
+def _raised_in_answer_to(interrupt: BaseException) -> ValueError:
+    """As Prefect does: tests/flows/test_train_flow.py."""
+    error = ValueError("Task run is not set")
+    error.__context__ = interrupt
+    return error
+
+
 @pytest.fixture
 def _a_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(foreground, "prefect_api", lambda _: contextlib.nullcontext())
@@ -64,6 +71,7 @@ def test_a_command_prints_its_result_as_its_last_line(capsys: pytest.CaptureFixt
         (ConfigError("seed: a typo"), 1, "\nConfigError: seed: a typo\nagain\n"),
         (ServerError("away"), 1, "\nServerError: away\nagain\n"),
         (KeyboardInterrupt(), 130, "\nInterrupted; what is committed stays.\nagain\n"),
+        (_raised_in_answer_to(KeyboardInterrupt()), 130, "\nInterrupted; what is committed stays.\nagain\n"),
     ],
 )
 def test_a_command_that_ends_early_says_why_and_how_to_continue(
@@ -76,6 +84,15 @@ def test_a_command_that_ends_early_says_why_and_how_to_continue(
         foreground.run_once(fail, lambda: sys.stderr.write("again\n") and None)
     assert ended.value.code == code
     assert capsys.readouterr().err.endswith(said)
+
+
+@pytest.mark.usefixtures("_a_server")
+def test_an_error_that_nobody_expects_is_not_an_interrupt() -> None:
+    def fail() -> Answer:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        foreground.run_once(fail, lambda: pytest.fail("an unexpected error tells nobody to continue"))
 
 
 class Client:
