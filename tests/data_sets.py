@@ -8,6 +8,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pyarrow as pa
@@ -167,6 +168,12 @@ def _write(path: Path, rows: Sequence[Mapping[str, object]], columns: Sequence[s
 _SIZES = {0: (1604, 430), 1: (139, 286), 2: (369, 99), 3: (935, 803)}
 
 
+@cache
+def _srgb_profile() -> bytes:
+    """Made once: it holds the time, and the same picture made a second later would have other bytes."""
+    return ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
+
+
 def picture(text: str, number: int) -> bytes:
     """A PNG file: opaque RGBA, but number 5 (a palette with a transparent colour) and 6 (RGB)."""
     size = _SIZES.get(number, (280 + 7 * (number % 20), 240 + 5 * (number % 20)))
@@ -176,7 +183,7 @@ def picture(text: str, number: int) -> bytes:
     draw.text((size[0] // 3, size[1] // 2), text, fill="black")
     known: dict[str, object] = {}
     if number % 3 == 0:  # as a Mac's screenshot
-        known["icc_profile"] = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
+        known["icc_profile"] = _srgb_profile()
         known["exif"] = exif = Image.Exif()
         exif[ExifTags.Base.Orientation] = 1
         known["pnginfo"] = PngImagePlugin.PngInfo()
