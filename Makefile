@@ -23,7 +23,7 @@ help:
 	@echo 'make demo                      from raw data to a registered model, on the CPU'
 	@echo 'make demo-gsm8k, -countdown    the same with a tiny text policy: sums, the countdown game'
 	@echo 'make demo-geo3k DATA=FOLDER    the same on real Geometry3K files, two steps'
-	@echo 'make demo-algorithms           does every algorithm learn? A table of three seeds each, under 40 minutes'
+	@echo 'make demo-algorithms           does every algorithm learn? A table of three seeds each, under 45 minutes'
 	@echo 'make bench                     on a GPU: do the main figures of docs/performance.md still hold?'
 	@echo 'make chaos                     kill everything, at random; is anything lost? A table, 25 minutes; SEED=7 repeats one'
 	@echo 'make up, down, status          Prefect, MLflow and workers in the background; then .venv/bin/prefect deployment run NAME'
