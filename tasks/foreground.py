@@ -106,7 +106,7 @@ def run_once(
 
 
 def was_interrupted(error: BaseException | None) -> bool:
-    """Whether an interrupt is the error or what it was raised in answer to.
+    """Whether an interrupt is the error or its cause.
 
     An interrupt while Prefect makes a task run ends in a ValueError of Prefect.
     """
