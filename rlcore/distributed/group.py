@@ -21,7 +21,7 @@ from rlcore.types import Floats, Problem, SampledGroup, SampleRequest, ScoredTok
 
 
 class SamplerGroup:
-    """The samplers of all ranks. Implements ``ports.Sampler``."""
+    """The samplers of all ranks. Implements ``types.Sampler``."""
 
     def __init__(self, ranks: RankRange[Worker | RolloutWorker], tensor_parallel: int = 1) -> None:
         """
@@ -43,7 +43,7 @@ class SamplerGroup:
 
 
 class WorkerGroup:
-    """The policy and the samplers of all ranks, colocated or disaggregated. Implements ``ports.Sampler``."""
+    """The policy and the samplers of all ranks, colocated or disaggregated. Implements ``types.Sampler``."""
 
     def __init__(
         self,

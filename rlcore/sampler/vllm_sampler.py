@@ -70,7 +70,7 @@ class EngineSleep:
 
 
 class VllmSampler:
-    """One engine on one device. Implements ``ports.Sampler``.
+    """One engine on one device. Implements ``types.Sampler``.
 
     Call ``load_weights`` or ``load_adapter`` before the first ``generate``: it needs the version of the weights.
     """
@@ -98,7 +98,7 @@ class VllmSampler:
         )
 
     def generate(self, requests: Sequence[SampleRequest]) -> Iterator[dict[int, SampledGroup]]:
-        """Sample every request; yield each group when its last completion ends (``ports.Sampler``).
+        """Sample every request; yield each group when its last completion ends (``types.Sampler``).
 
         Raises:
             SamplerError: the sampler has no weights or is asleep, or the engine and the trainer expand a prompt to

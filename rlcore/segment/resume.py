@@ -129,7 +129,7 @@ def warn_of_changes(spec: SegmentSpec, checkpoint: CheckpointRef) -> None:
     ):
         if was != now:
             logger.warning(
-                "THE RUN continues with another %s: it was %s up to step %d, it is %s from here on.",
+                "this run continues with another %s: it was %s up to step %d, and it is %s from here on.",
                 name,
                 was,
                 checkpoint.step,

@@ -134,9 +134,9 @@ def rollout_metrics(
     are known.
 
     Args:
-        groups: generated for this batch. sampled: completion tokens sampled in the seconds of this step, including
-        ``generate_beside``, which overlap with
-            the training.
+        groups: generated for this batch.
+        sampled: completion tokens sampled in the seconds of this step, including those of ``generate_beside``, which
+            overlap with the training.
     """
     known = {f"time/{phase}": value for phase, value in seconds.items()}
     known["system/peak_memory_gib"] = peak_memory_bytes / 2**30

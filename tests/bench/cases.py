@@ -280,7 +280,7 @@ def experiment(case: Case, overrides: Sequence[str]) -> ExperimentConfig:
 
 
 class CrcGrader:
-    """Grades at once, by a checksum of the tokens, so that rewards vary within a group. Implements ``ports.Grader``."""
+    """Grades at once, by a checksum of the tokens, so that rewards vary within a group. Implements ``types.Grader``."""
 
     def submit(self, problems: Sequence[Problem], completions: Sequence[Completion]) -> Future[list[Score]]:
         done: Future[list[Score]] = Future()

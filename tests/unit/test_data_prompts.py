@@ -145,7 +145,7 @@ def test_an_argument_that_the_chat_template_does_not_know_is_refused():
         qwen("math", chat_template_arguments={"tokenize": True})
 
 
-def test_they_are_part_of_the_science_and_set_like_any_other_value():
+def test_they_affect_results_and_are_set_like_any_other_value():
     plain, *changed = (
         build_experiment({"name": "x"}, overrides)
         for overrides in (

@@ -300,7 +300,7 @@ def test_impossible_settings_are_refused(
         config(partial, staleness, algorithm=algorithm)
 
 
-def test_tokens_per_round_are_science_and_placement_is_not() -> None:
+def test_tokens_per_round_affect_results_and_placement_does_not() -> None:
     one = config({"tokens_per_round": 4}, 2)
     assert all(change.affects_results for change in changes(one, config({"tokens_per_round": 5, "prefetch": True}, 2)))
     apart = config({"tokens_per_round": 4}, 2, resources={"rollout_workers": 2})

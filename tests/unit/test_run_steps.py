@@ -312,7 +312,7 @@ def test_a_damaged_end_of_a_run_is_trained_again(data_dir: Path, told: list[tupl
     assert told[-1] == (2, 5)
 
 
-def test_a_continued_run_is_the_same_science_or_says_what_changed(data_dir: Path) -> None:
+def test_a_continued_run_keeps_its_settings_or_records_what_changed(data_dir: Path) -> None:
     settings = Settings()
     run = open_run(EXPERIMENT, "same", settings)
     assert open_run(EXPERIMENT, "same", settings) == run
@@ -327,13 +327,13 @@ def test_a_continued_run_is_the_same_science_or_says_what_changed(data_dir: Path
     assert open_run(longer, "same", settings, allow_changes=True).experiment == longer
     (line,) = map(json.loads, changes.read_text().splitlines())
     assert line["step"] == 3
-    assert {change["key"]: change["science"] for change in line["changes"]} == {
+    assert {change["key"]: change["affects_results"] for change in line["changes"]} == {
         "seed": True, "training.steps": False, "segment.steps": False,
     }  # fmt: skip
     shorter = load_experiment(
         "grpo-geo3k-tiny", ["training.steps=7", "segment.steps=3", "data.template=math", "seed=5"]
     )
-    assert open_run(shorter, "same", settings).experiment == shorter, "segments are not science"
+    assert open_run(shorter, "same", settings).experiment == shorter, "segments do not affect results"
     assert len(changes.read_text().splitlines()) == 2
     assert [driver.pid for driver in drivers(run)] == [os.getpid()] * 4
     with pytest.raises(CheckpointError, match="run same has no whole checkpoint yet"):
