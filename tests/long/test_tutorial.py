@@ -16,8 +16,8 @@ import pytest
 import yaml
 
 from infra.settings import Settings
-from rlcore.config.build import build_experiment
 from rlcore.segment.journal import read_journal
+from tasks import experiments
 from tasks.preflight import check
 from tests.docs import code
 from tests.docs.pages import PAGES, ROOT, Block, blocks, code_words
@@ -123,12 +123,14 @@ def test_the_tutorial_does_what_it_says(project: Path) -> None:
     assert named - ELSEWHERE <= logged, "metrics that pages name and the run does not have"
 
 
-def test_the_tutorial_s_own_data_and_reward_pass_every_check_before_training(project: Path, tmp_path: Path) -> None:
+def test_the_tutorial_s_own_data_and_reward_pass_every_check_before_training(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     subprocess.run([sys.executable, "make_sums.py"], cwd=project, check=True)
     sets = [f"data.{split}={project / 'sums'}" for split in ("train", "validation")]
     reward = ["reward.name=user", f"reward.file={project / 'my_reward.py'}"]
-    experiments = yaml.safe_load((project / "prefect.yaml").read_text())["definitions"]["experiments"]
-    experiment = build_experiment(experiments["grpo-gsm8k-tiny"], [*sets, *reward])
+    monkeypatch.setattr(experiments, "PREFECT_YAML", project / "prefect.yaml")
+    experiment = experiments.load_experiment("grpo-gsm8k-tiny", [*sets, *reward])
     facts = check(experiment, Settings(data_dir=tmp_path)).facts
     assert facts["reward"] == "user, 3 made-up completions graded"
     assert facts["training data"] == str(project / "sums")  # JSON lines are not counted before they are read
