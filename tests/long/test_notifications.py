@@ -76,7 +76,7 @@ def test_a_webhook_hears_of_failed_and_finished_runs_once(
         command = ("-m", "tasks.cli", "notify", "webhook/team")
         assert "no block webhook/team on this Prefect server. Found: none" in python(env, *command, code=1)
         python(env, "-c", BLOCK.format(url=url))
-        assert "rlflow-failed: made" in python(env, *command)
+        assert "rlflow-failed: created" in python(env, *command)
         again = python(env, *command)
         assert "rlflow-failed: updated" in again
         assert "rlflow-finished: updated" in again
