@@ -131,7 +131,7 @@ class RunMirror:
 
     def _send_checkpoint(self, path: Path) -> None:
         started = time.monotonic()
-        snapshot = path.with_name(f".sending-{path.name}")  # hard links, for retention may remove the checkpoint
+        snapshot = path.with_name(f".sending-{path.name}")  # hard links: retention may remove it
         try:
             shutil.copytree(path, snapshot, copy_function=os.link)
             digest = hashlib.sha256((snapshot / MANIFEST).read_bytes()).hexdigest()
