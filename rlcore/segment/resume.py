@@ -57,6 +57,9 @@ def find_resume_point(run_dir: Path, store: LocalCheckpointStore) -> ResumePoint
         CheckpointError: the newest whole checkpoint belongs to another run.
         StorageError: manifests name checkpoints but their folder is empty, as when a disk is not mounted.
     """
+    for folder in ("segments", "trained", "samples"):  # only trainers write there, and this one holds the lease
+        for half_written in (run_dir / folder).glob(".*.tmp"):
+            half_written.unlink()
     for staged in store.half_written():
         logger.warning("A HALF WRITTEN CHECKPOINT was left by a trainer that died, and is not used: %s", staged)
     segments = read_segments(run_dir)

@@ -20,6 +20,7 @@ import torch
 from rlcore.artifacts import DatasetRef, ModelRef
 from rlcore.config import build_experiment
 from rlcore.errors import CheckpointError, DivergedError, LeaseLostError, StorageError
+from rlcore.files import write_json_atomically
 from rlcore.models.checkpoint import BackgroundSaver
 from rlcore.models.probe import Probe
 from rlcore.rollout.state import RolloutState
@@ -394,6 +395,23 @@ def test_what_was_staged_is_never_a_checkpoint(trained: Trainer, caplog: pytest.
     shutil.copytree(folder / "step-000006", folder / ".staging-step-000008")
     assert Trainer(trained.run_dir).start.step == 6
     assert "A HALF WRITTEN CHECKPOINT was left" in caplog.text
+
+
+@pytest.mark.parametrize("folder", ["segments", "trained", "samples"])
+def test_a_small_file_that_a_killed_trainer_was_writing_is_removed(
+    trained: Trainer, folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def die(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    path = trained.run_dir / folder / "step-000008.json"
+    with monkeypatch.context() as killed:
+        killed.setattr(Path, "replace", die)
+        with pytest.raises(KeyboardInterrupt):
+            write_json_atomically(path, "{}")
+    assert len(list(path.parent.glob(".*.tmp"))) == 1
+    assert Trainer(trained.run_dir).start.step == 6
+    assert not list(path.parent.glob(".*.tmp"))
 
 
 def test_with_every_checkpoint_damaged_the_run_starts_from_the_initial_model(
