@@ -104,6 +104,8 @@ class Lease:
                 raise LeaseLostError(
                     f"the run of {self._path} is held by {holder}. Attach to that trainer, or stop it first."
                 )
+            for left in self._path.parent.glob(f".{self._path.name}.*"):  # whoever writes these holds the file lock
+                left.unlink(missing_ok=True)
             if holder is None:
                 self._create(mine)
             else:

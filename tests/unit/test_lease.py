@@ -112,6 +112,27 @@ def _without_locks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fcntl, "flock", lambda *_: None)
 
 
+DIES_WHILE_RENEWING = """
+import os
+import sys
+from pathlib import Path
+from rlcore.segment.lease import Lease
+lease = Lease(Path(sys.argv[1]))
+lease.acquire("first")
+Path.replace = lambda *_: os.kill(os.getpid(), 9)
+lease.renew()
+"""
+
+
+def test_what_a_trainer_was_writing_when_it_was_killed_is_removed_by_the_next_one(tmp_path):
+    path = tmp_path / "lease.json"
+    killed = subprocess.run([sys.executable, "-c", DIES_WHILE_RENEWING, str(path)], check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert len(list(tmp_path.glob(".lease.json.*"))) == 1
+    Lease(path).acquire("second")
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["lease.json", "lease.json.lock"]
+
+
 @pytest.mark.parametrize("dead", [False, True])
 def test_deciding_and_writing_are_under_one_lock(tmp_path, monkeypatch, dead):
     path = tmp_path / "lease.json"
