@@ -89,8 +89,9 @@ class Worker:
         from torch.distributed.device_mesh import init_device_mesh
 
         from rlcore.data.pixels import ImageStore
-        from rlcore.models.loading import load_hf_config, load_hf_model, require_supported
-        from rlcore.models.torch_policy import TorchPolicy, weights_dtype
+        from rlcore.models.loading import empty_hf_model, load_hf_config, require_supported
+        from rlcore.models.stored_weights import StoredWeights
+        from rlcore.models.torch_policy import TorchPolicy
         from rlcore.models.vision import ReadAhead
         from rlcore.sampler.engine import Engine
         from rlcore.sampler.vllm_sampler import VllmSampler
@@ -116,11 +117,11 @@ class Worker:
             self.sampler = VllmSampler(engine, prompts=prompts, images=self._images)
             self.sampler.memory.sleep()
         torch.set_num_threads(spec.threads)  # vLLM changes it
+        hf = empty_hf_model(spec.model, config.model.trust_remote_code)
         self.policy = TorchPolicy(
-            load_hf_model(
-                spec.model, weights_dtype(config, spec.device), trust_remote_code=config.model.trust_remote_code
-            ),
+            hf,
             config,
+            weights=StoredWeights(spec.model, hf).read,
             mesh=init_device_mesh(spec.device, (spec.world_size,)),
             banned_token_ids=prompts.banned_token_ids,
             features=self._features.of,
@@ -257,7 +258,7 @@ def evaluation_worker(
         checkpoint: committed checkpoint with the weights; None: those of ``spec.model``.
         version: policy version of the completions.
     """
-    from rlcore.models.checkpoint import load_hf_state_dict
+    from rlcore.models.checkpoint_weights import CheckpointWeights
 
     config = spec.config
     update = {
@@ -268,8 +269,8 @@ def evaluation_worker(
     if checkpoint is None:
         worker.sampler.keep_loaded_weights(version)
     else:
-        weights = load_hf_state_dict(checkpoint, spec.model, trust_remote_code=config.model.trust_remote_code)
-        worker.sampler.load_weights(weights.items(), version)
+        weights = CheckpointWeights(checkpoint, spec.model, trust_remote_code=config.model.trust_remote_code)
+        worker.sampler.load_weights(weights.tensors(), version)
     return worker
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from PIL import Image
 from pydantic import BaseModel, ConfigDict
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoImageProcessor
 
@@ -29,15 +30,17 @@ from rlcore.families import family_of, images_of
 from rlcore.files import building, remove_whole
 from rlcore.jobs import job_main
 from rlcore.jobs.bootstrap import VERIFIED, folder_digest
-from rlcore.models.checkpoint import load_full_weights, untied_tensors
+from rlcore.models.checkpoint_weights import CheckpointWeights
 from rlcore.models.loading import empty_hf_model, load_hf_model
 from rlcore.models.probe import PROBE_FILE, ProbeSequence, read_probe
+from rlcore.models.stored_weights import StoredWeights
 from rlcore.segment.store import verify_checkpoint
 from rlcore.specs import MergeSpec
 from rlcore.types import ImageRef
 
 # Largest difference between two implementations. A bfloat16 logit of 20 has a rounding error of 0.06 by itself.
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.3}
+_SHARD_BYTES = 4 << 30  # of a safetensors file, and the most that the merge holds in memory
 # Files that a model folder needs besides config.json and weights. Nothing else of the base is copied.
 _COPIED = (
     *PROMPT_FILES, "generation_config.json", "video_preprocessor_config.json", "vocab.txt", "*.tiktoken", "*.jinja",
@@ -76,20 +79,36 @@ def merge_checkpoint(checkpoint: Path, base: Path, out: Path, *, trust_remote_co
     or, if it holds adapters, ``base``'s with the adapters added. The result is read back and compared bit for bit.
 
     Raises:
-        ModelError: names or shapes differ from the architecture's, or the written weights read back changed.
+        CheckpointError: names or shapes differ from the architecture's.
+        ModelError: the written weights read back changed.
     """
-    weights = load_full_weights(checkpoint, base, trust_remote_code=trust_remote_code)
-    weights = {name: value.float() if value.is_floating_point() else value for name, value in weights.items()}
-    model = empty_hf_model(base, trust_remote_code)  # without values, so that no weight of the base can remain
-    expected, aliases = untied_tensors(model)
-    _require_same_names(weights, expected, checkpoint, base)
-    parameters: int = sum(parameter.numel() for parameter in model.parameters())  # tied ones count once
-    tied = {alias: weights[name] for alias, name in aliases.items()}
-    model.load_state_dict({**weights, **tied}, assign=True)
-    model.save_pretrained(out)  # type: ignore[operator]
+    weights = CheckpointWeights(checkpoint, base, trust_remote_code=trust_remote_code)
+    out.mkdir(parents=True, exist_ok=True)
+    _write_shards(weights, out)
     _copy_the_rest(base, out)
     _require_same_values(out, weights, trust_remote_code)
-    return parameters
+    return sum(parameter.numel() for parameter in weights.model.parameters())  # tied ones count once
+
+
+def _write_shards(weights: CheckpointWeights, out: Path) -> None:
+    """Write float32 safetensors of one bucket each, under the names of the base's files, and their index."""
+    files: dict[str, list[str]] = {}
+    total = 0
+    for number, bucket in enumerate(weights.buckets(_SHARD_BYTES)):
+        stored = weights.base.as_stored({name: _float32(value).contiguous() for name, value in bucket.items()})
+        file = f"model-{number:05d}.safetensors"
+        save_file(stored, out / file, metadata={"format": "pt"})
+        files[file] = list(stored)
+        total += sum(value.nbytes for value in stored.values())
+    if len(files) == 1:
+        (out / file).rename(out / "model.safetensors")
+        return
+    index = {"metadata": {"total_size": total}, "weight_map": {name: f for f, names in files.items() for name in names}}
+    (out / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _float32(value: Tensor) -> Tensor:
+    return value.float() if value.is_floating_point() else value
 
 
 def verify_merged(
@@ -270,26 +289,13 @@ def _max_delta(
     return worst
 
 
-def _require_same_names(
-    weights: Mapping[str, Tensor], expected: Mapping[str, Tensor], checkpoint: Path, base: Path
-) -> None:
-    missing, unexpected = sorted(expected.keys() - weights.keys()), sorted(weights.keys() - expected.keys())
-    shapes = [
-        f"{name} {tuple(weights[name].shape)} instead of {tuple(expected[name].shape)}"
-        for name in sorted(weights.keys() & expected.keys())
-        if weights[name].shape != expected[name].shape
-    ]
-    if missing or unexpected or shapes:
-        raise ModelError(
-            f"{checkpoint} does not fit the architecture of {base}: missing {missing}, unexpected "
-            f"{unexpected}, other shapes {shapes}. Merge with the base model that the run was started from."
-        )
-
-
-def _require_same_values(folder: Path, weights: Mapping[str, Tensor], trust_remote_code: bool) -> None:
-    written, _ = untied_tensors(load_hf_model(folder, torch.float32, trust_remote_code))
+def _require_same_values(folder: Path, weights: CheckpointWeights, trust_remote_code: bool) -> None:
+    written = StoredWeights(folder, empty_hf_model(folder, trust_remote_code))
     different = sorted(
-        name for name, value in weights.items() if name not in written or not torch.equal(written[name], value)
+        name
+        for bucket in weights.buckets(_SHARD_BYTES)
+        for name, value in bucket.items()
+        if not torch.equal(written.read(name), _float32(value))
     )
     if different:
         raise ModelError(

@@ -28,12 +28,11 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from rlcore.errors import CheckpointError, StorageError
-from rlcore.models.loading import empty_hf_model, load_hf_model
-from rlcore.models.lora import is_adapter, lora_alpha, merge_adapters
+from rlcore.models.lora import is_adapter, lora_alpha
+from rlcore.models.sharding import plain_name, tied_aliases
 
 TRAIN_STATE = "train_state"
-_ALPHA = "lora.alpha"
-_WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})  # torch.compile, activation checkpointing
+ALPHA = "lora.alpha"
 
 OptimizerState = dict[str, dict[str, Tensor]]  # parameter name -> state name -> value
 
@@ -118,7 +117,7 @@ def load_train_state(model: nn.Module, optimizer: Optimizer, folder: Path) -> No
     Raises:
         CheckpointError: parameters, shapes, dtypes, alpha or optimizer groups differ from the checkpoint's.
     """
-    stored = _stored_tensors(folder)
+    stored = stored_tensors(folder)
     weights, aliases = _own_tensors(model)
     _require_same_tensors(folder, stored, weights)
     parameters = {name: parameter for parameter, name in _parameter_names(model).items()}
@@ -137,62 +136,6 @@ def load_train_state(model: nn.Module, optimizer: Optimizer, folder: Path) -> No
     _set_optimizer_state(optimizer, parameters, state, tree["groups"], folder)
 
 
-def load_full_weights(folder: Path, base: Path | None = None, *, trust_remote_code: bool = False) -> dict[str, Tensor]:
-    """The whole weights of a checkpoint on the CPU, by Hugging Face name. Needs no process group.
-
-    Args:
-        base: the model folder that the run started from. Used only if the checkpoint holds adapters: they are merged
-            into its weights in float32.
-
-    Raises:
-        CheckpointError: the checkpoint holds adapters, and ``base`` is missing or has other weights.
-    """
-    stored = _stored_tensors(folder)
-    weights = {
-        key.removeprefix("model."): torch.empty(entry.size, dtype=entry.properties.dtype)
-        for key, entry in stored.items()
-        if key.startswith("model.")
-    }
-    tree: dict[str, Any] = {"model": weights}
-    if _ALPHA in stored:
-        tree["lora"] = {"alpha": torch.empty((), dtype=torch.float64)}
-    with _quiet():
-        read_checkpoint(tree, checkpoint_id=folder / TRAIN_STATE, no_dist=True)
-    if _ALPHA not in stored:
-        return weights
-    if base is None:
-        raise CheckpointError(f"{folder} holds adapters without the base weights. Give the base model's folder.")
-    whole = untied_tensors(load_hf_model(base, torch.float32, trust_remote_code))[0]
-    try:
-        return merge_adapters(whole, weights, float(tree["lora"]["alpha"]))
-    except (KeyError, RuntimeError) as error:
-        raise CheckpointError(
-            f"the adapters of {folder} do not fit the weights of {base}: {error}. Give the base model's folder."
-        ) from error
-
-
-def load_hf_state_dict(checkpoint: Path, base: Path, *, trust_remote_code: bool = False) -> dict[str, Tensor]:
-    """``load_full_weights`` under every name of a Hugging Face state dict: a tied tensor under each of its names.
-
-    The engine needs all names: it holds a tied tensor once per use.
-
-    Args:
-        base: the model folder that the run started from. Its config.json says which tensors are tied.
-
-    Raises:
-        CheckpointError: the checkpoint's tensors are not those of this architecture.
-    """
-    weights = load_full_weights(checkpoint, base, trust_remote_code=trust_remote_code)
-    expected, aliases = untied_tensors(empty_hf_model(base, trust_remote_code))
-    if weights.keys() != expected.keys():
-        raise CheckpointError(
-            f"{checkpoint} does not fit the architecture of {base}: missing "
-            f"{_some(expected.keys() - weights.keys())}, unexpected {_some(weights.keys() - expected.keys())}. "
-            "Give the model folder that the run started from."
-        )
-    return {**weights, **{alias: weights[name] for alias, name in aliases.items()}}
-
-
 def _own_tensors(model: nn.Module) -> tuple[dict[str, Any], dict[str, str]]:
     """The tensors in a checkpoint of the model: its adapters if it has any, else all, each once; and the aliases."""
     tensors, aliases = untied_tensors(model)
@@ -208,27 +151,26 @@ def _lora(model: nn.Module) -> dict[str, Tensor]:
 
 def untied_tensors(model: nn.Module) -> tuple[dict[str, Any], dict[str, str]]:
     """The state dict with each tensor once; and the other names of tied parameters -> their name in it."""
-    first: dict[nn.Parameter, str] = {}
-    aliases: dict[str, str] = {}
-    for raw, parameter in model.named_parameters(remove_duplicate=False):
-        name = _plain(raw)
-        if parameter in first:
-            aliases[name] = first[parameter]
-        else:
-            first[parameter] = name
-    tensors = get_model_state_dict(model)
+    tensors, aliases = get_model_state_dict(model), tied_aliases(model)
     return {name: value for name, value in tensors.items() if name not in aliases}, aliases
 
 
 def _parameter_names(model: nn.Module) -> dict[Tensor, str]:
-    return {parameter: _plain(name) for name, parameter in model.named_parameters()}
+    return {parameter: plain_name(name) for name, parameter in model.named_parameters()}
 
 
-def _plain(name: str) -> str:
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+def read_tensors(folder: Path, tree: dict[str, Any]) -> None:
+    """Fill the tensors of ``tree`` from a train state. Needs no process group."""
+    with _quiet():
+        read_checkpoint(tree, checkpoint_id=folder / TRAIN_STATE, no_dist=True)
 
 
-def _stored_tensors(folder: Path) -> dict[str, TensorStorageMetadata]:
+def stored_tensors(folder: Path) -> dict[str, TensorStorageMetadata]:
+    """The tensors of a train state by key.
+
+    Raises:
+        CheckpointError: there is none.
+    """
     path = folder / TRAIN_STATE
     if not (path / ".metadata").is_file():
         raise CheckpointError(f"{path} holds no train state. Choose the folder of a committed checkpoint.")
@@ -253,8 +195,8 @@ def _require_same_tensors(
     if saved.keys() != expected.keys() or different:
         raise CheckpointError(
             f"{folder} is not a checkpoint of this model. In the model only: "
-            f"{_some(expected.keys() - saved.keys())}; in the checkpoint only: "
-            f"{_some(saved.keys() - expected.keys())}; different: {_some(different)}. "
+            f"{some(expected.keys() - saved.keys())}; in the checkpoint only: "
+            f"{some(saved.keys() - expected.keys())}; different: {some(different)}. "
             "Load it with the model.path, model.lora and training.optimizer of its run."
         )
 
@@ -312,11 +254,12 @@ def _require_same_on_all_ranks(keys: list[str]) -> None:
         if theirs != everyone[0]:
             raise CheckpointError(
                 f"rank {rank} has other optimizer states than rank 0: "
-                f"{_some(set(theirs) ^ set(everyone[0]))}. Either all ranks or none must step a parameter."
+                f"{some(set(theirs) ^ set(everyone[0]))}. Either all ranks or none must step a parameter."
             )
 
 
-def _some(names: Iterable[str], limit: int = 5) -> str:
+def some(names: Iterable[str], limit: int = 5) -> str:
+    """The first names, sorted, and the number of others, for an error message."""
     listed = sorted(names)
     more = f" and {len(listed) - limit} more" if len(listed) > limit else ""
     return (", ".join(listed[:limit]) or "none") + more

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -77,16 +77,29 @@ def load_hf_config(folder: Path, trust_remote_code: bool = False) -> Any:
 
 
 def empty_hf_model(folder: Path, trust_remote_code: bool = False) -> nn.Module:
-    """The architecture of a local folder on the meta device: names, shapes and ties, no values.
+    """The architecture of a local folder, in eval mode. Parameters are float32 on the meta device, tied as in the
+    folder, and buffers (rotary frequencies) are on the CPU with their values.
 
     Raises:
         ModelError: no config.json, or a model type that transformers does not know.
     """
     config = load_hf_config(folder, trust_remote_code)
     with torch.device("meta"):
-        model: nn.Module = auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
-    model.tie_weights()  # type: ignore[operator]
-    return model
+        model: Any = auto_class(config).from_config(config, dtype=torch.float32, trust_remote_code=trust_remote_code)
+    model.tie_weights()
+    _compute_buffers(model)
+    return cast(nn.Module, model.eval())
+
+
+def _compute_buffers(model: Any) -> None:
+    """transformers computes buffers where it initialises weights. It skips parameters with this mark."""
+    for parameter in model.parameters():
+        parameter._is_hf_initialized = True
+    for module in model.modules():
+        module._is_hf_initialized = False
+        for name, buffer in module.named_buffers(recurse=False):
+            module._buffers[name] = torch.empty_like(buffer, device="cpu")
+    model.initialize_weights()
 
 
 def auto_class(config: Any) -> Any:

@@ -8,7 +8,7 @@ Hugging Face's names. Here the names stay, and an adapter adds two tensors: ``<m
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,39 +25,48 @@ A, B = ".lora_A.weight", ".lora_B.weight"
 class AdaptedLinear(nn.Linear):
     """y = W x + b + (alpha / rank) B A x, with W and b of ``base``. LoRA, arXiv:2106.09685, eq. 3."""
 
-    def __init__(self, base: nn.Linear, config: LoraConfig, generator: torch.Generator) -> None:
-        """A is uniform with a = sqrt(5), as in the paper's code and PEFT. B is 0, so the layer starts as ``base``."""
+    def __init__(self, base: nn.Linear, config: LoraConfig) -> None:
+        """The adapter is on the meta device until it gets values, such as those of ``draw_adapters``."""
         nn.Module.__init__(self)
         self.in_features, self.out_features = base.in_features, base.out_features
         self.weight, self.bias = base.weight, base.bias
         self.alpha, self.scale, self.on = config.alpha, config.alpha / config.rank, True
-        self.lora_A = nn.Linear(base.in_features, config.rank, bias=False, dtype=torch.float32)
-        self.lora_B = nn.Linear(config.rank, base.out_features, bias=False, dtype=torch.float32)
-        nn.init.kaiming_uniform_(self.lora_A.weight, a=math.sqrt(5), generator=generator)
-        nn.init.zeros_(self.lora_B.weight)
+        self.lora_A = nn.Linear(base.in_features, config.rank, bias=False, dtype=torch.float32, device="meta")
+        self.lora_B = nn.Linear(config.rank, base.out_features, bias=False, dtype=torch.float32, device="meta")
 
     def forward(self, x: Tensor) -> Tensor:
         out = functional.linear(x, self.weight, self.bias)
         return out + self.lora_B(self.lora_A(x)) * self.scale if self.on else out
 
 
-def choose_trainable(hf: nn.Module, config: ModelConfig, seed: int) -> None:
-    """Set ``requires_grad`` on every parameter and insert the adapters.
-
-    Args:
-        hf: the whole model on the CPU, the same on every rank.
-        seed: of the adapters, so that they are the same on every rank too.
-    """
+def choose_trainable(hf: nn.Module, config: ModelConfig) -> None:
+    """Set ``requires_grad`` on every parameter and insert the adapters, which have no values yet."""
     tower = vision_tower(hf)
     if config.freeze_vision_tower and tower is not None:
         tower.requires_grad_(False)
     if config.lora is None:
         return
     hf.requires_grad_(False)
-    generator = torch.Generator().manual_seed(seed)
     for part, name, linear in lora_targets(hf, config.lora):
         parent, _, child = name.rpartition(".")
-        setattr(part.get_submodule(parent), child, AdaptedLinear(linear, config.lora, generator))
+        setattr(part.get_submodule(parent), child, AdaptedLinear(linear, config.lora))
+
+
+def draw_adapters(hf: nn.Module, seed: int) -> dict[str, Tensor]:
+    """Initial values of the adapters of ``hf``, by name, on the CPU in float32.
+
+    A is uniform with a = sqrt(5), as in the paper's code and PEFT. B is 0, so the model starts as the base model.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    names = {module: name for name, module in hf.named_modules()}
+    values: dict[str, Tensor] = {}
+    for part in (decoder_of(hf), vision_tower(hf)):
+        for module in () if part is None else part.modules():
+            if isinstance(module, AdaptedLinear):
+                a, b = (torch.empty(linear.weight.shape) for linear in (module.lora_A, module.lora_B))
+                values[names[module] + A] = nn.init.kaiming_uniform_(a, a=math.sqrt(5), generator=generator)
+                values[names[module] + B] = nn.init.zeros_(b)
+    return values
 
 
 def lora_targets(hf: nn.Module, config: LoraConfig) -> list[tuple[nn.Module, str, nn.Linear]]:
@@ -113,17 +122,6 @@ def is_adapter(name: str) -> bool:
     return name.endswith((A, B))
 
 
-def merge_adapters(weights: Mapping[str, Tensor], adapters: Mapping[str, Tensor], alpha: float) -> dict[str, Tensor]:
-    """W + (alpha / rank) B A for every adapted W, computed in float32. Other weights are unchanged.
-
-    Raises:
-        KeyError: ``weights`` lacks the weight of an adapter.
-    """
-    out = dict(weights)
-    for name, a in adapters.items():
-        if name.endswith(A):
-            module = name.removesuffix(A)
-            weight = out[f"{module}.weight"]
-            delta = adapters[module + B].float() @ a.float() * (alpha / a.shape[0])
-            out[f"{module}.weight"] = (weight.float() + delta).to(weight.dtype)
-    return out
+def merge_adapter(weight: Tensor, a: Tensor, b: Tensor, alpha: float) -> Tensor:
+    """W + (alpha / rank) B A, computed in float32, in the dtype of ``weight``."""
+    return (weight.float() + b.float() @ a.float() * (alpha / a.shape[0])).to(weight.dtype)

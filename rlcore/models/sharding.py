@@ -30,6 +30,7 @@ _SAVED = {  # slow to compute: matrix products and attention. Norms, rotations a
     attention.OPERATOR,
     sequence.EXCHANGE,
 }
+_WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
 
 
 def transformer_blocks(hf: Any) -> list[nn.Module]:
@@ -121,3 +122,29 @@ def unsharded(tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None =
 def local_part(tensor: Tensor) -> Tensor:
     """This rank's shard."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def own_rows(tensor: Tensor) -> slice:
+    """The rows of the whole tensor that this rank holds."""
+    if not isinstance(tensor, DTensor):
+        return slice(None)
+    rows, mesh = tensor.shape[0], tensor.device_mesh
+    chunk = -(-rows // mesh.size())  # torch.chunk's layout
+    first = min(mesh.get_local_rank() * chunk, rows)
+    return slice(first, min(first + chunk, rows))
+
+
+def tied_aliases(model: nn.Module) -> dict[str, str]:
+    """The further names of tied parameters, with the first name of each."""
+    first: dict[nn.Parameter, str] = {}
+    aliases: dict[str, str] = {}
+    for raw, parameter in model.named_parameters(remove_duplicate=False):
+        name = plain_name(raw)
+        if first.setdefault(parameter, name) != name:
+            aliases[name] = first[parameter]
+    return aliases
+
+
+def plain_name(name: str) -> str:
+    """A parameter's name without the parts that torch.compile and activation checkpointing add."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)

@@ -26,12 +26,21 @@ from rlcore.config import ExperimentConfig
 from rlcore.flops import ModelShape
 from rlcore.models.checkpoint import BackgroundSaver, load_train_state
 from rlcore.models.loading import require_supported
-from rlcore.models.lora import B, adapters_off, choose_trainable, frozen_tower, is_adapter, lora_alpha
+from rlcore.models.lora import (
+    B,
+    adapters_off,
+    choose_trainable,
+    draw_adapters,
+    frozen_tower,
+    is_adapter,
+    lora_alpha,
+)
 from rlcore.models.offload import HostOffload, OffloadedOptimizer
 from rlcore.models.optimizer import make_optimizer
 from rlcore.models.packed import PackedModel
 from rlcore.models.sequence import cut, sequence_group
 from rlcore.models.sharding import checkpoint_blocks, compile_blocks, gather_whole, transformer_blocks
+from rlcore.models.stored_weights import Values, load_shards, with_adapters
 from rlcore.models.vision import FrozenTower
 from rlcore.types import Floats, ImageRef, ScoredTokens, TrainingSample
 
@@ -42,13 +51,15 @@ class TorchPolicy:
         hf: nn.Module,
         config: ExperimentConfig,
         *,
+        weights: Values,
         mesh: DeviceMesh,
         banned_token_ids: Sequence[int],
         features: Callable[[ImageRef], ImageFeatures] | None,
     ) -> None:
         """
         Args:
-            hf: weights on the CPU, the same on every rank, ideally in ``weights_dtype``. Others are converted.
+            hf: the architecture, with its parameters on the meta device (``loading.empty_hf_model``).
+            weights: their values, such as ``StoredWeights.read``. Each rank reads only its own rows.
             mesh: all ranks, in one dimension. Consecutive ranks form the sequence groups.
             features: reads one image of the prepared dataset.
         """
@@ -60,7 +71,7 @@ class TorchPolicy:
         self.device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device(mesh.device_type)
         self._reshards = is_on(config.training.reshard_after_forward, auto=mesh.size() > 1)
         _convert(hf.parameters(), weights_dtype(config, mesh.device_type))
-        choose_trainable(hf, config.model, config.seed)
+        choose_trainable(hf, config.model)
         _convert((p for p in hf.parameters() if p.requires_grad), master_dtype(config))
         self._frozen_tower = frozen_tower(hf)
         with_reference = config.algorithm.kl.coefficient > 0 and config.model.lora is None
@@ -78,6 +89,7 @@ class TorchPolicy:
         )
         checkpoint_blocks(transformer_blocks(hf), config.model.gradient_checkpointing)
         self.model = self._shard(packed(hf), mesh)
+        load_shards(self.model, hf, with_adapters(weights, draw_adapters(hf, config.seed)), self.device)
         self._features = features
         if self._frozen_tower is not None and self.model.images is not None and features is not None:
             dtype = compute_dtype(config, mesh.device_type)
@@ -87,7 +99,10 @@ class TorchPolicy:
         _without_dropout(self.model)
         self.reference = None
         if reference is not None:
+            own = set(reference.parameters()) - set(hf.parameters())
+            _convert(own, reference_dtype(config, mesh.device_type))
             self.reference = self._shard(packed(reference.requires_grad_(False)), mesh).eval()
+            load_shards(self.reference, reference, weights, self.device)
         self.optimizer = make_optimizer(self.model.parameters(), config.training)
         self._weights = HostOffload(self.model.parameters)
         self._reference_weights = HostOffload(self._own_of_reference)
@@ -110,7 +125,6 @@ class TorchPolicy:
             param_dtype=computes_in,
             reduce_dtype=torch.float32,  # no output_dtype: a block's output is the next block's input
         )
-        model.to(self.device)
         for block in blocks:
             fully_shard(block, mesh=mesh, mp_policy=precision, reshard_after_forward=self._reshards)
         fully_shard(model, mesh=mesh, mp_policy=precision, ignored_params=whole)
@@ -317,8 +331,14 @@ def master_dtype(config: ExperimentConfig) -> torch.dtype:
 
 
 def weights_dtype(config: ExperimentConfig, device_type: str) -> torch.dtype:
-    """Dtype to load the model in. The base weights of adapters never change, so the compute dtype is enough."""
+    """Dtype of parameters that do not train. The base weights of adapters never change, so the compute dtype
+    is enough."""
     return master_dtype(config) if config.model.lora is None else compute_dtype(config, device_type)
+
+
+def reference_dtype(config: ExperimentConfig, device_type: str) -> torch.dtype:
+    """Dtype of the reference's weights, which never change: the compute dtype is enough."""
+    return min(compute_dtype(config, device_type), master_dtype(config), key=lambda dtype: dtype.itemsize)
 
 
 def _convert(parameters: Iterable[nn.Parameter], dtype: torch.dtype) -> None:

@@ -43,6 +43,7 @@ from rlcore.flops import NOTHING, utilisation
 from rlcore.models.torch_policy import TorchPolicy, weights_dtype
 from rlcore.types import ImageRef, TrainingSample
 from tests.bench.cases import SHAPES, Shape, build_model, shape_of, stop_chance, vision_tokens
+from tests.numerics.toy import emptied
 
 GROUP = 8
 WORLD = int(os.environ.get("WORLD_SIZE", "1"))
@@ -144,9 +145,11 @@ def measure(
     start = time.perf_counter()
     # compiling takes minutes on a CPU, and a tiny run measures nothing
     config = settings(shape, replace(variant, compiled=False) if tiny else variant, budget)
+    hf = build_model(kind, tiny, device, weights_dtype(config, device.type))
     policy = TorchPolicy(
-        build_model(kind, tiny, device, weights_dtype(config, device.type)),
+        hf,
         config,
+        weights=emptied(hf),
         mesh=init_device_mesh(device.type, (WORLD,)),
         banned_token_ids=vision_tokens(tiny),
         features=_features(shape),

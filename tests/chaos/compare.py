@@ -30,7 +30,7 @@ class Comparison:
 
 def weights_of(run_dir: Path) -> str:
     """A hash of the last checkpoint's weights, adapters merged, by name, bit for bit."""
-    from rlcore.models.checkpoint import load_full_weights
+    from tests.train_states import load_full_weights
 
     spec = run_dir / "spec.json"  # absent where a run was restored from a store
     base = Path(json.loads(spec.read_text())["model"]["path"]) if spec.exists() else None

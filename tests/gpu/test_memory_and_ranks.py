@@ -18,7 +18,7 @@ from rlcore.config import build_experiment
 from rlcore.models.torch_policy import TorchPolicy
 from rlcore.types import TrainingSample
 from tests.bench.update import Shape, make_samples
-from tests.numerics.toy import in_one_vector, keep_gradients
+from tests.numerics.toy import emptied, in_one_vector, keep_gradients
 
 pytestmark = pytest.mark.gpu
 
@@ -46,7 +46,8 @@ def make_policy(world: int, *, offload: bool = False, compiled: bool = False) ->
         }
     )
     mesh = init_device_mesh("cuda", (world,))
-    return TorchPolicy(Qwen2ForCausalLM(config).float(), settings, mesh=mesh, banned_token_ids=[0], features=None)
+    hf = Qwen2ForCausalLM(config).float()
+    return TorchPolicy(hf, settings, weights=emptied(hf), mesh=mesh, banned_token_ids=[0], features=None)
 
 
 def step(policy: TorchPolicy, samples: list[TrainingSample]) -> tuple[Tensor, float]:

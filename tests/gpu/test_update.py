@@ -23,7 +23,7 @@ from rlcore.models.optimizer import _kahan_adamw_
 from rlcore.models.torch_policy import TorchPolicy
 from rlcore.types import TrainingSample
 from tests.numerics.attention import LAYOUTS, SCALE, dense, segments
-from tests.numerics.toy import in_one_vector, keep_gradients
+from tests.numerics.toy import emptied, in_one_vector, keep_gradients
 
 pytestmark = pytest.mark.gpu
 
@@ -126,7 +126,8 @@ def gradient(device: str, shared: bool, **choices: Any) -> tuple[Tensor, Tensor]
             "training": choices,
         }
     )
-    policy = TorchPolicy(hf, config, mesh=init_device_mesh(device, (1,)), banned_token_ids=[999], features=None)
+    mesh = init_device_mesh(device, (1,))
+    policy = TorchPolicy(hf, config, weights=emptied(hf), mesh=mesh, banned_token_ids=[999], features=None)
     random = np.random.default_rng(0)
     samples = []
     for group in range(2):

@@ -39,8 +39,9 @@ class Bench:
 
         from rlcore.config import ExperimentConfig, ModelConfig
         from rlcore.data.prompts import PromptBuilder, load_processor
-        from rlcore.models.loading import load_hf_model
-        from rlcore.models.torch_policy import TorchPolicy, weights_dtype
+        from rlcore.models.loading import empty_hf_model
+        from rlcore.models.stored_weights import StoredWeights
+        from rlcore.models.torch_policy import TorchPolicy
         from rlcore.sampler.engine import Engine
         from rlcore.sampler.vllm_sampler import VllmSampler
         from tests.numerics import toy
@@ -56,9 +57,11 @@ class Bench:
         self.engine = Engine(model, config, "cpu", join_world=ranks > 1)
         self.sampler = VllmSampler(self.engine, prompts=prompts, images=pictures)
         # the engine made a group of one, in which the policy can live as well
+        hf = empty_hf_model(model)
         self.policy = TorchPolicy(
-            load_hf_model(model, weights_dtype(config, "cpu")),
+            hf,
             config,
+            weights=StoredWeights(model, hf).read,
             mesh=toy.one_rank_mesh() if ranks == 1 else init_device_mesh("cpu", (ranks,)),
             banned_token_ids=prompts.banned_token_ids,
             features=toy.features,

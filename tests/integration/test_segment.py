@@ -7,11 +7,11 @@ from pathlib import Path
 import torch
 
 from rlcore.failures import EXIT_DONE
-from rlcore.models.checkpoint import load_full_weights
 from rlcore.segment.journal import read_journal
 from rlcore.segment.lease import Control
 from tests.integration.tiny_run import experiment
 from tests.integration.trainer_process import log_of, manifests, spec_of, start
+from tests.train_states import load_full_weights
 
 
 def test_five_kinds_of_damage_cost_their_steps_and_change_nothing(

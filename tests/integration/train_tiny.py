@@ -25,13 +25,13 @@ with making_what_stays():
     from rlcore.distributed.cluster import start_ray, stop_ray
     from rlcore.distributed.group import WorkerGroup
     from rlcore.distributed.worker import make_worker
-    from rlcore.models.checkpoint import load_full_weights
     from rlcore.rollout.groups import Group
     from rlcore.segment.journal import MetricJournal
     from rlcore.training.loop import train
     from rlcore.training.run import TrainingRun, TrainState
     from rlcore.types import Completion, Problem, Score
     from tests.integration.forked_ranks import ForkedRanks
+    from tests.train_states import load_full_weights
 
 
 class LetterGrader:

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from rlcore.config import ExperimentConfig
-from rlcore.models.checkpoint import load_full_weights
 from rlcore.models.loading import load_hf_model
 from tests.integration.engine_bench import measured
 from tests.integration.tiny_run import experiment, journal, run, tokens_after
+from tests.train_states import load_full_weights, save_train_state
 
 
 def configured(workers: int = 2, **model: Any) -> ExperimentConfig:
@@ -34,7 +34,6 @@ def _evaluated(config: ExperimentConfig, dataset: Path, checkpoint: Path, model:
 
     from rlcore.data.pixels import ImageStore
     from rlcore.data.table import load_problems
-    from rlcore.models.torch_policy import TorchPolicy
     from rlcore.rollout.groups import in_order, to_sample
     from tests.numerics import toy
     from tests.sampling import sample_requests
@@ -43,13 +42,7 @@ def _evaluated(config: ExperimentConfig, dataset: Path, checkpoint: Path, model:
     problems = load_problems(dataset)[:4]
     for problem in problems:
         toy.PICTURES.update({image.sha256: store.read(image) for image in problem.images})
-    policy = TorchPolicy(
-        load_hf_model(model, torch.float32),
-        config,
-        mesh=toy.one_rank_mesh(),
-        banned_token_ids=toy.BANNED,
-        features=toy.features,
-    )
+    policy = toy.policy(model, config)
     groups = in_order(worker.generate(sample_requests(problems, 2, seed=0, batch="0")))
     samples = [
         to_sample(p, g.prompt_token_ids, c) for p, g in zip(problems, groups, strict=True) for c in g.completions
@@ -89,17 +82,9 @@ def test_the_loop_trains_adapters_and_a_resumed_run_equals_an_unbroken_one(
 
 def _shaken_checkpoint(model: Path, config: ExperimentConfig, folder: Path) -> dict[str, Any]:
     """Every weight of the model changed, and committed as a run would."""
-    from rlcore.models.torch_policy import TorchPolicy
     from tests.numerics import toy
-    from tests.train_states import save_train_state
 
-    policy = TorchPolicy(
-        load_hf_model(model, torch.float32),
-        config,
-        mesh=toy.one_rank_mesh(),
-        banned_token_ids=toy.BANNED,
-        features=toy.features,
-    )
+    policy = toy.policy(model, config)
     torch.manual_seed(1)
     with torch.no_grad():
         for parameter in policy.model.parameters():

@@ -12,7 +12,6 @@ import torch
 
 from infra.settings import Settings
 from rlcore.failures import EXIT_DONE
-from rlcore.models.checkpoint import load_full_weights
 from rlcore.segment.journal import read_journal
 from rlcore.segment.lease import Control
 from tasks.driver.mirror import RunMirror, safe_step
@@ -22,6 +21,7 @@ from tasks.store.made import store_of
 from tests.integration.tiny_run import experiment
 from tests.integration.trainer_process import log_of, manifests, spec_of, start
 from tests.stores import BUCKET, S3, s3_server
+from tests.train_states import load_full_weights
 
 
 @pytest.fixture

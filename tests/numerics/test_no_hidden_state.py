@@ -70,6 +70,13 @@ def test_a_model_s_dropout_is_off(tiny_model: Path) -> None:
 
     hf = AutoModelForImageTextToText.from_pretrained(tiny_model, dtype=torch.float32)
     hf.model.language_model.norm = nn.Sequential(hf.model.language_model.norm, nn.Dropout(0.5))
-    policy = TorchPolicy(hf, toy.config(), mesh=toy.one_rank_mesh(), banned_token_ids=[], features=toy.features)
+    policy = TorchPolicy(
+        hf,
+        toy.config(),
+        weights=toy.emptied(hf),
+        mesh=toy.one_rank_mesh(),
+        banned_token_ids=[],
+        features=toy.features,
+    )
     assert [m.p for m in policy.model.modules() if isinstance(m, nn.Dropout)] == [0.0]
     assert policy.model.training

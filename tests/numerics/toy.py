@@ -11,7 +11,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from PIL import Image
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from rlcore.batch import ImageFeatures, prompt_key
@@ -20,6 +20,8 @@ from rlcore.data.prompts import PromptBuilder
 from rlcore.data.synthetic.geometry import draw_problem
 from rlcore.data.tiny import build_processor
 from rlcore.distributed.group import SequenceSize, plan_microbatches
+from rlcore.models.loading import empty_hf_model
+from rlcore.models.stored_weights import StoredWeights, Values
 from rlcore.models.torch_policy import TorchPolicy
 from rlcore.types import ImageRef, TrainingSample
 
@@ -103,10 +105,26 @@ def save(trained: TorchPolicy, folder: Path) -> None:
 
 def policy(folder: Path, settings: ExperimentConfig, mesh: object | None = None) -> TorchPolicy:
     torch.set_num_threads(1)
-    from transformers import AutoModelForImageTextToText
+    hf = empty_hf_model(folder)
+    return TorchPolicy(
+        hf,
+        settings,
+        weights=StoredWeights(folder, hf).read,
+        mesh=mesh or one_rank_mesh(),
+        banned_token_ids=BANNED,
+        features=features,
+    )
 
-    hf = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
-    return TorchPolicy(hf, settings, mesh=mesh or one_rank_mesh(), banned_token_ids=BANNED, features=features)
+
+def emptied(hf: nn.Module) -> Values:
+    """Move the parameters of a model in memory to the meta device, and return their values."""
+    values = {name: value.detach() for name, value in hf.state_dict().items()}
+    empty: dict[int, nn.Parameter] = {}  # a tied parameter stays one
+    for module in hf.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            meta = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+            setattr(module, name, empty.setdefault(id(parameter), meta))
+    return lambda name, rows: values[name][rows]
 
 
 class Rank:

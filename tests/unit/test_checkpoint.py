@@ -13,10 +13,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from rlcore.errors import CheckpointError, StorageError
-from rlcore.models.checkpoint import BackgroundSaver, load_full_weights, load_train_state
+from rlcore.models.checkpoint import BackgroundSaver, load_train_state
 from rlcore.models.optimizer import KahanAdamW
 from tests.ranks import on_ranks
-from tests.train_states import save_train_state
+from tests.train_states import load_full_weights, save_train_state
 
 ELASTIC = [(0, False), (3, False), (0, True), (3, True)]  # steps trained, all in bfloat16
 NAMES = {"embed.weight", "block.weight", "block.bias", "unused.weight", "norm", "counter"}
