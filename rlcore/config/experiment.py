@@ -161,18 +161,6 @@ def _broken_placement_rules(config: ExperimentConfig) -> Iterator[str]:
                 f"rollout.tensor_parallel ({tensor}) does not divide {name} ({workers}). Set it to a divisor of "
                 f"{workers}; 1 gives each worker its own engine."
             )
-    if tensor > 1 and config.model.lora is not None:
-        yield (
-            f"rollout.tensor_parallel is {tensor} and model.lora set: rlflow cannot verify that each part of an "
-            "adapter reached its worker of the engine. Set rollout.tensor_parallel to 1, or model.lora to null."
-        )
-    trained, sampled = config.model.compute_dtype, config.rollout.dtype
-    if config.model.lora is not None and sampled in ("float32", "float16") and trained != "float32":
-        yield (
-            f"rollout.dtype is {sampled}, model.compute_dtype {trained}, and model.lora set: the engine would load the "
-            "frozen weights in a finer dtype than the trainer. Set rollout.dtype to auto, or model.compute_dtype to "
-            "float32."
-        )
     if config.training.problems_per_batch % resources.workers:
         yield (
             f"training.problems_per_batch ({config.training.problems_per_batch}) does not split evenly over "

@@ -84,8 +84,8 @@ class WeightSender:
         """Send an adapter; return its ``checksum``."""
         return self._send(tensors)
 
-    def check_base(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Send the base weights, which the samplers compare with theirs."""
+    def load_base(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Send the frozen weights of a policy with adapters."""
         self._send(weights)
 
     def _send(self, tensors: Iterable[tuple[str, Tensor]]) -> int:

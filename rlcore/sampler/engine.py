@@ -7,6 +7,7 @@ import json
 import os
 import socket
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -158,6 +159,22 @@ class Engine:
         manager.add_adapter(adapter)
         manager.activate_adapter(_ADAPTER)
 
+    @contextmanager
+    def without_adapter_layers(self) -> Iterator[None]:
+        """Inside the block the model has vLLM's own layers in place of those with adapters, which change the names of
+        its parameters."""
+        from vllm.lora.layers import BaseLayerWithLoRA
+
+        model = self.llm.apply_model(lambda model: model)[0]
+        wrapped = [(name, m) for name, m in model.named_modules() if isinstance(m, BaseLayerWithLoRA)]
+        for name, module in wrapped:
+            _replace(model, name, cast(Any, module).base_layer)
+        try:
+            yield
+        finally:
+            for name, module in wrapped:
+                _replace(model, name, module)
+
     def held_adapter(self) -> Iterator[Tensor]:
         """Every adapter buffer of the engine. Padding and layers without an adapter are zeros."""
         for module in self._adapter_manager().modules.values():
@@ -300,6 +317,11 @@ def adapter_request(version: int) -> LoRARequest:
     from vllm.lora.request import LoRARequest
 
     return LoRARequest(lora_name=f"policy-{version}", lora_int_id=_ADAPTER, lora_path="in memory, never read")
+
+
+def _replace(model: Any, name: str, module: Any) -> None:
+    parent, _, child = name.rpartition(".")
+    setattr(model.get_submodule(parent), child, module)
 
 
 def _through_kernel(module: Any, kernel: Any, weight: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from typing import cast
 
 import numpy as np
@@ -15,7 +16,7 @@ from rlcore.data.prompts import PromptBuilder
 from rlcore.errors import SamplerError
 from rlcore.sampler.decoding import Decoded, decode
 from rlcore.sampler.engine import Engine, adapter_request, engine_prompt, over_engine, sampling_params
-from rlcore.sampler.weights import Parts, WeightLoader, checksum
+from rlcore.sampler.weights import Parts, WeightLoader, checksum, watched
 from rlcore.types import Completion, FinishReason, Ints, SampledGroup, SampleRequest
 
 logger = logging.getLogger(__name__)
@@ -93,9 +94,9 @@ class VllmSampler:
             "detokenize": False,
             "logit_bias": {token: -100.0 for token in prompts.banned_token_ids} or None,
         }
-        self._loader = WeightLoader(
-            engine.llm, engine.device, Parts(over_engine) if rollout.tensor_parallel > 1 else None
-        )
+        together = rollout.tensor_parallel > 1
+        self._loader = WeightLoader(engine.llm, engine.device, Parts(over_engine) if together else None)
+        self._adapter_parts = Parts(over_engine, may_tie=False) if together else None
 
     def generate(self, requests: Sequence[SampleRequest]) -> Iterator[dict[int, SampledGroup]]:
         """Sample every request; yield each group when its last completion ends (``types.Sampler``).
@@ -188,19 +189,11 @@ class VllmSampler:
         self._version = version
         return sent
 
-    def check_base(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Verify that the engine read the same base weights from the model folder as the trainer.
-
-        Raises:
-            SamplerError: their checksums differ.
-        """
-        theirs = checksum(value.to(self._engine.dtype) for _, value in weights)
-        actual = checksum(self._engine.held_weights())
-        if theirs != actual:
-            raise SamplerError(
-                f"the sampler's base weights have the checksum {actual}, the trainer's {theirs}: with the same adapter "
-                "they would be two policies. Check that the model folder has not changed since the run started."
-            )
+    def load_base(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """``load_weights`` for the frozen weights of a policy with adapters. Call ``load_adapter`` afterwards."""
+        with self._engine.without_adapter_layers():
+            self.load_weights(weights, version=0)
+        self._version = None
 
     def load_adapter(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> int:
         """Replace the adapter, drop every cache that depends on weights, and verify the result.
@@ -212,21 +205,27 @@ class VllmSampler:
             The ``checksum`` of the tensors received.
 
         Raises:
-            SamplerError: the engine's adapter has another checksum.
+            SamplerError: the engine's adapter does not have the expected checksum; or, in an engine of several ranks,
+                no rank copied some element.
         """
         if self._lora is None:
             raise SamplerError("this sampler has no buffers for an adapter: model.lora is null")
         # copies, because vLLM keeps them, and the tensors may be the trainer's memory
         adapter = {name: value.detach().to(self._engine.dtype, copy=True) for name, value in tensors}
-        sent = checksum(adapter.values())
-        self._engine.install_adapter(adapter, self._lora.rank)
+        sent = due = checksum(adapter.values())
+        install = partial(self._engine.install_adapter, adapter, self._lora.rank)
+        if self._adapter_parts is None:
+            install()
+        else:
+            due = self._adapter_parts.of(adapter, watched(install, adapter))
         self._engine.reset_caches()
         actual = checksum(self._engine.held_adapter())
-        if sent != actual:
+        if due != actual:
             raise SamplerError(
-                f"after the sync to version {version} the sampler's adapter has the checksum {actual}, the trainer's "
-                f"{sent}: not every tensor arrived. Check that vLLM supports adapters for each linear layer of this "
-                "architecture, with model.lora.vision_tower for the vision tower as well."
+                f"after the sync to version {version} the sampler's adapter has the checksum {actual}, and the "
+                f"trainer's, or this rank's part of it, {due}: not every tensor arrived. Check that vLLM supports "
+                "adapters for each linear layer of this architecture, with model.lora.vision_tower for the vision "
+                "tower as well."
             )
         self._version = version
         return sent

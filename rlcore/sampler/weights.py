@@ -66,12 +66,13 @@ class Parts:
     copies show that together they copied every element.
     """
 
-    def __init__(self, gather: Callable[[Places], list[Places]]) -> None:
+    def __init__(self, gather: Callable[[Places], list[Places]], *, may_tie: bool = True) -> None:
         """
         Args:
             gather: an all-gather over the ranks of the engine. Collective.
+            may_tie: whether the engine may tie a tensor to an equal one and copy only the other.
         """
-        self._gather = gather
+        self._gather, self._may_tie = gather, may_tie
         self._tied: dict[str, str] = {}
         self.begin()
 
@@ -85,6 +86,13 @@ class Parts:
         self.places[name] = (tuple(source.shape), [(c.size, c.stride, c.offset) for c in copies])
         self._wholes[name] = bit_sum(source)
         self._sums[name] = [bit_sum(part) for part in taken(source, copies)]
+
+    def of(self, sources: Mapping[str, Tensor], copies: Mapping[str, Sequence[Copy]]) -> int:
+        """``due`` after a load of ``sources``, verified."""
+        self.begin()
+        for name, source in sources.items():
+            self.took(name, source, copies[name])
+        return self.due(verify=True)
 
     def due(self, *, verify: bool) -> int:
         """The ``checksum`` that this rank must have after the load.
@@ -111,7 +119,8 @@ class Parts:
         """A tensor that no rank copies must be tied to one that a rank copies, with the same bits and shape."""
         twins: dict[str, str] = {}
         for name, elements in absent.items():
-            taken_somewhere = [other for other in self.places if name in self.places and other not in absent]
+            candidates = self.places if self._may_tie and name in self.places else ()
+            taken_somewhere = [other for other in candidates if other not in absent]
             equal = [
                 other
                 for other in taken_somewhere
@@ -249,6 +258,16 @@ def _is_same(one: Copy, other: Copy) -> bool:
 
 def _memory(value: Tensor) -> int:
     return -1 if value.is_meta else value.untyped_storage().data_ptr()
+
+
+def watched(load: Callable[[], None], sources: Mapping[str, Tensor]) -> dict[str, list[Copy]]:
+    """Call ``load``, and return the copies by source. Each source has memory of its own."""
+    copies: dict[str, list[Copy]] = {name: [] for name in sources}
+    watch = _CopyWatch()
+    watch.sources = {_memory(source): (source, copies[name]) for name, source in sources.items()}
+    with torch.no_grad(), watch:
+        load()
+    return copies
 
 
 def watched_load(model: Any, weights: Iterator[tuple[str, Tensor]], took: Took | None = None) -> dict[str, list[Copy]]:

@@ -31,8 +31,7 @@ class Damaged:
         return loaded
 
 
-def one_of_two(rank: int, port: int, model: Path) -> dict[str, Any]:
-    from rlcore.errors import SamplerError
+def _bench_of_two(rank: int, port: int, model: Path, lora: dict[str, Any] | None) -> Bench:
     from rlcore.sampler.engine import set_engine_environment
 
     set_engine_environment("cpu")
@@ -42,7 +41,13 @@ def one_of_two(rank: int, port: int, model: Path) -> dict[str, Any]:
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method="env://")
-    bench = Bench(model, None, RANKS)
+    return Bench(model, lora, RANKS)
+
+
+def one_of_two(rank: int, port: int, model: Path) -> dict[str, Any]:
+    from rlcore.errors import SamplerError
+
+    bench = _bench_of_two(rank, port, model, None)
     sampler, policy = bench.sampler, bench.policy
     sampler.load_weights(policy.full_weights(), 0)
     result: dict[str, Any] = {"greedy": bench.greedy(), "before": bench.delta()}
@@ -71,6 +76,48 @@ def one_of_two(rank: int, port: int, model: Path) -> dict[str, Any]:
     return result
 
 
+def adapters_on_one_of_two(rank: int, port: int, model: Path) -> dict[str, Any]:
+    from rlcore.errors import SamplerError
+
+    bench = _bench_of_two(rank, port, model, {"rank": 4, "alpha": 12.0, "vision_tower": False})
+    sampler, policy = bench.sampler, bench.policy
+    sampler.load_base(policy.full_weights())
+    sampler.load_adapter(policy.adapter_weights(), 0)
+    result: dict[str, Any] = {"greedy": bench.greedy(), "before": bench.delta()}
+    bench.shake()
+    result["stale"] = bench.delta()
+    sampler.load_adapter(policy.adapter_weights(), 1)
+    result |= {"after": bench.delta(), "version": bench.version()}
+    result["held"] = sum(value.numel() for value in bench.engine.held_adapter())
+
+    for wrong in ("up_proj", "o_proj"):  # split by rows, and by columns
+        renamed = [(name.replace(wrong, f"{wrong}_"), value) for name, value in policy.adapter_weights()]
+        try:
+            sampler.load_adapter(renamed, 2)
+        except SamplerError as error:
+            result[wrong] = str(error)
+    held = bench.engine.held_adapter
+
+    def damaged() -> Any:
+        first, *others = held()
+        return [first + 1e-3, *others]
+
+    if rank == 1:
+        bench.engine.held_adapter = damaged  # type: ignore[method-assign]
+    try:
+        sampler.load_adapter(policy.adapter_weights(), 3)
+    except SamplerError as error:
+        result["damaged"] = str(error)
+    return result
+
+
+def alone_with_adapters(rank: int, port: int, model: Path) -> dict[str, Any]:
+    bench = Bench(model, {"rank": 4, "alpha": 12.0, "vision_tower": False})
+    bench.sampler.load_base(bench.policy.full_weights())
+    bench.sampler.load_adapter(bench.policy.adapter_weights(), 0)
+    return {"greedy": bench.greedy(), "held": sum(value.numel() for value in bench.engine.held_adapter())}
+
+
 def alone(rank: int, port: int, model: Path) -> dict[str, Any]:
     bench = Bench(model, None)
     bench.sampler.load_weights(bench.policy.full_weights(), 0)
@@ -84,11 +131,14 @@ def _child(measure: Callable[[int, int, Path], Any], rank: int, port: int, model
         queue.put((rank, traceback.format_exc()))
 
 
-def measured(model: Path) -> list[dict[str, Any]]:
+Measure = Callable[[int, int, Path], dict[str, Any]]
+
+
+def measured(model: Path, two: Measure = one_of_two, one: Measure = alone) -> list[dict[str, Any]]:
     """Of rank 0, of rank 1, and of an engine that one process holds."""
     port = reserved_port()
     queue = FORKED.Queue()
-    measures = [one_of_two, one_of_two, alone]
+    measures = [two, two, one]
     children = [
         FORKED.Process(target=_child, args=(measure, rank, port, model, queue)) for rank, measure in enumerate(measures)
     ]
@@ -132,6 +182,21 @@ def test_two_ranks_draw_what_one_draws(tmp_path: Path) -> None:
 
     create_tiny_policy(tmp_path, TinyModelConfig(task="sums", warm_start_steps=0))
     assert_in_step(tmp_path)
+
+
+def test_two_ranks_hold_an_adapter_together(tiny_model: Path) -> None:
+    first, second, one = measured(tiny_model, adapters_on_one_of_two, alone_with_adapters)
+    assert first["greedy"] == second["greedy"] == one["greedy"]
+    for rank in (first, second):
+        assert rank["before"] < 1e-4
+        assert rank["stale"] > 1e-2
+        assert rank["after"] < 1e-4
+        assert rank["version"] == 1
+        assert 0.5 < rank["held"] / one["held"] < 0.9  # one of A and B is whole on both ranks
+        assert "elements of " in rank["up_proj"]
+        assert "elements of " in rank["o_proj"]
+    assert "damaged" not in first
+    assert "not every tensor arrived" in second["damaged"]
 
 
 @pytest.fixture(scope="module")

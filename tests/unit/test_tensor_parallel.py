@@ -101,17 +101,10 @@ def test_engines_that_do_not_fill_the_workers_are_refused():
         built(workers=4, rollout_workers=3)
 
 
-def test_adapters_in_an_engine_of_several_workers_are_refused():
-    settings = {"name": "toy", "rollout": {"tensor_parallel": 2}, "resources": {"workers": 2}, "model": {"lora": {}}}
-    with pytest.raises(ConfigError, match=r"tensor_parallel is 2 and model.lora set: .* Set rollout.tensor_parallel"):
-        build_experiment(settings)
-
-
-def test_an_engine_finer_than_the_trainer_is_refused_with_adapters():
-    settings = {"name": "toy", "rollout": {"dtype": "float16"}, "model": {"lora": {}}}
-    with pytest.raises(ConfigError, match=r"rollout.dtype is float16, .* Set rollout.dtype to auto, or"):
-        build_experiment(settings)
-    assert build_experiment(settings, ["model.compute_dtype=float32"]).rollout.dtype == "float16"
+@pytest.mark.parametrize("rollout", [{"tensor_parallel": 2}, {"dtype": "float16"}])
+def test_adapters_go_with_several_workers_and_with_another_dtype(rollout):
+    settings = {"name": "toy", "rollout": rollout, "resources": {"workers": 2}, "model": {"lora": {}}}
+    assert build_experiment(settings)
 
 
 def test_a_run_may_go_on_with_engines_of_other_sizes():
