@@ -20,6 +20,7 @@ _COMPUTE = 2  # bytes of bfloat16, for forward, backward and sampling
 _LOGITS = 3 * GIB  # algorithms.logprobs.LOGIT_BYTES of float32 logits, and half as much for their gradient
 _TEMPORARIES = 2 * GIB  # one block's forward and backward, and fragmentation
 _ENGINE = 2 * GIB  # vLLM's activations and CUDA graphs
+_PROCESS = 4 * GIB  # host memory of a worker before it holds any tensor: torch, vLLM, CUDA's own
 _EAGER = 1.85  # saved activations relative to compiled blocks: norms in float32, every intermediate
 _SELECTIVE = 0.55  # saved activations relative to no checkpointing: only matrix products and attention
 
@@ -80,6 +81,8 @@ class Plan:
     bf16_optimizer: bool
     reshard: bool
     offload: bool
+    adapters: bool  # LoRA trains, and all else is frozen
+    sleeps: bool  # the sampler frees its GPU memory while the policy trains
     reference: bool
     old_logprobs: bool  # computed in a separate pass
     sampler_share: float  # of the GPU's memory
@@ -105,6 +108,20 @@ class MemoryEstimate:
     kv_cache: int  # the rest of the sampler's share
     kv_cache_wanted: int  # for max_sequences of the greatest length
     device: int
+    largest_tensor: int  # rows of one worker, as the files store them
+    host_checkpoint: int  # a worker's copy of its part of the train state, written in the background
+    host_offload: int
+    host_sampler: int  # weights of an engine that sleeps and keeps them, as one with adapters does
+
+    @property
+    def loading(self) -> int:
+        """While the policy is loaded: a worker reads its own rows, one tensor at a time."""
+        return self.weights + self.reference + self.largest_tensor + _ENGINE
+
+    @property
+    def host(self) -> int:
+        """Bytes of host memory per worker. Pages of the model's files that the system caches are not counted."""
+        return _PROCESS + self.largest_tensor + self.host_checkpoint + self.host_offload + self.host_sampler
 
     @property
     def training(self) -> int:
@@ -154,15 +171,18 @@ def estimate_memory(model: Architecture, plan: Plan) -> MemoryEstimate:
     device = int(MEMORY[plan.device] * GIB)
     sampler = model.parameters * _COMPUTE // plan.engine_workers
     head_width = model.vocabulary * model.hidden
-    state = trained * moments
+    state = whole_state = trained * moments
     if plan.offload:
         state = min(state, head_width * moments)  # of the largest parameter, the embedding
+    weights = (trained * master + frozen * _COMPUTE) // plan.workers
+    saved = trained * master if plan.adapters else trained * master + frozen * _COMPUTE
+    reference = model.parameters * _COMPUTE // plan.workers if plan.reference else 0
     return MemoryEstimate(
-        weights=(trained * master + frozen * _COMPUTE) // plan.workers,
+        weights=weights,
         gradients=gradients,
         optimizer=state // plan.workers,
         whole_copy=whole_copy,
-        reference=model.parameters * _COMPUTE // plan.workers if plan.reference else 0,
+        reference=reference,
         activations=_activations(model, plan),
         head=_LOGITS + head_width * (4 + _COMPUTE),
         temporaries=_TEMPORARIES,
@@ -170,6 +190,10 @@ def estimate_memory(model: Architecture, plan: Plan) -> MemoryEstimate:
         kv_cache=int(plan.sampler_share * device) - sampler - _ENGINE,
         kv_cache_wanted=plan.max_sequences * plan.longest * _cache_bytes(model) // plan.engine_workers,
         device=device,
+        largest_tensor=head_width * _COMPUTE // plan.workers,
+        host_checkpoint=(saved + whole_state) // plan.workers,
+        host_offload=weights + reference + whole_state // plan.workers if plan.offload else 0,
+        host_sampler=sampler if plan.sleeps and plan.adapters else 0,
     )
 
 

@@ -38,6 +38,7 @@ from tasks.store.made import store_of
 
 TINY_PARAMETERS = 4_000_000  # upper bound
 _MERGED_BYTES = 4  # per parameter: merged models are float32
+_WORKER_BYTES = 4 * 2**30  # a worker's host memory before it holds any tensor
 _FULL_DISK_RESERVE = 256 * 2**20
 
 Error = RlflowError | InfraError
@@ -82,6 +83,7 @@ def check(experiment: ExperimentConfig, settings: Settings) -> PreflightReport:
         ),
         "reward": lambda: _reward(experiment, settings),
         "disk": lambda: _disk(experiment, settings),
+        "host memory": lambda: _host_memory(experiment, settings),
         "store": lambda: _store(settings),
         "MLflow": lambda: _mlflow(settings),
         "Prefect": lambda: _prefect(settings),
@@ -268,6 +270,27 @@ def _disk(experiment: ExperimentConfig, settings: Settings) -> str:
         ) from error
     parts = f"{keep + 1} checkpoints of {one / 2**30:.2f} GiB and {models}"
     return f"{free / 2**30:.1f} GiB free, {needed / 2**30:.2f} GiB needed for {parts}"
+
+
+def _host_memory(experiment: ExperimentConfig, settings: Settings) -> str:
+    """What the workers hold outside of GPUs: a copy of the train state, and what is offloaded or sleeps."""
+    shapes, resources = _shapes(experiment.model), experiment.resources
+    machine = describe_hardware()
+    if shapes is None or settings.ray_address or resources.device == "cpu" or not machine.gpus:
+        return f"{machine.memory_gib:.0f} GiB"
+    parameters = sum(math.prod(shape) for shape in shapes.values())
+    needed = _WORKER_BYTES * resources.devices + checkpoint_bytes(experiment, shapes)
+    if experiment.training.offload:
+        needed += checkpoint_bytes(experiment, shapes)
+    if experiment.model.lora is not None and experiment.rollout.sleep != "never" and not resources.rollout_workers:
+        needed += 2 * parameters * resources.workers // experiment.rollout.tensor_parallel
+    if needed > machine.memory_gib * 2**30:
+        raise ConfigError(
+            f"the run's {resources.devices} workers need about {needed / 2**30:.0f} GiB of host memory, and this "
+            f"machine has {machine.memory_gib:.0f} GiB. Lower it with training.optimizer=adamw_bf16, model.lora, "
+            "training.offload=false or rollout.sleep=never, or use several machines."
+        )
+    return f"{machine.memory_gib:.0f} GiB, about {needed / 2**30:.0f} GiB needed"
 
 
 def checkpoint_bytes(experiment: ExperimentConfig, shapes: Mapping[str, Sequence[int]]) -> int:

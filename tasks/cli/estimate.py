@@ -40,9 +40,11 @@ class DryRun(BaseModel):
     trained_parameters: int
     tower_parameters: int
     memory: dict[str, float]
+    loading_gib: float
     training_gib: float
     sampling_gib: float
     device_gib: float
+    host_gib: float  # per worker
     fits: bool
     asks_for_cpu: bool  # the times are still those of the GPU
     kv_cache_wanted_gib: float
@@ -66,8 +68,10 @@ class DryRun(BaseModel):
                 f"trained, {self.tower_parameters / 1e9:.2f} B in a vision tower, on {self.devices} x {self.device}",
                 "Memory per GPU:",
                 *parts,
+                f"  {'while loading':<34}{self.loading_gib:>9.2f} GiB",
                 f"  {'while updating':<34}{self.training_gib:>9.2f} GiB of {self.device_gib:.1f}",
                 f"  {'while sampling':<34}{self.sampling_gib:>9.2f} GiB: {verdict}",
+                f"  {'host memory per worker':<34}{self.host_gib:>9.2f} GiB, with its part of a checkpoint",
                 f"  {'cache, all sequences at full length':<36}{self.kv_cache_wanted_gib:>7.1f} GiB; what does not fit "
                 "waits its turn",
                 f"Time per rollout batch, prompts and completions {100 * MEAN_SHARE:.0f} % of their limits on average:",
@@ -124,11 +128,13 @@ def compute_estimate(experiment: ExperimentConfig, model: Architecture, device: 
         trained_parameters=model.trained_parameters,
         tower_parameters=model.tower_parameters,
         memory={name: size / GIB for name, size in parts.items()},
+        loading_gib=memory.loading / GIB,
         training_gib=training / GIB,
         sampling_gib=sampling / GIB,
         device_gib=memory.device / GIB,
+        host_gib=memory.host / GIB,
         asks_for_cpu=experiment.resources.device == "cpu",
-        fits=max(training, sampling) <= memory.device and memory.kv_cache > 0,
+        fits=max(memory.loading, training, sampling) <= memory.device and memory.kv_cache > 0,
         kv_cache_wanted_gib=memory.kv_cache_wanted / GIB,
         seconds={
             "generate": times.generate,
@@ -165,6 +171,8 @@ def plan_of(experiment: ExperimentConfig, model: Architecture, device: str) -> P
         bf16_optimizer=training.optimizer == "adamw_bf16",
         reshard={"on": True, "off": False, "auto": resources.workers > 1}[training.reshard_after_forward],
         offload=training.offload,
+        adapters=experiment.model.lora is not None,
+        sleeps=rollout.sleep != "never" and not resources.rollout_workers,
         reference=algorithm.kl.coefficient > 0 and experiment.model.lora is None,
         old_logprobs=old,
         sampler_share=rollout.gpu_memory_utilization,

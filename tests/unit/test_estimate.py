@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,15 +14,16 @@ from transformers import Qwen2_5_VLConfig, Qwen2VLConfig, Qwen2VLForConditionalG
 
 from rlcore.config import LoraConfig, ModelConfig
 from rlcore.errors import ModelError
-from rlcore.estimate import Architecture, ArchitectureSpec, Plan, estimate_memory, estimate_seconds
+from rlcore.estimate import GIB, Architecture, ArchitectureSpec, Plan, estimate_memory, estimate_seconds
 from rlcore.jobs.architecture import architecture, describe
 from tasks.cli import estimate
-from tasks.cli.estimate import compute_estimate
+from tasks.cli.estimate import compute_estimate, plan_of
 from tasks.experiments import load_experiment
-from tests.bench import estimates
+from tests.bench import estimates, loading
 from tests.bench.estimates import BYTES, PEAK
 from tests.bench.tables import DOCS, with_tables
 from tests.bench.update import build_model
+from tests.ranks import FORKED
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +41,19 @@ ROWS = list(estimates.rows())
 @pytest.mark.parametrize("row", ROWS, ids=[f"{row.quantity}: {row.label}" for row in ROWS])
 def test_an_estimate_is_as_near_to_what_was_measured_as_its_row_says(row: estimates.Row) -> None:
     assert row.estimated() == pytest.approx(row.measured, rel=row.within)
+
+
+@pytest.mark.parametrize("recipe", list(loading.TEXT))
+def test_loading_is_estimated_as_sharding_over_so_many_ranks_gives_it(recipe: str) -> None:
+    experiment = load_experiment(recipe)
+    with ProcessPoolExecutor(1, mp_context=FORKED) as process:  # this one may be in a group already
+        simulated = process.submit(loading.simulate_recipe, recipe).result()
+    model = architecture(loading.large_model(recipe), experiment.model)
+    memory = estimate_memory(model, plan_of(experiment, model, "H200"))
+    assert (memory.weights + memory.reference + memory.largest_tensor) / GIB == pytest.approx(
+        simulated["device_gib"], rel=0.02
+    )
+    assert memory.loading < 0.1 * memory.device < simulated["whole_model_gib"] * GIB
 
 
 def test_most_rows_were_measured_after_the_constants_were_fitted() -> None:
