@@ -7,18 +7,19 @@ compares them with those of the live trainer.
 from __future__ import annotations
 
 import json
-import math
 import shutil
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from PIL import Image
 from pydantic import BaseModel, ConfigDict
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoImageProcessor
 
 from rlcore.algorithms.logprobs import logprobs_and_entropy
@@ -38,8 +39,11 @@ from rlcore.segment.store import verify_checkpoint
 from rlcore.specs import MergeSpec
 from rlcore.types import ImageRef
 
-# Largest difference between two implementations. A bfloat16 logit of 20 has a rounding error of 0.06 by itself.
-TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.3}
+# Of two implementations, in nats. In float32 an implementation may differ from transformers by this much.
+_FLOAT32_TOLERANCE = 1e-3
+# In another dtype it may differ from transformers in float32 by so many times the root mean square of what transformers
+# in that dtype, with two kinds of attention, differs by: in its own root mean square, and in a single token.
+_RMS_FACTOR, _MAX_FACTOR = 2.0, 6.0
 _SHARD_BYTES = 4 << 30  # of a safetensors file, and the most that the merge holds in memory
 # Files that a model folder needs besides config.json and weights. Nothing else of the base is copied.
 _COPIED = (
@@ -49,14 +53,16 @@ _COPIED = (
 
 
 class VerifyReport(BaseModel):
-    """Largest differences between merged model and live policy, in nats."""
+    """Differences from the merged model in float32 through transformers, in nats."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     num_sequences: int
     num_tokens: int
-    transformers_max_delta: float
-    vllm_max_delta: float | None  # None: not checked
+    transformers_max_delta: float  # of the live policy
+    vllm_max_delta: float | None  # of the merged model through vLLM; None: not checked
+    allowed_max: float | None = None  # for one token
+    allowed_rms: float | None = None  # root mean square over the tokens
 
 
 class MergeRecord(BaseModel):
@@ -69,6 +75,7 @@ class MergeRecord(BaseModel):
     report: VerifyReport
 
 
+Values = npt.NDArray[np.float64]  # [C] nats, of a sequence's completion tokens
 LogProbsOf = Callable[[Path, list[ProbeSequence]], list[list[float]]]
 
 
@@ -128,13 +135,13 @@ def verify_merged(
 
     Args:
         read_image: reads an image of the prepared dataset.
-        dtype: in which the live trainer computed the probe.
-        tolerance: largest |delta log-prob| allowed, nats. None: 1e-3 in float32, 0.3 in bfloat16.
+        dtype: in which the live trainer computed the probe, and vLLM computes.
+        tolerance: largest |delta log-prob| allowed, nats. None: derived, see ``allowed_differences``.
 
     Raises:
-        ModelError: a log-prob differs by more than the tolerance, or the probe is empty.
+        ModelError: the live policy or vLLM differs from the merged model in float32 by more than is allowed, or the
+            probe is empty.
     """
-    allowed = TOLERANCE[dtype] if tolerance is None else tolerance
     sequences = read_probe(probe)
 
     def read(images: Sequence[ImageRef]) -> tuple[Tensor, Tensor]:
@@ -144,22 +151,51 @@ def verify_merged(
         pixels, grids = resizing.read([read_image(image) for image in images], min_pixels, max_pixels)
         return pixels, torch.tensor(grids)
 
-    model = load_hf_model(model_dir, dtype, trust_remote_code).to(device)
-    with torch.no_grad():
-        found = [_sequence_logprobs(model, sequence, read).tolist() for sequence in sequences]
-    del model
+    def through_transformers(dtype: torch.dtype, attention: str) -> list[Values]:
+        model = load_hf_model(
+            model_dir, dtype, trust_remote_code, attn_implementation=attention, spread_over_gpus=device == "cuda"
+        )
+        with torch.no_grad():
+            return [_sequence_logprobs(model, sequence, read).double().cpu().numpy() for sequence in sequences]
+
+    exact = through_transformers(torch.float32, "sdpa")
+    rounded = [] if dtype == torch.float32 else [through_transformers(dtype, kind) for kind in ("sdpa", "eager")]
     if device == "cuda":
         torch.cuda.empty_cache()  # vLLM comes next and measures free memory
-    delta = _max_delta(sequences, found, "transformers", model_dir, allowed)
+    limits = allowed_differences([v - e for values in rounded for v, e in zip(values, exact, strict=True)])
+    if tolerance is not None:
+        limits = (tolerance, tolerance)
+    live = [np.asarray(sequence.logprobs) for sequence in sequences]
+    delta = _require_near(exact, live, "the trainer", model_dir, limits)
     vllm_delta = None
     if log_prob_with_vllm is not None:
-        vllm_delta = _max_delta(sequences, log_prob_with_vllm(model_dir, sequences), "vLLM", model_dir, allowed)
+        vllm = [np.asarray(values) for values in log_prob_with_vllm(model_dir, sequences)]
+        vllm_delta = _require_near(exact, vllm, "vLLM", model_dir, limits)
     return VerifyReport(
         num_sequences=len(sequences),
-        num_tokens=sum(len(sequence.logprobs) for sequence in sequences),
+        num_tokens=sum(map(len, exact)),
         transformers_max_delta=delta,
         vllm_max_delta=vllm_delta,
+        allowed_max=limits[0],
+        allowed_rms=limits[1],
     )
+
+
+def allowed_differences(rounding: Sequence[Values]) -> tuple[float, float]:
+    """How far a correct implementation may be from the exact log-probs: in one token, and in root mean square. Nats.
+
+    Args:
+        rounding: differences of correct forward passes in the implementation's dtype from the exact log-probs. None of
+            them: the implementation computes in float32.
+    """
+    if not rounding:
+        return _FLOAT32_TOLERANCE, _FLOAT32_TOLERANCE
+    spread = _root_mean_square(np.concatenate(rounding))
+    return tuple(max(_FLOAT32_TOLERANCE, factor * spread) for factor in (_MAX_FACTOR, _RMS_FACTOR))  # type: ignore[return-value]
+
+
+def _root_mean_square(values: Values) -> float:
+    return float(np.sqrt(np.mean(np.square(values))))
 
 
 def merge(spec: MergeSpec) -> ModelRef:
@@ -246,10 +282,10 @@ def _verify_for(spec: MergeSpec, out: Path) -> VerifyReport:
 
 
 def _sequence_logprobs(
-    model: nn.Module, sequence: ProbeSequence, read: Callable[[Sequence[ImageRef]], tuple[Tensor, Tensor]]
+    model: Any, sequence: ProbeSequence, read: Callable[[Sequence[ImageRef]], tuple[Tensor, Tensor]]
 ) -> Tensor:
     """[C] log-probs of the completion in nats, at temperature 1."""
-    device = next(model.parameters()).device
+    device = model.get_input_embeddings().weight.device
     tokens = torch.tensor(sequence.token_ids)
     mask = torch.arange(len(tokens)) >= sequence.completion_start
     predict_from, token_index = trained_positions(mask, torch.tensor([0, len(tokens)]))
@@ -266,27 +302,30 @@ def _sequence_logprobs(
     return logprobs_and_entropy(logits[0], tokens[token_index].to(device))[0]
 
 
-def _max_delta(
-    sequences: Sequence[ProbeSequence],
-    found: Sequence[Sequence[float]],
-    by: str,
-    model_dir: Path,
-    allowed: float,
+def _require_near(
+    exact: Sequence[Values], found: Sequence[Values], by: str, model_dir: Path, limits: tuple[float, float]
 ) -> float:
-    worst, where = 0.0, ""
-    for index, (sequence, values) in enumerate(zip(sequences, found, strict=True)):
-        for token, (expected, value) in enumerate(zip(sequence.logprobs, values, strict=True)):
-            delta = abs(value - expected)
-            if not delta <= worst:  # also takes a NaN
-                worst = math.inf if math.isnan(delta) else delta
-                where = f"sequence {index}, completion token {token}: found {value}, expected {expected}"
-    if worst > allowed:
+    """The largest difference of one token.
+
+    Args:
+        exact, found: log-probs [C] of each sequence's completion.
+
+    Raises:
+        ModelError: it, or the root mean square of all, is above its limit.
+    """
+    deltas = np.abs(np.concatenate(found) - np.concatenate(exact))
+    places = [(sequence, token) for sequence, values in enumerate(exact) for token in range(len(values))]
+    sequence, token = places[int(np.argmax(np.where(np.isnan(deltas), np.inf, deltas)))]
+    largest, spread = float(np.max(deltas)), _root_mean_square(deltas)
+    if not (largest <= limits[0] and spread <= limits[1]):  # also if they are NaN
         raise ModelError(
-            f"{model_dir} is not the policy of its checkpoint: through {by} a log-prob differs by "
-            f"{worst:.3g} nats ({where}), allowed are {allowed:g}. Do not use this model: merge again, and "
+            f"{model_dir} is not the policy of its checkpoint: its log-probs in float32 and those of {by} differ by "
+            f"{spread:.3g} nats in root mean square over {len(deltas)} tokens (allowed are {limits[1]:.3g}) and by up "
+            f"to {largest:.3g} (allowed are {limits[0]:.3g}). Sequence {sequence}, completion token {token}: found "
+            f"{found[sequence][token]}, expected {exact[sequence][token]}. Do not use this model: merge again, and "
             "check library versions against the checkpoint's manifest."
         )
-    return worst
+    return largest
 
 
 def _require_same_values(folder: Path, weights: CheckpointWeights, trust_remote_code: bool) -> None:

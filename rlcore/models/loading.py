@@ -17,9 +17,18 @@ from rlcore.families import family_of
 
 
 def load_hf_model(
-    folder: Path, dtype: torch.dtype, trust_remote_code: bool = False, *, attn_implementation: str | None = None
+    folder: Path,
+    dtype: torch.dtype,
+    trust_remote_code: bool = False,
+    *,
+    attn_implementation: str | None = None,
+    spread_over_gpus: bool = False,
 ) -> nn.Module:
-    """The model of a local folder on the CPU, in ``dtype`` and eval mode, with its vision tower if it has one.
+    """The model of a local folder in ``dtype`` and eval mode, with its vision tower if it has one.
+
+    Args:
+        spread_over_gpus: load it onto the GPUs of this machine, as many as it needs, and the rest onto the host
+            (accelerate's ``device_map``). Else it is on the CPU.
 
     Raises:
         ModelError: no such model, no safetensors, or missing, unexpected or mismatched tensors.
@@ -40,6 +49,7 @@ def load_hf_model(
             use_safetensors=True,
             trust_remote_code=trust_remote_code,
             attn_implementation=attn_implementation,
+            device_map="sequential" if spread_over_gpus else None,
             local_files_only=True,
             ignore_mismatched_sizes=True,  # reported below with the others
             output_loading_info=True,

@@ -37,9 +37,12 @@ _ADAPTER = 1  # the one adapter's id
 class Engine:
     """One vLLM engine, in this process."""
 
-    def __init__(self, model: Path, config: ExperimentConfig, device: str, *, join_world: bool) -> None:
+    def __init__(
+        self, model: Path, config: ExperimentConfig, device: str, *, join_world: bool, starts_workers: bool = False
+    ) -> None:
         """
         Args:
+            starts_workers: with ``rollout.tensor_parallel`` vLLM starts processes for the parts of the engine.
             join_world: join the world that RANK, WORLD_SIZE and MASTER_* describe; else create a world of one rank.
                 With ``rollout.tensor_parallel`` as many consecutive ranks of the world hold one engine: each builds it
                 and makes the same calls.
@@ -52,7 +55,7 @@ class Engine:
         self.dtype = cast(torch.dtype, getattr(torch, engine_dtype(device, rollout.dtype)))
         _register_model_class(model)
         gc.freeze()  # vLLM collects garbage five times while it starts; the objects made by imports never are
-        if not join_world:
+        if not join_world and not starts_workers:
             _world_of_one()
         options: dict[str, Any] = {}
         if (images := images_in(model)) is not None:
@@ -92,8 +95,8 @@ class Engine:
             trust_remote_code=config.model.trust_remote_code,
             disable_log_stats=True,
             tensor_parallel_size=rollout.tensor_parallel,
-            # this process is the worker: vLLM starts no other
-            distributed_executor_backend=_launcher() if gloo else "external_launcher",
+            # except with ``starts_workers`` this process is the worker: vLLM starts no other
+            distributed_executor_backend="mp" if starts_workers else _launcher() if gloo else "external_launcher",
             **options,
         )
 
@@ -269,7 +272,13 @@ def over_engine(value: T) -> list[T]:
 def vllm_sequence_logprobs(
     model: Path, sequences: Sequence[ProbeSequence], dataset: Path, config: ExperimentConfig, device: str
 ) -> list[list[float]]:
-    """vLLM's log-probs (nats, temperature 1) of each sequence's completion tokens, for a model folder."""
+    """vLLM's log-probs (nats, temperature 1) of each sequence's completion tokens, for a model folder.
+
+    With ``rollout.tensor_parallel`` several processes hold the engine, unless this machine has fewer GPUs.
+    """
+    together = config.rollout.tensor_parallel
+    if device == "cuda" and together > torch.cuda.device_count():
+        together = 1
     update = {
         "seed": 0,
         "data": config.data.model_copy(update={"max_prompt_tokens": max(len(s.token_ids) for s in sequences)}),
@@ -281,9 +290,11 @@ def vllm_sequence_logprobs(
             kv_cache_mib=64,
             enforce_eager=True,
             sleep="never",
+            tensor_parallel=together,
         ),
     }
-    llm = Engine(model, config.model_copy(update=update), device, join_world=False).llm
+    engine = Engine(model, config.model_copy(update=update), device, join_world=False, starts_workers=together > 1)
+    llm = engine.llm
     store = ImageStore(dataset)
     placeholder = json.loads((model / "config.json").read_text()).get("image_token_id")
     prompts = [engine_prompt(collapse_images(s.token_ids, placeholder), s.images, store) for s in sequences]
