@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from rlcore.config import TinyModelConfig
+from rlcore.config import ExperimentConfig, TinyModelConfig
 from rlcore.errors import ModelError
 from rlcore.jobs.merge import verify_merged
 from rlcore.models.probe import ProbeSequence, read_probe
@@ -42,7 +42,15 @@ def verified(folder: Path) -> dict[str, Any]:
     set_engine_environment("cpu")
     merged, other = folder / "merged", folder / "other"
     said = vllm_sequence_logprobs(merged, read_probe(probe_of(merged)), folder, toy.config(), "cpu")
-    result: dict[str, Any] = {}
+    values = toy.config().model_dump()
+    values["rollout"]["tensor_parallel"] = values["resources"]["workers"] = 2
+    together = ExperimentConfig.model_validate(values)
+    by_two = vllm_sequence_logprobs(merged, read_probe(merged / "canary.json"), folder, together, "cpu")
+    result: dict[str, Any] = {
+        "of two processes": max(
+            abs(a - b) for one, two in zip(said, by_two, strict=True) for a, b in zip(one, two, strict=True)
+        )
+    }
     for name, model in (("merged", merged), ("other", other)):
         probe = probe_of(model)
         try:
@@ -70,5 +78,6 @@ def test_vllm_accepts_the_merged_model_and_refuses_one_with_another_layer(tmp_pa
     save_file(weights, tmp_path / "other" / "model.safetensors", metadata={"format": "pt"})
     result = measured(verified, tmp_path)
     assert isinstance(result["merged"], float), result
+    assert result["of two processes"] < 1e-4
     assert result["merged"] < 1e-4
     assert "those of vLLM differ by" in str(result["other"])
