@@ -26,6 +26,7 @@ CHECKSUMS: Mapping[str, str] = {
 # retries of 120 s, would. Callers that need MLflow retry themselves.
 PATIENCE: Mapping[str, str] = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "20"}
 
+_COMPILED = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton", "VLLM_CACHE_ROOT": "vllm"}
 _LOGINS = (
     "PREFECT_API_AUTH_STRING",
     "PREFECT_API_KEY",
@@ -68,8 +69,12 @@ def for_children(settings: Settings) -> dict[str, str]:
 
 
 def for_jobs(settings: Settings) -> dict[str, str]:
-    """``for_children`` without the logins of Prefect and MLflow, which trainers, jobs and trackers never call."""
-    return {name: value for name, value in for_children(settings).items() if name not in _LOGINS}
+    """``for_children`` without the logins of Prefect and MLflow, which trainers, jobs and trackers never call.
+
+    Code that torch, Triton and vLLM compile for a GPU is kept in the data folder: a later start does not compile again.
+    """
+    compiled = {name: str(settings.data_dir / "compiled" / folder) for name, folder in _COMPILED.items()}
+    return {name: value for name, value in {**compiled, **for_children(settings)}.items() if name not in _LOGINS}
 
 
 def of_databases(settings: Settings) -> dict[str, str]:

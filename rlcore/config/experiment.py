@@ -30,6 +30,7 @@ FREE_SETTINGS = (
     "training.sequence_parallel", "training.offload",
     "rollout.gpu_memory_utilization", "rollout.kv_cache_mib", "rollout.mismatch_alarm", "rollout.tensor_parallel",
     "rollout.max_sequences", "rollout.scheduler_steps_per_call", "rollout.sleep", "rollout.enforce_eager",
+    "rollout.compile_engine",
 )  # fmt: skip
 STEPS = "training.steps"  # may be raised: the learning rate of a step does not depend on how many follow
 

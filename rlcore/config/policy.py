@@ -126,6 +126,9 @@ class RolloutConfig(Frozen):
     together with a tenth of the memory to spare. Unused on CPU."""
     enforce_eager: bool = False
     """GPU only: no CUDA graphs. Saves some memory and the time to capture them."""
+    compile_engine: bool = True
+    """GPU only: torch.compile of the engine's model. false starts sooner: only decoding is captured in CUDA graphs, with
+    vLLM's own kernels."""
     partial: PartialRolloutConfig | None = None
     """null: the policy that begins a completion samples it to its end."""
 

@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 
 from rlcore.errors import CheckpointError, StorageError
 from rlcore.models.lora import is_adapter, lora_alpha
-from rlcore.models.sharding import plain_name, tied_aliases
+from rlcore.models.sharding import local_part, plain_name, tied_aliases
 
 TRAIN_STATE = "train_state"
 ALPHA = "lora.alpha"
@@ -45,6 +45,7 @@ class BackgroundSaver:
         # a separate group, because its collectives run concurrently with those of training
         self._group = dist.new_group(backend="gloo") if dist.is_initialized() else None
         self._writing: Future[None] | None = None
+        self._reserving: Future[None] | None = None
         self._buffers: dict[str, Tensor] = {}  # host memory by name, reused by the next save
 
     def begin(self, model: nn.Module, optimizer: Optimizer, folder: Path) -> None:
@@ -56,8 +57,22 @@ class BackgroundSaver:
         """
         if not self.done():
             raise CheckpointError(f"{folder}: the last save is still being written. Wait until done() is True.")
+        if self._reserving is not None:
+            self._reserving.result()
         copied = self._on_host("", _train_state(model, optimizer))
         self._writing = self._executor.submit(_write, copied, folder, self._group)
+
+    def reserve(self, model: nn.Module, optimizer: Optimizer) -> None:
+        """Allocate the host memory of the saves in the background. Page-locking takes seconds for a large model, and
+        the first ``begin`` would wait for it. Collective over all ranks."""
+        self._reserving = self._executor.submit(self._allocate, "", _train_state(model, optimizer))
+
+    def _allocate(self, name: str, value: Any) -> None:
+        if isinstance(value, dict):
+            for key, item in value.items():
+                self._allocate(f"{name}.{key}", item)
+        elif isinstance(value, Tensor):
+            self._buffer(name, local_part(value))
 
     def done(self) -> bool:
         """Whether the last save is written: this rank's part and the common metadata.
@@ -79,11 +94,14 @@ class BackgroundSaver:
             return DTensor(local, value._spec, requires_grad=False)  # type: ignore[no-untyped-call]
         if not isinstance(value, Tensor):
             return value
+        return self._buffer(name, value).copy_(value.detach())
+
+    def _buffer(self, name: str, like: Tensor) -> Tensor:
         buffer = self._buffers.get(name)
-        if buffer is None or buffer.shape != value.shape or buffer.dtype != value.dtype:
+        if buffer is None or buffer.shape != like.shape or buffer.dtype != like.dtype:
             # page-locked for a GPU's tensors: the copy is many times faster
-            buffer = self._buffers[name] = torch.empty_like(value, device="cpu", pin_memory=value.is_cuda)
-        return buffer.copy_(value.detach())
+            buffer = self._buffers[name] = torch.empty_like(like, device="cpu", pin_memory=like.is_cuda)
+        return buffer
 
 
 def _train_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:

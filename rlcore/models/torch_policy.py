@@ -107,7 +107,7 @@ class TorchPolicy:
         self._weights = HostOffload(self.model.parameters)
         self._reference_weights = HostOffload(self._own_of_reference)
         self._optimizer_state = OffloadedOptimizer(self.optimizer)
-        self._saver = BackgroundSaver()
+        self._saver, self._save_reserved = BackgroundSaver(), False
         self.offload()
 
     def _own_of_reference(self) -> list[nn.Parameter]:
@@ -225,6 +225,9 @@ class TorchPolicy:
                 group["lr"] = learning_rate
             (self._optimizer_state if self.config.training.offload else self.optimizer).step()
         self.optimizer.zero_grad(set_to_none=True)
+        if not (skipped or self._save_reserved):  # the first step has created the optimizer's state
+            self._saver.reserve(self.model.hf, self.optimizer)
+            self._save_reserved = True
         return UpdateResult(sums=sums.all_reduce(), grad_norm=grad_norm, skipped=skipped)
 
     def tensors(self) -> dict[str, Tensor]:

@@ -73,7 +73,10 @@ class Engine:
             # its custom kernels look for the other devices in this process, which sees only one
             options["disable_custom_all_reduce"] = rollout.tensor_parallel > 1
             # vLLM's default sizes end at 512 sequences; above the largest size it launches every kernel separately
-            options["compilation_config"] = {"cudagraph_capture_sizes": capture_sizes(rollout.max_sequences)}
+            compilation: dict[str, Any] = {"cudagraph_capture_sizes": capture_sizes(rollout.max_sequences)}
+            if not rollout.compile_engine:
+                compilation |= {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+            options["compilation_config"] = compilation
         if (lora := config.model.lora) is not None:
             options |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": padded_rank(lora.rank)}
             if lora.vision_tower:

@@ -137,6 +137,21 @@ def test_what_is_trained_after_begin_is_not_in_the_save(tmp_path, bf16):
     _assert_equal(_snapshot(other, other_optimizer), before)
 
 
+def test_memory_that_was_reserved_is_the_memory_that_a_save_uses(tmp_path):
+    model, optimizer = _model(0)
+    _train(model, optimizer, 2)
+    saver = BackgroundSaver()
+    saver.reserve(model, optimizer)
+    saver._reserving.result()
+    reserved = {name: value.data_ptr() for name, value in saver._buffers.items()}
+    saver.begin(model, optimizer, tmp_path)
+    _wait(saver)
+    assert {name: value.data_ptr() for name, value in saver._buffers.items()} == reserved
+    other, other_optimizer = _model(1)
+    load_train_state(other, other_optimizer, tmp_path)
+    _assert_equal(_snapshot(other, other_optimizer), _snapshot(model, optimizer))
+
+
 def test_a_save_that_fails_in_the_background_says_so_when_asked(tmp_path):
     (tmp_path / "file").write_text("in the way of a folder")
     saver = BackgroundSaver()

@@ -43,6 +43,7 @@ def changed(*overrides: str) -> ExperimentConfig:
         "rollout.kv_cache_mib=32",
         "rollout.max_sequences=64",
         "rollout.enforce_eager=true",
+        "rollout.compile_engine=false",
     ],
 )
 def test_settings_that_do_not_affect_results(override: str) -> None:
