@@ -2,7 +2,9 @@
 # EXTRA=gpu installs for CUDA. EXTRA=gpu-flash adds flash-attn, compiled against the torch of EXTRA=gpu (docs/performance.md).
 # JOBS: tests at a time; each file starts servers or Ray and wants about a core and 3 GiB.
 # LONG_JOBS: the same for tests/long, which waits for servers for much of its time.
-EXTRA ?= cpu
+# An environment keeps what it was installed for, unless EXTRA says otherwise.
+INSTALLED := $(patsubst .venv/.installed-%,%,$(firstword $(wildcard .venv/.installed-*)))
+EXTRA ?= $(or $(INSTALLED),cpu)
 JOBS ?= 2
 LONG_JOBS ?= $(shell expr $(JOBS) + 1)
 PINS := $(EXTRA:gpu-flash=gpu)
