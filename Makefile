@@ -2,7 +2,9 @@
 # EXTRA=gpu installs for CUDA. EXTRA=gpu-flash adds flash-attn, compiled against the torch of EXTRA=gpu (docs/performance.md).
 # JOBS: tests at a time; each file starts servers or Ray and wants about a core and 3 GiB.
 # LONG_JOBS: the same for tests/long, which waits for servers for much of its time.
-EXTRA ?= cpu
+# An environment keeps what it was installed for, unless EXTRA says otherwise.
+INSTALLED := $(patsubst .venv/.installed-%,%,$(firstword $(wildcard .venv/.installed-*)))
+EXTRA ?= $(or $(INSTALLED),$(if $(filter demo-gpu,$(MAKECMDGOALS)),gpu,cpu))
 JOBS ?= 2
 LONG_JOBS ?= $(shell expr $(JOBS) + 1)
 PINS := $(EXTRA:gpu-flash=gpu)
@@ -18,11 +20,13 @@ export UV_PYTHON_DOWNLOADS := never
 # Compiled at install, or every start of a worker imports for 15 s instead of 6.
 export UV_COMPILE_BYTECODE := 1
 
-.PHONY: help install up down status tour demo demo-gsm8k demo-countdown demo-geo3k demo-algorithms bench chaos ui docs test test-all test-stacks mutants check lock clean
+.PHONY: help install up down status tour demo demo-gsm8k demo-countdown demo-geo3k demo-gpu demo-algorithms bench chaos ui docs test test-all test-stacks mutants check lock clean
 help:
 	@echo 'make demo                      from raw data to a registered model, on the CPU'
 	@echo 'make demo-gsm8k, -countdown    the same with a tiny text policy: sums, the countdown game'
 	@echo 'make demo-geo3k DATA=FOLDER    the same on real Geometry3K files, two steps'
+	@echo 'make demo-gpu                  on one GPU: the whole flow for a random Qwen2.5-VL-3B, killed once; seconds and memory'
+	@echo '                               by stage. DATA=FOLDER: Geometry3K files; SHAPE=text-1.5b or vl-7b; OUT=FILE'
 	@echo 'make demo-algorithms           does every algorithm learn? A table of three seeds each, under 40 minutes'
 	@echo 'make bench                     on a GPU: do the main figures of docs/performance.md still hold?'
 	@echo 'make chaos                     kill everything, at random; is anything lost? A table, 25 minutes; SEED=7 repeats one'
@@ -63,6 +67,9 @@ demo-countdown: $(STAMP)
 demo-geo3k: $(STAMP)
 	@test -n '$(DATA)' || { echo 'make: name the folder with the train and validation files, or its URI: make demo-geo3k DATA=FOLDER'; exit 1; }
 	@.venv/bin/rlflow train grpo-geo3k-demo-real --data '$(DATA)'
+
+demo-gpu: $(STAMP)
+	@$(RUN) -m tests.whole_flow $(if $(SHAPE),--shape '$(SHAPE)') $(if $(DATA),--data '$(DATA)') $(if $(OUT),--out '$(OUT)')
 
 demo-algorithms: $(STAMP)
 	@OMP_NUM_THREADS=1 $(RUN) -W ignore -m tests.bench.algorithms

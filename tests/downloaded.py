@@ -12,12 +12,15 @@ The embedded tiny policies are saved by this environment's own transformers, so 
 - an image processor with its own, very wide, pixel limits
 - added tokens, and no padding token
 - Python files for ``trust_remote_code`` that are not needed
+
+``python -m tests.downloaded SHAPE FOLDER`` writes one, with weights made on the GPU if there is one.
 """
 
 from __future__ import annotations
 
 import json
 import string
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice, product
@@ -92,6 +95,7 @@ SHAPES = {
     ),
     "text-1.5b": Shape(1536, 8960, 28, 12, 2, **_QWEN),
     "vl-3b": Shape(2048, 11_008, 36, 16, 2, **_QWEN, **_TOWER),
+    "vl-7b": Shape(3584, 18_944, 28, 28, 4, **(_QWEN | {"vocabulary": 152_064}), **_TOWER, tied=False),
 }
 
 
@@ -279,3 +283,7 @@ def _write_weights(folder: Path, shape: Shape, weights: Iterator[tuple[str, Tens
     total = sum(value.nbytes for shard in shards for value in shard.values())
     index = {"metadata": {"total_size": total}, "weight_map": places}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+
+
+if __name__ == "__main__":
+    make_downloaded(Path(sys.argv[2]), sys.argv[1], device="cuda" if torch.cuda.is_available() else "cpu")

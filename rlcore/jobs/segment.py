@@ -169,6 +169,7 @@ def _train_segments(spec: SegmentSpec, stop: StopRequest, lease: Lease) -> int:
         stop.listen()
         state = _restored(run, store, start)
         run.workers.sync_weights(state.step)
+        logger.info("the sampler has the weights of step %d", state.step)
         probe = Probe.of(run.problems, run.workers)
         with Checkpointer(spec, store, run.workers, probe, start=start, seconds=seconds, lease=lease) as checkpoints:
             return _segments_from(start, state, run, stop, checkpoints, health)
@@ -182,6 +183,7 @@ def _restored(run: TrainingRun, store: LocalCheckpointStore, start: ResumePoint)
         return TrainState()
     folder, mask_truncated = Path(start.checkpoint.path), run.config.algorithm.mask_truncated
     run.workers.load(folder)
+    logger.info("the workers have loaded the checkpoint of step %d", start.step)
     return TrainState.load(folder, store.read_state(folder), run.problems, mask_truncated=mask_truncated)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import cast
@@ -97,6 +98,7 @@ class VllmSampler:
         together = rollout.tensor_parallel > 1
         self._loader = WeightLoader(engine.llm, engine.device, Parts(over_engine) if together else None)
         self._adapter_parts = Parts(over_engine, may_tie=False) if together else None
+        self.ready_at = time.time()
 
     def generate(self, requests: Sequence[SampleRequest]) -> Iterator[dict[int, SampledGroup]]:
         """Sample every request; yield each group when its last completion ends (``types.Sampler``).

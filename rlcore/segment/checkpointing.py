@@ -154,6 +154,7 @@ class Checkpointer:
         )
         self._lease.renew()
         self._end_segment(checkpoint, end)
+        logger.info("step %d is committed, %.1f s after its copy", checkpoint.step, time.perf_counter() - started)
         run_dir = spec.run_dir
         kept = pinned(read_segments(run_dir), read_journal(run_dir / "journal.jsonl"), spec.experiment.segment)
         self._store.prune(spec.experiment.segment.keep_checkpoints, pinned=kept)

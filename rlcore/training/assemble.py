@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +22,8 @@ from rlcore.rewards import environment_of, make_reward
 from rlcore.rewards.pool import GradingPool
 from rlcore.training.run import OnBatch, TrainingRun
 from rlcore.types import MetricSink
+
+logger = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -67,9 +71,13 @@ def graded_ranks(
     address, grader = cluster_address(), _grader(config)
     start_ray(address, num_cpus=config.resources.devices)
     try:
+        logger.info("Ray is ready")
         # The driver's own machine may have no GPU while others of the cluster do.
         device = "cuda" if config.resources.device == "auto" and address and has_gpus() else pick_device(config)
         ranks = start_ranks(make, model=model, dataset=dataset, config=config, device=device, stacks=stacks)
+        # An engine starts before its worker's policy is loaded.
+        ready = max(ranks.call(lambda worker, _: getattr(worker.sampler, "ready_at", 0.0), [None] * ranks.size))
+        logger.info("the workers are ready, %.1f s after the last engine", time.time() - ready)
         try:
             yield ranks, grader
         finally:
