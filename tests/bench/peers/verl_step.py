@@ -241,6 +241,8 @@ def settings(arguments: argparse.Namespace, case: Case, work: Path, steps: int) 
         "hydra.run.dir": work / "hydra",
         "hydra.output_subdir": "null",
     }
+    if arguments.kind == "vl":
+        options |= {f"+{rollout}.limit_images": 1, f"+{rollout}.engine_kwargs.vllm.skip_mm_profiling": True}
     return [f"{key}={value}" for key, value in options.items()]
 
 
