@@ -1,0 +1,132 @@
+"""What verl 0.9.1 needs on a machine with transformers 5.17 and torch 2.11, but without flash-attn.
+
+verl imports this module in each of its processes (``actor_rollout_ref.model.external_lib``). Nothing happens before the
+trainer builds its model. Then, in that process only:
+
+- ``flash_attn`` is a module made here. Its attention is torch's ``varlen_attn``, FlashAttention 2 with a backward pass,
+  which is also what our trainer uses. Its padding functions are verl's own. vLLM's processes do not see it.
+- The attention of Qwen2.5-VL stays as transformers has it: verl's replacement imports a function that transformers 5.17
+  no longer has. Both read the bounds of packed sequences from the position ids; transformers' does not copy the keys
+  and values for each query head.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.machinery
+import importlib.util
+import sys
+import types
+from typing import Any
+
+import torch
+import verl.workers.engine.fsdp.transformer_impl as fsdp
+
+VERSION = "2.8.3"  # of flash-attn, as verl 0.9.1 asks for it
+
+
+def flash_attn_varlen_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: Any,
+    max_seqlen_k: Any,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    deterministic: bool = False,
+) -> torch.Tensor:
+    """flash-attn's signature over torch's kernel, without dropout, windows and soft caps.
+
+    Raises:
+        NotImplementedError: one of these is asked for.
+    """
+    from torch.nn.attention.varlen import varlen_attn
+
+    if dropout_p or softcap or deterministic or tuple(window_size) != (-1, -1):
+        raise NotImplementedError("the benchmark's flash_attn has neither dropout, windows, soft caps nor determinism")
+    longest_q = int(max_seqlen_q)
+    longest_k = longest_q if max_seqlen_k is max_seqlen_q else int(max_seqlen_k)
+    window = (-1, 0) if causal else (-1, -1)
+    return varlen_attn(
+        q,
+        k,
+        v,
+        cu_seqlens_q.to(torch.int32),
+        cu_seqlens_k.to(torch.int32),
+        longest_q,
+        longest_k,
+        scale=softmax_scale,
+        window_size=window,
+    )
+
+
+def flash_attn_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    deterministic: bool = False,
+) -> torch.Tensor:
+    """Sequences of one length: batch, sequence, heads, width."""
+    batch, length = q.shape[:2]
+    ends_q = torch.arange(batch + 1, device=q.device, dtype=torch.int32) * length
+    ends_k = torch.arange(batch + 1, device=q.device, dtype=torch.int32) * k.shape[1]
+    flat = (x.reshape(-1, *x.shape[2:]) for x in (q, k, v))
+    settings = (dropout_p, softmax_scale, causal, window_size, softcap, deterministic)
+    return flash_attn_varlen_func(*flat, ends_q, ends_k, length, k.shape[1], *settings).view(q.shape)
+
+
+def flash_attn_with_kvcache(*_: Any, **__: Any) -> torch.Tensor:
+    raise NotImplementedError("the benchmark's flash_attn does not decode")
+
+
+def stand_in_for_flash_attn() -> None:
+    """Lets transformers find a ``flash_attn`` in this process. A real one is left alone."""
+    import transformers.utils.import_utils as found
+    from verl.utils import attention_utils
+
+    if "flash_attn" in sys.modules or importlib.util.find_spec("flash_attn") is not None:
+        return
+    package, padding = types.ModuleType("flash_attn"), types.ModuleType("flash_attn.bert_padding")
+    for module in (package, padding):
+        module.__spec__ = importlib.machinery.ModuleSpec(module.__name__, None, is_package=module is package)
+    package.__path__ = []
+    functions = {"bert_padding": padding, "__version__": VERSION}
+    functions |= {f.__name__: f for f in (flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache)}
+    vars(package).update(functions)
+    for name in ("index_first_axis", "pad_input", "unpad_input", "rearrange"):
+        setattr(padding, name, getattr(attention_utils, f"_fallback_{name}"))
+    sys.modules |= {"flash_attn": package, "flash_attn.bert_padding": padding}
+    found.PACKAGE_DISTRIBUTION_MAPPING["flash_attn"] = ["flash-attn"]
+    for check in (found.is_flash_attn_2_available, found.is_flash_attn_greater_or_equal):
+        getattr(check, "cache_clear", lambda: None)()
+
+
+def keep_qwen2_5_vl_attention() -> None:
+    import verl.models.transformers.qwen2_vl as patches
+    from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLAttention
+
+    patches.qwen2_vl_attn_forward = Qwen2_5_VLAttention.forward
+
+
+def _patch_before(build: Any) -> Any:
+    @functools.wraps(build)
+    def patched(self: Any) -> Any:
+        stand_in_for_flash_attn()
+        keep_qwen2_5_vl_attention()
+        return build(self)
+
+    return patched
+
+
+if not hasattr(fsdp.FSDPEngine._build_module, "__wrapped__"):
+    fsdp.FSDPEngine._build_module = _patch_before(fsdp.FSDPEngine._build_module)
