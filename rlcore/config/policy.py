@@ -127,8 +127,8 @@ class RolloutConfig(Frozen):
     enforce_eager: bool = False
     """GPU only: no CUDA graphs. Saves some memory and the time to capture them."""
     compile_engine: bool = True
-    """GPU only: torch.compile of the engine's model. false starts sooner: only decoding is captured in CUDA graphs, with
-    vLLM's own kernels."""
+    """GPU only: torch.compile of the engine's model. false starts sooner: only decoding is captured in CUDA graphs,
+    with vLLM's own kernels."""
     partial: PartialRolloutConfig | None = None
     """null: the policy that begins a completion samples it to its end."""
 
