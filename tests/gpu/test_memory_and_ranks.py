@@ -15,6 +15,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rlcore.algorithms.loss import StepTotals
 from rlcore.config import build_experiment
+from rlcore.models.checkpoint import _host_memory
 from rlcore.models.torch_policy import TorchPolicy
 from rlcore.types import TrainingSample
 from tests.bench.update import Shape, make_samples
@@ -48,6 +49,14 @@ def make_policy(world: int, *, offload: bool = False, compiled: bool = False) ->
     mesh = init_device_mesh("cuda", (world,))
     hf = Qwen2ForCausalLM(config).float()
     return TorchPolicy(hf, settings, weights=emptied(hf), mesh=mesh, banned_token_ids=[0], features=None)
+
+
+def test_memory_of_a_save_is_page_locked_and_holds_what_is_copied() -> None:
+    values = torch.randn(1024, 1025, device="cuda")
+    for like in (values, values.bfloat16(), values[:1]):
+        host = _host_memory(like)
+        assert host.is_pinned()
+        assert torch.equal(host.copy_(like), like.cpu())
 
 
 def step(policy: TorchPolicy, samples: list[TrainingSample]) -> tuple[Tensor, float]:

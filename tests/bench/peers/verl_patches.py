@@ -118,11 +118,19 @@ def keep_qwen2_5_vl_attention() -> None:
     patches.qwen2_vl_attn_forward = Qwen2_5_VLAttention.forward
 
 
+def leave_trl_out() -> None:
+    """verl patches a class of TRL, if TRL is installed, that TRL 1.16 no longer has."""
+    import verl.models.transformers.monkey_patch as patches
+
+    patches.is_trl_available = lambda: False
+
+
 def _patch_before(build: Any) -> Any:
     @functools.wraps(build)
     def patched(self: Any) -> Any:
         stand_in_for_flash_attn()
         keep_qwen2_5_vl_attention()
+        leave_trl_out()
         return build(self)
 
     return patched
