@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as read_checkpoint
@@ -37,6 +37,7 @@ logger = logging.getLogger(__name__)
 TRAIN_STATE = "train_state"
 ALPHA = "lora.alpha"
 
+_FILE_BYTES, _MOST_FILES = 2 << 30, 8  # a rank's part is split into files of about this size, at most so many
 _LARGE = 1 << 20  # bytes: below, page-locking costs little
 _PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every context
 
@@ -142,13 +143,27 @@ def _write(tree: dict[str, Any], folder: Path, group: dist.ProcessGroup | None) 
     try:
         with _quiet():
             write_checkpoint(
-                tree, checkpoint_id=folder / TRAIN_STATE, process_group=group, no_dist=not dist.is_initialized()
+                tree,
+                storage_writer=FileSystemWriter(folder / TRAIN_STATE, thread_count=_number_of_files(tree)),
+                process_group=group,
+                no_dist=not dist.is_initialized(),
             )
     except CheckpointException as error:  # a BaseException with the tracebacks of all ranks as its text
         rank, (cause, _) = next(iter(error.failures.items()))
         raise StorageError(
             f"rank {rank} could not write its part of {folder / TRAIN_STATE}: {type(cause).__name__}: {cause}"
         ) from error
+
+
+def _number_of_files(tree: Any) -> int:
+    """Files of this rank's part. Several are written, and later hashed, at the same time."""
+    return min(_MOST_FILES, 1 + _local_bytes(tree) // _FILE_BYTES)
+
+
+def _local_bytes(tree: Any) -> int:
+    if isinstance(tree, dict):
+        return sum(_local_bytes(value) for value in tree.values())
+    return local_part(tree).nbytes if isinstance(tree, Tensor) else 0
 
 
 def load_train_state(model: nn.Module, optimizer: Optimizer, folder: Path) -> None:

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from rlcore.errors import CheckpointError, StorageError
+from rlcore.models import checkpoint
 from rlcore.models.checkpoint import BackgroundSaver, load_train_state
 from rlcore.models.optimizer import KahanAdamW
 from tests.ranks import on_ranks
@@ -147,6 +148,17 @@ def test_memory_that_was_reserved_is_the_memory_that_a_save_uses(tmp_path):
     saver.begin(model, optimizer, tmp_path)
     _wait(saver)
     assert {name: value.data_ptr() for name, value in saver._buffers.items()} == reserved
+    other, other_optimizer = _model(1)
+    load_train_state(other, other_optimizer, tmp_path)
+    _assert_equal(_snapshot(other, other_optimizer), _snapshot(model, optimizer))
+
+
+def test_a_large_part_is_split_into_files(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "_FILE_BYTES", 100)
+    model, optimizer = _model(0)
+    _train(model, optimizer, 2)
+    save_train_state(model, optimizer, tmp_path)
+    assert len(list((tmp_path / "train_state").glob("*.distcp"))) == 5  # of 456 bytes
     other, other_optimizer = _model(1)
     load_train_state(other, other_optimizer, tmp_path)
     _assert_equal(_snapshot(other, other_optimizer), _snapshot(model, optimizer))
