@@ -71,7 +71,7 @@ def for_children(settings: Settings) -> dict[str, str]:
 def for_jobs(settings: Settings) -> dict[str, str]:
     """``for_children`` without the logins of Prefect and MLflow, which trainers, jobs and trackers never call.
 
-    Code that torch, Triton and vLLM compile for a GPU is kept in the data folder: a later start does not compile again.
+    Code that torch, Triton and vLLM compile for a GPU is kept in the data folder, so that a later start can use it.
     """
     compiled = {name: str(settings.data_dir / "compiled" / folder) for name, folder in _COMPILED.items()}
     return {name: value for name, value in {**compiled, **for_children(settings)}.items() if name not in _LOGINS}

@@ -172,7 +172,7 @@ class Trainer:
         return next(((at, match) for at, match in matches if match), None)
 
     def phases(self) -> list[Stage]:
-        """From the start to the engine's first weights, as far as it came."""
+        """From the start to the engine's first weights, without the phases that were not reached."""
         marks = [("", self.started)]
         if imported := self.first(_IMPORTED):
             marks.append(("imports", imported[0]))

@@ -89,7 +89,7 @@ def run_flow(
     Args:
         settings: by dotted name, over the experiment's own.
         folder: gets the data folder.
-        watch: runs in a thread beside the flow; gets a function that returns the flow's process while it lives.
+        watch: runs in a thread during the flow; gets a function that returns the flow's process while it lives.
     """
     options = [text for name, value in settings.items() for text in ("--set", f"{name}={value}")]
     began, start = time.time(), time.monotonic()
@@ -172,7 +172,7 @@ class Case:
 
     experiment: str
     settings: Mapping[str, object]
-    drawn: Mapping[str, object]  # data for those who name no folder
+    drawn: Mapping[str, object]  # data that is used without --data
 
 
 _STEPS, _SEGMENT = 4, 2

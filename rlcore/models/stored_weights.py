@@ -40,10 +40,9 @@ _ALL = slice(None)
 class _Source:
     """Stored tensors that become one or more tensors of the model."""
 
-    first: str  # the name that transformers' renaming gives, one of ``yields``
+    first: str  # the name that transformers' renaming gives: one of the tensors of the model
     converter: WeightConverter | None  # None: one tensor, stored as it is
     stored: list[tuple[str, str]] = field(default_factory=list)  # stored name, and the converter's pattern for it
-    yields: list[str] = field(default_factory=list)
 
 
 class StoredWeights:
@@ -224,8 +223,8 @@ def load_shards(root: nn.Module, hf: nn.Module, values: Values, device: torch.de
     persistent = hf.state_dict().keys()
     for prefix, module in hf.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
-            full = f"{prefix}.{name}" if prefix else name
-            module._buffers[name] = values(full, _ALL).to(device, buffer.dtype) if full in persistent else buffer
+            if (full := f"{prefix}.{name}" if prefix else name) in persistent:
+                module._buffers[name] = values(full, _ALL).to(buffer.dtype)
         for name, parameter in module.named_parameters(recurse=False):
             if not parameter.is_meta:
                 continue

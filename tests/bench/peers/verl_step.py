@@ -2,12 +2,12 @@
 
 ``python -m tests.bench.peers.verl_step --kind text [--counted 6] [--tiny] --folder FOLDER --out FILE`` makes what
 ``tests.bench.step`` makes in FOLDER, writes a parquet file of it, and runs ``verl.trainer.main_ppo`` in a process of
-its own, in verl's best setting for one GPU (README.md beside this file says which, and why). Both regimes follow each
+its own, in verl's best setting for one GPU (README.md in this folder says which, and why). Both regimes follow each
 other in one run: ``fixed`` (no completion ends before the cap), then ``ragged`` (a bias on the end of the turn).
 
 Seconds are verl's own metrics (``timing_s/*``). Token counts come from the rollouts' lengths; ``update_mfu`` is
 ``cases.trl_flops`` over them by ``timing_s/update_actor`` and 989 TFLOP/s, as for the other sides; ``verl_mfu`` is
-verl's own figure. The run ends after ``--max-seconds`` whatever it does, and none of its processes outlives it.
+verl's own figure. The run, with all its processes, ends after ``--max-seconds``.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ HERE = Path(__file__).parent
 REPOSITORY = HERE.parents[2]
 PACKAGES = ("verl", "torch", "transformers", "vllm", "ray", "tensordict", "TransferQueue", "triton", "liger-kernel")
 PR_SET_CHILD_SUBREAPER = 36
-# Tokens of a microbatch that fit into 139 GiB with all activations kept, beside a sampler that keeps its memory (text)
+# Tokens of a microbatch that fit into 139 GiB with all activations kept, next to a sampler that keeps its memory (text)
 # or sleeps (pictures).
 TOKENS = {"text": 12_288, "vl": 5_120}
 SLEEPS = {"text": False, "vl": True}
@@ -250,7 +250,7 @@ def settings(arguments: argparse.Namespace, case: Case, work: Path, steps: int) 
 
 
 def run(overrides: Sequence[str], work: Path, metrics: Path, lengths: Path, seconds: float) -> int:
-    """The exit status of verl's process; 124: out of time. Ends whatever it leaves."""
+    """The exit status of verl's process; 124: out of time. Ends every process that it leaves."""
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join([str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]),
         "VERL_FILE_LOGGER_PATH": str(metrics),
