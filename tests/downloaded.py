@@ -95,7 +95,14 @@ SHAPES = {
     ),
     "text-1.5b": Shape(1536, 8960, 28, 12, 2, **_QWEN),
     "vl-3b": Shape(2048, 11_008, 36, 16, 2, **_QWEN, **_TOWER),
+    "text-7b": Shape(3584, 18_944, 28, 28, 4, **(_QWEN | {"vocabulary": 152_064}), tied=False),
     "vl-7b": Shape(3584, 18_944, 28, 28, 4, **(_QWEN | {"vocabulary": 152_064}), **_TOWER, tied=False),
+    "vl-32b": Shape(
+        *(5120, 27_648, 64, 40, 8),
+        **(_QWEN | {"vocabulary": 152_064}),
+        **(_TOWER | {"vision": (32, 1280, 3456, 16)}),
+        tied=False,
+    ),
 }
 
 
@@ -270,17 +277,25 @@ def _weights(folder: Path, shape: Shape, rope_keys: str, seed: int, device: str)
 
 
 def _write_weights(folder: Path, shape: Shape, weights: Iterator[tuple[str, Tensor]]) -> None:
-    shards: list[dict[str, Tensor]] = [{}]
+    shards: list[list[str]] = []
+    shard: dict[str, Tensor] = {}
+    total = 0
+
+    def end_shard() -> None:
+        save_file(shard, folder / f"{len(shards)}.part", metadata={"format": "pt"})
+        shards.append(list(shard))
+        shard.clear()
+
     for name, value in weights:
-        if sum(tensor.nbytes for tensor in shards[-1].values()) + value.nbytes > shape.shard_bytes and shards[-1]:
-            shards.append({})
-        shards[-1][name] = value
+        if shard and sum(tensor.nbytes for tensor in shard.values()) + value.nbytes > shape.shard_bytes:
+            end_shard()
+        shard[name], total = value, total + value.nbytes
+    end_shard()
     places = {}
-    for number, shard in enumerate(shards, start=1):
-        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        save_file(shard, folder / file, metadata={"format": "pt"})
-        places |= dict.fromkeys(shard, file)
-    total = sum(value.nbytes for shard in shards for value in shard.values())
+    for number, names in enumerate(shards):
+        file = f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
+        (folder / f"{number}.part").rename(folder / file)
+        places |= dict.fromkeys(names, file)
     index = {"metadata": {"total_size": total}, "weight_map": places}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import shutil
 import sqlite3
@@ -60,7 +61,7 @@ class MemorySample:
     at: float  # seconds since the epoch
     processes: float  # resident memory of this process's descendants; a shared page counts once for each of them
     machine: float  # used, without the page cache
-    gpu: float | None  # of all GPUs; None: no GPU
+    gpu: float | None  # of all visible GPUs; None: no GPU
 
 
 @dataclass(slots=True)
@@ -118,7 +119,8 @@ def _gpu_memory() -> float | None:
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return None
-    query = [tool, "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")  # nvidia-smi itself shows all
+    query = [tool, "--query-gpu=memory.used", "--format=csv,noheader,nounits", *(["-i", visible] if visible else [])]
     try:
         answer = subprocess.run(query, capture_output=True, text=True, timeout=20, check=False)
     except subprocess.TimeoutExpired:

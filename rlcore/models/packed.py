@@ -65,8 +65,12 @@ class PackedModel(nn.Module):
         Args:
             raw: the model's own distribution instead: temperature 1, nothing banned.
         """
+        inputs = self._inputs(batch)
+        # the first block's input is like the others', no view and with a gradient: one compiled graph serves all blocks
+        embeddings = inputs["inputs_embeds"].clone()
+        inputs["inputs_embeds"] = embeddings.requires_grad_() if torch.is_grad_enabled() else embeddings
         out = self.decoder(
-            **self._inputs(batch),
+            **inputs,
             position_ids=batch.position_ids[..., None, :],  # [A, 1, T] or [1, T]
             attention_mask=None,
             use_cache=False,

@@ -101,7 +101,10 @@ class TorchPolicy:
         if reference is not None:
             own = set(reference.parameters()) - set(hf.parameters())
             _convert(own, reference_dtype(config, mesh.device_type))
-            self.reference = self._shard(packed(reference.requires_grad_(False)), mesh).eval()
+            # like the policy in all that a compiled graph depends on, so that one graph without gradient serves both
+            checkpoint_blocks(transformer_blocks(reference), config.model.gradient_checkpointing)
+            self.reference = self._shard(packed(reference), mesh).train()
+            _without_dropout(self.reference)
             load_shards(self.reference, reference, weights, self.device)
         self.optimizer = make_optimizer(self.model.parameters(), config.training)
         self._weights = HostOffload(self.model.parameters)

@@ -82,26 +82,27 @@ class Engine:
             if lora.vision_tower:
                 options["enable_tower_connector_lora"] = True
         gloo = device == "cpu" and rollout.tensor_parallel > 1
-        self.llm = LLM(
-            model=str(model),
-            # "dummy" would also fill buffers with random values, such as the means and deviations that normalise
-            # images, and no weight sync corrects them
-            load_format="auto",
-            dtype=cast(Any, engine_dtype(device, rollout.dtype)),
-            max_model_len=config.max_sequence_tokens,
-            max_num_seqs=rollout.max_sequences,
-            max_num_batched_tokens=max(8192 if device == "cpu" else 16384, config.max_sequence_tokens),
-            enforce_eager=rollout.enforce_eager or device == "cpu",
-            enable_prefix_caching=True,
-            logprobs_mode="processed_logprobs",
-            seed=config.seed,
-            trust_remote_code=config.model.trust_remote_code,
-            disable_log_stats=True,
-            tensor_parallel_size=rollout.tensor_parallel,
-            # except with ``starts_workers`` this process is the worker: vLLM starts no other
-            distributed_executor_backend="mp" if starts_workers else _launcher() if gloo else "external_launcher",
-            **options,
-        )
+        with _compiler_kept(device, config.resources.devices):
+            self.llm = LLM(
+                model=str(model),
+                # "dummy" would also fill buffers with random values, such as the means and deviations that normalise
+                # images, and no weight sync corrects them
+                load_format="auto",
+                dtype=cast(Any, engine_dtype(device, rollout.dtype)),
+                max_model_len=config.max_sequence_tokens,
+                max_num_seqs=rollout.max_sequences,
+                max_num_batched_tokens=max(8192 if device == "cpu" else 16384, config.max_sequence_tokens),
+                enforce_eager=rollout.enforce_eager or device == "cpu",
+                enable_prefix_caching=True,
+                logprobs_mode="processed_logprobs",
+                seed=config.seed,
+                trust_remote_code=config.model.trust_remote_code,
+                disable_log_stats=True,
+                tensor_parallel_size=rollout.tensor_parallel,
+                # except with ``starts_workers`` this process is the worker: vLLM starts no other
+                distributed_executor_backend="mp" if starts_workers else _launcher() if gloo else "external_launcher",
+                **options,
+            )
 
     @property
     def core(self) -> Any:
@@ -210,6 +211,26 @@ class Engine:
                 yield value
                 if tied and isinstance(module, VocabParallelEmbedding):
                     yield _through_kernel(module, packed, value)
+
+
+@contextmanager
+def _compiler_kept(device: str, devices: int) -> Iterator[None]:
+    """On exit, let torch.compile use several processes and the cache folders from before. vLLM sets one process and its
+    own folders for everything in this process, and the policy would compile for several times as long."""
+    if device == "cpu":  # nothing is compiled
+        yield
+        return
+    import torch._inductor.config
+
+    folders = {name: os.environ.get(name) for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")}
+    yield
+    for name, folder in folders.items():
+        if folder is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = folder
+    cores = len(os.sched_getaffinity(0))
+    torch._inductor.config.compile_threads = max(1, min(16, cores // devices))
 
 
 def capture_sizes(max_num_seqs: int) -> list[int]:

@@ -40,6 +40,7 @@ PROGRAMS: Mapping[str, Program] = {
         ("--tiny", "--counted", "1", "--folder", "OUT"), ("seconds", "generate", "update", "prompt"), signed="power"
     ),
     "guard": Program(("--tiny", "--folder", "OUT")),
+    "large": Program(("--tiny", "--workers", "1", "--folder", "OUT"), ("seconds", "processes_gib")),
     "loading": Program((), ("policy_gib", "reference_gib", "device_gib", "host_gib"), long=False),
     "placement": Program(
         ("--tiny", "--only", "apart, one step off", "--folder", "OUT"), ("step", "update", "tokens_per_s")

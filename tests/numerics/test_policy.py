@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounter
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rlcore.algorithms.divergence import effective_sample_size
 from rlcore.algorithms.loss import StepTotals
+from rlcore.config import build_experiment
 from rlcore.models.torch_policy import TorchPolicy
 from rlcore.types import TrainingSample
 from tests.numerics import toy
@@ -127,6 +131,36 @@ def test_activation_checkpointing_does_not_change_the_gradient(
     a, _ = step_gradient(toy.policy(tiny_model, plain), [samples])
     b, _ = step_gradient(toy.policy(tiny_model, other), [samples])
     assert relative(b, a) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("model", "without_gradient"),
+    [
+        ("model.gradient_checkpointing=none", 1),
+        ("model.gradient_checkpointing=full", 1),
+        ("model.lora.rank=4", 2),  # the reference is the policy without its adapters
+    ],
+)
+def test_all_blocks_and_the_reference_share_their_compiled_graphs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, without_gradient: int
+) -> None:
+    """Compiling is most of a start on a GPU. The first block needs no graph of its own either."""
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
+    Qwen2ForCausalLM(Qwen2Config(vocab_size=512, num_hidden_layers=3, **shape)).save_pretrained(tmp_path)
+    graphs = CompileCounter()
+    monkeypatch.setattr("rlcore.models.sharding.torch.compile", partial(torch.compile, backend=graphs))
+    # one operator, as on a GPU; its value does not matter here
+    monkeypatch.setattr("rlcore.models.attention.shared_prompt_attention", lambda query, *_: query * 1.0)
+    torch._dynamo.reset()
+    config = toy.config(kl={"coefficient": 0.1}).model_dump(mode="json")
+    policy = toy.policy(tmp_path, build_experiment(config, [model, "training.compile_blocks=on"]))
+    samples = toy.samples(8, text_only=True)
+    policy.logprobs([samples[:2]])
+    policy.logprobs([samples[2:5]], reference=True)
+    assert graphs.frame_count == without_gradient
+    totals = StepTotals(tokens=sum(sample.num_trained for sample in samples), sequences=len(samples))
+    policy.update([samples[:3], samples[3:]], totals, 1e-3, 0.1)
+    assert graphs.frame_count == without_gradient + 1
 
 
 @pytest.mark.parametrize(("loss", "mode"), [("ppo_clip", "token_mean"), *ALGORITHMS])
