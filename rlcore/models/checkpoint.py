@@ -119,7 +119,9 @@ def _host_memory(like: Tensor) -> Tensor:
     """
     if not like.is_cuda or like.nbytes < _LARGE:
         return torch.empty_like(like, device="cpu", pin_memory=like.is_cuda)
-    made = torch.frombuffer(mmap.mmap(-1, like.nbytes), dtype=like.dtype).view(like.shape).zero_()  # pages of its own
+    pages = mmap.mmap(-1, like.nbytes)
+    pages.madvise(mmap.MADV_HUGEPAGE)  # a five-hundredth as many to make and to lock
+    made = torch.frombuffer(pages, dtype=like.dtype).view(like.shape).zero_()
     runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     error = runtime.cudaHostRegister(made.data_ptr(), made.nbytes, _PORTABLE)
     if int(error) != 0:
