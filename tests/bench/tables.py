@@ -31,6 +31,8 @@ FILES = {
     "rollout-text-h200": "sampling, weight sync, sleep and wake, text",
     "rollout-vl-h200": "the same, VL-3B",
     "trl-h200": "TRL's medians of another day",
+    "verl-text-h200": "whole steps of ours and of verl, text",
+    "flow-text-1.5b-h200": "a whole flow with one kill, by stage",
 }
 
 
@@ -68,6 +70,7 @@ def percent(value: float) -> str:
 
 
 def performance() -> Iterator[Row]:
+    yield from _against_verl()
     yield from _whole_steps()
     yield from _sampler()
     yield from _several_gpus()
@@ -75,6 +78,19 @@ def performance() -> Iterator[Row]:
     yield from _cpu()
     yield from _growth()
     yield from _variants()
+
+
+def _against_verl() -> Iterator[Row]:
+    for regime, other in (("fixed", "whole step, text, fixed"), ("ragged", "the same, ragged")):
+        sides = record("verl-text-h200")["regimes"][regime]
+        ratio = sides["verl"]["seconds"]["median"] / sides["ours"]["seconds"]["median"]
+        yield Row(
+            f"{other}: verl 0.9.1 / ours †",
+            f"verl: {spread(sides['verl'])}",
+            f"{spread(sides['ours'])}: {ratio:.2f} x",
+            "1.5 x",
+            reached(ratio >= 1.5, see="14"),
+        )
 
 
 def _whole_steps() -> Iterator[Row]:
@@ -339,13 +355,28 @@ def files() -> str:
     return markdown(("file", "what"), [(f"`accepted/{name}.json`", what) for name, what in FILES.items()])
 
 
+def flow() -> str:
+    """The stages of a whole flow, then what its trainer needed to start."""
+    from tests.stages import MeasuredStage, table
+
+    made = record("flow-text-1.5b-h200")
+    seconds = [(name, f"{value:.1f} s") for name, value in made["seconds"].items()]
+    stages = table([MeasuredStage(**stage) for stage in made["stages"] if stage["seconds"] >= 0.1])
+    return f"{stages}\n\n{markdown(('of the trainer', ''), seconds)}"
+
+
 def estimates() -> str:
     from tests.bench.estimates import table  # imports torch
 
     return table()
 
 
-TABLES: Mapping[str, Callable[[], str]] = {"measured": measured, "files": files, "estimates": estimates}
+TABLES: Mapping[str, Callable[[], str]] = {
+    "measured": measured,
+    "flow": flow,
+    "files": files,
+    "estimates": estimates,
+}
 PAGES = (DOCS / "performance.md", DOCS / "cost.md")
 _TABLE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end of the table -->)", re.DOTALL)
 
