@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as read_checkpoint
 from torch.distributed.checkpoint.state_dict_saver import save as write_checkpoint
@@ -182,7 +184,7 @@ def load_train_state(model: nn.Module, optimizer: Optimizer, folder: Path) -> No
     lora = _lora(model)
     tree: dict[str, Any] = {"model": weights, "optimizer": state, "groups": (), "lora": lora}
     with _quiet():
-        read_checkpoint(tree, checkpoint_id=folder / TRAIN_STATE, no_dist=not dist.is_initialized())
+        read_checkpoint(tree, storage_reader=_Reader(folder / TRAIN_STATE), no_dist=not dist.is_initialized())
     if lora and float(lora["alpha"]) != lora_alpha(model):
         raise CheckpointError(
             f"{folder} was trained with model.lora.alpha {float(lora['alpha']):g}, the model has "
@@ -219,7 +221,23 @@ def _parameter_names(model: nn.Module) -> dict[Tensor, str]:
 def read_tensors(folder: Path, tree: dict[str, Any]) -> None:
     """Fill the tensors of ``tree`` from a train state. Needs no process group."""
     with _quiet():
-        read_checkpoint(tree, checkpoint_id=folder / TRAIN_STATE, no_dist=True)
+        read_checkpoint(tree, storage_reader=_Reader(folder / TRAIN_STATE), no_dist=True)
+
+
+class _Reader(FileSystemReader):
+    """Reads the files of a part at the same time."""
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> torch.futures.Future[None]:
+        files: dict[str, list[ReadItem]] = {}
+        for item in plan.items:
+            files.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
+        read = super().read_data
+        with ThreadPoolExecutor(_MOST_FILES, thread_name_prefix="load") as pool:
+            for reading in [pool.submit(read, replace(plan, items=items), planner) for items in files.values()]:
+                reading.result()
+        done: torch.futures.Future[None] = torch.futures.Future()
+        done.set_result(None)
+        return done
 
 
 def stored_tensors(folder: Path) -> dict[str, TensorStorageMetadata]:
