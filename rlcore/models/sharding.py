@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -51,9 +52,34 @@ def checkpoint_blocks(blocks: Sequence[nn.Module], mode: Literal["none", "select
 
 
 def compile_blocks(blocks: Sequence[nn.Module]) -> None:
-    """torch.compile each block's forward without the module's hooks. One graph serves all blocks of a kind."""
+    """torch.compile each block's forward without the module's hooks. One graph serves all blocks of a kind, for any
+    number of tokens."""
     for block in blocks:
-        block.forward = torch.compile(block.forward, dynamic=True)
+        block.forward = _with_any_sizes(torch.compile(block.forward))
+
+
+def _with_any_sizes(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """``compiled`` for tensors of any size. With ``dynamic=True`` instead, torch would also keep every number of the
+    module open: head sizes, and floats, for which it compiles C++ for half a minute."""
+
+    def call(*arguments: Any, **named: Any) -> Any:
+        for tensor in (*_tensors(arguments), *_tensors(tuple(named.values()))):
+            if not hasattr(tensor, "_dynamo_weak_dynamic_indices"):
+                torch._dynamo.maybe_mark_dynamic(tensor, [dim for dim, size in enumerate(tensor.shape) if size > 1])
+        return compiled(*arguments, **named)
+
+    return call
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple):
+        for item in value:
+            yield from _tensors(item)
+    elif is_dataclass(value) and not isinstance(value, type):
+        for item in fields(value):
+            yield from _tensors(getattr(value, item.name))
 
 
 def _selective() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
