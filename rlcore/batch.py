@@ -191,6 +191,13 @@ def _places(
     return np.concatenate(places, axis=-1), np.concatenate(rows)
 
 
+def rows_of(samples: Sequence[TrainingSample]) -> list[Tensor]:
+    """For each sample [L] int64: where ``pack`` puts each of its tokens in the row."""
+    starts = np.cumsum([0, *(s.num_tokens for s in samples)])
+    row_of, _, _ = _share_prompts(samples, starts)
+    return list(torch.from_numpy(row_of).split([s.num_tokens for s in samples]))
+
+
 def _share_prompts(
     samples: Sequence[TrainingSample], starts: npt.NDArray[np.int64]
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], Segments]:

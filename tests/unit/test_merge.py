@@ -23,7 +23,8 @@ from rlcore.artifacts import CheckpointRef, ModelRef
 from rlcore.config import LoraConfig, ModelConfig
 from rlcore.errors import CheckpointError, ModelError
 from rlcore.jobs.bootstrap import folder_digest
-from rlcore.jobs.merge import VERIFIED, VerifyReport, allowed_differences, merge_checkpoint, merge_once, verify_merged
+from rlcore.jobs.merge import VERIFIED, VerifyReport, merge_checkpoint, merge_once, verify_merged
+from rlcore.models.comparison import allowed_differences
 from rlcore.models.loading import load_hf_model
 from rlcore.models.lora import choose_trainable, draw_adapters
 from rlcore.models.optimizer import KahanAdamW
