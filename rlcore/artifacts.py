@@ -89,6 +89,12 @@ class ModelCheck(Artifact):
     rows: tuple[CheckRow, ...]
     seconds: float
 
+    @property
+    def worst(self) -> str:
+        """The comparison that comes closest to what is allowed."""
+        row = max(self.rows, key=lambda row: row.largest / row.allowed_largest)
+        return f"{row.largest:.2g} of {row.allowed_largest:.2g} {row.unit} ({row.name})"
+
     def markdown(self) -> str:
         """The table, and what it was measured with."""
         head = "| check | result | largest | allowed | mean square | allowed | unit | where |\n" + "| --- " * 8 + "|\n"

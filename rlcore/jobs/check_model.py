@@ -76,6 +76,7 @@ _REMEDIES = {
     MERGE: "Checkpoints of this model cannot be merged. Check the version of transformers.",
 }
 _SMALL = 1_000_000_000  # parameters of a model whose gradient, adapters and merge are checked with all layers
+_TINY = 20_000_000
 _DEFAULT_LORA = LoraConfig(rank=8, alpha=16)
 _ENGINE_BYTES = 6 << 30  # of an engine on a GPU, besides weights
 _COMPLETION_TOKENS = 128  # more than any of the check has
@@ -124,6 +125,7 @@ def examine(spec: CheckModelSpec, scratch: Path) -> ModelCheck:
     """
     started = time.perf_counter()
     config, folder = spec.experiment, Path(spec.model.path)
+    torch.set_num_threads(_threads(spec))
     trusted = config.model.trust_remote_code
     require_supported(
         load_hf_config(folder, trusted),
@@ -163,7 +165,7 @@ def _check_whole(folder: Path, scratch: Path, config: ExperimentConfig, inputs: 
     """The trainer and vLLM against transformers, before and after a change of the weights."""
     change = change_for(config.model, folder)
     before, after = yardsticks(folder, inputs, where, change)
-    where.free()
+    where.free()  # for the engine
     worker = Worker(WorkerSpec.alone(folder, scratch, config, where.device, _free_port()))
     layers = worker.policy.model.decoder.layers
     rows = [_row(TRAINER, before, policy_pass(layers, worker.policy.raw_logprobs, inputs.samples), inputs)]
@@ -313,10 +315,15 @@ def _narrow(config: ExperimentConfig, device: str, longest: int, spec: CheckMode
             workers=1,
             rollout_workers=0 if spec.with_engine else 1,  # the worker then has no engine
             device="cuda" if device == "cuda" else "cpu",
-            threads_per_worker=len(os.sched_getaffinity(0)),
+            threads_per_worker=_threads(spec),
         ),
     }
     return config.model_copy(update=update)
+
+
+def _threads(spec: CheckModelSpec) -> int:
+    """For a tiny model, handing work to threads takes longer than the work."""
+    return len(os.sched_getaffinity(0)) if spec.model.num_parameters > _TINY else 1
 
 
 def _fits(parameters: int, device: str) -> bool:
