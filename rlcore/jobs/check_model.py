@@ -10,7 +10,8 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -76,6 +77,7 @@ _REMEDIES = {
     MERGE: "Checkpoints of this model cannot be merged. Check the version of transformers.",
 }
 _SMALL = 1_000_000_000  # parameters of a model whose gradient, adapters and merge are checked with all layers
+_MESSAGE = 500  # characters of another library's error
 _TINY = 20_000_000
 _DEFAULT_LORA = LoraConfig(rank=8, alpha=16)
 _ENGINE_BYTES = 6 << 30  # of an engine on a GPU, besides weights
@@ -145,7 +147,8 @@ def examine(spec: CheckModelSpec, scratch: Path) -> ModelCheck:
     inputs, longest = _inputs(folder, config, scratch)
     narrow = _narrow(config, device, longest, spec)
     of_small = _check_small(small, scratch, narrow.model, inputs, where)
-    trainer, *engine = _check_whole(whole, scratch, narrow, inputs, where)
+    with _vllm_named(folder):
+        trainer, *engine = _check_whole(whole, scratch, narrow, inputs, where)
     part = f"{total} layers" if small == folder else f"gradient, adapters and merge: the first {layers} layers"
     if not fits:
         part = f"the first {layers} of {total} layers, because all do not fit on one device"
@@ -159,6 +162,24 @@ def examine(spec: CheckModelSpec, scratch: Path) -> ModelCheck:
         rows=(trainer, *of_small, *engine),
         seconds=round(time.perf_counter() - started, 1),
     )
+
+
+@contextmanager
+def _vllm_named(folder: Path) -> Iterator[None]:
+    """
+    Raises:
+        ModelError: vLLM, or a class of transformers that vLLM has changed in this process, does not take the model.
+    """
+    try:
+        yield
+    except (AssertionError, AttributeError, KeyError, NotImplementedError, TypeError, ValueError) as error:
+        if "memory" in str(error):  # of the device, and not about the model
+            raise
+        raise ModelError(
+            f"{folder} cannot be sampled from while it trains: {type(error).__name__}: {str(error)[:_MESSAGE]}. vLLM "
+            "must have an implementation of its own for this model type that takes the weights by transformers' names: "
+            "docs/howto/own-family.md. Choose another model, or other versions of vLLM and transformers."
+        ) from error
 
 
 def _check_whole(folder: Path, scratch: Path, config: ExperimentConfig, inputs: Inputs, where: Where) -> list[CheckRow]:

@@ -28,9 +28,11 @@ from rlcore.types import ImageRef
 # Of two implementations, in nats. In float32 an implementation may differ from transformers by this much.
 FLOAT32_TOLERANCE = 1e-3
 # In another dtype it may differ from transformers in float32 by so many times the root mean square of what transformers
-# in that dtype, with two kinds of attention, differs by: in its own root mean square, and in a single token.
+# in that dtype, with two kinds of attention, differs by: in its own root mean square, and in a single token. A single
+# token may also differ by RMS_FACTOR times the largest of those differences, which may have a long tail.
 RMS_FACTOR, MAX_FACTOR = 2.0, 6.0
 # Hidden states part where their relative difference exceeds this, and so many times that of rounding.
+_TEXT, _PICTURES = "the token embeddings", "the features of pictures"
 _FLOAT32_STATES, _STATES_FACTOR = 1e-4, 3.0
 
 Values = npt.NDArray[np.float64]  # [C] nats, of a sequence's completion tokens
@@ -53,8 +55,10 @@ def allowed_differences(rounding: Sequence[Values]) -> Limits:
     """
     if not rounding:
         return FLOAT32_TOLERANCE, FLOAT32_TOLERANCE
-    spread = root_mean_square(np.concatenate(rounding))
-    return max(FLOAT32_TOLERANCE, MAX_FACTOR * spread), max(FLOAT32_TOLERANCE, RMS_FACTOR * spread)
+    together = np.concatenate(rounding)
+    spread, largest = root_mean_square(together), float(np.abs(together).max())
+    of_one_token = max(FLOAT32_TOLERANCE, MAX_FACTOR * spread, RMS_FACTOR * largest)
+    return of_one_token, max(FLOAT32_TOLERANCE, RMS_FACTOR * spread)
 
 
 def root_mean_square(values: Values) -> float:
@@ -178,7 +182,9 @@ def recorded_states(layers: Sequence[nn.Module]) -> Iterator[States]:
 
 def _candidates(values: tuple[Any, ...]) -> tuple[Tensor, ...]:
     tensors = [v.detach() for v in values if isinstance(v, Tensor) and v.is_floating_point() and v.dim() > 1]
-    parts = [v.reshape(-1, v.shape[-1]).float().cpu() for v in tensors if v.shape == tensors[0].shape]
+    parts = [  # copies, because vLLM reuses the memory
+        v.reshape(-1, v.shape[-1]).to("cpu", torch.float32, copy=True) for v in tensors if v.shape == tensors[0].shape
+    ]
     return (parts[0], parts[0] + parts[1]) if len(parts) > 1 else tuple(parts)
 
 
@@ -189,14 +195,14 @@ def state_errors(exact: Sequence[States], actual: Sequence[States], images: Sequ
     Args:
         images: of each sequence [L] bool, True on image tokens.
     """
-    errors: dict[str, float] = {}
+    errors = {_TEXT: 0.0, _PICTURES: 0.0}
     for wanted, given, is_image in zip(exact, actual, images, strict=True):
         for stage, ((right,), candidates) in enumerate(zip(wanted, given, strict=True)):
             each = [((c - right).norm(dim=1) / right.norm(dim=1).clamp_min(1e-30)).square() for c in candidates]
             squares = min(each, key=lambda error: float(error.mean()))
             parts = {f"decoder layer {stage - 1}": torch.ones_like(is_image)}
             if stage == 0:
-                parts = {"the token embeddings": ~is_image, "the features of pictures": is_image}
+                parts = {_TEXT: ~is_image, _PICTURES: is_image}
             for place, chosen in parts.items():
                 if bool(chosen.any()):
                     error = float(squares[chosen].mean().sqrt())

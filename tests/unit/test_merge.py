@@ -233,6 +233,8 @@ def test_the_tolerance_is_so_many_times_what_correct_passes_differ_by() -> None:
     largest, spread = allowed_differences(passes)
     assert largest == pytest.approx(6 * 0.00125**0.5)
     assert spread == pytest.approx(2 * 0.00125**0.5)
+    with_a_tail, _ = allowed_differences([np.array([0.5, *[0.0] * 99])])
+    assert with_a_tail == pytest.approx(2 * 0.5)  # 6 times the root mean square are 0.3
 
 
 @pytest.mark.parametrize(("scale", "fine"), [(1.0, True), (1.1, False)])
