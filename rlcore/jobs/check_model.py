@@ -47,8 +47,8 @@ from rlcore.models.checks import (
     yardsticks,
 )
 from rlcore.models.comparison import (
-    FLOAT32_TOLERANCE,
     Pass,
+    allowed_differences,
     difference,
     first_parting,
     image_reader,
@@ -59,7 +59,8 @@ from rlcore.models.comparison import (
 from rlcore.models.cut import cut_layers, num_layers
 from rlcore.models.loading import load_hf_config, require_supported
 from rlcore.models.probe import ProbeSequence
-from rlcore.models.torch_policy import compute_dtype
+from rlcore.models.torch_policy import compute_dtype, weights_dtype
+from rlcore.sampler.engine import engine_dtype
 from rlcore.sampler.vllm_sampler import VllmSampler
 from rlcore.specs import CheckModelSpec
 
@@ -136,7 +137,7 @@ def examine(spec: CheckModelSpec, scratch: Path) -> ModelCheck:
         tensor_parallel=config.rollout.tensor_parallel,
     )
     device = pick_device(config)
-    where = Where(device, compute_dtype(config, device), trusted)
+    where = Where(device, compute_dtype(config, device), _engine_dtype(config, device), trusted)
     layers = total = num_layers(folder, trusted)
     small = folder
     if spec.model.num_parameters > _SMALL:
@@ -189,22 +190,28 @@ def _check_whole(folder: Path, scratch: Path, config: ExperimentConfig, inputs: 
     where.free()  # for the engine
     worker = Worker(WorkerSpec.alone(folder, scratch, config, where.device, _free_port()))
     layers = worker.policy.model.decoder.layers
-    rows = [_row(TRAINER, before, policy_pass(layers, worker.policy.raw_logprobs, inputs.samples), inputs)]
+    rows = [_row(TRAINER, before, policy_pass(layers, worker.policy.raw_logprobs, inputs.samples), inputs, where.dtype)]
     if worker.sampler is not None:
-        rows += _check_engine(worker, worker.sampler, before, after, change, inputs)
+        rows += _check_engine(worker, worker.sampler, before, after, change, inputs, where.engine_dtype)
     return rows
 
 
 def _check_engine(
-    worker: Worker, sampler: VllmSampler, before: Yardstick, after: Yardstick, change: Change, inputs: Inputs
+    worker: Worker,
+    sampler: VllmSampler,
+    before: Yardstick,
+    after: Yardstick,
+    change: Change,
+    inputs: Inputs,
+    dtype: torch.dtype,
 ) -> list[CheckRow]:
     count = len(worker.policy.model.decoder.layers)
     worker.sync_weights(0)
-    rows = [_row(VLLM, before, _engine_pass(sampler, count, inputs.sequences), inputs)]
+    rows = [_row(VLLM, before, _engine_pass(sampler, count, inputs.sequences), inputs, dtype)]
     worker.policy.tensors()  # on the device
     change(worker.policy.model.hf)
     worker.sync_weights(1)
-    rows.append(_row(SYNC, after, _engine_pass(sampler, count, inputs.sequences), inputs))
+    rows.append(_row(SYNC, after, _engine_pass(sampler, count, inputs.sequences), inputs, dtype))
     return rows
 
 
@@ -224,7 +231,7 @@ def _engine_pass(sampler: VllmSampler, num_layers: int, sequences: Sequence[Prob
 def _check_small(folder: Path, scratch: Path, model: ModelConfig, inputs: Inputs, where: Where) -> list[CheckRow]:
     """The gradient in the trainer's dtype; adapters and merge in float32, because they are arithmetic on weights."""
     gradient = compare_gradients(folder, inputs, where)
-    exactly = replace(where, dtype=torch.float32)
+    exactly = replace(where, dtype=torch.float32, engine_dtype=torch.float32)
     change = change_for(ModelConfig(), folder)
     before, after = yardsticks(folder, inputs, exactly, change)
     lora = model.lora or _DEFAULT_LORA
@@ -245,9 +252,11 @@ def _check_small(folder: Path, scratch: Path, model: ModelConfig, inputs: Inputs
             place=gradient.worst,
             passed=errors.by_parameter[gradient.worst] <= gradient.allowed[0] and errors.whole <= gradient.allowed[1],
         ),
-        _row(ZERO_ADAPTERS, before, zero, inputs),
-        _row(ADAPTERS, merged, row_of(adapted, inputs), inputs),
-        _row(MERGE, after, _merged(changed.hf, folder, scratch / "weights", inputs, exactly).exact, inputs),
+        _row(ZERO_ADAPTERS, before, zero, inputs, torch.float32),
+        _row(ADAPTERS, merged, row_of(adapted, inputs), inputs, torch.float32),
+        _row(
+            MERGE, after, _merged(changed.hf, folder, scratch / "weights", inputs, exactly).exact, inputs, torch.float32
+        ),
     ]
 
 
@@ -260,22 +269,23 @@ def _merged(hf: nn.Module, base: Path, scratch: Path, inputs: Inputs, where: Whe
     merge_checkpoint(scratch / "checkpoint", base, scratch / "merged", trust_remote_code=where.trust_remote_code)
     model = where.load(scratch / "merged", torch.float32)
     exact = plain_pass(model, inputs.sequences, inputs.read)
-    return Yardstick(exact, (FLOAT32_TOLERANCE, FLOAT32_TOLERANCE), [])
+    return Yardstick(exact, {torch.float32: allowed_differences([])}, {torch.float32: []})
 
 
-def _row(name: str, right: Yardstick, actual: Pass, inputs: Inputs) -> CheckRow:
+def _row(name: str, right: Yardstick, actual: Pass, inputs: Inputs, dtype: torch.dtype) -> CheckRow:
+    limits = right.limits[dtype]
     apart = difference(right.exact.logprobs, actual.logprobs)
     place = f"{inputs.kinds[apart.sequence]}, completion token {apart.token}"
-    passed = apart.is_within(right.limits)
+    passed = apart.is_within(limits)
     if not passed and actual.states:
         errors = state_errors(right.exact.states, actual.states, inputs.image_masks)
-        place = f"{first_parting(errors, right.rounding)} ({place})"
+        place = f"{first_parting(errors, right.rounding[dtype])} ({place})"
     return CheckRow(
         name=name,
         largest=apart.largest,
         spread=apart.spread,
-        allowed_largest=right.limits[0],
-        allowed_spread=right.limits[1],
+        allowed_largest=limits[0],
+        allowed_spread=limits[1],
         unit="nats",
         place=place,
         passed=passed,
@@ -340,6 +350,13 @@ def _narrow(config: ExperimentConfig, device: str, longest: int, spec: CheckMode
         ),
     }
     return config.model_copy(update=update)
+
+
+def _engine_dtype(config: ExperimentConfig, device: str) -> torch.dtype:
+    """In which vLLM computes, or of the weights that it gets if that is coarser."""
+    computes: torch.dtype = getattr(torch, engine_dtype(device, config.rollout.dtype))
+    gets = compute_dtype(config, device) if device == "cuda" else weights_dtype(config, device)
+    return min(computes, gets, key=lambda dtype: dtype.itemsize)
 
 
 def _threads(spec: CheckModelSpec) -> int:

@@ -67,11 +67,11 @@ class Inputs:
 
 @dataclass(frozen=True, slots=True)
 class Yardstick:
-    """transformers' results in float32, and how far a correct implementation may be from them."""
+    """transformers' results in float32, and by dtype how far a correct implementation may be from them."""
 
     exact: Pass
-    limits: Limits
-    rounding: list[dict[str, float]]  # ``state_errors`` of correct passes in the dtype of the check
+    limits: Mapping[torch.dtype, Limits]
+    rounding: Mapping[torch.dtype, list[dict[str, float]]]  # ``state_errors`` of correct passes
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,8 @@ class Where:
     """How a model is loaded."""
 
     device: str
-    dtype: torch.dtype  # of the trainer
+    dtype: torch.dtype  # in which the trainer computes
+    engine_dtype: torch.dtype  # in which vLLM computes, or of the weights that it gets if that is coarser
     trust_remote_code: bool
 
     def load(self, folder: Path, dtype: torch.dtype) -> Any:
@@ -107,15 +108,20 @@ def yardsticks(folder: Path, inputs: Inputs, where: Where, change: Change) -> tu
     exact = plain_pass(model, inputs.sequences, inputs.read)
     change(model)
     changed = plain_pass(model, inputs.sequences, inputs.read)
-    if where.dtype == torch.float32:
-        return _yardstick(exact, [], inputs), _yardstick(changed, [], inputs)
-    kinds = _right_kinds(model, changed, inputs)
-    for parameter in model.parameters():  # buffers stay: rotary frequencies need their float32
-        parameter.data = parameter.data.to(where.dtype)
-    of_changed = _yardstick(changed, _rounded(model, kinds, inputs), inputs)
-    del model
-    where.free()
-    return _yardstick(exact, _rounded(where.load(folder, where.dtype), kinds, inputs), inputs), of_changed
+    coarse = {where.dtype, where.engine_dtype} - {torch.float32}
+    kinds = _right_kinds(model, changed, inputs) if coarse else ()
+    rounded: dict[torch.dtype, list[Pass]] = {torch.float32: []}
+    rounded_changed: dict[torch.dtype, list[Pass]] = {torch.float32: []}
+    for dtype in sorted(coarse, key=str):
+        if model is None:
+            change(model := where.load(folder, torch.float32))
+        for parameter in model.parameters():  # buffers stay: rotary frequencies need their float32
+            parameter.data = parameter.data.to(dtype)
+        rounded_changed[dtype] = _rounded(model, kinds, inputs)
+        model = None
+        where.free()
+        rounded[dtype] = _rounded(where.load(folder, dtype), kinds, inputs)
+    return _yardstick(exact, rounded, inputs), _yardstick(changed, rounded_changed, inputs)
 
 
 def _right_kinds(model: Any, exact: Pass, inputs: Inputs) -> tuple[str, ...]:
@@ -137,10 +143,13 @@ def _rounded(model: Any, kinds: Sequence[str], inputs: Inputs) -> list[Pass]:
     return passes
 
 
-def _yardstick(exact: Pass, rounded: Sequence[Pass], inputs: Inputs) -> Yardstick:
-    rounding = [v - e for one in rounded for v, e in zip(one.logprobs, exact.logprobs, strict=True)]
-    states = [state_errors(exact.states, one.states, inputs.image_masks) for one in rounded]
-    return Yardstick(exact, allowed_differences(rounding), states)
+def _yardstick(exact: Pass, rounded: Mapping[torch.dtype, Sequence[Pass]], inputs: Inputs) -> Yardstick:
+    limits, rounding = {}, {}
+    for dtype, passes in rounded.items():
+        apart = [v - e for one in passes for v, e in zip(one.logprobs, exact.logprobs, strict=True)]
+        limits[dtype] = allowed_differences(apart)
+        rounding[dtype] = [state_errors(exact.states, one.states, inputs.image_masks) for one in passes]
+    return Yardstick(exact, limits, rounding)
 
 
 # --- the packed row ---
@@ -184,7 +193,7 @@ def row_of(packed: PackedModel, inputs: Inputs) -> Pass:
 
 
 def policy_pass(
-    layers: Sequence[nn.Module],
+    layers: nn.ModuleList,
     logprobs: Callable[[Sequence[TrainingSample]], list[Floats]],
     samples: Sequence[TrainingSample],
 ) -> Pass:
@@ -198,7 +207,7 @@ def policy_pass(
 
 @torch.no_grad()
 def packed_pass(
-    layers: Sequence[nn.Module],
+    layers: nn.ModuleList,
     logprobs: Callable[[Sequence[TrainingSample]], list[Values]],
     samples: Sequence[TrainingSample],
 ) -> Pass:

@@ -156,7 +156,7 @@ def plain_pass(model: nn.Module, sequences: Sequence[ProbeSequence], read: ReadI
 
 
 @contextmanager
-def recorded_states(layers: Sequence[nn.Module]) -> Iterator[States]:
+def recorded_states(layers: nn.ModuleList) -> Iterator[States]:
     """Inside the block, the first forward pass through ``layers`` fills the list.
 
     A layer that returns the stream in two parts, as vLLM's do, gives two candidates: the first part, and their sum.

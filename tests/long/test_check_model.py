@@ -120,7 +120,11 @@ def test_a_fault_of_the_engine_is_refused_and_the_place_is_named(
 def compared(folder: Path) -> dict[str, Any]:
     """By family, and for adapters: the rows that differ and their names, or the refusal."""
     result: dict[str, Any] = {}
-    more = {"adapters": ("qwen2_5_vl", "model.lora.rank=8"), "bfloat16": ("llama", "model.compute_dtype=bfloat16")}
+    more = {
+        "adapters": ("qwen2_5_vl", "model.lora.rank=8"),
+        "bfloat16": ("llama", "model.compute_dtype=bfloat16"),
+        "an engine in bfloat16": ("llama", "rollout.dtype=bfloat16"),
+    }
     for number, (name, (family, *overrides)) in enumerate(({f: (f,) for f in FAMILIES} | more).items()):
         try:
             check = checked(make_model(folder / str(number), family), *overrides)
