@@ -224,7 +224,10 @@ def _engine_pass(sampler: VllmSampler, num_layers: int, sequences: Sequence[Prob
     for sequence in sequences:
         with recorded_states(layers) as recorded:
             logprobs += [np.asarray(values) for values in sampler.prompt_logprobs([sequence])]
-        states.append([tuple(part[: len(sequence.token_ids)] for part in parts) for parts in recorded])
+        length = len(sequence.token_ids)
+        states.append([tuple(part[:length] for part in parts) for parts in recorded])  # vLLM may pad
+        if len(states[-1]) != 1 + num_layers or any(len(part) < length for parts in states[-1] for part in parts):
+            return Pass([np.asarray(values) for values in sampler.prompt_logprobs(sequences)], [])  # not one pass
     return Pass(logprobs, states)
 
 
@@ -269,6 +272,7 @@ def _merged(hf: nn.Module, base: Path, scratch: Path, inputs: Inputs, where: Whe
     merge_checkpoint(scratch / "checkpoint", base, scratch / "merged", trust_remote_code=where.trust_remote_code)
     model = where.load(scratch / "merged", torch.float32)
     exact = plain_pass(model, inputs.sequences, inputs.read)
+    shutil.rmtree(scratch)  # of a large model some GB
     return Yardstick(exact, {torch.float32: allowed_differences([])}, {torch.float32: []})
 
 

@@ -36,10 +36,12 @@ _HEAD = """\
 
 Written by `make check-models` from what it measured, {where}.
 
-Each row is a model with three layers and random weights, of one `model_type`, on which `rlflow check-model` compared the trainer and vLLM with transformers' own forward pass in
-float32 ([own model](howto/own-model.md#is-it-used-correctly)). A cell has the largest difference: of a token's
-log-prob in nats, or for the gradient of a parameter as a share of its size. **Bold** differs by more than is allowed,
-which is {allowed} in float32. A model of real size is compared before it trains, on its own weights and device.
+Each row is a model of one `model_type` with three layers and random weights. `.venv/bin/rlflow check-model FOLDER`
+compared the trainer and vLLM with transformers' own forward pass in float32 ([own
+model](howto/own-model.md#is-it-used-correctly)). A cell has the largest difference: of a token's log-prob in nats, or
+for the gradient of a parameter as a share of its size.
+**Bold** differs by more than is allowed, which is {allowed} in float32. A model of real size is compared before it
+trains, on its own weights and device.
 
 Llama 3 and DeepSeek-R1-Distill-Llama are llama with long context. Qwen2.5 and DeepSeek-R1-Distill-Qwen are `qwen2`.
 Phi-4 is `phi3`, and Phi-4-mini turns part of each head.
