@@ -20,7 +20,7 @@ export UV_PYTHON_DOWNLOADS := never
 # Compiled at install, or every start of a worker imports for 15 s instead of 6.
 export UV_COMPILE_BYTECODE := 1
 
-.PHONY: help install up down status tour demo demo-gsm8k demo-countdown demo-geo3k demo-gpu demo-algorithms bench chaos ui docs test test-all test-stacks mutants check lock clean
+.PHONY: help install up down status tour demo demo-gsm8k demo-countdown demo-geo3k demo-gpu demo-algorithms bench check-models chaos ui docs test test-all test-stacks mutants check lock clean
 help:
 	@echo 'make demo                      from raw data to a registered model, on the CPU'
 	@echo 'make demo-gsm8k, -countdown    the same with a tiny text policy: sums, the countdown game'
@@ -29,6 +29,7 @@ help:
 	@echo '                               by stage. DATA=FOLDER: Geometry3K files; SHAPE=text-1.5b or vl-7b; OUT=FILE'
 	@echo 'make demo-algorithms           does every algorithm learn? A table of three seeds each, under 40 minutes'
 	@echo 'make bench                     on a GPU: do the main figures of docs/performance.md still hold?'
+	@echo 'make check-models              trainer, transformers and vLLM on tiny models of every family: docs/models.md, 3 minutes'
 	@echo 'make chaos                     kill everything, at random; is anything lost? A table, 25 minutes; SEED=7 repeats one'
 	@echo 'make up, down, status          Prefect, MLflow and workers in the background; then .venv/bin/prefect deployment run NAME'
 	@echo 'make tour                      all of it once, from nothing, with pictures of the pages; under 30 minutes'
@@ -76,6 +77,9 @@ demo-algorithms: $(STAMP)
 
 bench: $(STAMP)
 	@$(RUN) -m tests.bench.guard $(if $(PEER),--peer '$(PEER)')
+
+check-models: $(STAMP)
+	@OMP_NUM_THREADS=1 $(RUN) -W ignore -m tests.bench.models
 
 chaos: $(STAMP)
 	@OMP_NUM_THREADS=1 $(RUN) -m tests.chaos $(if $(SEED),--seed $(SEED))

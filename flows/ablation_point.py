@@ -11,7 +11,7 @@ from tasks.ablation.study import describe_point, existing_ablation, note_result,
 from tasks.data import prepare_and_resize
 from tasks.driver.jobs import end_what_is_left
 from tasks.evaluate import evaluate_and_log
-from tasks.models import bootstrap_policy
+from tasks.models import bootstrap_policy, check_model
 from tasks.open import open_run, track_run
 from tasks.preflight import preflight
 from tasks.train import train_all_segments
@@ -31,6 +31,7 @@ def ablation_point(
         with track_run(run):
             train, validation = prepare_and_resize(config, "train"), prepare_and_resize(config, "validation")
             start = bootstrap_policy(config.model)
+            check_model(config, start)
             mlflow_run_id = describe_point(study, job, run, train, validation, start)
             segments = train_all_segments(run, train, start)
             report = evaluate_and_log(run, config, segments[-1].checkpoint, start, validation)

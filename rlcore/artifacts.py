@@ -62,3 +62,48 @@ class EvalReport(Artifact):
     table: str  # parquet path: one row per completion
     seconds: float
     at: float = 0.0  # creation time, seconds since the epoch; 0: made before this field existed
+
+
+class CheckRow(Artifact):
+    """One comparison of a model's implementations."""
+
+    name: str
+    largest: float  # difference
+    spread: float  # root mean square of the differences
+    allowed_largest: float
+    allowed_spread: float
+    unit: str  # nats, or share: of the size of what is compared
+    place: str  # where the largest difference is; of a refused row also where hidden states part first
+    passed: bool
+
+
+class ModelCheck(Artifact):
+    """The comparison of the trainer, transformers and vLLM on a model folder."""
+
+    path: str
+    digest: str
+    layers: str  # which decoder layers were compared
+    dtype: str  # of the trainer
+    device: str
+    versions: dict[str, str]
+    rows: tuple[CheckRow, ...]
+    seconds: float
+
+    @property
+    def worst(self) -> str:
+        """The comparison that comes closest to what is allowed."""
+        row = max(self.rows, key=lambda row: row.largest / row.allowed_largest)
+        return f"{row.largest:.2g} of {row.allowed_largest:.2g} {row.unit} ({row.name})"
+
+    def markdown(self) -> str:
+        """The table, and what it was measured with."""
+        head = "| check | result | largest | allowed | mean square | allowed | unit | where |\n" + "| --- " * 8 + "|\n"
+        lines = [
+            f"| {r.name} | {'agrees' if r.passed else 'DIFFERS'} | {r.largest:.2g} | {r.allowed_largest:.2g} | "
+            f"{r.spread:.2g} | {r.allowed_spread:.2g} | {r.unit} | {r.place} |\n"
+            for r in self.rows
+        ]
+        versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
+        return (
+            f"{head}{''.join(lines)}\n{self.layers}, {self.dtype} on {self.device}, {self.seconds:.0f} s. {versions}\n"
+        )

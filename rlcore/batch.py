@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -189,6 +190,13 @@ def _places(
         )
         rows.append(row)
     return np.concatenate(places, axis=-1), np.concatenate(rows)
+
+
+def rows_of(samples: Sequence[TrainingSample]) -> list[Tensor]:
+    """For each sample [L] int64: where ``pack`` puts each of its tokens in the row."""
+    starts = np.cumsum([0, *(s.num_tokens for s in samples)])
+    row_of, _, _ = _share_prompts(samples, starts)
+    return [torch.from_numpy(row_of[first:end]) for first, end in pairwise(starts)]
 
 
 def _share_prompts(

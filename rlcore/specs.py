@@ -51,6 +51,14 @@ class BootstrapSpec(JobSpec):
     models_dir: Path
 
 
+class CheckModelSpec(JobSpec):
+    """rlcore.jobs.check_model: ModelRef -> ModelCheck."""
+
+    experiment: ExperimentConfig
+    model: ModelRef
+    with_engine: bool = True  # compare vLLM as well
+
+
 class EvaluateSpec(JobSpec):
     """rlcore.jobs.evaluate: policy and dataset -> EvalReport."""
 

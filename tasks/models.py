@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
+from prefect.artifacts import create_markdown_artifact
+
 from infra.logs import get_logger
+from infra.provenance import describe_hardware
 from infra.settings import Settings
-from rlcore.artifacts import CheckpointRef, DatasetRef, EvalReport, ModelRef
-from rlcore.config import ExperimentConfig, ModelConfig
-from rlcore.specs import BootstrapSpec, MergeSpec, tiny_folder
+from rlcore.artifacts import CheckpointRef, DatasetRef, EvalReport, ModelCheck, ModelRef
+from rlcore.config import ExperimentConfig, ModelConfig, build_experiment
+from rlcore.specs import BootstrapSpec, CheckModelSpec, MergeSpec, tiny_folder
 from tasks.driver.jobs import new_result_path, run_job
+from tasks.driver.outbox import prefect_outage_named
 from tasks.lineage import artifact_name, lineage_of
 from tasks.retries import step
 from tasks.run import Run, tracker_of
@@ -22,6 +27,11 @@ ALIAS = "verified"  # alias of a model whose log-probs agree in the trainer, tra
 BOOTSTRAP_CODE = ("rlcore/jobs/bootstrap.py", "rlcore/models", "rlcore/families", "rlcore/data")
 MERGE_CODE = (
     *("rlcore/jobs/merge.py", "rlcore/jobs/bootstrap.py", "rlcore/models", "rlcore/families", "rlcore/sampler"),
+    *("rlcore/algorithms/logprobs.py", "rlcore/batch.py"),
+)
+CHECK_CODE = (
+    *("rlcore/jobs/check_model.py", "rlcore/jobs/merge.py", "rlcore/jobs/bootstrap.py", "rlcore/models"),
+    *("rlcore/families", "rlcore/sampler", "rlcore/distributed/worker.py", "rlcore/data"),
     *("rlcore/algorithms/logprobs.py", "rlcore/batch.py"),
 )
 
@@ -53,6 +63,62 @@ def bootstrap_policy(model: ModelConfig) -> ModelRef:
     )
     get_logger().info("model: %s, %.1f M parameters, %s", ref.source, ref.num_parameters / 1e6, ref.path)
     return ref
+
+
+def check_key(experiment: ExperimentConfig, model: ModelRef, *, with_engine: bool) -> str:
+    """Of the model's content, the devices, and the settings that change what the check computes."""
+    settings = {
+        "model": experiment.model.model_dump(mode="json", exclude={"path", "revision", "tiny", "check"}),
+        "data": experiment.data.model_dump(mode="json"),
+        "rollout": (experiment.rollout.dtype, experiment.rollout.tensor_parallel),
+        "training": (experiment.training.optimizer, experiment.training.sequence_parallel),
+        "longest": experiment.max_sequence_tokens,
+        "device": (experiment.resources.device, sorted(set(describe_hardware().gpus))),
+    }
+    return content_key("check", json.dumps([model.digest, with_engine, settings], sort_keys=True), *CHECK_CODE)
+
+
+@step("check-model", others=(10,), timeout_seconds=3600)
+def check_model(experiment: ExperimentConfig, model: ModelRef) -> ModelCheck | None:
+    """Compare the trainer, transformers and vLLM on the model, unless they were compared before. None: switched off.
+
+    Raises:
+        ModelError: they differ.
+    """
+    if experiment.model.check == "off":
+        get_logger().info("model: not compared with transformers and vLLM (model.check is off)")
+        return None
+    settings = Settings()
+    with_engine = experiment.model.check == "on" or experiment.model.path != "tiny"
+    key = check_key(experiment, model, with_engine=with_engine)
+    check = made(key, None, lambda: _compared(experiment, model, settings, with_engine=with_engine), ModelCheck)
+    with prefect_outage_named():
+        create_markdown_artifact(check.markdown(), key=f"{experiment.name}-model")
+    get_logger().info("model: %d comparisons agree, the worst by %s", len(check.rows), check.worst)
+    return check
+
+
+def _compared(experiment: ExperimentConfig, model: ModelRef, settings: Settings, *, with_engine: bool) -> ModelCheck:
+    spec = CheckModelSpec(
+        result=new_result_path(settings, "check-model"), experiment=experiment, model=model, with_engine=with_engine
+    )
+    get_logger().info("model: comparing trainer and transformers%s", " and vLLM" if with_engine else "")
+    return run_job("rlcore.jobs.check_model", spec, ModelCheck, settings, quiet=True)
+
+
+def check_path(path: str, overrides: Sequence[str]) -> ModelCheck:
+    """Compare the trainer, transformers and vLLM on a folder or a Hugging Face id, also if they were compared before.
+
+    Args:
+        overrides: ``key=value`` settings that differ from the defaults.
+
+    Raises:
+        ConfigError: an override is unusable.
+        ModelError: the model cannot be used, or they differ.
+    """
+    settings = Settings()
+    experiment = build_experiment({"name": "check-model", "model": {"path": path}}, overrides)
+    return _compared(experiment, bootstrap_policy.fn(experiment.model), settings, with_engine=True)
 
 
 @step("merge-checkpoint", others=(10,), timeout_seconds=6 * 3600)

@@ -25,7 +25,7 @@ from rlcore.config.run import EvaluationConfig, HealthRule, RecoveryConfig, Reso
 # other values affect the results.
 FREE_SETTINGS = (
     "resources.", "segment.", "evaluation.", "recovery.", "health", "reward.processes",
-    "model.gradient_checkpointing",
+    "model.gradient_checkpointing", "model.check",
     "training.tokens_per_microbatch", "training.compile_blocks", "training.reshard_after_forward",
     "training.sequence_parallel", "training.offload",
     "rollout.gpu_memory_utilization", "rollout.kv_cache_mib", "rollout.mismatch_alarm", "rollout.tensor_parallel",

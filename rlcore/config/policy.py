@@ -43,6 +43,10 @@ class ModelConfig(Frozen):
     trust_remote_code: bool = False
     """Run Python code that comes with the model."""
     tiny: TinyModelConfig = TinyModelConfig()
+    check: Literal["auto", "on", "off"] = "auto"
+    """Before the first step, compare the trainer, transformers and vLLM on the model's folder, and refuse a model on
+    which they differ. Models that were compared before are not compared again. auto: without vLLM for the tiny
+    policies, which are drawn here from two families that are always the same."""
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Dtype of forward and backward. auto: bfloat16 on CUDA, float32 on CPU. Master weights are float32 unless
     training.optimizer is adamw_bf16."""

@@ -14,36 +14,26 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from PIL import Image
 from pydantic import BaseModel, ConfigDict
-from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoImageProcessor
 
-from rlcore.algorithms.logprobs import logprobs_and_entropy
 from rlcore.artifacts import CheckpointRef, ModelRef
-from rlcore.batch import trained_positions
 from rlcore.data.prepare.folder import PROMPT_FILES
 from rlcore.errors import ModelError
-from rlcore.families import family_of, images_of
 from rlcore.files import building, remove_whole
 from rlcore.jobs import job_main
 from rlcore.jobs.bootstrap import VERIFIED, folder_digest
 from rlcore.models.checkpoint_weights import CheckpointWeights
+from rlcore.models.comparison import Limits, Values, allowed_differences, difference, image_reader, sequence_logprobs
 from rlcore.models.loading import empty_hf_model, load_hf_model
 from rlcore.models.probe import PROBE_FILE, ProbeSequence, read_probe
-from rlcore.models.stored_weights import StoredWeights
+from rlcore.models.stored_weights import StoredWeights, write_shards
 from rlcore.segment.store import verify_checkpoint
 from rlcore.specs import MergeSpec
 from rlcore.types import ImageRef
 
-# Of two implementations, in nats. In float32 an implementation may differ from transformers by this much.
-_FLOAT32_TOLERANCE = 1e-3
-# In another dtype it may differ from transformers in float32 by so many times the root mean square of what transformers
-# in that dtype, with two kinds of attention, differs by: in its own root mean square, and in a single token.
-_RMS_FACTOR, _MAX_FACTOR = 2.0, 6.0
 _SHARD_BYTES = 4 << 30  # of a safetensors file, and the most that the merge holds in memory
 # Files that a model folder needs besides config.json and weights. Nothing else of the base is copied.
 _COPIED = (
@@ -75,7 +65,6 @@ class MergeRecord(BaseModel):
     report: VerifyReport
 
 
-Values = npt.NDArray[np.float64]  # [C] nats, of a sequence's completion tokens
 LogProbsOf = Callable[[Path, list[ProbeSequence]], list[list[float]]]
 
 
@@ -91,27 +80,11 @@ def merge_checkpoint(checkpoint: Path, base: Path, out: Path, *, trust_remote_co
     """
     weights = CheckpointWeights(checkpoint, base, trust_remote_code=trust_remote_code)
     out.mkdir(parents=True, exist_ok=True)
-    _write_shards(weights, out)
+    buckets = weights.buckets(_SHARD_BYTES)
+    write_shards(({name: _float32(v) for name, v in bucket.items()} for bucket in buckets), weights.base, out)
     _copy_the_rest(base, out)
     _require_same_values(out, weights, trust_remote_code)
     return sum(parameter.numel() for parameter in weights.model.parameters())  # tied ones count once
-
-
-def _write_shards(weights: CheckpointWeights, out: Path) -> None:
-    """Write float32 safetensors of one bucket each, under the names of the base's files, and their index."""
-    files: dict[str, list[str]] = {}
-    total = 0
-    for number, bucket in enumerate(weights.buckets(_SHARD_BYTES)):
-        stored = weights.base.as_stored({name: _float32(value).contiguous() for name, value in bucket.items()})
-        file = f"model-{number:05d}.safetensors"
-        save_file(stored, out / file, metadata={"format": "pt"})
-        files[file] = list(stored)
-        total += sum(value.nbytes for value in stored.values())
-    if len(files) == 1:
-        (out / file).rename(out / "model.safetensors")
-        return
-    index = {"metadata": {"total_size": total}, "weight_map": {name: f for f, names in files.items() for name in names}}
-    (out / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
 
 
 def _float32(value: Tensor) -> Tensor:
@@ -144,19 +117,14 @@ def verify_merged(
     """
     sequences = read_probe(probe)
 
-    def read(images: Sequence[ImageRef]) -> tuple[Tensor, Tensor]:
-        """Pixels and grids [I, 3] of a sequence's images."""
-        processor = AutoImageProcessor.from_pretrained(model_dir, local_files_only=True)  # type: ignore[no-untyped-call]
-        resizing = images_of(processor).resizing(processor)
-        pixels, grids = resizing.read([read_image(image) for image in images], min_pixels, max_pixels)
-        return pixels, torch.tensor(grids)
+    read = image_reader(model_dir, read_image, min_pixels, max_pixels)
 
     def through_transformers(dtype: torch.dtype, attention: str) -> list[Values]:
         model = load_hf_model(
             model_dir, dtype, trust_remote_code, attn_implementation=attention, spread_over_gpus=device == "cuda"
         )
         with torch.no_grad():
-            return [_sequence_logprobs(model, sequence, read).double().cpu().numpy() for sequence in sequences]
+            return [sequence_logprobs(model, sequence, read).double().cpu().numpy() for sequence in sequences]
 
     exact = through_transformers(torch.float32, "sdpa")
     rounded = [] if dtype == torch.float32 else [through_transformers(dtype, kind) for kind in ("sdpa", "eager")]
@@ -179,23 +147,6 @@ def verify_merged(
         allowed_max=limits[0],
         allowed_rms=limits[1],
     )
-
-
-def allowed_differences(rounding: Sequence[Values]) -> tuple[float, float]:
-    """How far a correct implementation may be from the exact log-probs: in one token, and in root mean square. Nats.
-
-    Args:
-        rounding: differences of correct forward passes in the implementation's dtype from the exact log-probs. None of
-            them: the implementation computes in float32.
-    """
-    if not rounding:
-        return _FLOAT32_TOLERANCE, _FLOAT32_TOLERANCE
-    spread = _root_mean_square(np.concatenate(rounding))
-    return tuple(max(_FLOAT32_TOLERANCE, factor * spread) for factor in (_MAX_FACTOR, _RMS_FACTOR))  # type: ignore[return-value]
-
-
-def _root_mean_square(values: Values) -> float:
-    return float(np.sqrt(np.mean(np.square(values))))
 
 
 def merge(spec: MergeSpec) -> ModelRef:
@@ -281,51 +232,26 @@ def _verify_for(spec: MergeSpec, out: Path) -> VerifyReport:
     )
 
 
-def _sequence_logprobs(
-    model: Any, sequence: ProbeSequence, read: Callable[[Sequence[ImageRef]], tuple[Tensor, Tensor]]
-) -> Tensor:
-    """[C] log-probs of the completion in nats, at temperature 1."""
-    device = model.get_input_embeddings().weight.device
-    tokens = torch.tensor(sequence.token_ids)
-    mask = torch.arange(len(tokens)) >= sequence.completion_start
-    predict_from, token_index = trained_positions(mask, torch.tensor([0, len(tokens)]))
-    images = family_of(model.config).images
-    inputs: dict[str, Any] = {}
-    if sequence.images and images is not None:
-        inputs = images.plain_arguments(images.layout(model.config), tokens, *read(sequence.images))
-    logits = model(
-        input_ids=tokens[None].to(device),
-        use_cache=False,
-        logits_to_keep=predict_from.to(device),  # [1, C, V] and not [1, L, V]
-        **{name: value.to(device) for name, value in inputs.items()},
-    ).logits
-    return logprobs_and_entropy(logits[0], tokens[token_index].to(device))[0]
-
-
-def _require_near(
-    exact: Sequence[Values], found: Sequence[Values], by: str, model_dir: Path, limits: tuple[float, float]
-) -> float:
+def _require_near(exact: Sequence[Values], actual: Sequence[Values], by: str, model_dir: Path, limits: Limits) -> float:
     """The largest difference of one token.
 
     Args:
-        exact, found: log-probs [C] of each sequence's completion.
+        exact, actual: log-probs [C] of each sequence's completion.
 
     Raises:
         ModelError: it, or the root mean square of all, is above its limit.
     """
-    deltas = np.abs(np.concatenate(found) - np.concatenate(exact))
-    places = [(sequence, token) for sequence, values in enumerate(exact) for token in range(len(values))]
-    sequence, token = places[int(np.argmax(np.where(np.isnan(deltas), np.inf, deltas)))]
-    largest, spread = float(np.max(deltas)), _root_mean_square(deltas)
-    if not (largest <= limits[0] and spread <= limits[1]):  # also if they are NaN
+    apart = difference(exact, actual)
+    if not apart.is_within(limits):
         raise ModelError(
             f"{model_dir} is not the policy of its checkpoint: its log-probs in float32 and those of {by} differ by "
-            f"{spread:.3g} nats in root mean square over {len(deltas)} tokens (allowed are {limits[1]:.3g}) and by up "
-            f"to {largest:.3g} (allowed are {limits[0]:.3g}). Sequence {sequence}, completion token {token}: found "
-            f"{found[sequence][token]}, expected {exact[sequence][token]}. Do not use this model: merge again, and "
-            "check library versions against the checkpoint's manifest."
+            f"{apart.spread:.3g} nats in root mean square over {sum(map(len, exact))} tokens (allowed are "
+            f"{limits[1]:.3g}) and by up to {apart.largest:.3g} (allowed are {limits[0]:.3g}). Sequence "
+            f"{apart.sequence}, completion token {apart.token}: found {actual[apart.sequence][apart.token]}, expected "
+            f"{exact[apart.sequence][apart.token]}. Do not use this model: merge again, and check library versions "
+            "against the checkpoint's manifest."
         )
-    return largest
+    return apart.largest
 
 
 def _require_same_values(folder: Path, weights: CheckpointWeights, trust_remote_code: bool) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -203,6 +204,28 @@ class StoredWeights:
         self._model._weight_conversions = [entry for entry in self._transforms if entry.was_used()]
         stored: dict[str, Tensor] = revert_weight_conversion(self._model, dict(tensors))
         return stored
+
+
+def write_shards(buckets: Iterable[Mapping[str, Tensor]], like: StoredWeights, out: Path) -> None:
+    """Write tensors of a model as safetensors, one file for each bucket, and their index.
+
+    Args:
+        buckets: as ``StoredWeights.buckets`` divides the names. Only one is in memory at a time.
+        like: its folder's names and layout are used.
+    """
+    files: dict[str, list[str]] = {}
+    total = 0
+    for number, bucket in enumerate(buckets):
+        stored = like.as_stored({name: value.contiguous() for name, value in bucket.items()})
+        file = f"model-{number:05d}.safetensors"
+        save_file(stored, out / file, metadata={"format": "pt"})
+        files[file] = list(stored)
+        total += sum(value.nbytes for value in stored.values())
+    if len(files) == 1:
+        (out / file).rename(out / "model.safetensors")
+        return
+    index = {"metadata": {"total_size": total}, "weight_map": {name: f for f, names in files.items() for name in names}}
+    (out / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
 
 
 def with_adapters(weights: Values, adapters: Mapping[str, Tensor]) -> Values:

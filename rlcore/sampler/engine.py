@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 import torch._dynamo
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from rlcore.config import ExperimentConfig, RolloutConfig
 from rlcore.data.pixels import ImageStore
@@ -52,6 +52,7 @@ class Engine:
             from vllm import LLM
 
         rollout, self.config, self.device = config.rollout, config, device
+        self.image_token_id: int | None = json.loads((model / "config.json").read_text()).get("image_token_id")
         self.dtype = cast(torch.dtype, getattr(torch, engine_dtype(device, rollout.dtype)))
         _register_model_class(model)
         gc.freeze()  # vLLM collects garbage five times while it starts; the objects made by imports never are
@@ -122,6 +123,26 @@ class Engine:
     def waiting_prompt(self, name: str) -> Sequence[int]:
         """The prompt of an enqueued sample, with image tokens as the engine expanded them."""
         return cast(Sequence[int], self.core.scheduler.requests[name].prompt_token_ids)
+
+    def prompt_logprobs(
+        self, sequences: Sequence[ProbeSequence], images: ImageStore, adapter: LoRARequest | None = None
+    ) -> list[list[float]]:
+        """Log-probs (nats, temperature 1) of each sequence's completion tokens."""
+        prompts = [
+            engine_prompt(collapse_images(s.token_ids, self.image_token_id), s.images, images) for s in sequences
+        ]
+        params = sampling_params(max_tokens=1, temperature=0, prompt_logprobs=0, detokenize=False)
+        outputs: list[Any] = self.llm.generate(cast(Any, prompts), params, use_tqdm=False, lora_request=adapter)
+        return [
+            [output.prompt_logprobs[t][s.token_ids[t]].logprob for t in range(s.completion_start, len(s.token_ids))]
+            for s, output in zip(sequences, outputs, strict=True)
+        ]
+
+    def decoder_layers(self, count: int) -> nn.ModuleList | None:
+        """The ``count`` decoder layers of the engine's model in this process; None if they are not found."""
+        model = self.llm.apply_model(lambda model: model)[0]
+        lists = [m for name, m in model.named_modules() if name.endswith("layers") and isinstance(m, nn.ModuleList)]
+        return next((layers for layers in reversed(lists) if len(layers) == count), None)
 
     def forget_outputs(self) -> None:
         """Drop the engine's records of samples, which it would need to build its own outputs."""
@@ -318,16 +339,7 @@ def vllm_sequence_logprobs(
         ),
     }
     engine = Engine(model, config.model_copy(update=update), device, join_world=False, starts_workers=together > 1)
-    llm = engine.llm
-    store = ImageStore(dataset)
-    placeholder = json.loads((model / "config.json").read_text()).get("image_token_id")
-    prompts = [engine_prompt(collapse_images(s.token_ids, placeholder), s.images, store) for s in sequences]
-    params = sampling_params(max_tokens=1, temperature=0, prompt_logprobs=0, detokenize=False)
-    outputs: list[Any] = llm.generate(cast(Any, prompts), params, use_tqdm=False)
-    return [
-        [output.prompt_logprobs[t][s.token_ids[t]].logprob for t in range(s.completion_start, len(s.token_ids))]
-        for s, output in zip(sequences, outputs, strict=True)
-    ]
+    return engine.prompt_logprobs(sequences, ImageStore(dataset))
 
 
 def collapse_images(token_ids: Sequence[int], image_token_id: int | None) -> list[int]:

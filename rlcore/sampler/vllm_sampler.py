@@ -6,11 +6,11 @@ import logging
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rlcore.data.pixels import ImageStore
 from rlcore.data.prompts import PromptBuilder
@@ -19,6 +19,9 @@ from rlcore.sampler.decoding import Decoded, decode
 from rlcore.sampler.engine import Engine, adapter_request, engine_prompt, over_engine, sampling_params
 from rlcore.sampler.weights import Parts, WeightLoader, checksum, watched
 from rlcore.types import Completion, FinishReason, Ints, SampledGroup, SampleRequest
+
+if TYPE_CHECKING:
+    from rlcore.models.probe import ProbeSequence
 
 logger = logging.getLogger(__name__)
 
@@ -144,6 +147,15 @@ class VllmSampler:
                 "data.max_pixels to the values that the dataset was prepared with."
             )
         return prompt
+
+    def prompt_logprobs(self, sequences: Sequence[ProbeSequence]) -> list[list[float]]:
+        """The engine's log-probs (nats, temperature 1) of each sequence's completion tokens, by its current weights."""
+        adapter = None if self._lora is None else adapter_request(cast(int, self._version))
+        return self._engine.prompt_logprobs(sequences, self._images, adapter)
+
+    def decoder_layers(self, count: int) -> nn.ModuleList | None:
+        """``Engine.decoder_layers``."""
+        return self._engine.decoder_layers(count)
 
     @property
     def _budget(self) -> int:

@@ -25,7 +25,7 @@ from rlcore.files import write_json_atomically
 from tasks.data import prepare_and_resize
 from tasks.driver.failures import failure_of
 from tasks.experiments import load_experiment
-from tasks.models import bootstrap_policy
+from tasks.models import bootstrap_policy, check_model
 from tasks.open import describe_run
 from tasks.retries import step
 from tasks.run import ABLATION_ID, Run, flow_run_name, new_run_id, note_driver, tracker_of
@@ -180,7 +180,8 @@ def _words(experiment: str, overrides: Sequence[str], settings: AblationConfig) 
 
 
 def share_inputs(ablation: Ablation) -> None:
-    """Prepare the datasets and policies of all points once, before the points start in parallel."""
+    """Prepare the datasets and policies of all points once, and check the policies, before the points start in
+    parallel."""
     distinct = {
         (point.experiment.data.model_dump_json(), point.experiment.model.model_dump_json()): point.experiment
         for point in ablation.plan.points
@@ -188,7 +189,7 @@ def share_inputs(ablation: Ablation) -> None:
     for experiment in distinct.values():
         prepare_and_resize(experiment, "train")
         prepare_and_resize(experiment, "validation")
-        bootstrap_policy(experiment.model)
+        check_model(experiment, bootstrap_policy(experiment.model))
 
 
 def describe_point(

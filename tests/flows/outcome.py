@@ -21,7 +21,7 @@ SMALL = ["training.steps=5", "segment.steps=2", "data.template=math"]
 
 ORDER = [
     "prepare train", "resize raw-train", "prepare validation", "resize raw-validation", "bootstrap",
-    "evaluate 0", "train from segment 0", "evaluate 5", "merge 5",
+    "check", "evaluate 0", "train from segment 0", "evaluate 5", "merge 5",
 ]  # fmt: skip
 
 

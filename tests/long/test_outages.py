@@ -186,6 +186,7 @@ STEPS: list[tuple[Any, str, int]] = [
     (tracking, "open_tracking", 1),
     (flow_module, "prepare_and_resize", 1),
     (flow_module, "bootstrap_policy", 1),
+    (flow_module, "check_model", 1),
     (flow_module, "describe_run", 1),
     (flow_module, "evaluate_and_log", 1),
     (evaluation, "log_evaluation", 1),

@@ -152,12 +152,13 @@ def test_data_and_policies_of_all_points_are_made_once(study: Ablation, monkeypa
     made: list[tuple[Any, ...]] = []
     monkeypatch.setattr(ablation, "prepare_and_resize", lambda experiment, split: made.append((experiment.data, split)))
     monkeypatch.setattr(ablation, "bootstrap_policy", lambda model: made.append((model,)))
+    monkeypatch.setattr(ablation, "check_model", lambda experiment, _: made.append((experiment.model, "checked")))
     ablation.share_inputs(study)
     experiments = [study.plan.point("base").experiment, study.plan.point("p02").experiment]
     assert made == [
         words
         for item in experiments
-        for words in ((item.data, "train"), (item.data, "validation"), (item.model,))
+        for words in ((item.data, "train"), (item.data, "validation"), (item.model,), (item.model, "checked"))
     ]  # fmt: skip
 
 

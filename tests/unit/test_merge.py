@@ -23,7 +23,8 @@ from rlcore.artifacts import CheckpointRef, ModelRef
 from rlcore.config import LoraConfig, ModelConfig
 from rlcore.errors import CheckpointError, ModelError
 from rlcore.jobs.bootstrap import folder_digest
-from rlcore.jobs.merge import VERIFIED, VerifyReport, allowed_differences, merge_checkpoint, merge_once, verify_merged
+from rlcore.jobs.merge import VERIFIED, VerifyReport, merge_checkpoint, merge_once, verify_merged
+from rlcore.models.comparison import allowed_differences
 from rlcore.models.loading import load_hf_model
 from rlcore.models.lora import choose_trainable, draw_adapters
 from rlcore.models.optimizer import KahanAdamW
@@ -232,6 +233,8 @@ def test_the_tolerance_is_so_many_times_what_correct_passes_differ_by() -> None:
     largest, spread = allowed_differences(passes)
     assert largest == pytest.approx(6 * 0.00125**0.5)
     assert spread == pytest.approx(2 * 0.00125**0.5)
+    with_a_tail, _ = allowed_differences([np.array([0.5, *[0.0] * 99])])
+    assert with_a_tail == pytest.approx(2 * 0.5)  # 6 times the root mean square are 0.3
 
 
 @pytest.mark.parametrize(("scale", "fine"), [(1.0, True), (1.1, False)])

@@ -25,6 +25,7 @@ from rlcore.segment.journal import StepRecord
 from rlcore.segment.spec import SegmentManifest, SegmentSpec
 from tasks import champion as latest
 from tasks import evaluate as evaluation
+from tasks import models
 from tasks import train as training
 from tasks.champion import Evaluation, Todo, evaluate_todo, evaluations, newest_unevaluated, promote, show_leaderboard
 from tasks.cli import app
@@ -32,7 +33,7 @@ from tasks.data import Split, _require_problems, prepare_dataset, prepare_spec, 
 from tasks.evaluate import evaluate_policy, log_evaluation
 from tasks.experiments import load_benchmarks, load_experiment
 from tasks.lineage import Lineage, artifact_name, find_lineage, read_origins
-from tasks.models import bootstrap_policy, merge_checkpoint, register_model
+from tasks.models import bootstrap_policy, check_key, check_model, merge_checkpoint, register_model
 from tasks.open import describe_run, find_checkpoint, finish_run, open_tracking
 from tasks.report import page as reporting
 from tasks.report.page import report
@@ -87,6 +88,32 @@ def test_data_and_model_are_made_by_their_jobs_below_the_data_folder(data_dir: P
     assert calls(data_dir) == ["prepare validation", "resize raw-validation", "bootstrap"]
     with pytest.raises(DataError, match=r"^files has no usable problem: all 1 were set aside; /train/rejects\.jsonl"):
         _require_problems(DATASET.model_copy(update={"num_problems": 0}))
+
+
+def test_a_model_is_compared_once_for_its_content_and_what_changes_the_comparison(
+    data_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pages: list[tuple[str, str]] = []
+    monkeypatch.setattr(models, "create_markdown_artifact", lambda text, key: pages.append((text, key)))
+    model = bootstrap_policy.fn(EXPERIMENT.model)
+
+    def with_check(value: str) -> ExperimentConfig:
+        changed = EXPERIMENT.model.model_copy(update={"check": value})
+        return EXPERIMENT.model_copy(update={"model": changed})
+
+    assert check_model.fn(with_check("off"), model) is None
+    check = check_model.fn(EXPERIMENT, model)
+    assert check_model.fn(EXPERIMENT, model) == check
+    assert calls(data_dir) == ["bootstrap", "check"]
+    assert pages == [(check.markdown(), f"{EXPERIMENT.name}-model")] * 2
+    assert "| trainer | agrees | 1e-06 | 0.001 |" in check.markdown()
+    check_model.fn(with_check("on"), model)  # with an engine
+    check_model.fn(EXPERIMENT, model.model_copy(update={"digest": "other"}))
+    assert calls(data_dir) == ["bootstrap", "check", "check", "check"]
+    key = check_key(EXPERIMENT, model, with_engine=True)
+    assert check_key(with_check("on"), model.model_copy(update={"path": "/moved"}), with_engine=True) == key
+    other = EXPERIMENT.rollout.model_copy(update={"dtype": "float16"})
+    assert check_key(EXPERIMENT.model_copy(update={"rollout": other}), model, with_engine=True) != key
 
 
 def test_a_policy_is_evaluated_once_and_its_table_moves_with_the_data_folder(data_dir: Path) -> None:

@@ -1,0 +1,119 @@
+"""``make check-models``: check-model on tiny random models of every family, and docs/models.md from its results."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rlcore.artifacts import CheckRow, ModelCheck
+from rlcore.errors import RlflowError
+from tests.checking import FAMILIES, checked, make_model
+from tests.integration.engine_bench import measured
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
+CHECKS = (
+    "trainer: packed row", "trainer: gradient", "adapters at zero", "adapters, merged", "merge", "vLLM",
+    "vLLM after a weight sync",
+)  # fmt: skip
+SETTINGS = (
+    ("qwen2_5_vl", "model.lora.rank=8"),
+    ("qwen2_5_vl", "model.freeze_vision_tower=true"),
+    ("qwen2_5_vl", "model.compute_dtype=bfloat16"),
+    ("llama", "model.lora.rank=8"),
+    ("llama", "model.compute_dtype=bfloat16"),
+    ("llama", "rollout.dtype=bfloat16"),
+    ("llama", "training.optimizer=adamw_bf16"),
+)
+_HEAD = """\
+# Models: what was compared
+
+Written by `make check-models` from what it measured, {where}.
+
+Each row is a model of one `model_type` with three layers and random weights. `.venv/bin/rlflow check-model FOLDER`
+compared the trainer and vLLM with transformers' own forward pass in float32 ([own
+model](howto/own-model.md#is-it-used-correctly)). A cell has the largest difference: of a token's log-prob in nats, or
+for the gradient of a parameter as a share of its size.
+**Bold** differs by more than is allowed, which is {allowed} in float32. A model of real size is compared before it
+trains, on its own weights and device.
+
+Llama 3 and DeepSeek-R1-Distill-Llama are llama with long context. Qwen2.5 and DeepSeek-R1-Distill-Qwen are `qwen2`.
+Phi-4 is `phi3`, and Phi-4-mini turns part of each head.
+
+"""
+_FOOT = """
+What each column compares:
+
+| check | what is compared |
+| --- | --- |
+| trainer: packed row | all sequences in one row, their prompt shared, against one sequence at a time |
+| trainer: gradient | of that row, against the sum over sequences |
+| adapters at zero | LoRA before its first step, against the model without it |
+| adapters, merged | LoRA with random values, against the merged folder in transformers |
+| merge | changed weights, written as a checkpoint and merged, against the same weights in memory |
+| vLLM | the engine after its first weight sync |
+| vLLM after a weight sync | the engine after all that trains has changed, against transformers with the same change |
+
+The sequences: a text, a group of three completions that shares its prompt, and with pictures also two pictures of
+different sizes in one prompt, and a video as a list of frames.
+"""
+
+
+def compare(name: str, overrides: Sequence[str], folder: Path) -> dict[str, Any]:
+    """``ModelCheck`` as plain values, or the refusal."""
+    try:
+        return checked(make_model(folder / "model", name), *overrides).model_dump()
+    except RlflowError as error:
+        return {"refused": str(error)}
+
+
+def page(results: dict[str, dict[str, Any]]) -> str:
+    """docs/models.md.
+
+    Args:
+        results: by row, from ``compare``.
+    """
+    checks = {name: ModelCheck.model_validate(made) for name, made in results.items() if "refused" not in made}
+    (first, *_) = checks.values()
+    versions = ", ".join(f"{name} {version}" for name, version in first.versions.items())
+    where = f"on a {first.device.upper()} with {versions}"
+    lines = [f"| model | {' | '.join(CHECKS)} |\n", "| --- " * (1 + len(CHECKS)) + "|\n"]
+    for name in results:
+        cells = [_cell(checks[name].rows, check) if name in checks else "refused" for check in CHECKS]
+        lines.append(f"| {name} | {' | '.join(cells)} |\n")
+    reasons = [f"- {name}: {_reason(made['refused'])}\n" for name, made in results.items() if "refused" in made]
+    notes = f"\nRefused:\n\n{''.join(reasons)}" if reasons else ""
+    return _HEAD.format(where=where, allowed="0.001") + "".join(lines) + notes + _FOOT
+
+
+def _cell(rows: Sequence[CheckRow], check: str) -> str:
+    row = next(row for row in rows if row.name == check)
+    return f"{row.largest:.0e}" if row.passed else f"**{row.largest:.0e}**"
+
+
+def _reason(message: str) -> str:
+    """The refusal from its error on, without the model's folder and lists of names."""
+    reason = message.partition(" cannot be sampled from while it trains: ")[2] or message
+    return f"`{reason.split(chr(10))[0].partition('. ')[0][:160]}`"
+
+
+def main() -> None:
+    results: dict[str, dict[str, Any]] = {}
+    for name, *overrides in [*((family,) for family in FAMILIES), *SETTINGS]:
+        row = ", ".join([f"`{name}`" if "," not in name else name, *(f"`{override}`" for override in overrides)])
+        with tempfile.TemporaryDirectory() as folder, redirect_stdout(io.StringIO()):  # all that was measured
+            results[row] = measured(partial(compare, name, overrides), Path(folder))
+        print(row, results[row].get("seconds", results[row].get("refused")), file=sys.stderr, flush=True)  # noqa: T201
+    PAGE.write_text(page(results))
+    wrong = [row for row, made in results.items() if any(not r["passed"] for r in made.get("rows", ()))]
+    os._exit(1 if wrong else 0)  # engines of children take their time to shut down
+
+
+if __name__ == "__main__":
+    main()

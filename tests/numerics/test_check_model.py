@@ -1,0 +1,287 @@
+"""check-model without an engine: every family agrees, and each check refuses what it is for and names the place."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from rlcore.artifacts import CheckRow, ModelCheck
+from rlcore.errors import ModelError
+from tests.checking import FAMILIES, checked, differing, make_model
+from tests.integration.engine_bench import measured
+
+HEAD = "the final norm or the LM head"
+
+
+@contextmanager
+def soft_cap_of_logits_ignored() -> Iterator[None]:
+    from rlcore.families.qwen2 import Qwen2
+
+    with mock.patch.object(Qwen2, "require_plain"):
+        yield
+
+
+@contextmanager
+def soft_cap_of_scores_ignored() -> Iterator[None]:
+    from rlcore.models import attention
+
+    with (
+        soft_cap_of_logits_ignored(),
+        mock.patch.object(attention, "_WITHOUT_EFFECT", attention._WITHOUT_EFFECT | {"softcap"}),
+    ):
+        yield
+
+
+@contextmanager
+def rotary_base_changed() -> Iterator[None]:
+    from rlcore.models import loading
+
+    original = loading.empty_hf_model
+
+    def changed(*args: Any) -> Any:
+        hf = original(*args)
+        hf.model.rotary_emb.inv_freq = hf.model.rotary_emb.inv_freq * 0.7
+        return hf
+
+    with mock.patch.object(loading, "empty_hf_model", changed):  # the worker's; adapters and merge import their own
+        yield
+
+
+@contextmanager
+def attention_that(wrong: Callable[..., Tensor]) -> Iterator[None]:
+    from rlcore.models import attention
+
+    right = attention.shared_prompt_attention
+    with mock.patch.object(attention, "shared_prompt_attention", lambda *args: wrong(right, *args)):
+        yield
+
+
+def sees_the_whole_row(_: Any, query: Tensor, key: Tensor, value: Tensor, segments: Any, scale: float) -> Tensor:
+    """Causal along the row, as if it were one sequence."""
+    q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
+    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+    return out[0].transpose(0, 1)
+
+
+def loses_the_gradient_of_keys(right: Any, query: Tensor, key: Tensor, *others: Any) -> Tensor:
+    return right(query, key.detach(), *others)
+
+
+@contextmanager
+def pictures_swapped() -> Iterator[None]:
+    from rlcore.families.qwen2_vl import Qwen2VLImages
+
+    right = Qwen2VLImages.decoder_inputs
+
+    def swapped(self: Any, embeddings: Tensor, features: Tensor, index: Tensor, rows: Tensor) -> dict[str, Any]:
+        return right(self, embeddings, features, index, rows.flip(0))
+
+    with mock.patch.object(Qwen2VLImages, "decoder_inputs", swapped):
+        yield
+
+
+@contextmanager
+def adapters_that_start_with_values() -> Iterator[None]:
+    from rlcore.models import checks
+
+    right = checks.draw_adapters
+
+    def drawn(hf: Any, seed: int) -> dict[str, Tensor]:
+        return {name: value + 0.01 for name, value in right(hf, seed).items()}
+
+    with mock.patch.object(checks, "draw_adapters", drawn):
+        yield
+
+
+@contextmanager
+def alpha_forgotten_in_the_merge() -> Iterator[None]:
+    from rlcore.models import checkpoint_weights
+
+    right = checkpoint_weights.merge_adapter
+    with mock.patch.object(checkpoint_weights, "merge_adapter", lambda w, a, b, alpha: right(w, a, b, 1.0)):
+        yield
+
+
+@contextmanager
+def stale_head_in_the_merge() -> Iterator[None]:
+    from rlcore.models.checkpoint_weights import CheckpointWeights
+
+    right = CheckpointWeights._read
+
+    def stale(self: CheckpointWeights, names: Any) -> dict[str, Tensor]:
+        return {n: self.base.read(n) if n == "lm_head.weight" else v for n, v in right(self, names).items()}
+
+    with mock.patch.object(CheckpointWeights, "_read", stale):
+        yield
+
+
+TRAINER, GRADIENT, ZERO = "trainer: packed row", "trainer: gradient", "adapters at zero"
+# What is broken: the family, fields of its configuration, how, and the rows that must differ, each with its place.
+CONTROLS: dict[str, tuple[str, dict[str, Any], Callable[[], Any], dict[str, str]]] = {
+    "soft cap of logits": (
+        "gemma2",
+        {"final_logit_softcapping": 2.0},
+        soft_cap_of_logits_ignored,
+        {TRAINER: HEAD, ZERO: HEAD, "adapters, merged": HEAD},
+    ),
+    "soft cap of attention": (
+        "gemma2",
+        {"attn_logit_softcapping": 0.5},
+        soft_cap_of_scores_ignored,
+        {TRAINER: "decoder layer 0", ZERO: "decoder layer 0", "adapters, merged": "decoder layer 0"},
+    ),
+    "rotary base": ("llama", {}, rotary_base_changed, {TRAINER: "decoder layer 0"}),
+    "rows that see each other": (
+        "qwen3",
+        {},
+        lambda: attention_that(sees_the_whole_row),
+        {TRAINER: "decoder layer 0", ZERO: "decoder layer 0", "adapters, merged": "decoder layer 0"},
+    ),
+    "pictures swapped": (
+        "qwen2_5_vl",
+        {},
+        pictures_swapped,
+        {
+            TRAINER: "the features of pictures",
+            ZERO: "the features of pictures",
+            "adapters, merged": "the features of pictures",
+        },
+    ),
+    "gradient of keys": ("qwen2", {}, lambda: attention_that(loses_the_gradient_of_keys), {GRADIENT: "k_proj"}),
+    "adapters with values": ("mistral", {}, adapters_that_start_with_values, {ZERO: "decoder layer 0"}),
+    "alpha": ("phi3", {}, alpha_forgotten_in_the_merge, {"adapters, merged": "decoder layer 0"}),
+    "stale LM head": ("llama", {}, stale_head_in_the_merge, {"merge": "completion token"}),
+}
+
+
+IN_BFLOAT16 = ("soft cap of logits", "rotary base", "rows that see each other", "pictures swapped", "gradient of keys")
+
+
+def broken(folder: Path) -> dict[str, Any]:
+    """The rows that differ, of every control."""
+    result: dict[str, Any] = {}
+    for name, (family, changes, fault, _) in CONTROLS.items():
+        model = make_model(folder / name.replace(" ", "-"), family, **changes)
+        with fault():
+            result[name] = differing(checked(model, with_engine=False))
+            if name in IN_BFLOAT16:
+                coarse = checked(model, "model.compute_dtype=bfloat16", with_engine=False)
+                result[f"{name} in bfloat16"] = differing(coarse)
+    return result
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]]:
+    return measured(broken, tmp_path_factory.mktemp("controls"))
+
+
+@pytest.mark.parametrize("control", CONTROLS)
+def test_a_fault_is_refused_by_its_check_and_the_place_is_named(control: str, found: dict[str, dict[str, str]]) -> None:
+    wanted = CONTROLS[control][3]
+    places = found[control]
+    assert {name for name in wanted} <= places.keys()
+    assert all(place in places[name] for name, place in wanted.items()), places
+    if control in ("gradient of keys", "adapters with values", "alpha", "stale LM head", "rotary base"):
+        assert places.keys() == wanted.keys()  # and by no other
+    if control in IN_BFLOAT16:  # the tolerance of bfloat16 is wide, and still not wide enough
+        first = next(iter(wanted))
+        assert wanted[first] in found[f"{control} in bfloat16"][first]
+
+
+OTHERWISE = {
+    "bfloat16": ("qwen2", "model.compute_dtype=bfloat16"),
+    "bfloat16 with images": ("qwen2_5_vl", "model.compute_dtype=bfloat16"),
+    "bfloat16 weights": ("llama", "training.optimizer=adamw_bf16"),
+    "adapters": ("qwen3", "model.lora.rank=4"),
+    "adapters of a tower": ("qwen2_vl", "model.lora.vision_tower=true"),
+    "frozen tower": ("qwen2_5_vl", "model.freeze_vision_tower=true"),
+}
+
+
+def every_family(folder: Path) -> dict[str, Any]:
+    """The rows that differ, their names, and the layers; also with other settings, and cut to two layers."""
+    from rlcore.jobs import check_model
+
+    result: dict[str, Any] = {}
+
+    def check(name: str, family: str, *overrides: str) -> None:
+        made = checked(make_model(folder / name.replace(" ", "-"), family), *overrides, with_engine=False)
+        result[name] = (differing(made), [row.name for row in made.rows], made.layers)
+
+    for family in FAMILIES:
+        check(family, family)
+    for name, settings in OTHERWISE.items():
+        check(name, *settings)
+    with mock.patch.object(check_model, "_SMALL", 10):
+        check("cut", "qwen2_5_vl")
+    return result
+
+
+def test_every_family_agrees_with_transformers(tmp_path: Path) -> None:
+    result = measured(every_family, tmp_path)
+    assert {name: differ for name, (differ, _, _) in result.items() if differ} == {}
+    for name, (_, rows, layers) in result.items():
+        assert rows == [TRAINER, GRADIENT, ZERO, "adapters, merged", "merge"], name
+        assert layers == ("gradient, adapters and merge: the first 2 layers" if name == "cut" else "3 layers")
+
+
+def test_every_model_type_of_the_table_is_checked() -> None:
+    from rlcore.families import FAMILIES as TABLE
+
+    assert {name.partition(",")[0] for name in FAMILIES} == set(TABLE)
+
+
+def row(**changes: Any) -> CheckRow:
+    fine = {"largest": 1e-4, "spread": 1e-5, "allowed_largest": 1e-3, "allowed_spread": 1e-3, "passed": True}
+    return CheckRow(**{"name": TRAINER, "unit": "nats", "place": "text", **fine, **changes})
+
+
+def test_a_refusal_says_what_was_found_what_is_allowed_and_what_to_do() -> None:
+    from rlcore.jobs.check_model import refuse
+
+    table: dict[str, Any] = {
+        "path": "/model", "digest": "d", "layers": "3 layers", "dtype": "float32", "device": "cpu",
+        "versions": {"torch": "2"}, "seconds": 1.0,
+    }  # fmt: skip
+    refuse(ModelCheck(**table, rows=(row(),)))
+    worse = row(largest=0.25, passed=False, place="decoder layer 1 (text, completion token 3)")
+    with pytest.raises(ModelError) as refused:
+        refuse(ModelCheck(**table, rows=(row(name=GRADIENT), worse)))
+    for words in (
+        "0.25 nats",
+        "allowed is 0.001",
+        "decoder layer 1 (text",
+        "own-family.md",
+        "model.check=off",
+        "DIFFERS",
+    ):
+        assert words in str(refused.value)
+
+
+def test_a_difference_that_is_not_a_number_does_not_pass() -> None:
+    import numpy as np
+
+    from rlcore.models.comparison import difference
+
+    apart = difference([np.zeros(2), np.zeros(3)], [np.zeros(2), np.array([0.0, np.nan, 5.0])])
+    assert (apart.sequence, apart.token) == (1, 1)
+    assert not apart.is_within((10.0, 10.0))
+
+
+def test_the_cut_model_is_a_folder_of_its_own(tmp_path: Path) -> None:
+    from rlcore.models.cut import cut_layers
+    from rlcore.models.loading import load_hf_model
+
+    model = make_model(tmp_path / "model", "qwen2, tied")
+    assert cut_layers(model, tmp_path / "cut") == 2
+    cut, whole = (load_hf_model(folder, torch.float32) for folder in (tmp_path / "cut", model))
+    assert len(cut.model.layers) == json.loads((tmp_path / "cut" / "config.json").read_text())["num_hidden_layers"] == 2
+    assert all(torch.equal(value, whole.state_dict()[name]) for name, value in cut.state_dict().items())
