@@ -27,7 +27,7 @@ from rlcore.artifacts import CheckpointRef, ModelRef
 from rlcore.batch import trained_positions
 from rlcore.data.prepare.folder import PROMPT_FILES
 from rlcore.errors import ModelError
-from rlcore.families import family_of, images_of
+from rlcore.families import family_of, resizing_of
 from rlcore.files import building, remove_whole
 from rlcore.jobs import job_main
 from rlcore.jobs.bootstrap import VERIFIED, folder_digest
@@ -147,7 +147,7 @@ def verify_merged(
     def read(images: Sequence[ImageRef]) -> tuple[Tensor, Tensor]:
         """Pixels and grids [I, 3] of a sequence's images."""
         processor = AutoImageProcessor.from_pretrained(model_dir, local_files_only=True)  # type: ignore[no-untyped-call]
-        resizing = images_of(processor).resizing(processor)
+        resizing = resizing_of(processor)
         pixels, grids = resizing.read([read_image(image) for image in images], min_pixels, max_pixels)
         return pixels, torch.tensor(grids)
 
