@@ -139,9 +139,18 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def mixed_dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Twelve problems with no picture, one, or two."""
-    from tests.integration.tiny_run import mixed_problems
+    from tests.integration.tiny_run import experiment, mixed_problems
 
-    return mixed_problems(tmp_path_factory.mktemp("mixed"))
+    return mixed_problems(tmp_path_factory.mktemp("mixed"), experiment())
+
+
+@pytest.fixture(scope="session")
+def mixed_deepstack_dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with pictures resized for ``deepstack_model``."""
+    from tests.integration.tiny_run import experiment, mixed_problems
+
+    config = experiment(**{"model.tiny.family": "qwen3_vl"})
+    return mixed_problems(tmp_path_factory.mktemp("mixed_deepstack"), config)
 
 
 @pytest.fixture(scope="session")

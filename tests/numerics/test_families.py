@@ -135,6 +135,23 @@ def test_the_packed_pass_with_pictures_is_transformers_own(model_type: str) -> N
     assert float((blind - expected).abs().max()) > 1e-2  # the pictures are looked at
 
 
+@pytest.mark.parametrize("model_type", WITH_IMAGES)
+def test_positions_are_transformers_own(model_type: str) -> None:
+    """Text around three pictures, of which two stand almost side by side."""
+    config = small_with_images(model_type)
+    layout = FAMILIES[model_type].images.layout(config)
+    grids = [(1, 4, 6), (1, 8, 2), (1, 2, 2)]
+    text = [[5, 6, 7], [8], [9, 10], [11]]
+    pictures = [[config.image_token_id] * layout.num_rows(grid) for grid in grids] + [[]]
+    tokens = np.array([t for pair in zip(text, pictures, strict=True) for part in pair for t in part])
+    found = layout.positions(tokens, grids)
+    ids = torch.from_numpy(tokens)[None]
+    model = AutoModelForImageTextToText.from_config(config).model
+    types = (ids == config.image_token_id).int()
+    expected, _ = model.get_rope_index(ids, mm_token_type_ids=types, image_grid_thw=torch.tensor(grids))
+    np.testing.assert_array_equal(found, expected[:, 0].numpy())
+
+
 def of_transformers(model: torch.nn.Module, item: TrainingSample, brightness: float = 1.0) -> torch.Tensor:
     tokens = torch.from_numpy(item.token_ids).long()
     inputs: dict[str, torch.Tensor] = {}
