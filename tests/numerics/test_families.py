@@ -113,7 +113,14 @@ def small_with_images(model_type: str) -> Any:
     }
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
     return WITH_IMAGES[model_type](
-        text_config={**SMALL, "head_dim": 8, "vocab_size": len(toy.PROCESSOR.tokenizer), "rope_parameters": rope},
+        # after the last layer, features of an image would reach no other token
+        text_config={
+            **SMALL,
+            "num_hidden_layers": 3,
+            "head_dim": 8,
+            "vocab_size": len(toy.PROCESSOR.tokenizer),
+            "rope_parameters": rope,
+        },
         vision_config={"depth": 2, "num_heads": 2, "initializer_range": 0.3, **width[model_type]},
         tie_word_embeddings=False,
         **dict(zip(names, map(token, texts), strict=True)),
@@ -150,6 +157,20 @@ def test_positions_are_transformers_own(model_type: str) -> None:
     types = (ids == config.image_token_id).int()
     expected, _ = model.get_rope_index(ids, mm_token_type_ids=types, image_grid_thw=torch.tensor(grids))
     np.testing.assert_array_equal(found, expected[:, 0].numpy())
+
+
+def test_the_features_of_each_deepstack_layer_count() -> None:
+    torch.manual_seed(0)
+    model = AutoModelForImageTextToText.from_config(small_with_images("qwen3_vl")).eval()
+    packed = PackedModel(model, temperature=1.0, banned_token_ids=())
+    features = partial(toy.features, model_type="qwen3_vl")
+    batch = pack(toy.samples(2, group=2), layout=packed.image_layout, features=features)
+    with torch.no_grad():
+        whole, _, _ = packed(batch)
+        for layer in range(2):
+            without = copy.deepcopy(packed)
+            without.hf.model.visual.deepstack_merger_list[layer].linear_fc2.weight.zero_()
+            assert float((without(batch)[0] - whole).abs().max()) > 1e-3  # ten times what the comparison allows
 
 
 def of_transformers(model: torch.nn.Module, item: TrainingSample, brightness: float = 1.0) -> torch.Tensor:
