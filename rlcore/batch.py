@@ -5,8 +5,8 @@ with the same prompt share it. For example, two completions a and b of prompt p,
 
 Letters: B sequences of a microbatch, L tokens of one sequence, K distinct prompts, S prompts and completions, T tokens
 of the row, N trained (completion) tokens of the microbatch, I distinct images, R rows of their merged vision features,
-M image tokens of the row, W ranks. If the ranks of a sequence group share a row (``rlcore.models.sequence``), a rank
-has t of its T tokens, m of the M, i of the I, and n of the N.
+F values of such a row, M image tokens of the row, W ranks. If the ranks of a sequence group share a row
+(``rlcore.models.sequence``), a rank has t of its T tokens, m of the M, i of the I, and n of the N.
 
 Alignment: a value at index t of a sequence describes token t. ``logprobs[t] = log p(token t | tokens < t)``. Values of
 a microbatch cover only its trained tokens, in the order in which the sequences were given.
@@ -34,7 +34,7 @@ class ImageFeatures:
 
     pixel_values: Tensor  # [patches, channels * temporal * patch * patch]
     grid_thw: Grid
-    embedded: Tensor | None = None  # [patches / merge^2, H]
+    embedded: Tensor | None = None  # [patches / merge^2, F]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,7 +76,7 @@ class Microbatch:
     ref_logprobs: Tensor | None  # [N]
     pixel_values: Tensor | None  # [patches of I images, ...]
     image_grid_thw: Tensor | None  # [I, 3], on the CPU
-    image_features: Tensor | None  # [R, H] if they are cached; then the two above are None
+    image_features: Tensor | None  # [R, F] if they are cached; then the two above are None
     image_index: Tensor  # [M] int64: position in the row of each image token
     image_rows: Tensor  # [M] int64: row of the merged vision features that replaces it
     share: RowShare | None = None

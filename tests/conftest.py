@@ -8,7 +8,7 @@ import shutil
 import signal
 from collections.abc import Generator, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -104,12 +104,27 @@ def refusing_port() -> Iterator[int]:
         yield port
 
 
-def _random_tiny(factory: pytest.TempPathFactory, *, tied: bool) -> Path:
+@pytest.fixture(scope="session")
+def deepstack_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny Qwen3-VL with random weights, whose vision features enter two decoder layers more."""
+    return _random_tiny(tmp_path_factory, tied=True, family="qwen3_vl")
+
+
+@pytest.fixture(scope="session", params=["tiny_model", "deepstack_model"])
+def each_model(request: pytest.FixtureRequest) -> Path:
+    """The tiny policy of each family."""
+    folder: Path = request.getfixturevalue(request.param)
+    return folder
+
+
+def _random_tiny(
+    factory: pytest.TempPathFactory, *, tied: bool, family: Literal["qwen2_5_vl", "qwen3_vl"] | None = None
+) -> Path:
     from rlcore.config import TinyModelConfig
     from rlcore.models.tiny import create_tiny_policy
 
     folder = factory.mktemp("model") / ("tied" if tied else "untied")
-    create_tiny_policy(folder, TinyModelConfig(warm_start_steps=0), tied=tied)
+    create_tiny_policy(folder, TinyModelConfig(warm_start_steps=0, family=family), tied=tied)
     return folder
 
 
@@ -124,9 +139,18 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def mixed_dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Twelve problems with no picture, one, or two."""
-    from tests.integration.tiny_run import mixed_problems
+    from tests.integration.tiny_run import experiment, mixed_problems
 
-    return mixed_problems(tmp_path_factory.mktemp("mixed"))
+    return mixed_problems(tmp_path_factory.mktemp("mixed"), experiment())
+
+
+@pytest.fixture(scope="session")
+def mixed_deepstack_dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with pictures resized for ``deepstack_model``."""
+    from tests.integration.tiny_run import experiment, mixed_problems
+
+    config = experiment(**{"model.tiny.family": "qwen3_vl"})
+    return mixed_problems(tmp_path_factory.mktemp("mixed_deepstack"), config)
 
 
 @pytest.fixture(scope="session")

@@ -41,7 +41,7 @@ def warm_started(config: TinyModelConfig) -> WarmStarted:
 
 
 def _make(folder: Path, config: TinyModelConfig) -> int:
-    processor: Any = build_processor() if config.task == "geometry" else build_text_tokenizer()
+    processor: Any = build_processor(config.family) if config.task == "geometry" else build_text_tokenizer()
     model: Any = (build_model if config.task == "geometry" else build_text_model)(processor, config.seed)
     steps = warm_start(model, processor, config)
     model.save_pretrained(folder)

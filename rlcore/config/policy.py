@@ -19,9 +19,20 @@ class TinyModelConfig(Frozen):
     task: Literal["geometry", "sums", "countdown"] = "geometry"
     """Task of the warm start. geometry: a vision-language model that starts to read pictures; sums, countdown: a text
     model that starts to add numbers ("#### 42") or to write expressions."""
+    family: Literal["qwen2_5_vl", "qwen3_vl"] | None = None
+    """Architecture of the policy that reads pictures. null: qwen2_5_vl. The policies of text are qwen2."""
     warm_start_steps: int = Field(600, ge=0)
     """Supervised steps, at most. The warm start ends once the model knows the format and starts to give right answers.
     0 leaves the weights random."""
+
+    @model_validator(mode="after")
+    def _check_family(self) -> Self:
+        if self.family is not None and self.task != "geometry":
+            raise ValueError(
+                f"model.tiny.family is {self.family}, whose policy reads pictures, and model.tiny.task is {self.task}, "
+                "which has none. Set model.tiny.task to geometry or model.tiny.family to null."
+            )
+        return self
 
 
 class LoraConfig(Frozen):

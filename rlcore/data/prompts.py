@@ -23,7 +23,7 @@ import numpy.typing as npt
 from rlcore.config import DataConfig, ModelConfig
 from rlcore.data.pixels import IMAGE_MARKER, stable_target_size
 from rlcore.errors import ConfigError, DataError, ModelError
-from rlcore.families import PLACEHOLDERS, images_of
+from rlcore.families import PLACEHOLDERS, resizing_of
 from rlcore.process import make_transformers_lean
 from rlcore.types import ImageRef, Ints, Message, Problem
 
@@ -59,7 +59,7 @@ def load_processor(model: ModelConfig) -> Any:
         from rlcore.data import tiny
 
         geometry = model.tiny.task == "geometry"
-        return tiny.build_processor() if geometry else TextProcessor(tiny.build_text_tokenizer())
+        return tiny.build_processor(model.tiny.family) if geometry else TextProcessor(tiny.build_text_tokenizer())
     make_transformers_lean()
     from transformers import AutoProcessor, AutoTokenizer, PreTrainedTokenizerBase
 
@@ -113,7 +113,7 @@ class PromptBuilder:
         self._template = _compile(data.template)
         self._bounds = (data.min_pixels, data.max_pixels)
         images = processor.image_processor
-        self._resizing = None if images is None else images_of(images).resizing(images)
+        self._resizing = None if images is None else resizing_of(images)
         self.image_token_id: int | None = None if images is None else processor.image_token_id
         """Id of the image placeholder; None if the model takes no images."""
         self._special = {str(t): i for i, t in self.tokenizer.added_tokens_decoder.items() if t.special}

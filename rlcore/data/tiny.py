@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
@@ -10,7 +11,11 @@ from transformers import (
     Qwen2_5_VLProcessor,
     Qwen2VLImageProcessor,
     Qwen2VLVideoProcessor,
+    Qwen3VLProcessor,
+    Qwen3VLVideoProcessor,
 )
+
+PictureProcessor = Qwen2_5_VLProcessor | Qwen3VLProcessor
 
 # Qwen2.5-VL's special tokens, then Qwen3's thinking marks, which are ordinary text and stay in decoded text.
 SPECIAL_TOKENS = (
@@ -68,17 +73,25 @@ def build_tokenizer(text_tokens: tuple[str, ...] = TEXT_TOKENS) -> PreTrainedTok
 # Paper is 0 and ink is negative, so that an empty patch adds nothing.
 _IMAGE_MEAN = [1.0, 1.0, 1.0]
 _IMAGE_STD = [0.5, 0.5, 0.5]
-_PIXELS = {"min_pixels": 56 * 56, "max_pixels": 1024 * 1024}
+_PIXELS = {"shortest_edge": 56 * 56, "longest_edge": 1024 * 1024}  # areas, despite the names
 
 
-def build_processor() -> Qwen2_5_VLProcessor:
-    """Byte-level tokenizer, Qwen2-VL image and video processors, and chat template. Needs no files."""
-    look = {"image_mean": _IMAGE_MEAN, "image_std": _IMAGE_STD, **_PIXELS}
-    make_processor: Callable[..., Qwen2_5_VLProcessor] = Qwen2_5_VLProcessor
+def build_processor(family: str | None = None) -> PictureProcessor:
+    """Byte-level tokenizer, the family's image and video processors, and chat template. Needs no files.
+
+    Args:
+        family: ``model.tiny.family``.
+    """
+    look: dict[str, Any] = {"image_mean": _IMAGE_MEAN, "image_std": _IMAGE_STD}
+    make_processor: Callable[..., PictureProcessor] = Qwen2_5_VLProcessor
+    make_video_processor: Callable[..., Any] = Qwen2VLVideoProcessor
+    if family == "qwen3_vl":
+        look["patch_size"] = 16
+        make_processor, make_video_processor = Qwen3VLProcessor, Qwen3VLVideoProcessor
     return make_processor(
-        image_processor=Qwen2VLImageProcessor(**look),
+        image_processor=Qwen2VLImageProcessor(**look, size=_PIXELS),
         tokenizer=build_tokenizer(),
-        video_processor=Qwen2VLVideoProcessor(**look),
+        video_processor=make_video_processor(**look, size=_PIXELS),
         chat_template=CHAT_TEMPLATE,
     )
 

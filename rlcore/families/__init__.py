@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from rlcore.errors import ModelError
-from rlcore.families import qwen2, qwen2_vl
-from rlcore.families.protocol import Family, Images
+from rlcore.families import qwen2, qwen2_vl, qwen3_vl
+from rlcore.families.protocol import Family, Images, Resizing
 
 FAMILIES: Mapping[str, Family] = {
     "qwen2": qwen2.FAMILY,
@@ -26,6 +26,7 @@ FAMILIES: Mapping[str, Family] = {
     "granite": qwen2.FAMILY,  # with logits_scaling 1
     "qwen2_vl": qwen2_vl.FAMILY,
     "qwen2_5_vl": qwen2_vl.FAMILY,
+    "qwen3_vl": qwen3_vl.FAMILY,
 }
 _IMAGES = [family.images for family in FAMILIES.values() if family.images is not None]
 
@@ -83,15 +84,16 @@ def _config_in(folder: Path) -> Mapping[str, Any]:
     return config
 
 
-def images_of(image_processor: Any) -> Images:
-    """
+def resizing_of(image_processor: Any) -> Resizing:
+    """The size rule of an image processor. Families with the same image processor have the same rule.
+
     Raises:
         ModelError: no family in the table uses an image processor of this class.
     """
     name = type(image_processor).__name__
     for images in _IMAGES:
         if name in images.processors:
-            return images
+            return images.resizing(image_processor)
     supported = dict.fromkeys(known for images in _IMAGES for known in images.processors)
     raise ModelError(
         f"{name} is the image processor of no supported family. Supported are {', '.join(supported)}. Set "

@@ -63,7 +63,7 @@ class Images(Protocol):
 
     @property
     def processors(self) -> tuple[str, ...]:
-        """Class names of the image processors in transformers."""
+        """Class names of the image processors in transformers. Families may share one, with the same ``resizing``."""
 
     @property
     def placeholders(self) -> tuple[str, ...]:
@@ -77,7 +77,7 @@ class Images(Protocol):
     def layout(self, config: Any) -> ImageLayout:
         """Where a model of this configuration has images among its tokens."""
 
-    def engine_options(self, min_pixels: int, max_pixels: int) -> dict[str, int]:
+    def engine_options(self, min_pixels: int, max_pixels: int) -> dict[str, Any]:
         """vLLM's ``mm_processor_kwargs``."""
 
     # --- the vision tower ---

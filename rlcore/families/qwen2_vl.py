@@ -43,8 +43,8 @@ class Qwen2VLImages:
     def layout(self, config: Any) -> GridLayout:
         return GridLayout(image_token_id=config.image_token_id, merge_size=config.vision_config.spatial_merge_size)
 
-    def engine_options(self, min_pixels: int, max_pixels: int) -> dict[str, int]:
-        return {"min_pixels": min_pixels, "max_pixels": max_pixels}
+    def engine_options(self, min_pixels: int, max_pixels: int) -> dict[str, Any]:
+        return {"size": _size(min_pixels, max_pixels)}
 
     def owns(self, tensor: str) -> bool:
         return _TOWER.search(tensor) is not None
@@ -130,6 +130,10 @@ def _patch_width(config: Any) -> int:
     return int(channels * config.temporal_patch_size * config.patch_size**2)
 
 
+def _size(min_pixels: int, max_pixels: int) -> dict[str, int]:
+    return {"shortest_edge": min_pixels, "longest_edge": max_pixels}  # areas in pixels, despite the names
+
+
 @dataclass(frozen=True, slots=True)
 class GridResizing:
     """Implements ``Resizing``: both sides become multiples of patch size x merge size."""
@@ -149,7 +153,7 @@ class GridResizing:
     def read(self, images: Sequence[Image.Image], min_pixels: int, max_pixels: int) -> tuple[Tensor, list[Grid]]:
         out = self.processor(
             images=list(images),
-            size={"shortest_edge": min_pixels, "longest_edge": max_pixels},  # areas in pixels, despite the names
+            size=_size(min_pixels, max_pixels),
             return_tensors="pt",
         )
         return out["pixel_values"], [(t, h, w) for t, h, w in out["image_grid_thw"].tolist()]

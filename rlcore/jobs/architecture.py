@@ -95,7 +95,7 @@ def _tiny_config(model: ModelConfig) -> Any:
     from rlcore.models.tiny import build_model, build_text_model
 
     if model.tiny.task == "geometry":
-        return build_model(build_processor(), model.tiny.seed).config
+        return build_model(build_processor(model.tiny.family), model.tiny.seed).config
     return build_text_model(build_text_tokenizer(), model.tiny.seed).config
 
 

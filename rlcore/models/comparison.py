@@ -19,7 +19,7 @@ from transformers import AutoImageProcessor
 
 from rlcore.algorithms.logprobs import logprobs_and_entropy
 from rlcore.batch import trained_positions
-from rlcore.families import family_of, images_of
+from rlcore.families import family_of, resizing_of
 from rlcore.families.protocol import Resizing
 from rlcore.models.lora import decoder_of
 from rlcore.models.probe import ProbeSequence
@@ -105,7 +105,7 @@ def image_reader(
     @cache  # a text model has none
     def resizing() -> Resizing:
         processor = AutoImageProcessor.from_pretrained(model_dir, local_files_only=True)  # type: ignore[no-untyped-call]
-        return images_of(processor).resizing(processor)
+        return resizing_of(processor)
 
     def read(images: Sequence[ImageRef]) -> tuple[Tensor, Tensor]:
         pixels, grids = resizing().read([read_image(image) for image in images], min_pixels, max_pixels)

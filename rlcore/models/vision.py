@@ -19,7 +19,7 @@ from rlcore.types import ImageRef
 # Pixels per rank: 80 images of 1024 x 1024, or 340 of 512 x 512. A rank's share of a rollout batch of 512 problems on
 # eight ranks is 64 images. Each is needed again for the reference's log-probs and for each epoch over the batch.
 _READ_BYTES = 2 << 30
-_EMBEDDED_BYTES = 2 << 30  # features per rank: 512 images of 1,000 tokens of a 7B model
+_EMBEDDED_BYTES = 2 << 30  # features per rank: 100 images of 1,000 tokens, each 4 x 2,560 values of bfloat16
 
 
 def feature_bytes(image: ImageRef) -> int:

@@ -8,25 +8,28 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from rlcore.errors import ModelError
-from rlcore.families import FAMILIES, family_in, family_of, images_in, images_of, is_of_tower
+from rlcore.families import FAMILIES, family_in, family_of, images_in, is_of_tower, resizing_of
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = "qwen|llama|mistral|mixtral|phi-?[34]|gemma|cohere|granite|olmo|llava|internvl|smolvlm|glm.?4|kimi.?vl|deepseek"
 INSIDES = r"vision_config|spatial_merge|\.visual\b|deepstack|mrope"
 COMPARISON = r"model_type\b.{0,20}?(==|!=|\bin\b|startswith)|(==|!=|\bin\b|match) *(\w+\.)?model_type"
 KNOWLEDGE = re.compile(f"{NAMES}|{INSIDES}|{COMPARISON}", re.IGNORECASE)
+SETTINGS = "rlcore/config/policy.py"
 # The embedded policies are models of two families, built from transformers' own classes.
 BUILD_ONE = ("rlcore/models/tiny.py", "rlcore/data/tiny.py")
+CHOOSE_ONE = "    family: Literal[", '    """Architecture of the policy'  # model.tiny.family
 
 
 def knowledge_of_families(path: str, text: str) -> Iterator[str]:
     if not path.startswith("rlcore/families/") and path not in BUILD_ONE:
         for number, line in enumerate(text.splitlines(), start=1):
-            if match := KNOWLEDGE.search(line):
+            if (match := KNOWLEDGE.search(line)) and not (path == SETTINGS and line.startswith(CHOOSE_ONE)):
                 yield f"{path}:{number}: {match[0]}"
 
 
@@ -72,7 +75,7 @@ for family in {id(f): f for f in FAMILIES.values() if f.images}.values():
 print(json.dumps([sizes, len(PLACEHOLDERS), [n for n in ("torch", "transformers", "vllm") if n in sys.modules]]))
 """
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
-    assert json.loads(answer.stdout) == [[[[476, 420], 6]], 5, []]
+    assert json.loads(answer.stdout) == [[[[476, 420], 6]] * 2, 5, []]
 
 
 def test_an_unsupported_family_is_refused_with_what_is_supported(tmp_path: Path) -> None:
@@ -103,7 +106,15 @@ def test_a_config_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 
 def test_an_unknown_image_processor_is_refused() -> None:
     with pytest.raises(ModelError, match=r"object is the image processor of no supported family"):
-        images_of(object())
+        resizing_of(object())
+
+
+def test_families_with_the_same_image_processor_have_the_same_rule_of_sizes() -> None:
+    rules: dict[str, type] = {}
+    for family in FAMILIES.values():
+        for processor in () if family.images is None else family.images.processors:
+            rule = type(family.images.resizing(SimpleNamespace(patch_size=16, merge_size=2)))
+            assert rules.setdefault(processor, rule) is rule
 
 
 def test_every_vision_language_family_names_what_it_owns() -> None:
@@ -113,4 +124,5 @@ def test_every_vision_language_family_names_what_it_owns() -> None:
             assert family.images.placeholders, model_type
     assert is_of_tower("model.visual.blocks.0.attn.proj.weight")
     assert is_of_tower("visual.merger.mlp.0.weight")  # a folder of older transformers
+    assert is_of_tower("model.visual.deepstack_merger_list.2.linear_fc1.weight")
     assert not is_of_tower("model.layers.0.mlp.up_proj.weight")

@@ -6,12 +6,16 @@ import dataclasses
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from tests.ranks import FORKED
+
+if TYPE_CHECKING:
+    from rlcore.data.prompts import PromptBuilder
 
 
 class Pictures:
@@ -64,9 +68,9 @@ class Bench:
             weights=StoredWeights(model, hf).read,
             mesh=toy.one_rank_mesh() if ranks == 1 else init_device_mesh("cpu", (ranks,)),
             banned_token_ids=prompts.banned_token_ids,
-            features=toy.features,
+            features=partial(toy.features, model_type=hf.config.model_type),
         )
-        self.problems = _problems(with_pictures=prompts.image_token_id is not None)
+        self.problems = _problems(None if prompts.image_token_id is None else prompts)
 
     def delta(self) -> float:
         """Largest |delta log-prob| between engine and policy over freshly sampled tokens."""
@@ -109,18 +113,23 @@ class Bench:
                     parameter.add_(0.05 * torch.randn_like(parameter))
 
 
-def _problems(*, with_pictures: bool) -> list[Any]:
+def _problems(prompts: PromptBuilder | None) -> list[Any]:
+    """
+    Args:
+        prompts: of a model that takes pictures.
+    """
     from rlcore.data.synthetic.geometry import draw_problem
     from rlcore.types import ImageRef, Problem
     from tests.numerics import toy
 
     text = [Problem(f"text-{n}", f"What is {n} + {n}?", (), "0", "drawn") for n in range(3)]
-    if not with_pictures:
+    if prompts is None:
         return text
     problems = []
     for index in range(4):
         drawn = draw_problem("train", index, 0)
         image = drawn.picture.convert("RGB")
+        image = image.resize(prompts.resizing.target_size(*image.size, 3136, 1 << 20))
         toy.PICTURES[drawn.problem_id] = image
         ref = ImageRef(drawn.problem_id, image.width, image.height)
         problems.append(Problem(drawn.problem_id, f"<image>{drawn.question}", (ref,), drawn.answer, "drawn"))
@@ -130,6 +139,7 @@ def _problems(*, with_pictures: bool) -> list[Any]:
 def all_weights(model: Path) -> dict[str, Any]:
     """Before and after every weight was changed, and what a sync that leaves a tensor out says."""
     from rlcore.errors import SamplerError
+    from rlcore.families import is_of_tower
 
     bench = Bench(model, None)
     sampler, policy = bench.sampler, bench.policy
@@ -137,11 +147,12 @@ def all_weights(model: Path) -> dict[str, Any]:
     result: dict[str, Any] = {"before": bench.delta()}
     bench.shake()
     result["stale"] = bench.delta()
-    for missing in ("lm_head.weight", "model.visual.merger.mlp.0.weight"):
+    of_tower = [name for name, value in policy.tensors().items() if is_of_tower(name) and value.dim() == 2]
+    for kind, missing in {"head": "lm_head.weight", "tower": of_tower[-1]}.items():
         try:
             sampler.load_weights(((n, v) for n, v in policy.full_weights() if n != missing), 1)
         except SamplerError as error:
-            result[missing] = str(error)
+            result[f"without {kind}"] = str(error)
     started = time.monotonic()
     sampler.load_weights(policy.full_weights(), 1)
     result["seconds"] = time.monotonic() - started

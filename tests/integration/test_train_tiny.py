@@ -7,33 +7,36 @@ from typing import Any
 
 from tests.integration.tiny_run import experiment, journal, run, tokens_after
 
+MEMORIES = {
+    "training.mini_batches": 2,
+    "training.steps": 8,
+    "rollout.top_p": 0.9,
+    "algorithm.correction.name": "truncate",
+    "algorithm.dynamic_sampling.surplus_staleness": 2,
+    "algorithm.kl.place": "reward",
+    "algorithm.kl.estimator": "k1",
+    "algorithm.kl.adaptive.horizon": 100,
+    "data.curriculum.rest_epochs": 1,
+}
+
+
+def steps_of_an_exact_resume(model: Path, dataset: Path, folder: Path) -> list[dict[str, float]]:
+    """The metrics of eight steps, which a run from the checkpoint of the sixth repeats bit for bit."""
+    options: dict[str, Any] = {"model": model, "dataset": dataset, "config": experiment(**MEMORIES), "coarse": True}
+    whole = run(folder / "whole", until=8, cut=6, **options)
+    second = run(folder / "second", until=8, resume=folder / "whole" / "cut", **options)
+    assert second["tokens"] == tokens_after(6, whole) != []
+    assert whole["weights_at_cut"] != whole["weights"]
+    assert second["weights"] == whole["weights"]
+    return [record.metrics for record in journal(folder / "whole")]
+
 
 def test_everything_with_a_memory_resumes_bit_for_bit_on_mixed_problems(
     tiny_model: Path, mixed_dataset: Path, tmp_path: Path
 ) -> None:
     """Two updates per batch, a buffer of surplus groups, an adaptive KL in the reward, pass rates, and top-p; steps of
     problems with no picture, one and two, so that a rank may have none."""
-    config = experiment(
-        **{
-            "training.mini_batches": 2,
-            "training.steps": 8,
-            "rollout.top_p": 0.9,
-            "algorithm.correction.name": "truncate",
-            "algorithm.dynamic_sampling.surplus_staleness": 2,
-            "algorithm.kl.place": "reward",
-            "algorithm.kl.estimator": "k1",
-            "algorithm.kl.adaptive.horizon": 100,
-            "data.curriculum.rest_epochs": 1,
-        }
-    )
-    options: dict[str, Any] = {"model": tiny_model, "dataset": mixed_dataset, "config": config, "coarse": True}
-    whole = run(tmp_path / "whole", until=8, cut=6, **options)
-    second = run(tmp_path / "second", until=8, resume=tmp_path / "whole" / "cut", **options)
-    assert second["tokens"] == tokens_after(6, whole) != []
-    assert whole["weights_at_cut"] != whole["weights"]
-    assert second["weights"] == whole["weights"]
-
-    steps = [record.metrics for record in journal(tmp_path / "whole")]
+    steps = steps_of_an_exact_resume(tiny_model, mixed_dataset, tmp_path)
     # the second update of a batch has left the policy that sampled it, to whose log-probs its ratios go; in the last
     # batch there are groups of the buffer, which an older policy sampled
     assert [metrics["loss/ratio_max"] for metrics in steps[:6:2]] == [1.0] * 3
@@ -47,3 +50,12 @@ def test_everything_with_a_memory_resumes_bit_for_bit_on_mixed_problems(
     # log-probs of a distribution that top-p has cut agree with the trainer's once what was kept is known
     assert max(metrics["rollout/abs_delta_logprob_mean"] for metrics in batches) < 1e-4
     assert min(metrics["rollout/effective_sample_size"] for metrics in batches) > 0.999
+
+
+def test_features_that_enter_several_layers_resume_bit_for_bit_too(
+    deepstack_model: Path, mixed_deepstack_dataset: Path, tmp_path: Path
+) -> None:
+    steps = steps_of_an_exact_resume(deepstack_model, mixed_deepstack_dataset, tmp_path)
+    batches = [metrics for metrics in steps if "rollout/rounds" in metrics]
+    assert len(batches) == 4
+    assert max(metrics["rollout/abs_delta_logprob_mean"] for metrics in batches) < 1e-4

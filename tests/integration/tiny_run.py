@@ -106,8 +106,8 @@ def journal(out: Path) -> list[StepRecord]:
     return read_journal(out / "journal.jsonl")
 
 
-def mixed_problems(folder: Path) -> Path:
-    """Twelve problems with no picture, one, or two."""
+def mixed_problems(folder: Path, config: ExperimentConfig) -> Path:
+    """Twelve problems with no picture, one, or two, prepared for the policy of ``config``."""
     rows = []
     for index in range(12):
         pictures = [draw_problem("train", 2 * index + n, 0).picture for n in range(index % 3)]
@@ -118,7 +118,7 @@ def mixed_problems(folder: Path) -> Path:
             {"problem": "<image>" * len(paths) + f"How many? {index}", "answer": "3", "images": [*map(str, paths)]}
         )
     (folder / "mixed.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    return prepared(folder, experiment(), folder / "mixed.jsonl")
+    return prepared(folder, config, folder / "mixed.jsonl")
 
 
 def numbers(out: Path) -> list[dict[str, float]]:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -25,12 +26,13 @@ from tests.warm_start import warm_started
 torch.set_num_threads(1)
 
 
-def test_the_policy_that_sees() -> None:
+@pytest.mark.parametrize("family", [None, "qwen3_vl"])
+def test_the_policies_that_see(family: Literal["qwen3_vl"] | None) -> None:
     """The loss is past mere guessing and far from nothing."""
-    made = warm_started(TinyModelConfig(warm_start_steps=800))
+    made = warm_started(TinyModelConfig(warm_start_steps=800, family=family))
     assert 20 < made.steps < 800
     model = AutoModelForImageTextToText.from_pretrained(made.folder, dtype=torch.float32)
-    processor = build_processor()
+    processor = build_processor(family)
     batch = [draw_problem("validation", index, 0) for index in range(32)]
     right = 0.0
     for problem in batch:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from transformers import (
     Qwen2Config,
     Qwen2VLConfig,
     Qwen3Config,
+    Qwen3VLConfig,
 )
 
 from rlcore.batch import pack
@@ -81,7 +83,7 @@ TEXT = {
     "cohere": CohereConfig(**SMALL, logit_scale=1.0),
     "granite": GraniteConfig(**SMALL, embedding_multiplier=3.0, residual_multiplier=0.5, logits_scaling=1.0),
 }
-WITH_IMAGES = {"qwen2_vl": Qwen2VLConfig, "qwen2_5_vl": Qwen2_5_VLConfig}
+WITH_IMAGES = {"qwen2_vl": Qwen2VLConfig, "qwen2_5_vl": Qwen2_5_VLConfig, "qwen3_vl": Qwen3VLConfig}
 
 
 def test_every_model_type_of_the_table_is_compared() -> None:
@@ -98,10 +100,27 @@ def small_with_images(model_type: str) -> Any:
     token = toy.PROCESSOR.tokenizer.convert_tokens_to_ids
     names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
     texts = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
-    width = {"qwen2_vl": {"embed_dim": 32, "hidden_size": 32}, "qwen2_5_vl": {"hidden_size": 32, "out_hidden_size": 32}}
+    width = {
+        "qwen2_vl": {"embed_dim": 32, "hidden_size": 32},
+        "qwen2_5_vl": {"hidden_size": 32, "out_hidden_size": 32},
+        "qwen3_vl": {
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "out_hidden_size": 32,
+            "num_position_embeddings": 25,
+            "deepstack_visual_indexes": [0, 1],
+        },
+    }
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
     return WITH_IMAGES[model_type](
-        text_config={**SMALL, "vocab_size": len(toy.PROCESSOR.tokenizer), "rope_parameters": rope},
+        # after the last layer, features of an image would reach no other token
+        text_config={
+            **SMALL,
+            "num_hidden_layers": 3,
+            "head_dim": 8,
+            "vocab_size": len(toy.PROCESSOR.tokenizer),
+            "rope_parameters": rope,
+        },
         vision_config={"depth": 2, "num_heads": 2, "initializer_range": 0.3, **width[model_type]},
         tie_word_embeddings=False,
         **dict(zip(names, map(token, texts), strict=True)),
@@ -113,20 +132,52 @@ def test_the_packed_pass_with_pictures_is_transformers_own(model_type: str) -> N
     torch.manual_seed(0)
     model = AutoModelForImageTextToText.from_config(small_with_images(model_type)).eval()
     samples = [*toy.samples(4, group=2), *toy.samples(1, text_only=True, seed=1)]
+    features = partial(toy.features, model_type=model_type)
     packed = PackedModel(copy.deepcopy(model), temperature=1.0, banned_token_ids=())
     with torch.no_grad():
-        found, _, _ = packed(pack(samples, layout=packed.image_layout, features=toy.features))
+        found, _, _ = packed(pack(samples, layout=packed.image_layout, features=features))
         expected = torch.cat([of_transformers(model, item) for item in samples])
         blind = torch.cat([of_transformers(model, item, brightness=0.0) for item in samples])
     assert_close(found, expected, rtol=1e-4, atol=1e-4)
     assert float((blind - expected).abs().max()) > 1e-2  # the pictures are looked at
 
 
+@pytest.mark.parametrize("model_type", WITH_IMAGES)
+def test_positions_are_transformers_own(model_type: str) -> None:
+    """Text around three pictures, of which two stand almost side by side."""
+    config = small_with_images(model_type)
+    layout = FAMILIES[model_type].images.layout(config)
+    grids = [(1, 4, 6), (1, 8, 2), (1, 2, 2)]
+    text = [[5, 6, 7], [8], [9, 10], [11]]
+    pictures = [[config.image_token_id] * layout.num_rows(grid) for grid in grids] + [[]]
+    tokens = np.array([t for pair in zip(text, pictures, strict=True) for part in pair for t in part])
+    found = layout.positions(tokens, grids)
+    ids = torch.from_numpy(tokens)[None]
+    model = AutoModelForImageTextToText.from_config(config).model
+    types = (ids == config.image_token_id).int()
+    expected, _ = model.get_rope_index(ids, mm_token_type_ids=types, image_grid_thw=torch.tensor(grids))
+    np.testing.assert_array_equal(found, expected[:, 0].numpy())
+
+
+def test_the_features_of_each_deepstack_layer_count() -> None:
+    torch.manual_seed(0)
+    model = AutoModelForImageTextToText.from_config(small_with_images("qwen3_vl")).eval()
+    packed = PackedModel(model, temperature=1.0, banned_token_ids=())
+    features = partial(toy.features, model_type="qwen3_vl")
+    batch = pack(toy.samples(2, group=2), layout=packed.image_layout, features=features)
+    with torch.no_grad():
+        whole, _, _ = packed(batch)
+        for layer in range(2):
+            without = copy.deepcopy(packed)
+            without.hf.model.visual.deepstack_merger_list[layer].linear_fc2.weight.zero_()
+            assert float((without(batch)[0] - whole).abs().max()) > 1e-3  # ten times what the comparison allows
+
+
 def of_transformers(model: torch.nn.Module, item: TrainingSample, brightness: float = 1.0) -> torch.Tensor:
     tokens = torch.from_numpy(item.token_ids).long()
     inputs: dict[str, torch.Tensor] = {}
     if item.images:
-        (image,) = map(toy.features, item.images)
+        (image,) = (toy.features(image, model.config.model_type) for image in item.images)
         inputs = {
             "pixel_values": brightness * image.pixel_values,
             "image_grid_thw": torch.tensor([image.grid_thw]),

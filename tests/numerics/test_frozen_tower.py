@@ -52,9 +52,9 @@ def counted_calls(policy: TorchPolicy) -> list[int]:
 
 
 @pytest.mark.parametrize("offload", [False, True])
-def test_the_step_equals_that_of_a_tower_that_runs_in_each_pass(tiny_model: Path, offload: bool):
-    trained = taken(toy.policy(tiny_model, settings(freeze=False)))
-    policy = toy.policy(tiny_model, settings(freeze=True, offload=offload))
+def test_the_step_equals_that_of_a_tower_that_runs_in_each_pass(each_model: Path, offload: bool):
+    trained = taken(toy.policy(each_model, settings(freeze=False)))
+    policy = toy.policy(each_model, settings(freeze=True, offload=offload))
     calls = counted_calls(policy)
     frozen = taken(policy)
     assert len(calls) == 2  # two pictures; policy, reference and update together
@@ -126,18 +126,18 @@ def _rank(rank: int, world: int, model: str, folder: str) -> None:
     before = {name: value.clone() for name, value in policy.full_weights()}
     toy.save(policy, Path(folder) / "saved")
     with torch.no_grad():
-        policy.model.hf.model.visual.merger.mlp[0].weight.zero_()
+        next(policy.model.hf.model.visual.merger.parameters()).zero_()
     policy.load(Path(folder) / "saved")
     restored = all(torch.equal(before[name], value) for name, value in policy.full_weights())
     if rank == 0:
         torch.save({"gradient": found["gradient"], "loss": found["loss"], "restored": restored}, f"{folder}/found.pt")
 
 
-def test_a_frozen_tower_needs_no_collectives_and_is_saved_whole(tiny_model: Path, tmp_path: Path):
+def test_a_frozen_tower_needs_no_collectives_and_is_saved_whole(each_model: Path, tmp_path: Path):
     """Two ranks with different pictures, and one microbatch without any."""
-    on_ranks(2, _rank, str(tiny_model), str(tmp_path))
+    on_ranks(2, _rank, str(each_model), str(tmp_path))
     two = torch.load(tmp_path / "found.pt", weights_only=True)
-    one = taken(toy.policy(tiny_model, settings(freeze=True)))
+    one = taken(toy.policy(each_model, settings(freeze=True)))
     assert two["restored"]
     assert two["loss"] == pytest.approx(one["loss"], rel=1e-5, abs=1e-7)
     assert float((two["gradient"] - one["gradient"]).norm() / one["gradient"].norm()) < 2e-6

@@ -115,8 +115,8 @@ def test_step_0_and_the_reference_equal_the_base_bit_for_bit(tiny_model: Path) -
     assert np.abs(logprobs(policy, samples) - base).max() > 1e-2  # switched on again
 
 
-def test_every_linear_layer_of_the_language_model_is_adapted_and_only_adapters_train(tiny_model: Path) -> None:
-    policy = toy.policy(tiny_model, settings())
+def test_every_linear_layer_of_the_language_model_is_adapted_and_only_adapters_train(each_model: Path) -> None:
+    policy = toy.policy(each_model, settings())
     before = {name: value for name, value in state(policy).items()}
     layers = policy.model.hf.config.text_config.num_hidden_layers
     adapted = [name for name, module in policy.model.hf.named_modules() if isinstance(module, AdaptedLinear)]
@@ -133,11 +133,11 @@ def test_every_linear_layer_of_the_language_model_is_adapted_and_only_adapters_t
     assert held == len(trained) == len(policy.optimizer.state)
 
 
-def test_the_vision_tower_is_adapted_on_demand(tiny_model: Path) -> None:
-    policy = toy.policy(tiny_model, settings(lora=LORA.model_copy(update={"vision_tower": True})))
+def test_the_vision_tower_is_adapted_on_demand(each_model: Path) -> None:
+    policy = toy.policy(each_model, settings(lora=LORA.model_copy(update={"vision_tower": True})))
     adapted = [name for name, module in policy.model.hf.named_modules() if isinstance(module, AdaptedLinear)]
     assert any("visual.blocks.0.attn.qkv" in name for name in adapted)
-    assert any("visual.merger.mlp.0" in name for name in adapted)
+    assert any("visual.merger." in name for name in adapted)
     assert not any("lm_head" in name for name in adapted)
     train(policy, 1)
     found = gradients(policy, [toy.samples(4)])
@@ -145,16 +145,16 @@ def test_the_vision_tower_is_adapted_on_demand(tiny_model: Path) -> None:
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_the_gradient_is_that_of_the_merged_model(tiny_model: Path, tmp_path: Path, checkpointing: bool) -> None:
+def test_the_gradient_is_that_of_the_merged_model(each_model: Path, tmp_path: Path, checkpointing: bool) -> None:
     """For W' = W + s B A the chain rule gives dB = s dW' A^T and dA = s B^T dW'; dW' from a model that holds W'."""
     config = settings(checkpointing=checkpointing)
-    policy = toy.policy(tiny_model, config)
+    policy = toy.policy(each_model, config)
     train(policy, 2)
     samples = toy.samples(6)
     found = gradients(policy, [samples[:3], samples[3:]])
     adapters = {name: value for name, value in state(policy).items() if is_adapter(name)}
     toy.save(policy, tmp_path / "checkpoint")
-    merge_checkpoint(tmp_path / "checkpoint", tiny_model, tmp_path / "merged")
+    merge_checkpoint(tmp_path / "checkpoint", each_model, tmp_path / "merged")
     full = toy.policy(tmp_path / "merged", settings(lora=None))
     scale = LORA.alpha / LORA.rank
     outer = gradients(full, [samples[:3], samples[3:]])
@@ -251,17 +251,17 @@ def test_a_checkpoint_of_another_shape_or_alpha_is_refused(tiny_model: Path, tmp
         toy.policy(tiny_model, settings(lora=None)).load(tmp_path)
 
 
-def test_the_merged_model_is_the_adapted_policy(tiny_model: Path, tmp_path: Path) -> None:
-    policy = toy.policy(tiny_model, settings())
+def test_the_merged_model_is_the_adapted_policy(each_model: Path, tmp_path: Path) -> None:
+    policy = toy.policy(each_model, settings())
     train(policy, 3)
     toy.save(policy, tmp_path / "checkpoint")
     samples = toy.samples(6)
     expected = logprobs(policy, samples)
-    merge_checkpoint(tmp_path / "checkpoint", tiny_model, tmp_path / "merged")
+    merge_checkpoint(tmp_path / "checkpoint", each_model, tmp_path / "merged")
     found = logprobs(toy.policy(tmp_path / "merged", settings(lora=None)), samples)
     np.testing.assert_allclose(found, expected, atol=1e-5)
-    base = AutoModelForImageTextToText.from_pretrained(tiny_model, dtype=torch.float32).state_dict()
-    weights = load_full_weights(tmp_path / "checkpoint", tiny_model)
+    base = AutoModelForImageTextToText.from_pretrained(each_model, dtype=torch.float32).state_dict()
+    weights = load_full_weights(tmp_path / "checkpoint", each_model)
     assert {name for name, value in weights.items() if not torch.equal(value, base[name])} == {
         name.removesuffix(A) + ".weight" for name in state(policy) if name.endswith(A)
     }
@@ -375,10 +375,10 @@ def gradients_of_ranks(
     return taken
 
 
-def test_two_ranks_train_the_adapters_of_one(tiny_model: Path, tmp_path: Path) -> None:
+def test_two_ranks_train_the_adapters_of_one(each_model: Path, tmp_path: Path) -> None:
     found = {}
     for world in (1, 2):
-        on_ranks(world, _rank, str(tiny_model), str(tmp_path))
+        on_ranks(world, _rank, str(each_model), str(tmp_path))
         found[world] = torch.load(tmp_path / f"world-{world}.pt", weights_only=True)
     one, two = found[1], found[2]
     a, b = flat(one["gradients"]), flat(two["gradients"])
@@ -389,5 +389,5 @@ def test_two_ranks_train_the_adapters_of_one(tiny_model: Path, tmp_path: Path) -
     assert one["sent"].keys() == two["sent"].keys()
     torch.testing.assert_close(one["reference"], two["reference"], atol=1e-5, rtol=0)
     assert all(torch.equal(value, two["loaded"][name]) for name, value in one["state"].items())  # elastic
-    names = partial(load_full_weights, base=tiny_model)
+    names = partial(load_full_weights, base=each_model)
     assert names(tmp_path / "checkpoint-1").keys() == names(tmp_path / "checkpoint-2").keys()

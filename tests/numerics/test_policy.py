@@ -39,7 +39,7 @@ def huggingface_logprobs(folder: Path, sample: TrainingSample, temperature: floa
     ids = torch.from_numpy(sample.token_ids.astype(np.int64))[None]
     inputs = {}
     if sample.images:
-        image = toy.features(sample.images[0])
+        image = toy.features(sample.images[0], model.config.model_type)
         inputs = {
             "pixel_values": image.pixel_values,
             "image_grid_thw": torch.tensor([image.grid_thw]),
@@ -73,19 +73,19 @@ def relative(a: Tensor, b: Tensor) -> float:
 
 
 @pytest.mark.parametrize("text_only", [False, True])
-def test_packed_logprobs_equal_huggingfaces_one_by_one(tiny_model: Path, text_only: bool) -> None:
+def test_packed_logprobs_equal_huggingfaces_one_by_one(each_model: Path, text_only: bool) -> None:
     settings = toy.config()
     samples = toy.samples(6, group=2, text_only=text_only)
-    found = toy.policy(tiny_model, settings).logprobs([samples])[0]
+    found = toy.policy(each_model, settings).logprobs([samples])[0]
     for sample, values in zip(samples, found, strict=True):
-        np.testing.assert_allclose(values.logprobs, huggingface_logprobs(tiny_model, sample, 0.9), atol=2e-5)
+        np.testing.assert_allclose(values.logprobs, huggingface_logprobs(each_model, sample, 0.9), atol=2e-5)
 
 
 @pytest.mark.parametrize(("loss", "mode"), [*(("ppo_clip", mode) for mode in MODES), *ALGORITHMS])
-def test_the_gradient_does_not_depend_on_microbatches_or_order(tiny_model: Path, loss: str, mode: str) -> None:
+def test_the_gradient_does_not_depend_on_microbatches_or_order(each_model: Path, loss: str, mode: str) -> None:
     settings = toy.config(loss={"name": loss}, aggregation=mode, kl={"coefficient": 0.1})
     samples = toy.samples(8)
-    policy = toy.policy(tiny_model, settings)
+    policy = toy.policy(each_model, settings)
     scored = policy.logprobs([samples], reference=True)[0]
     off = np.float32(0.1 if loss == "ppo_clip" else 0.01)  # the others look at the whole sequence
     samples = [
@@ -102,9 +102,10 @@ def test_the_gradient_does_not_depend_on_microbatches_or_order(tiny_model: Path,
     one_by_one, _ = step_gradient(policy, [[s] for s in samples], 0.1)
     parts = [[samples[i] for i in (5, 2, 7, 0)], [], [samples[i] for i in (3, 6, 1, 4)]]
     shuffled, _ = step_gradient(policy, parts, 0.1)
-    assert relative(by_two, whole) < 2e-6
-    assert relative(one_by_one, whole) < 2e-6
-    assert relative(shuffled, whole) < 2e-6
+    limit = 1e-5 if loss == "vespo" else 2e-6  # its weights are powers of a sequence's ratio, and of its rounding
+    assert relative(by_two, whole) < limit
+    assert relative(one_by_one, whole) < limit
+    assert relative(shuffled, whole) < limit
 
 
 @pytest.mark.parametrize(
@@ -118,7 +119,7 @@ def test_the_gradient_does_not_depend_on_microbatches_or_order(tiny_model: Path,
     ],
 )
 def test_activation_checkpointing_does_not_change_the_gradient(
-    tiny_model: Path, model: dict[str, str], training: dict[str, str]
+    each_model: Path, model: dict[str, str], training: dict[str, str]
 ) -> None:
     samples = toy.samples(4)
     plain = toy.config()
@@ -128,8 +129,8 @@ def test_activation_checkpointing_does_not_change_the_gradient(
             "training": plain.training.model_copy(update=training),
         }
     )
-    a, _ = step_gradient(toy.policy(tiny_model, plain), [samples])
-    b, _ = step_gradient(toy.policy(tiny_model, other), [samples])
+    a, _ = step_gradient(toy.policy(each_model, plain), [samples])
+    b, _ = step_gradient(toy.policy(each_model, other), [samples])
     assert relative(b, a) < 1e-6
 
 

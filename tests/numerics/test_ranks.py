@@ -71,10 +71,10 @@ def _run(world: int, model: Path, folder: Path) -> tuple[dict[str, Any], dict[st
     return torch.load(out, weights_only=True), json.loads(Path(out + ".json").read_text())
 
 
-def test_two_ranks_take_the_step_of_one(tiny_model: Path, tmp_path: Path) -> None:
+def test_two_ranks_take_the_step_of_one(each_model: Path, tmp_path: Path) -> None:
     """For every loss and aggregation."""
-    one, metrics_one = _run(1, tiny_model, tmp_path)
-    two, metrics_two = _run(2, tiny_model, tmp_path)
+    one, metrics_one = _run(1, each_model, tmp_path)
+    two, metrics_two = _run(2, each_model, tmp_path)
     assert one["gradients"].keys() == two["gradients"].keys() == CHOICES.keys()
     for choice, a in one["gradients"].items():
         b = two["gradients"][choice]

@@ -96,16 +96,16 @@ def run(world: int, degree: int, model: Path, cases: list[tuple[str, str, str]],
 
 
 @pytest.fixture(scope="module")
-def one(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Any]:
-    return run(1, 1, tiny_model, CASES, tmp_path_factory.mktemp("one"))
+def one(each_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Any]:
+    return run(1, 1, each_model, CASES, tmp_path_factory.mktemp("one"))
 
 
 @pytest.mark.parametrize(("world", "degree"), [(4, 2), (4, 4)])
 def test_ranks_that_share_rows_take_the_step_of_one(
-    one: dict[Any, Any], tiny_model: Path, tmp_path: Path, world: int, degree: int
+    one: dict[Any, Any], each_model: Path, tmp_path: Path, world: int, degree: int
 ) -> None:
     """The model has 4 query and 2 key-value heads: at 4 ranks these are repeated."""
-    many = run(world, degree, tiny_model, CASES, tmp_path)
+    many = run(world, degree, each_model, CASES, tmp_path)
     for case, a in one.items():
         b = many[case]
         assert a["gradient"].norm() > 0

@@ -176,9 +176,9 @@ def gradient(policy: TorchPolicy, microbatches: list[list[TrainingSample]]) -> t
 
 @pytest.mark.parametrize("text_only", [False, True])
 @pytest.mark.parametrize(("count", "group"), [(4, 4), (8, 4), (9, 3), (5, 4)])
-def test_sharing_changes_neither_loss_nor_gradient_nor_logprobs(tiny_model: Path, count, group, text_only):
+def test_sharing_changes_neither_loss_nor_gradient_nor_logprobs(each_model: Path, count, group, text_only):
     """One group, several, and one whose last member lies in another microbatch."""
-    policy = toy.policy(tiny_model, toy.config())
+    policy = toy.policy(each_model, toy.config())
     samples = toy.samples(count, group=group, text_only=text_only)
     alone = [[s] for s in samples]
     loss, expected = gradient(policy, alone)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +27,7 @@ from rlcore.models.torch_policy import TorchPolicy
 from rlcore.types import ImageRef, TrainingSample
 
 PROCESSOR = build_processor()
+PROCESSORS = {"qwen3_vl": build_processor("qwen3_vl")}  # by model type, where it is another
 BANNED = list(PromptBuilder(PROCESSOR, DataConfig(template="tiny")).banned_token_ids)
 PICTURES: dict[str, Image.Image] = {}
 
@@ -43,8 +45,9 @@ def config(**algorithm: object) -> ExperimentConfig:
     )
 
 
-def features(image: ImageRef) -> ImageFeatures:
-    out = PROCESSOR.image_processor(images=[PICTURES[image.sha256]], return_tensors="pt")
+def features(image: ImageRef, model_type: str = "") -> ImageFeatures:
+    """Pixels and grid as models of this type take them. The number of tokens of these pictures is the same for all."""
+    out = PROCESSORS.get(model_type, PROCESSOR).image_processor(images=[PICTURES[image.sha256]], return_tensors="pt")
     time, height, width = out["image_grid_thw"][0].tolist()
     return ImageFeatures(out["pixel_values"], (time, height, width))
 
@@ -112,7 +115,7 @@ def policy(folder: Path, settings: ExperimentConfig, mesh: object | None = None)
         weights=StoredWeights(folder, hf).read,
         mesh=mesh or one_rank_mesh(),
         banned_token_ids=BANNED,
-        features=features,
+        features=partial(features, model_type=hf.config.model_type),
     )
 
 

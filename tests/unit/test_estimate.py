@@ -10,7 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Qwen2_5_VLConfig, Qwen2VLConfig, Qwen2VLForConditionalGeneration
+from transformers import (
+    Qwen2_5_VLConfig,
+    Qwen2VLConfig,
+    Qwen2VLForConditionalGeneration,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+)
 
 from rlcore.config import LoraConfig, ModelConfig
 from rlcore.errors import ModelError
@@ -156,6 +162,20 @@ def test_the_width_of_qwen2_vls_tower_is_not_its_hidden_size() -> None:
     assert tower is not None
     # qkv, proj and two matrices of the feed-forward part a block; 3 channels x 2 frames x 14 x 14 pixels a patch
     assert (tower.width, tower.parameters) == (32, 2 * (4 * 32 * 32 + 2 * 32 * 96) + 3 * 2 * 14 * 14 * 32)
+
+
+def test_each_deepstack_layer_has_a_merger_of_its_own() -> None:
+    text = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "num_key_value_heads": 2}
+    tower = {"hidden_size": 32, "intermediate_size": 96, "out_hidden_size": 16, "num_heads": 2, "depth": 4}
+    config = Qwen3VLConfig(text_config=text, vision_config={**tower, "deepstack_visual_indexes": [0, 2]})
+    with torch.device("meta"):
+        found = architecture(Qwen3VLForConditionalGeneration(config), ModelConfig())
+    assert (found.tower_hidden, found.tower_intermediate, found.tower_layers) == (32, 96, 4)
+    shape = found.shape.tower
+    assert shape is not None
+    assert shape.parameters == 4 * (4 * 32 * 32 + 2 * 32 * 96) + 3 * 2 * 16 * 16 * 32
+    assert shape.merger_parameters == 3 * (4 * 32 * 4 * 32 + 4 * 32 * 16)  # four patches become one
+    assert (shape.patch_size, shape.full_layers, shape.window_layers) == (16, 4, 0)
 
 
 def test_a_folder_with_nothing_but_config_json_will_do(tmp_path: Path) -> None:

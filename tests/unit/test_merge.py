@@ -4,6 +4,7 @@ import multiprocessing
 import shutil
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +18,8 @@ from transformers import (
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen2VLImageProcessor,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
 )
 
 from rlcore.artifacts import CheckpointRef, ModelRef
@@ -29,6 +32,7 @@ from rlcore.models.loading import load_hf_model
 from rlcore.models.lora import choose_trainable, draw_adapters
 from rlcore.models.optimizer import KahanAdamW
 from rlcore.models.probe import ProbeSequence, read_probe
+from rlcore.models.tiny import PictureModel
 from rlcore.segment.spec import SegmentEnd
 from rlcore.segment.store import LocalCheckpointStore
 from rlcore.types import ImageRef
@@ -48,6 +52,20 @@ TEXT = {
 }
 
 
+PICTURES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "qwen2_5_vl": (
+        Qwen2_5_VLConfig,
+        Qwen2_5_VLForConditionalGeneration,
+        {"fullatt_block_indexes": [1], "window_size": 56},
+    ),
+    "qwen3_vl": (
+        Qwen3VLConfig,
+        Qwen3VLForConditionalGeneration,
+        {"deepstack_visual_indexes": [0, 1], "num_position_embeddings": 25, "patch_size": 14},
+    ),
+}
+
+
 def _no_image(image: ImageRef) -> Image.Image:
     raise AssertionError("this model reads no images")
 
@@ -60,29 +78,27 @@ def _text_model(*, tied: bool) -> Qwen2ForCausalLM:
     return Qwen2ForCausalLM(Qwen2Config(**TEXT, tie_word_embeddings=tied))
 
 
-def _vision_model() -> Qwen2_5_VLForConditionalGeneration:
-    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+def _vision_model(model_type: str = "qwen2_5_vl") -> PictureModel:
+    make_config, make_model, own = PICTURES[model_type]
     vision = {
         "depth": 2,
         "hidden_size": 32,
         "intermediate_size": 48,
         "num_heads": 2,
         "out_hidden_size": 32,
-        "fullatt_block_indexes": [1],
-        "window_size": 56,
         "initializer_range": 0.3,
     }
-    return Qwen2_5_VLForConditionalGeneration(
-        Qwen2_5_VLConfig(
-            text_config=TEXT | {"rope_parameters": rope},
-            vision_config=vision,
-            image_token_id=IMAGE_TOKEN,
-            video_token_id=61,
-            vision_start_token_id=62,
-            vision_end_token_id=63,
-            tie_word_embeddings=False,
-        )
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+    config = make_config(
+        text_config=TEXT | {"rope_parameters": rope, "head_dim": 16},
+        vision_config=vision | own,
+        image_token_id=IMAGE_TOKEN,
+        video_token_id=61,
+        vision_start_token_id=62,
+        vision_end_token_id=63,
+        tie_word_embeddings=False,
     )
+    return make_model(config)
 
 
 def _base(folder: Path, model: torch.nn.Module) -> Path:
@@ -157,8 +173,9 @@ def test_a_merged_text_model_is_the_policy(tmp_path, saved, tied):
     assert report.transformers_max_delta < 1e-5
 
 
-def test_a_merged_vision_model_is_the_policy_with_images_and_without(tmp_path, saved):
-    policy, checkpoint, base = saved(_vision_model())
+@pytest.mark.parametrize("model_type", PICTURES)
+def test_a_merged_vision_model_is_the_policy_with_images_and_without(tmp_path, saved, model_type):
+    policy, checkpoint, base = saved(_vision_model(model_type))
     out = tmp_path / "merged"
     merge_checkpoint(checkpoint, base, out)
     image = ImageRef("a" * 64, width=56, height=28)  # 2 merged patches

@@ -9,6 +9,7 @@ from transformers import (
     Qwen2Config,
     Qwen3NextConfig,
     Qwen3VLConfig,
+    Qwen3VLMoeConfig,
 )
 
 from rlcore.data.tiny import build_processor
@@ -23,8 +24,18 @@ def check(config: object, longest: int = 10**6, sequence_parallel: int = 1, tens
     require_supported(config, longest=longest, sequence_parallel=sequence_parallel, tensor_parallel=tensor_parallel)
 
 
-def test_the_tiny_policy_is_supported():
-    check(build_model(build_processor(), 0).config, sequence_parallel=4)
+@pytest.mark.parametrize("family", [None, "qwen3_vl"])
+def test_the_tiny_policy_is_supported(family):
+    check(build_model(build_processor(family), 0).config, sequence_parallel=4, tensor_parallel=4)
+
+
+def test_the_heads_of_the_tower_limit_tensor_parallelism():
+    """Sizes of the 8B: 4,304 = 16 x 269 is the width of the tower's feed-forward layers."""
+    text = {"num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096, "intermediate_size": 12288}
+    config = Qwen3VLConfig(text_config=text)
+    check(config, tensor_parallel=16)
+    with pytest.raises(ModelError, match=r"tensor_parallel is 32, .* qwen3_vl .* Allowed are \[1, 2, 4, 8, 16\]"):
+        check(config, tensor_parallel=32)
 
 
 def test_a_window_that_sequences_fit_into_changes_nothing():
@@ -46,8 +57,8 @@ def test_layers_with_a_state_are_refused():
         check(Qwen3NextConfig(**SMALL, layer_types=["linear_attention", "full_attention"]))
 
 
-def test_deepstack_is_refused():
-    config = Qwen3VLConfig(text_config=SMALL, vision_config={"depth": 2, "deepstack_visual_indexes": [0]})
+def test_deepstack_of_an_unknown_family_is_refused():
+    config = Qwen3VLMoeConfig(text_config=SMALL, vision_config={"depth": 2, "deepstack_visual_indexes": [0]})
     with pytest.raises(ModelError, match=r"vision layers \[0\] .*deepstack"):
         check(config)
 

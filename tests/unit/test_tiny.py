@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForImageTextToText, AutoProcessor, Qwen2_5_VLProcessor
+from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from rlcore.artifacts import ModelRef
 from rlcore.config import ModelConfig, TinyModelConfig
 from rlcore.data.synthetic.geometry import draw_problem
-from rlcore.data.tiny import SPECIAL_TOKENS, TEXT_TOKENS, build_processor
+from rlcore.data.tiny import SPECIAL_TOKENS, TEXT_TOKENS, PictureProcessor, build_processor
 from rlcore.errors import ModelError
 from rlcore.jobs.bootstrap import bootstrap
 from rlcore.models.tiny import build_model, completion_text, create_tiny_policy
@@ -24,7 +24,7 @@ torch.set_num_threads(1)
 
 
 @cache
-def processor() -> Qwen2_5_VLProcessor:
+def processor() -> PictureProcessor:
     return build_processor()
 
 
@@ -82,11 +82,14 @@ def test_chat_template_takes_plain_text_and_several_turns() -> None:
 
 
 @pytest.mark.parametrize("index", range(4))
-def test_image_tokens_by_area(index: int) -> None:
+@pytest.mark.parametrize("family", [None, "qwen3_vl"])
+def test_image_tokens_by_area(family: str | None, index: int) -> None:
+    """With patches of 16 pixels instead of 14 a picture is enlarged, and each label still fills a patch."""
+    made = build_processor(family)
     problem = draw_problem("train", index, 0)
-    inputs = processor()(text=[prompt(problem.question)], images=[problem.picture], return_tensors="pt")
+    inputs = made(text=[prompt(problem.question)], images=[problem.picture], return_tensors="pt")
     width, height = problem.picture.size
-    pads = int((inputs["input_ids"] == processor().image_token_id).sum())
+    pads = int((inputs["input_ids"] == made.image_token_id).sum())
     assert pads == (height // 28) * (width // 28)
     assert inputs["image_grid_thw"].tolist() == [[1, height // 14, width // 14]]
 
@@ -118,8 +121,9 @@ def test_weights_depend_on_the_seed_and_the_generator_is_unchanged() -> None:
     assert same == again != other
 
 
-def test_size() -> None:
-    parameters = sum(p.numel() for p in build_model(processor(), 0).parameters())
+@pytest.mark.parametrize("family", [None, "qwen3_vl"])
+def test_size(family: str | None) -> None:
+    parameters = sum(p.numel() for p in build_model(build_processor(family), 0).parameters())
     assert 1e6 < parameters < 4e6
 
 
@@ -133,23 +137,24 @@ def test_warm_start_is_reproducible_and_learns(tmp_path: Path) -> None:
     assert weights[0] != (tmp_path / "cold" / "model.safetensors").read_bytes()
 
 
-def test_folder_loads_and_computes_the_same(tiny_model: Path) -> None:
+def test_folder_loads_and_computes_the_same(each_model: Path) -> None:
     """The folder equals the model built from the same seed, and a fresh processor makes the same inputs."""
-    loaded = AutoModelForImageTextToText.from_pretrained(tiny_model, dtype=torch.float32).eval()
-    built = build_model(processor(), 0).eval()
+    loaded = AutoModelForImageTextToText.from_pretrained(each_model, dtype=torch.float32).eval()
+    fresh = build_processor(loaded.config.model_type)
+    built = build_model(fresh, 0).eval()
     assert digest_of(loaded) == digest_of(built)
     assert loaded.generation_config.eos_token_id[0] == processor().tokenizer.eos_token_id
     problem = draw_problem("test", 1, 0)
-    read = AutoProcessor.from_pretrained(tiny_model)
+    read = AutoProcessor.from_pretrained(each_model)
     assert read.chat_template == processor().chat_template
     inputs, again = (
-        p(text=[prompt(problem.question)], images=[problem.picture], return_tensors="pt") for p in (read, processor())
+        p(text=[prompt(problem.question)], images=[problem.picture], return_tensors="pt") for p in (read, fresh)
     )
     assert all(torch.equal(inputs[key], again[key]) for key in again)
     with torch.no_grad():
         logits = [model(**inputs).logits for model in (loaded, built)]
     assert torch.equal(*logits)
-    assert not list(tiny_model.glob("*.bin"))
+    assert not list(each_model.glob("*.bin"))
 
 
 # ---- bootstrap
@@ -193,8 +198,13 @@ def test_of_two_concurrent_runs_the_first_makes_the_policy(tmp_path: Path, monke
 
 def test_another_configuration_is_another_folder(tmp_path: Path) -> None:
     configs = [TinyModelConfig(), TinyModelConfig(seed=1), TinyModelConfig(warm_start_steps=7)]
-    configs += [TinyModelConfig(task="sums"), TinyModelConfig(task="countdown")]
-    assert len({tiny_folder(tmp_path, config) for config in configs}) == 5
+    configs += [TinyModelConfig(task="sums"), TinyModelConfig(task="countdown"), TinyModelConfig(family="qwen3_vl")]
+    assert len({tiny_folder(tmp_path, config) for config in configs}) == 6
+
+
+def test_a_family_of_pictures_for_a_task_of_text_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"family is qwen3_vl.*task is sums.*Set model\.tiny\.task to geometry or"):
+        TinyModelConfig(task="sums", family="qwen3_vl")
 
 
 def test_a_local_folder_is_used_in_place(tmp_path: Path, tiny_model: Path) -> None:

@@ -105,7 +105,7 @@ def _source_content(spec: PrepareSpec) -> object:
 
 def _model_content(model: ModelConfig) -> object:
     if model.path == "tiny":  # its tokenizer is code
-        return [model.tiny.task, _file_hash(_DATA / "tiny.py")]
+        return [model.tiny.task, model.tiny.family, _file_hash(_DATA / "tiny.py")]
     folder = Path(model.path)
     if folder.is_dir():
         return [[name, _file_hash(folder / name)] for name in PROMPT_FILES if (folder / name).is_file()]
