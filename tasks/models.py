@@ -80,16 +80,21 @@ def check_key(experiment: ExperimentConfig, model: ModelRef, *, with_engine: boo
 
 @step("check-model", others=(10,), timeout_seconds=3600)
 def check_model(experiment: ExperimentConfig, model: ModelRef) -> ModelCheck | None:
-    """Compare the trainer, transformers and vLLM on the model, unless they were compared before. None: switched off.
+    """Compare the trainer, transformers and vLLM on the model, unless they were compared before. None: not compared.
 
     Raises:
         ModelError: they differ.
     """
-    if experiment.model.check == "off":
-        get_logger().info("model: not compared with transformers and vLLM (model.check is off)")
+    asked = experiment.model.check
+    on_gpu = experiment.resources.device == "cuda" or (
+        experiment.resources.device == "auto" and bool(describe_hardware().gpus)
+    )
+    if asked == "off" or (asked == "auto" and on_gpu):
+        where = f" on {experiment.resources.device}" if asked == "auto" else ""
+        get_logger().info("model: not compared with transformers and vLLM (model.check is %s%s)", asked, where)
         return None
     settings = Settings()
-    with_engine = experiment.model.check == "on" or experiment.model.path != "tiny"
+    with_engine = asked == "on" or experiment.model.path != "tiny"
     key = check_key(experiment, model, with_engine=with_engine)
     check = made(key, None, lambda: _compared(experiment, model, settings, with_engine=with_engine), ModelCheck)
     with prefect_outage_named():

@@ -23,6 +23,7 @@ from transformers import (
     Qwen2Config,
     Qwen2VLConfig,
     Qwen3Config,
+    Qwen3VLConfig,
 )
 
 from rlcore.artifacts import ModelCheck, ModelRef
@@ -56,13 +57,14 @@ _LLAMA3_ROPE = {
 _MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}
 
 
-def _with_images(config: type, **vision: int | list[int]) -> Callable[[int], Any]:
+def _with_images(config: type, interleaved: bool = False, **vision: int | list[int]) -> Callable[[int], Any]:
     token = build_processor().tokenizer.convert_tokens_to_ids
     names = {"image": "<|image_pad|>", "video": "<|video_pad|>"}
     ids = {f"{name}_token_id": token(text) for name, text in names.items()}
     ids |= {f"vision_{side}_token_id": token(f"<|vision_{side}|>") for side in ("start", "end")}
+    rope = _MROPE | ({"mrope_interleaved": True} if interleaved else {})
     return lambda vocabulary: config(
-        text_config={**SMALL, "vocab_size": vocabulary, "rope_parameters": _MROPE},
+        text_config={**SMALL, "head_dim": 32, "vocab_size": vocabulary, "rope_parameters": rope},
         vision_config={"depth": 2, "num_heads": 2, **vision},
         tie_word_embeddings=False,
         **ids,
@@ -99,6 +101,15 @@ FAMILIES: dict[str, Callable[[int], Any]] = {
     "qwen2_5_vl": _with_images(
         Qwen2_5_VLConfig, hidden_size=_HIDDEN, out_hidden_size=_HIDDEN, intermediate_size=96, fullatt_block_indexes=[1]
     ),
+    "qwen3_vl": _with_images(
+        Qwen3VLConfig,
+        interleaved=True,
+        hidden_size=_HIDDEN,
+        out_hidden_size=_HIDDEN,
+        intermediate_size=96,
+        num_position_embeddings=64,
+        deepstack_visual_indexes=[0, 1],
+    ),
 }
 """Name -> vocabulary size -> configuration. The name starts with the model type."""
 
@@ -111,7 +122,7 @@ def make_model(folder: Path, name: str, **changes: Any) -> Path:
     """
     model_type = name.partition(",")[0]
     with_images = "_vl" in model_type
-    processor: Any = build_processor() if with_images else build_text_tokenizer()
+    processor: Any = build_processor(model_type) if with_images else build_text_tokenizer()
     tokenizer = processor.tokenizer if with_images else processor
     config = FAMILIES[name](len(tokenizer))
     for field, value in changes.items():

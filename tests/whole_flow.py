@@ -180,7 +180,9 @@ _SHORT: Mapping[str, object] = {
     "training.steps": _STEPS,
     "training.problems_per_batch": 16,
     "training.mini_batches": 1,
-    "training.compile_blocks": "off",  # compiling costs each trainer a minute, more than it saves in four steps
+    # compiling takes longer than it saves in four steps
+    "training.compile_blocks": "off",
+    "rollout.compile_engine": False,
     "rollout.max_completion_tokens": 256,
     "segment.steps": _SEGMENT,
     "segment.keep_checkpoints": 1,

@@ -56,8 +56,8 @@ class ModelConfig(Frozen):
     tiny: TinyModelConfig = TinyModelConfig()
     check: Literal["auto", "on", "off"] = "auto"
     """Before the first step, compare the trainer, transformers and vLLM on the model's folder, and refuse a model on
-    which they differ. Models that were compared before are not compared again. auto: without vLLM for the tiny
-    policies, which are drawn here from two families that are always the same."""
+    which they differ. Models that were compared before are not compared again. auto: on a CPU, without vLLM for the
+    tiny policies, which are drawn here and always the same; not on a GPU, where its limits are not proved yet."""
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Dtype of forward and backward. auto: bfloat16 on CUDA, float32 on CPU. Master weights are float32 unless
     training.optimizer is adamw_bf16."""
@@ -172,8 +172,8 @@ class TrainingConfig(Frozen):
     microbatch then has this many times tokens_per_microbatch. Divides resources.workers and the model's attention
     heads. For sequences that are too long for one worker; otherwise 1 is faster."""
     compile_blocks: Literal["auto", "on", "off"] = "auto"
-    """torch.compile for each transformer block. auto: on CUDA, in bfloat16. Costs a minute at the start of each
-    process."""
+    """torch.compile for each transformer block. auto: on CUDA, in bfloat16. Costs about 10 s in the first step, and 4 s
+    where the data folder has the compiled code."""
     reshard_after_forward: Literal["auto", "on", "off"] = "auto"
     """on: each microbatch frees a block's gathered weights after its forward and backward pass and reduces its gradient
     over the workers; needs the least memory. off: a copy of the whole model in the compute dtype, and its gradient in

@@ -33,6 +33,7 @@ FILES = {
     "trl-h200": "TRL's medians of another day",
     "verl-text-h200": "whole steps of ours and of verl, text",
     "flow-text-1.5b-h200": "a whole flow with one kill, by stage",
+    "first-step-h200": "first and later steps by caches, versions and compilation of the engine",
 }
 
 

@@ -42,6 +42,7 @@ PROGRAMS: Mapping[str, Program] = {
     "guard": Program(("--tiny", "--folder", "OUT")),
     "large": Program(("--tiny", "--workers", "1", "--folder", "OUT"), ("seconds", "processes_gib")),
     "loading": Program((), ("policy_gib", "reference_gib", "device_gib", "host_gib"), long=False),
+    "models": Program(("--tiny", "--out", "OUT/models.md")),
     "placement": Program(
         ("--tiny", "--only", "apart, one step off", "--folder", "OUT"), ("step", "update", "tokens_per_s")
     ),

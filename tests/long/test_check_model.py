@@ -13,6 +13,7 @@ import pytest
 from torch import Tensor
 
 from rlcore.errors import ModelError
+from tests.bench import tiny
 from tests.checking import FAMILIES, checked, differing, make_model
 from tests.integration.engine_bench import measured
 
@@ -140,3 +141,11 @@ def test_every_family_agrees_with_vllm_or_is_refused_with_the_reason(tmp_path: P
         assert reason in result.pop(name)
     assert {name: answer for name, answer in result.items() if answer[0]} == {}
     assert all(rows == [*WITHOUT_ENGINE, VLLM, SYNC] for _, rows in result.values())
+
+
+def test_the_page_of_models_is_written_from_what_was_measured(tmp_path: Path) -> None:
+    tiny.run("models", tmp_path)
+    head, *rows = [line for line in (tmp_path / "models.md").read_text().splitlines() if line.startswith("| ")]
+    assert all(f" {name} |" in head for name in [*WITHOUT_ENGINE, VLLM, SYNC])
+    (row,) = (row for row in rows if row.startswith("| `qwen2` |"))
+    assert all(float(cell) < 1e-3 for cell in row.strip("|").split("|")[1:])

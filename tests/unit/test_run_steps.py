@@ -102,6 +102,8 @@ def test_a_model_is_compared_once_for_its_content_and_what_changes_the_compariso
         return EXPERIMENT.model_copy(update={"model": changed})
 
     assert check_model.fn(with_check("off"), model) is None
+    on_gpu = EXPERIMENT.resources.model_copy(update={"device": "cuda"})
+    assert check_model.fn(EXPERIMENT.model_copy(update={"resources": on_gpu}), model) is None
     check = check_model.fn(EXPERIMENT, model)
     assert check_model.fn(EXPERIMENT, model) == check
     assert calls(data_dir) == ["bootstrap", "check"]
