@@ -366,6 +366,24 @@ def flow() -> str:
     return f"{stages}\n\n{markdown(('of the trainer', ''), seconds)}"
 
 
+def starts() -> str:
+    """Fixed-length steps of runs that started with and without compiled code."""
+    rows = []
+    for name, steps in record("first-step-h200")["runs"].items():
+        first, *later = (step for step in steps if step["regime"] == "fixed")
+        updates, samplings = ([step[phase] for step in later] for phase in ("update", "generate"))
+        rows.append(
+            (
+                name,
+                f"{first['update']:.1f} s",
+                f"{statistics.median(updates):.2f} s, {percent(later[0]['update_mfu_shared_once'])} MFU",
+                f"{statistics.median(samplings):.2f} s",
+                str(len(later)),
+            )
+        )
+    return markdown(("run", "first update", "later update", "later sampling", "later steps"), rows)
+
+
 def estimates() -> str:
     from tests.bench.estimates import table  # imports torch
 
@@ -375,6 +393,7 @@ def estimates() -> str:
 TABLES: Mapping[str, Callable[[], str]] = {
     "measured": measured,
     "flow": flow,
+    "starts": starts,
     "files": files,
     "estimates": estimates,
 }

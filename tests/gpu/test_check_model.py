@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,14 @@ CASES = {
 }
 
 
-def compared(folder: Path) -> dict[str, Any]:
-    result: dict[str, Any] = {}
-    for name, (family, overrides) in CASES.items():
-        check = checked(make_model(folder / name, family), "resources.device=cuda", *overrides)
-        result[name] = (differing(check), len(check.rows), check.markdown())
-    return result
+def compared(folder: Path, name: str) -> dict[str, Any]:
+    family, overrides = CASES[name]
+    check = checked(make_model(folder / "model", family), "resources.device=cuda", *overrides)
+    return {"differ": differing(check), "rows": len(check.rows), "table": check.markdown()}
 
 
-def test_models_agree_on_a_gpu(tmp_path: Path) -> None:
-    result = measured(compared, tmp_path)
-    assert {name: (differ, rows) for name, (differ, rows, _) in result.items()} == dict.fromkeys(CASES, ({}, 7))
+@pytest.mark.parametrize("name", CASES)
+def test_models_agree_on_a_gpu(name: str, tmp_path: Path) -> None:
+    """In a process of its own, because a process can have only one engine that sleeps."""
+    result = measured(partial(compared, name=name), tmp_path)
+    assert (result["differ"], result["rows"]) == ({}, 7), result["table"]

