@@ -90,8 +90,8 @@ def check_model(experiment: ExperimentConfig, model: ModelRef) -> ModelCheck | N
         experiment.resources.device == "auto" and bool(describe_hardware().gpus)
     )
     if asked == "off" or (asked == "auto" and on_gpu):
-        where = f" on {experiment.resources.device}" if asked == "auto" else ""
-        get_logger().info("model: not compared with transformers and vLLM (model.check is %s%s)", asked, where)
+        reason = "off" if asked == "off" else "auto, and this is a run on a GPU"
+        get_logger().info("model: not compared with transformers and vLLM (model.check is %s)", reason)
         return None
     settings = Settings()
     with_engine = asked == "on" or experiment.model.path != "tiny"

@@ -37,14 +37,14 @@ from rlcore.models.checkpoint import BackgroundSaver
 from rlcore.models.checks import (
     Change,
     Inputs,
+    Standard,
     Where,
-    Yardstick,
     change_for,
     compare_gradients,
     packed_model,
     policy_pass,
     row_of,
-    yardsticks,
+    standards,
 )
 from rlcore.models.comparison import (
     Pass,
@@ -186,7 +186,7 @@ def _vllm_named(folder: Path) -> Iterator[None]:
 def _check_whole(folder: Path, scratch: Path, config: ExperimentConfig, inputs: Inputs, where: Where) -> list[CheckRow]:
     """The trainer and vLLM against transformers, before and after a change of the weights."""
     change = change_for(config.model, folder)
-    before, after = yardsticks(folder, inputs, where, change)
+    before, after = standards(folder, inputs, where, change)
     where.free()  # for the engine
     worker = Worker(WorkerSpec.alone(folder, scratch, config, where.device, _free_port()))
     layers = worker.policy.model.decoder.layers
@@ -199,8 +199,8 @@ def _check_whole(folder: Path, scratch: Path, config: ExperimentConfig, inputs: 
 def _check_engine(
     worker: Worker,
     sampler: VllmSampler,
-    before: Yardstick,
-    after: Yardstick,
+    before: Standard,
+    after: Standard,
     change: Change,
     inputs: Inputs,
     dtype: torch.dtype,
@@ -236,7 +236,7 @@ def _check_small(folder: Path, scratch: Path, model: ModelConfig, inputs: Inputs
     gradient = compare_gradients(folder, inputs, where)
     exactly = replace(where, dtype=torch.float32, engine_dtype=torch.float32)
     change = change_for(ModelConfig(), folder)
-    before, after = yardsticks(folder, inputs, exactly, change)
+    before, after = standards(folder, inputs, exactly, change)
     lora = model.lora or _DEFAULT_LORA
     zero = row_of(packed_model(folder, exactly, torch.float32, lora), inputs)
     adapted = packed_model(folder, exactly, torch.float32, lora, adapters="random")
@@ -263,7 +263,7 @@ def _check_small(folder: Path, scratch: Path, model: ModelConfig, inputs: Inputs
     ]
 
 
-def _merged(hf: nn.Module, base: Path, scratch: Path, inputs: Inputs, where: Where) -> Yardstick:
+def _merged(hf: nn.Module, base: Path, scratch: Path, inputs: Inputs, where: Where) -> Standard:
     """transformers' results of a merged checkpoint of ``hf``."""
     saver = BackgroundSaver()
     saver.begin(hf, torch.optim.AdamW(p for p in hf.parameters() if p.requires_grad), scratch / "checkpoint")
@@ -273,10 +273,10 @@ def _merged(hf: nn.Module, base: Path, scratch: Path, inputs: Inputs, where: Whe
     model = where.load(scratch / "merged", torch.float32)
     exact = plain_pass(model, inputs.sequences, inputs.read)
     shutil.rmtree(scratch)  # of a large model some GB
-    return Yardstick(exact, {torch.float32: allowed_differences([])}, {torch.float32: []})
+    return Standard(exact, {torch.float32: allowed_differences([])}, {torch.float32: []})
 
 
-def _row(name: str, right: Yardstick, actual: Pass, inputs: Inputs, dtype: torch.dtype) -> CheckRow:
+def _row(name: str, right: Standard, actual: Pass, inputs: Inputs, dtype: torch.dtype) -> CheckRow:
     limits = right.limits[dtype]
     apart = difference(right.exact.logprobs, actual.logprobs)
     place = f"{inputs.kinds[apart.sequence]}, completion token {apart.token}"

@@ -66,7 +66,7 @@ class Inputs:
 
 
 @dataclass(frozen=True, slots=True)
-class Yardstick:
+class Standard:
     """transformers' results in float32, and by dtype how far a correct implementation may be from them."""
 
     exact: Pass
@@ -102,7 +102,7 @@ class Where:
 # --- transformers ---
 
 
-def yardsticks(folder: Path, inputs: Inputs, where: Where, change: Change) -> tuple[Yardstick, Yardstick]:
+def standards(folder: Path, inputs: Inputs, where: Where, change: Change) -> tuple[Standard, Standard]:
     """Of the weights as they are, and of the changed weights."""
     model = where.load(folder, torch.float32)
     exact = plain_pass(model, inputs.sequences, inputs.read)
@@ -121,7 +121,7 @@ def yardsticks(folder: Path, inputs: Inputs, where: Where, change: Change) -> tu
         model = None
         where.free()
         rounded[dtype] = _rounded(where.load(folder, dtype), kinds, inputs)
-    return _yardstick(exact, rounded, inputs), _yardstick(changed, rounded_changed, inputs)
+    return _standard(exact, rounded, inputs), _standard(changed, rounded_changed, inputs)
 
 
 def _right_kinds(model: Any, exact: Pass, inputs: Inputs) -> tuple[str, ...]:
@@ -143,13 +143,13 @@ def _rounded(model: Any, kinds: Sequence[str], inputs: Inputs) -> list[Pass]:
     return passes
 
 
-def _yardstick(exact: Pass, rounded: Mapping[torch.dtype, Sequence[Pass]], inputs: Inputs) -> Yardstick:
+def _standard(exact: Pass, rounded: Mapping[torch.dtype, Sequence[Pass]], inputs: Inputs) -> Standard:
     limits, rounding = {}, {}
     for dtype, passes in rounded.items():
         apart = [v - e for one in passes for v, e in zip(one.logprobs, exact.logprobs, strict=True)]
         limits[dtype] = allowed_differences(apart)
         rounding[dtype] = [state_errors(exact.states, one.states, inputs.image_masks) for one in passes]
-    return Yardstick(exact, limits, rounding)
+    return Standard(exact, limits, rounding)
 
 
 # --- the packed row ---

@@ -15,14 +15,11 @@ from typing import Any
 
 from rlcore.artifacts import CheckRow, ModelCheck
 from rlcore.errors import RlflowError
+from rlcore.models.comparison import FLOAT32_TOLERANCE
 from tests.checking import FAMILIES, checked, make_model
 from tests.integration.engine_bench import measured
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
-CHECKS = (
-    "trainer: packed row", "trainer: gradient", "adapters at zero", "adapters, merged", "merge", "vLLM",
-    "vLLM after a weight sync",
-)  # fmt: skip
 SETTINGS = (
     ("qwen2_5_vl", "model.lora.rank=8"),
     ("qwen2_5_vl", "model.freeze_vision_tower=true"),
@@ -44,8 +41,8 @@ Each row is a model of one `model_type` with three layers and random weights. `.
 compared the trainer and vLLM with transformers' own forward pass in float32 ([own
 model](howto/own-model.md#is-it-used-correctly)). A cell has the largest difference: of a token's log-prob in nats, or
 for the gradient of a parameter as a share of its size.
-**Bold** differs by more than is allowed, which is {allowed} in float32. A model of real size is compared before it
-trains, on its own weights and device.
+**Bold** differs by more than is allowed, which is {allowed:g} in float32. A run compares its own model, with its own
+weights, before it trains; on a GPU only with `model.check=on`.
 
 Llama 3 and DeepSeek-R1-Distill-Llama are llama with long context. Qwen2.5 and DeepSeek-R1-Distill-Qwen are `qwen2`.
 Phi-4 is `phi3`, and Phi-4-mini turns part of each head.
@@ -87,17 +84,17 @@ def page(results: dict[str, dict[str, Any]]) -> str:
     (first, *_) = checks.values()
     versions = ", ".join(f"{name} {version}" for name, version in first.versions.items())
     where = f"on a {first.device.upper()} with {versions}"
-    lines = [f"| model | {' | '.join(CHECKS)} |\n", "| --- " * (1 + len(CHECKS)) + "|\n"]
+    names = [row.name for row in first.rows]
+    lines = [f"| model | {' | '.join(names)} |\n", "| --- " * (1 + len(names)) + "|\n"]
     for name in results:
-        cells = [_cell(checks[name].rows, check) if name in checks else "refused" for check in CHECKS]
+        cells = [_cell(row) for row in checks[name].rows] if name in checks else ["refused"] * len(names)
         lines.append(f"| {name} | {' | '.join(cells)} |\n")
     reasons = [f"- {name}: {_reason(made['refused'])}\n" for name, made in results.items() if "refused" in made]
     notes = f"\nRefused:\n\n{''.join(reasons)}" if reasons else ""
-    return _HEAD.format(where=where, allowed="0.001") + "".join(lines) + notes + _FOOT
+    return _HEAD.format(where=where, allowed=FLOAT32_TOLERANCE) + "".join(lines) + notes + _FOOT
 
 
-def _cell(rows: Sequence[CheckRow], check: str) -> str:
-    row = next(row for row in rows if row.name == check)
+def _cell(row: CheckRow) -> str:
     return f"{row.largest:.0e}" if row.passed else f"**{row.largest:.0e}**"
 
 

@@ -348,7 +348,7 @@ def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def measured() -> str:
-    head = ("measure", "TRL, or what ours is compared with", "ours", "to reach", "")
+    head = ("measure", "the peer, or what ours is compared with", "ours", "to reach", "")
     return markdown(head, [(r.measure, r.other, r.ours, r.goal, r.verdict) for r in performance()])
 
 

@@ -94,10 +94,10 @@ def adapters_that_start_with_values() -> Iterator[None]:
 
     right = checks.draw_adapters
 
-    def drawn(hf: Any, seed: int) -> dict[str, Tensor]:
+    def with_values(hf: Any, seed: int) -> dict[str, Tensor]:
         return {name: value + 0.01 for name, value in right(hf, seed).items()}
 
-    with mock.patch.object(checks, "draw_adapters", drawn):
+    with mock.patch.object(checks, "draw_adapters", with_values):
         yield
 
 

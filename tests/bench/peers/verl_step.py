@@ -117,7 +117,7 @@ def bench(arguments: argparse.Namespace) -> None:
         "device": device(),
         "eos_bias": bias,
         "arguments": {k: str(v) if isinstance(v, Path) else v for k, v in vars(arguments).items()},
-        "overrides": overrides,
+        "overrides": [text.replace(f"{REPOSITORY}/", "") for text in overrides],
         "regimes": {name: sides["ours"] for name, sides in regimes_of({"ours": [{"steps": rows}]}).items()},
         "steps": rows,
         "log": str(work / "log.txt"),
