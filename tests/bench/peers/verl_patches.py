@@ -8,8 +8,9 @@ trainer builds its model. Then, in that process only:
 - The attention of Qwen2.5-VL stays as transformers has it: verl's replacement imports a function that transformers 5.17
   no longer has. Both read the bounds of packed sequences from the position ids; transformers' does not copy the keys
   and values for each query head.
-- The position ids of pictures, a nested tensor, get back the axis along which their lengths differ before a mini-batch
-  is taken of them. verl has a function for this (the axis is lost between processes), and calls it afterwards.
+- The position ids of pictures are a nested tensor, which loses the axis of its lengths between processes. verl repairs
+  the axis on the assumption that the lengths differ. With equal lengths torch has joined the rows along the other axis,
+  and the repair makes the tensor invalid. Here both cases are repaired.
 """
 
 from __future__ import annotations
@@ -127,17 +128,27 @@ def leave_trl_out() -> None:
     patches.is_trl_available = lambda: False
 
 
-def keep_axis_of_position_ids() -> None:
+def repair_position_ids(data: Any) -> None:
+    """Replaces verl's ``maybe_fix_3d_position_ids``. Position ids of each sequence: 4 x its length."""
+    from verl.utils.tensordict_utils import nested_tensor_from_tensor_list
+
+    positions = data["position_ids"] if "position_ids" in data.keys() else None  # noqa: SIM118, a TensorDict
+    if positions is None or not positions.is_nested or positions.dim() != 3:
+        return
+    values, ends = positions.values(), positions.offsets()
+    if values.shape[0] == ends[-1]:  # equal lengths: the rows of all sequences, one below the other
+        data["position_ids"] = nested_tensor_from_tensor_list(list(values.split(ends.diff().tolist())), ragged_idx=2)
+    else:
+        positions._ragged_idx = 2
+
+
+def repair_axis_of_position_ids() -> None:
     import verl.utils.tensordict_utils as batches
+    import verl.workers.engine.base as base
+    import verl.workers.engine_workers as workers
 
-    select = batches.index_select_tensor_dict
-
-    def selected(batch: Any, indices: Any) -> Any:
-        if batch is not None:
-            batches.maybe_fix_3d_position_ids(batch)
-        return select(batch, indices)
-
-    batches.index_select_tensor_dict = selected
+    for module in (batches, base, workers):
+        vars(module)["maybe_fix_3d_position_ids"] = repair_position_ids
 
 
 def _patch_before(build: Any) -> Any:
@@ -146,7 +157,7 @@ def _patch_before(build: Any) -> Any:
         stand_in_for_flash_attn()
         keep_qwen2_5_vl_attention()
         leave_trl_out()
-        keep_axis_of_position_ids()
+        repair_axis_of_position_ids()
         return build(self)
 
     return patched
