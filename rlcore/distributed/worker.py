@@ -17,7 +17,6 @@ from rlcore.config import ExperimentConfig
 from rlcore.distributed.tensor_parallel import Answer, answers
 from rlcore.distributed.trace import Trace
 from rlcore.errors import SamplerError
-from rlcore.models.probe import probe_samples
 from rlcore.types import ImageRef, Problem, SampleRequest, TrainingSample
 
 if TYPE_CHECKING:
@@ -202,6 +201,8 @@ class Worker:
         return taker.load_weights(self.policy.full_weights(dtype), version)
 
     def probe_samples(self, problems: Sequence[Problem]) -> list[TrainingSample]:
+        from rlcore.models.probe import probe_samples
+
         return probe_samples(problems, self._prompts)
 
     def peak_memory_bytes(self) -> int:

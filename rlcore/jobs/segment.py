@@ -23,9 +23,9 @@ from rlcore.errors import HealthError, LeaseLostError, WorkerTraceback
 from rlcore.failures import EXIT_DONE, EXIT_PREEMPTED, EXIT_STORAGE, exit_code, with_free_space
 from rlcore.files import write_json_atomically
 from rlcore.jobs import spec_file
-from rlcore.process import dump_on_signal, making_what_stays
+from rlcore.process import dump_on_signal
 from rlcore.segment.health import HealthWatch
-from rlcore.segment.journal import MetricJournal, read_journal
+from rlcore.segment.journal import CheckpointSeconds, MetricJournal, read_journal
 from rlcore.segment.lease import Control, Lease, Unchanged
 from rlcore.segment.resume import ResumePoint, find_resume_point, warn_of_changes
 from rlcore.segment.spec import SegmentEnd, SegmentSpec
@@ -33,7 +33,7 @@ from rlcore.segment.store import LocalCheckpointStore, code_digest
 from rlcore.specs import JobError
 
 if TYPE_CHECKING:
-    from rlcore.segment.checkpointing import Checkpointer, CheckpointSeconds
+    from rlcore.segment.checkpointing import Checkpointer
     from rlcore.training.run import TrainingRun, TrainState
 
 logger = logging.getLogger("rlcore.jobs.segment")  # also where this file runs as __main__
@@ -140,11 +140,8 @@ def main(spec_path: Path) -> int:
 
 
 def _train_segments(spec: SegmentSpec, stop: StopRequest, lease: Lease) -> int:
-    with making_what_stays():
-        from rlcore.models.probe import Probe
-        from rlcore.segment.batch_log import write_batch
-        from rlcore.segment.checkpointing import Checkpointer, CheckpointSeconds
-        from rlcore.training.assemble import training_run
+    from rlcore.segment.batch_log import write_batch
+    from rlcore.training.assemble import training_run  # imports Ray
 
     store = LocalCheckpointStore(spec.run_dir, spec.run_id)
     start = find_resume_point(spec.run_dir, store)
@@ -166,6 +163,9 @@ def _train_segments(spec: SegmentSpec, stop: StopRequest, lease: Lease) -> int:
         run_dir=spec.run_dir,
         stacks=live_stacks(spec.run_dir),
     ) as run:
+        from rlcore.models.probe import Probe
+        from rlcore.segment.checkpointing import Checkpointer
+
         stop.listen()
         state = _restored(run, store, start)
         run.workers.sync_weights(state.step)

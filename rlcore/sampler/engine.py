@@ -83,7 +83,7 @@ class Engine:
             if lora.vision_tower:
                 options["enable_tower_connector_lora"] = True
         gloo = device == "cpu" and rollout.tensor_parallel > 1
-        with _compiler_kept(device, config.resources.devices):
+        with _compiler_kept(device, config.resources.devices), one_tokenizer():
             self.llm = LLM(
                 model=str(model),
                 # "dummy" would also fill buffers with random values, such as the means and deviations that normalise
@@ -252,6 +252,21 @@ def _compiler_kept(device: str, devices: int) -> Iterator[None]:
             os.environ[name] = folder
     cores = len(os.sched_getaffinity(0))
     torch._inductor.config.compile_threads = max(1, min(16, cores // devices))
+
+
+@contextmanager
+def one_tokenizer() -> Iterator[None]:
+    """Inside the block a deep copy of a tokenizer is the tokenizer itself. vLLM copies it about ten times while it
+    starts, for other threads and processors, and a copy of 150,000 entries takes about a second. This process calls
+    its tokenizers from one thread."""
+    from transformers import PreTrainedTokenizerBase
+
+    tokenizers: Any = PreTrainedTokenizerBase
+    tokenizers.__deepcopy__ = lambda self, memo: self
+    try:
+        yield
+    finally:
+        del tokenizers.__deepcopy__
 
 
 def capture_sizes(max_num_seqs: int) -> list[int]:

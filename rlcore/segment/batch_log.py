@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rlcore.config import TrainingConfig
 from rlcore.errors import StorageError
 from rlcore.files import write_json_atomically
-from rlcore.rollout.groups import Group
+
+if TYPE_CHECKING:
+    from rlcore.rollout.groups import Group
 
 PROBLEMS_KEPT = 2
 

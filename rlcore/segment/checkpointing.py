@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,7 +18,7 @@ from rlcore.artifacts import CheckpointRef
 from rlcore.errors import LeaseLostError
 from rlcore.files import write_json_atomically
 from rlcore.models.probe import Probe, ProbePolicy
-from rlcore.segment.journal import read_journal
+from rlcore.segment.journal import CheckpointSeconds, read_journal
 from rlcore.segment.lease import Lease
 from rlcore.segment.resume import ResumePoint, pinned, read_segments
 from rlcore.segment.spec import SegmentEnd, SegmentManifest, SegmentSpec, segment_path
@@ -39,19 +39,6 @@ class SavingPolicy(ProbePolicy, Protocol):
 
     def saved(self) -> bool:
         """Whether the last ``begin_save`` has written everything. Raises its error. Callable from any thread."""
-
-
-@dataclass(slots=True)
-class CheckpointSeconds:
-    """Time that checkpoints took since the last ``take``."""
-
-    blocked: float = 0.0  # training waited
-    written: float = 0.0  # in the background, from the copy to the segment's manifest
-
-    def take(self) -> dict[str, float]:
-        found = {"time/checkpoint_blocked": self.blocked, "time/checkpoint_written": self.written}
-        self.blocked = self.written = 0.0
-        return found
 
 
 class Checkpointer:

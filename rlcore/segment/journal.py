@@ -35,6 +35,19 @@ class StepRecord:
         return json.dumps(record, separators=(",", ":")) + "\n"
 
 
+@dataclass(slots=True)
+class CheckpointSeconds:
+    """Time that checkpoints took since the last ``take``."""
+
+    blocked: float = 0.0  # training waited
+    written: float = 0.0  # in the background, from the copy to the segment's manifest
+
+    def take(self) -> dict[str, float]:
+        seconds = {"time/checkpoint_blocked": self.blocked, "time/checkpoint_written": self.written}
+        self.blocked = self.written = 0.0
+        return seconds
+
+
 def wall_clock_ms() -> int:
     return time.time_ns() // 1_000_000
 

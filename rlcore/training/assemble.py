@@ -1,29 +1,35 @@
-"""Builds a run: connects an ExperimentConfig, a model and a dataset with workers, graders and sinks."""
+"""Builds a run: connects an ExperimentConfig, a model and a dataset with workers, graders and sinks.
+
+What imports torch or SymPy is imported inside the functions, so that Ray's processes start meanwhile.
+"""
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rlcore.adjustments import Adjustments
 from rlcore.config import ExperimentConfig
 from rlcore.data.table import load_problems
-from rlcore.distributed.actors import RayRanks, start_ranks, worker_environment
 from rlcore.distributed.cluster import cluster_address, has_gpus, pick_device, start_ray, stop_ray
-from rlcore.distributed.group import WorkerGroup
 from rlcore.distributed.ranks import LocalRanks, Ranks
-from rlcore.distributed.worker import WorkerSpec, make_worker
-from rlcore.process import making_what_stays
-from rlcore.rewards import environment_of, make_reward
-from rlcore.rewards.pool import GradingPool
-from rlcore.training.run import OnBatch, TrainingRun
+from rlcore.process import in_background, making_what_stays
 from rlcore.types import MetricSink
 
+if TYPE_CHECKING:
+    from rlcore.distributed.actors import RayRanks
+    from rlcore.distributed.worker import WorkerSpec
+    from rlcore.rewards.pool import GradingPool
+    from rlcore.training.run import OnBatch, TrainingRun
+
 logger = logging.getLogger(__name__)
+_SLOW_IMPORTS = ("rlcore.training.run", "rlcore.distributed.group")
 
 
 @contextmanager
@@ -46,7 +52,10 @@ def training_run(
         run_dir: folder in which traces are requested and written.
         stacks: folder for the stacks of a worker that gets SIGUSR1.
     """
-    with graded_ranks(config, make_worker, model=model, dataset=dataset, stacks=stacks) as (ranks, grader):
+    with graded_ranks(config, _training_worker, model=model, dataset=dataset, stacks=stacks) as (ranks, grader):
+        from rlcore.distributed.group import WorkerGroup
+        from rlcore.training.run import TrainingRun
+
         yield TrainingRun(
             config=config,
             problems=load_problems(dataset),
@@ -68,22 +77,29 @@ def graded_ranks(
     stacks: Path | None = None,
 ) -> Iterator[tuple[RayRanks, GradingPool]]:
     """Start Ray, its workers and the grading processes. All stop on exit, except a cluster that was already running."""
-    address, grader = cluster_address(), _grader(config)
-    start_ray(address, num_cpus=config.resources.devices)
+    address = cluster_address()
+    # both take about as long as Ray and the workers' processes need until they load the model
+    imports, grading = in_background(_import_slow_modules), in_background(lambda: _grader(config))
     try:
+        start_ray(address, num_cpus=config.resources.devices)
         logger.info("Ray is ready")
+        from rlcore.distributed.actors import start_ranks
+
         # The driver's own machine may have no GPU while others of the cluster do.
         device = "cuda" if config.resources.device == "auto" and address and has_gpus() else pick_device(config)
-        ranks = start_ranks(make, model=model, dataset=dataset, config=config, device=device, stacks=stacks)
+        with making_what_stays():
+            ranks = start_ranks(make, model=model, dataset=dataset, config=config, device=device, stacks=stacks)
+            imports.result()
         # An engine starts before its worker's policy is loaded.
         ready = max(ranks.call(lambda worker, _: getattr(worker.sampler, "ready_at", 0.0), [None] * ranks.size))
         logger.info("the workers are ready, %.1f s after the last engine", time.time() - ready)
         try:
-            yield ranks, grader
+            yield ranks, grading.result()
         finally:
             ranks.close()
     finally:
-        grader.close()
+        if grading.exception() is None:
+            grading.result().close()
         stop_ray()
 
 
@@ -97,6 +113,9 @@ def graded_samplers(
         with graded_ranks(config, make, model=model, dataset=dataset) as ranks_and_grader:
             yield ranks_and_grader
         return
+    from rlcore.distributed.actors import worker_environment
+    from rlcore.distributed.worker import WorkerSpec
+
     grader = _grader(config)
     try:
         device = pick_device(config)
@@ -108,7 +127,21 @@ def graded_samplers(
         grader.close()
 
 
+def _training_worker(spec: WorkerSpec) -> object:
+    from rlcore.distributed.worker import make_worker
+
+    return make_worker(spec)
+
+
+def _import_slow_modules() -> None:
+    for module in _SLOW_IMPORTS:
+        importlib.import_module(module)
+
+
 def _grader(config: ExperimentConfig) -> GradingPool:
+    from rlcore.rewards import environment_of, make_reward
+    from rlcore.rewards.pool import GradingPool
+
     reward = make_reward(config.reward, max_completion_tokens=config.rollout.max_completion_tokens)
     return GradingPool(
         reward,

@@ -25,8 +25,8 @@ from rlcore.models.checkpoint import BackgroundSaver
 from rlcore.models.probe import Probe
 from rlcore.rollout.state import RolloutState
 from rlcore.segment import checkpointing
-from rlcore.segment.checkpointing import Checkpointer, CheckpointSeconds
-from rlcore.segment.journal import MetricJournal
+from rlcore.segment.checkpointing import Checkpointer
+from rlcore.segment.journal import CheckpointSeconds, MetricJournal
 from rlcore.segment.lease import Lease
 from rlcore.segment.resume import ResumePoint, find_resume_point, warn_of_changes
 from rlcore.segment.spec import SegmentEnd, SegmentManifest, SegmentSpec, segment_path

@@ -18,9 +18,8 @@ from rlcore.errors import DivergedError, RollbackError
 from rlcore.jobs.segment import TrainerSink
 from rlcore.process import Clock, in_background
 from rlcore.rollout.groups import Group
-from rlcore.segment.checkpointing import CheckpointSeconds
 from rlcore.segment.health import HealthWatch
-from rlcore.segment.journal import MetricJournal, read_journal
+from rlcore.segment.journal import CheckpointSeconds, MetricJournal, read_journal
 from rlcore.training.loop import learning_rate, train
 from rlcore.training.run import TrainingRun, TrainState
 from rlcore.types import Completion, Problem, Score

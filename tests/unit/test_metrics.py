@@ -19,9 +19,8 @@ from rlcore.rollout.advantages import StepAdvantages
 from rlcore.rollout.collect import Counts, RolloutBatch
 from rlcore.rollout.groups import Group
 from rlcore.rollout.state import RolloutState
-from rlcore.segment.checkpointing import CheckpointSeconds
 from rlcore.segment.health import HealthWatch
-from rlcore.segment.journal import MetricJournal, read_journal
+from rlcore.segment.journal import CheckpointSeconds, MetricJournal, read_journal
 from rlcore.training.metrics import (
     collection_metrics,
     mismatch_alarm,

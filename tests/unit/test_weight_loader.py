@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
 
-from rlcore.sampler.engine import capture_sizes
+from rlcore.data.tiny import build_text_tokenizer
+from rlcore.sampler.engine import capture_sizes, one_tokenizer
 from rlcore.sampler.weights import checksum, replay_load, watched_load
 
 
@@ -87,3 +89,10 @@ def test_graphs_are_recorded_up_to_the_largest_batch() -> None:
     sizes = capture_sizes(1000)
     assert sizes[-1] == 1000
     assert all(above <= below * 9 / 8 for below, above in zip(sizes, sizes[1:], strict=False) if below >= 64)
+
+
+def test_tokenizers_are_copied_again_once_an_engine_has_started() -> None:
+    tokenizer = build_text_tokenizer()
+    with one_tokenizer():
+        assert copy.deepcopy({"tokenizer": tokenizer})["tokenizer"] is tokenizer
+    assert copy.deepcopy(tokenizer) is not tokenizer
