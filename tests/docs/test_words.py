@@ -64,7 +64,9 @@ def test_the_reference_lists_every_setting_of_the_experiments() -> None:
     assert len(settings) > 120
     assert settings - rows == set()
     used = {key for values in EXPERIMENTS.values() for key, _ in flatten(values) if key not in ("health", "name")}
-    assert {key for key in used if not key.endswith(".name")} <= rows
+    mappings = tuple(f"{name}." for name in re.findall(r"^\| `([a-z_0-9.]+)` \| mapping \|", page, re.MULTILINE))
+    assert "data.chat_template_arguments." in mappings  # whose keys are the user's, and so have no rows
+    assert {key for key in used if not key.endswith(".name") and not key.startswith(mappings)} <= rows
     variables = set(re.findall(r"^\| `RLFLOW_([A-Z_]+)`", page, re.MULTILINE))
     assert {name.lower() for name in variables} == Settings.model_json_schema()["properties"].keys()
 
