@@ -73,6 +73,8 @@ class Engine:
             options["gpu_memory_utilization"] = rollout.gpu_memory_utilization
             # its custom kernels look for the other devices in this process, which sees only one
             options["disable_custom_all_reduce"] = rollout.tensor_parallel > 1
+            # other kernels of experts keep weights in a layout of their own, which plain copies of a sync do not give
+            options["moe_backend"] = "triton"
             # vLLM's default sizes end at 512 sequences; above the largest size it launches every kernel separately
             compilation: dict[str, Any] = {"cudagraph_capture_sizes": capture_sizes(rollout.max_sequences)}
             if not rollout.compile_engine:
@@ -374,7 +376,8 @@ def _replace(model: Any, name: str, module: Any) -> None:
 def _through_kernel(module: Any, kernel: Any, weight: Tensor) -> Tensor:
     if kernel is None:
         return weight
-    inputs = module.embedding_dim if hasattr(module, "embedding_dim") else module.input_size_per_partition
+    sizes = ("embedding_dim", "input_size_per_partition", "input_size")  # the last of a layer that is never split
+    inputs = next(getattr(module, size) for size in sizes if hasattr(module, size))
     packed: Tensor = kernel(torch.eye(inputs, dtype=weight.dtype), weight, None)
     return packed
 
