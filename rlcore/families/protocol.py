@@ -41,8 +41,10 @@ class Family(Protocol):
     def decoder(self, hf: Any) -> Any:
         """The module with the embeddings and ``layers``, without the head."""
 
-    def takes_adapter(self, linear: str) -> bool:
-        """Whether LoRA adapts the linear layer of this name in ``decoder``. In a vision tower LoRA adapts all."""
+    @property
+    def adapted(self) -> tuple[str, ...] | None:
+        """The last parts of the names of the linear layers of ``decoder`` that LoRA adapts. None: all of them. In a
+        vision tower LoRA adapts all."""
 
     def require_plain(self, config: Any) -> None:
         """Refuse settings that change logits or attention scores in a way that the trainer does not compute.

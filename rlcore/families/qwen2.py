@@ -31,12 +31,10 @@ class Qwen2:
 
     decoder_path: str = "model"
     images: Images | None = None
+    adapted: tuple[str, ...] | None = None
 
     def decoder(self, hf: Any) -> Any:
         return hf.get_submodule(self.decoder_path)
-
-    def takes_adapter(self, linear: str) -> bool:
-        return True
 
     def require_plain(self, config: Any) -> None:
         text = config.get_text_config()

@@ -1,7 +1,7 @@
 """Text families whose layers have experts: a router sends each token to a few of them.
 
-Adapters leave router and experts alone, because transformers keeps the weights of all experts of a layer in one tensor,
-which is no linear layer. The auxiliary loss that balances the load of the experts is not computed.
+Adapters reach attention only, because transformers keeps the weights of all experts of a layer in one tensor, which is
+no linear layer. The auxiliary loss that balances the load of the experts is not computed.
 """
 
 from __future__ import annotations
@@ -28,4 +28,4 @@ class Qwen3Moe(Qwen2):
         return matrix_elements(layer) + stacked * int(router.top_k) // int(router.num_experts)
 
 
-FAMILY = Qwen3Moe()
+FAMILY = Qwen3Moe(adapted=("q_proj", "k_proj", "v_proj", "o_proj"))

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from rlcore.config import ExperimentConfig, RolloutConfig
 from rlcore.data.pixels import ImageStore
 from rlcore.errors import SamplerError
-from rlcore.families import images_in
+from rlcore.families import family_in, images_in
 from rlcore.process import importing_vllm
 from rlcore.types import ImageRef
 
@@ -82,6 +82,8 @@ class Engine:
             options["compilation_config"] = compilation
         if (lora := config.model.lora) is not None:
             options |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": padded_rank(lora.rank)}
+            if (adapted := family_in(model).adapted) is not None:
+                options["lora_target_modules"] = list(adapted)
             if lora.vision_tower:
                 options["enable_tower_connector_lora"] = True
         gloo = device == "cpu" and rollout.tensor_parallel > 1
