@@ -56,6 +56,9 @@ class Family(Protocol):
     def masks(self, config: Any) -> list[LayerMask]:
         """One for each kind of decoder layer."""
 
+    def feed_forward_widths(self, config: Any) -> list[int]:
+        """Of the feed-forward layers that a token passes in one decoder layer: one width, or that of each expert."""
+
     def active_elements(self, layer: nn.Module) -> int:
         """Elements of a decoder layer's matrices that a token is multiplied with, of experts only those it uses."""
 

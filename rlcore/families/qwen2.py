@@ -53,6 +53,9 @@ class Qwen2:
         kinds = getattr(text, "layer_types", None) or ["full_attention" if window is None else "sliding_attention"]
         return [LayerMask(kind, window if kind == "sliding_attention" else None) for kind in sorted(set(kinds))]
 
+    def feed_forward_widths(self, config: Any) -> list[int]:
+        return [config.get_text_config().intermediate_size]
+
     def active_elements(self, layer: nn.Module) -> int:
         return matrix_elements(layer)
 

@@ -19,6 +19,10 @@ if TYPE_CHECKING:
 class Qwen3Moe(Qwen2):
     """Implements ``Family``."""
 
+    def feed_forward_widths(self, config: Any) -> list[int]:
+        text = config.get_text_config()
+        return [text.moe_intermediate_size] * text.num_experts_per_tok
+
     def active_elements(self, layer: nn.Module) -> int:
         feed_forward: Any = layer.mlp
         if not hasattr(feed_forward, "experts"):  # a layer of ``mlp_only_layers``
