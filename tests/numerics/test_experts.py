@@ -79,6 +79,13 @@ def test_recomputed_and_compiled_experts_have_the_same_gradient(model: Path, cha
     assert apart(gradient(toy.policy(model, settings(**changes)), [samples]), plain) < 2e-6
 
 
+def test_experts_in_bfloat16_are_one_graph(model: Path) -> None:
+    block = toy.policy(model, settings()).model.decoder.layers[0].mlp.to(torch.bfloat16)
+    x = torch.randn(1, 40, WIDTH, dtype=torch.bfloat16, generator=torch.Generator().manual_seed(0))
+    plain, compiled = block(x), torch.compile(block, fullgraph=True)(x)
+    assert apart(compiled, plain) < 2**-6
+
+
 def test_every_expert_and_the_router_train(model: Path) -> None:
     policy, samples = toy.policy(model, settings()), toy.samples(8, text_only=True)
     before = {name: value.clone() for name, value in policy.full_weights()}
