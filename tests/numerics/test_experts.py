@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from rlcore.algorithms.loss import StepTotals
 from rlcore.config import ExperimentConfig
+from rlcore.models.loading import load_hf_model
 from rlcore.models.packed import model_shape
 from rlcore.models.torch_policy import TorchPolicy
 from rlcore.types import TrainingSample
@@ -80,7 +81,7 @@ def test_recomputed_and_compiled_experts_have_the_same_gradient(model: Path, cha
 
 
 def test_experts_in_bfloat16_are_one_graph(model: Path) -> None:
-    block = toy.policy(model, settings()).model.decoder.layers[0].mlp.to(torch.bfloat16)
+    block: Any = load_hf_model(model, torch.bfloat16).get_submodule("model.layers.0.mlp")
     x = torch.randn(1, 40, WIDTH, dtype=torch.bfloat16, generator=torch.Generator().manual_seed(0))
     plain, compiled = block(x), torch.compile(block, fullgraph=True)(x)
     assert apart(compiled, plain) < 2**-6
