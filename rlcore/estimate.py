@@ -21,6 +21,7 @@ _LOGITS = 3 * GIB  # algorithms.logprobs.LOGIT_BYTES of float32 logits, and half
 _TEMPORARIES = 2 * GIB  # one block's forward and backward, and fragmentation
 _ENGINE = 2 * GIB  # vLLM's activations and CUDA graphs
 _PROCESS = 4 * GIB  # host memory of a worker before it holds any tensor: torch, vLLM, CUDA's own
+_STACK_COPIES = 3  # of a layer's experts while they are stacked: as stored, each kind stacked, all joined
 _EAGER = 1.85  # saved activations relative to compiled blocks: norms in float32, every intermediate
 _SELECTIVE = 0.55  # saved activations relative to no checkpointing: only matrix products and attention
 
@@ -53,9 +54,13 @@ class Architecture:
     trained_parameters: int
     tower_parameters: int
     hidden: int
-    intermediate: int
+    intermediate: int  # of the feed-forward layer; the sum over the experts that a token uses
     key_value_width: int  # key-value heads * head size
     vocabulary: int
+    decoder_parameters: int  # of the decoder's layers, with all experts
+    largest_parameter: int  # elements: of the embedding, or of the stacked experts of a layer
+    experts_per_token: int = 1
+    largest_stack: int = 0  # elements of the largest parameter that the files store in parts: the experts of a layer
     tower_hidden: int = 0
     tower_intermediate: int = 0
     tower_layers: int = 0
@@ -109,6 +114,7 @@ class MemoryEstimate:
     kv_cache_wanted: int  # for max_sequences of the greatest length
     device: int
     largest_tensor: int  # rows of one worker, as the files store them
+    host_stack: int  # while experts are loaded: each worker reads all of a layer, and keeps its own rows
     host_checkpoint: int  # a worker's copy of its part of the train state, written in the background
     host_offload: int
     host_sampler: int  # weights of an engine that sleeps and keeps them, as one with adapters does
@@ -121,7 +127,8 @@ class MemoryEstimate:
     @property
     def host(self) -> int:
         """Bytes of host memory per worker. Pages of the model's files that the system caches are not counted."""
-        return _PROCESS + self.largest_tensor + self.host_checkpoint + self.host_offload + self.host_sampler
+        loaded = self.largest_tensor + self.host_stack
+        return _PROCESS + loaded + self.host_checkpoint + self.host_offload + self.host_sampler
 
     @property
     def training(self) -> int:
@@ -173,7 +180,7 @@ def estimate_memory(model: Architecture, plan: Plan) -> MemoryEstimate:
     head_width = model.vocabulary * model.hidden
     state = whole_state = trained * moments
     if plan.offload:
-        state = min(state, head_width * moments)  # of the largest parameter, the embedding
+        state = min(state, model.largest_parameter * moments)
     weights = (trained * master + frozen * _COMPUTE) // plan.workers
     saved = trained * master if plan.adapters else trained * master + frozen * _COMPUTE
     reference = model.parameters * _COMPUTE // plan.workers if plan.reference else 0
@@ -190,7 +197,8 @@ def estimate_memory(model: Architecture, plan: Plan) -> MemoryEstimate:
         kv_cache=int(plan.sampler_share * device) - sampler - _ENGINE,
         kv_cache_wanted=plan.max_sequences * plan.longest * _cache_bytes(model) // plan.engine_workers,
         device=device,
-        largest_tensor=head_width * _COMPUTE // plan.workers,
+        largest_tensor=model.largest_parameter * _COMPUTE // plan.workers,
+        host_stack=_STACK_COPIES * model.largest_stack * _COMPUTE,
         host_checkpoint=(saved + whole_state) // plan.workers,
         host_offload=weights + reference + whole_state // plan.workers if plan.offload else 0,
         host_sampler=sampler if plan.sleeps and plan.adapters else 0,
@@ -201,11 +209,14 @@ def _activations(model: Architecture, plan: Plan) -> int:
     """Saved activations of a full microbatch when its backward pass begins.
 
     A recomputed block saves its input. Other blocks save, per token, queries, keys, values, the outputs of attention
-    and norms, and three widths of the feed-forward layer.
+    and norms, and three widths of the feed-forward layer. Each expert but the first also has an input and an output of
+    its own.
     """
     tokens, layers = plan.tokens_per_microbatch, model.shape.layers
     inputs = tokens * layers * model.hidden * _COMPUTE
-    kept = tokens * layers * (3 * model.intermediate + 4 * model.hidden + 2 * model.key_value_width) * _COMPUTE
+    widths = 3 * model.intermediate + 4 * model.hidden + 2 * model.key_value_width
+    widths += 2 * (model.experts_per_token - 1) * model.hidden
+    kept = tokens * layers * widths * _COMPUTE
     tower, shape = 0, model.shape.tower
     if shape is not None and shape.trains and plan.image_size is not None:
         images = tokens / (plan.prompt_tokens + plan.group_size * plan.completion_tokens)
@@ -258,15 +269,17 @@ def estimate_seconds(
 
 
 def _generate(model: Architecture, plan: Plan, peak: float, bandwidth: float) -> float:
-    """Seconds at full efficiency. Each decoding step reads weights and cache and computes the layers. Before that,
-    every prompt and every continued completion is computed once. Communication within a sampler is not counted."""
+    """Seconds at full efficiency. Each decoding step reads weights and cache and computes the layers. Of experts it
+    reads at most those that its sequences use. Before that, every prompt and every continued completion is computed
+    once. Communication within a sampler is not counted."""
     samplers = (plan.rollout_workers or plan.workers) / plan.engine_workers
     peak, bandwidth = plan.engine_workers * peak, plan.engine_workers * bandwidth
     sequences = plan.problems * plan.group_size / samplers
     together = min(plan.in_flight * sequences, plan.max_sequences)
     decoder = model.shape.parameters + model.shape.head_parameters
     context = plan.prompt_tokens + plan.completion_tokens / 2
-    read = decoder * _COMPUTE + together * context * _cache_bytes(model)
+    layers = min(model.decoder_parameters, together * model.shape.parameters)
+    read = (layers + model.shape.head_parameters) * _COMPUTE + together * context * _cache_bytes(model)
     step = read / bandwidth + 2 * decoder * together / peak
     begun = (plan.in_flight - 1) * sequences * context
     prompts = 2 * decoder * (plan.problems / samplers * plan.prompt_tokens + begun) / peak

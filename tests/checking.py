@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import zlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from transformers import (
     Qwen2Config,
     Qwen2VLConfig,
     Qwen3Config,
+    Qwen3MoeConfig,
     Qwen3VLConfig,
 )
 
@@ -32,20 +34,50 @@ from rlcore.data.tiny import build_processor, build_text_tokenizer
 from rlcore.models.tiny import sampling_defaults
 from rlcore.specs import CheckModelSpec
 
-_HIDDEN = 64
-_STD = 0.15  # about 1 / sqrt(_HIDDEN): with the usual 0.02 all tokens would be equally likely
-SMALL: dict[str, Any] = {
-    "hidden_size": _HIDDEN,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 2,  # head size 32, the smallest that vLLM's attention on a CPU takes
-    "num_key_value_heads": 1,
-    "max_position_embeddings": 4096,
-    "pad_token_id": 0,
-    "bos_token_id": 0,
-    "eos_token_id": 2,
-    "tie_word_embeddings": False,
-}
+_STD = 0.15  # about 1 / sqrt(width): with the usual 0.02 all tokens would be equally likely
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """Of a tiny model."""
+
+    head: int
+    heads: int
+    vocabulary: int
+
+    @property
+    def width(self) -> int:
+        return self.head * self.heads
+
+    @property
+    def sections(self) -> list[int]:
+        """Halves of rotated pairs of a head, for the axes of a picture."""
+        first = self.head // 8
+        second = (self.head // 2 - first) // 2
+        return [first, second, self.head // 2 - first - second]
+
+
+def for_vllm(vocabulary: int) -> Size:
+    """With heads of 32, the smallest that vLLM's attention on a CPU takes."""
+    return Size(head=32, heads=2, vocabulary=vocabulary)
+
+
+def _decoder(size: Size) -> dict[str, Any]:
+    return {
+        "vocab_size": size.vocabulary,
+        "hidden_size": size.width,
+        "intermediate_size": 3 * size.width // 2,
+        "num_hidden_layers": 3,
+        "num_attention_heads": size.heads,
+        "num_key_value_heads": size.heads // 2,
+        "max_position_embeddings": 4096,
+        "pad_token_id": 0,
+        "bos_token_id": 0,
+        "eos_token_id": 2,
+        "tie_word_embeddings": False,
+    }
+
+
 _LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 500000.0,
@@ -54,64 +86,105 @@ _LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 128,
 }
-_MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 
 
-def _with_images(config: type, interleaved: bool = False, **vision: int | list[int]) -> Callable[[int], Any]:
-    token = build_processor().tokenizer.convert_tokens_to_ids
-    names = {"image": "<|image_pad|>", "video": "<|video_pad|>"}
-    ids = {f"{name}_token_id": token(text) for name, text in names.items()}
-    ids |= {f"vision_{side}_token_id": token(f"<|vision_{side}|>") for side in ("start", "end")}
-    rope = _MROPE | ({"mrope_interleaved": True} if interleaved else {})
-    return lambda vocabulary: config(
-        text_config={**SMALL, "head_dim": 32, "vocab_size": vocabulary, "rope_parameters": rope},
-        vision_config={"depth": 2, "num_heads": 2, **vision},
-        tie_word_embeddings=False,
-        **ids,
-    )
+def _experts(size: Size) -> dict[str, Any]:
+    """Six experts, of which a token uses two."""
+    return {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": size.width, "norm_topk_prob": True}
 
 
-def _text(config: type, **changes: Any) -> Callable[[int], Any]:
-    return lambda vocabulary: config(**{**SMALL, **changes, "vocab_size": vocabulary})
+def _text(config: type, of_size: Callable[[Size], dict[str, Any]] | None = None, **fixed: Any) -> Callable[..., Any]:
+    """
+    Args:
+        of_size: fields that depend on the size.
+    """
+
+    def make(size: Size, **changes: Any) -> Any:
+        return config(**{**_decoder(size), **(of_size(size) if of_size else {}), **fixed, **changes})
+
+    return make
 
 
-FAMILIES: dict[str, Callable[[int], Any]] = {
+def _with_images(
+    config: type,
+    tower: Callable[[int], dict[str, Any]],
+    of_size: Callable[[Size], dict[str, Any]] | None = None,
+    **rope: Any,
+) -> Callable[..., Any]:
+    """
+    Args:
+        tower: fields of the vision tower, by the decoder's width.
+        of_size: fields of the decoder that depend on the size.
+    """
+
+    def make(size: Size, **changes: Any) -> Any:
+        token = build_processor().tokenizer.convert_tokens_to_ids
+        names = {"image": "<|image_pad|>", "video": "<|video_pad|>"}
+        ids = {f"{name}_token_id": token(text) for name, text in names.items()}
+        ids |= {f"vision_{side}_token_id": token(f"<|vision_{side}|>") for side in ("start", "end")}
+        return config(
+            text_config={
+                **_decoder(size),
+                "head_dim": size.head,
+                "rope_parameters": _ROPE | {"mrope_section": size.sections} | rope,
+                **(of_size(size) if of_size else {}),
+                **changes,
+            },
+            vision_config={"depth": 2, "num_heads": 2, **tower(size.width)},
+            tie_word_embeddings=False,
+            **ids,
+        )
+
+    return make
+
+
+def _qwen3_tower(width: int) -> dict[str, Any]:
+    return {
+        "hidden_size": width,
+        "out_hidden_size": width,
+        "intermediate_size": 3 * width // 2,
+        "num_position_embeddings": 64,
+        "deepstack_visual_indexes": [0, 1],
+    }
+
+
+FAMILIES: dict[str, Callable[..., Any]] = {
     "qwen2": _text(Qwen2Config),
     "qwen2, tied": _text(Qwen2Config, tie_word_embeddings=True),
-    "qwen3": _text(Qwen3Config, head_dim=32),
+    "qwen3": _text(Qwen3Config, lambda size: {"head_dim": 2 * size.head}),
+    "qwen3_moe": _text(Qwen3MoeConfig, lambda size: _experts(size) | {"head_dim": size.head}),
+    "qwen3_moe, a layer without experts": _text(
+        Qwen3MoeConfig, lambda size: _experts(size) | {"head_dim": size.head}, mlp_only_layers=[1], norm_topk_prob=False
+    ),
     "llama": _text(LlamaConfig),
     "llama, long context": _text(LlamaConfig, rope_parameters=_LLAMA3_ROPE),
-    "mistral": _text(MistralConfig, sliding_window=None, head_dim=32),
-    "phi3": _text(Phi3Config, rope_parameters={"rope_type": "default", "rope_theta": 10000.0}),
-    "phi3, part of each head turned": _text(
-        Phi3Config,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75},
-    ),
+    "mistral": _text(MistralConfig, lambda size: {"head_dim": size.head}, sliding_window=None),
+    "phi3": _text(Phi3Config, rope_parameters=_ROPE),
+    "phi3, part of each head turned": _text(Phi3Config, rope_parameters=_ROPE | {"partial_rotary_factor": 0.75}),
     "olmo2": _text(Olmo2Config),
     "gemma2": _text(
         Gemma2Config,
-        head_dim=32,
+        lambda size: {"head_dim": size.head},
         final_logit_softcapping=None,
         attn_logit_softcapping=None,
         tie_word_embeddings=True,
     ),
     "cohere": _text(CohereConfig, logit_scale=1.0, tie_word_embeddings=True),
     "granite": _text(GraniteConfig, embedding_multiplier=3.0, residual_multiplier=0.5, logits_scaling=1.0),
-    "qwen2_vl": _with_images(Qwen2VLConfig, embed_dim=_HIDDEN, hidden_size=_HIDDEN),
+    "qwen2_vl": _with_images(Qwen2VLConfig, lambda width: {"embed_dim": width, "hidden_size": width}),
     "qwen2_5_vl": _with_images(
-        Qwen2_5_VLConfig, hidden_size=_HIDDEN, out_hidden_size=_HIDDEN, intermediate_size=96, fullatt_block_indexes=[1]
+        Qwen2_5_VLConfig,
+        lambda width: {
+            "hidden_size": width,
+            "out_hidden_size": width,
+            "intermediate_size": 3 * width // 2,
+            "fullatt_block_indexes": [1],
+        },
     ),
-    "qwen3_vl": _with_images(
-        Qwen3VLConfig,
-        interleaved=True,
-        hidden_size=_HIDDEN,
-        out_hidden_size=_HIDDEN,
-        intermediate_size=96,
-        num_position_embeddings=64,
-        deepstack_visual_indexes=[0, 1],
-    ),
+    "qwen3_vl": _with_images(Qwen3VLConfig, _qwen3_tower, mrope_interleaved=True),
 }
-"""Name -> vocabulary size -> configuration. The name starts with the model type."""
+"""Name -> size and further fields of the decoder -> configuration. The name starts with the model type."""
 
 
 def make_model(folder: Path, name: str, **changes: Any) -> Path:
@@ -124,9 +197,7 @@ def make_model(folder: Path, name: str, **changes: Any) -> Path:
     with_images = "_vl" in model_type
     processor: Any = build_processor(model_type) if with_images else build_text_tokenizer()
     tokenizer = processor.tokenizer if with_images else processor
-    config = FAMILIES[name](len(tokenizer))
-    for field, value in changes.items():
-        setattr(config.get_text_config(), field, value)
+    config = FAMILIES[name](for_vllm(len(tokenizer)), **changes)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(zlib.crc32(name.encode()))
         model = (AutoModelForImageTextToText if with_images else AutoModelForCausalLM).from_config(config)

@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from rlcore.errors import ModelError
-from rlcore.families import qwen2, qwen2_vl, qwen3_vl
+from rlcore.families import qwen2, qwen2_vl, qwen3_moe, qwen3_vl
 from rlcore.families.protocol import Family, Images, Resizing
 
 FAMILIES: Mapping[str, Family] = {
     "qwen2": qwen2.FAMILY,
     "qwen3": qwen2.FAMILY,
+    "qwen3_moe": qwen3_moe.FAMILY,
     "llama": qwen2.FAMILY,
     "mistral": qwen2.FAMILY,
     "phi3": qwen2.FAMILY,

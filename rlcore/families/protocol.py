@@ -41,8 +41,10 @@ class Family(Protocol):
     def decoder(self, hf: Any) -> Any:
         """The module with the embeddings and ``layers``, without the head."""
 
-    def takes_adapter(self, linear: str) -> bool:
-        """Whether LoRA adapts the linear layer of this name in ``decoder``. In a vision tower LoRA adapts all."""
+    @property
+    def adapted(self) -> tuple[str, ...] | None:
+        """The last parts of the names of the linear layers of ``decoder`` that LoRA adapts. None: all of them. In a
+        vision tower LoRA adapts all."""
 
     def require_plain(self, config: Any) -> None:
         """Refuse settings that change logits or attention scores in a way that the trainer does not compute.
@@ -53,6 +55,9 @@ class Family(Protocol):
 
     def masks(self, config: Any) -> list[LayerMask]:
         """One for each kind of decoder layer."""
+
+    def feed_forward_widths(self, config: Any) -> list[int]:
+        """Of the feed-forward layers that a token passes in one decoder layer: one width, or that of each expert."""
 
     def active_elements(self, layer: nn.Module) -> int:
         """Elements of a decoder layer's matrices that a token is multiplied with, of experts only those it uses."""

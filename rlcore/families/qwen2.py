@@ -31,12 +31,10 @@ class Qwen2:
 
     decoder_path: str = "model"
     images: Images | None = None
+    adapted: tuple[str, ...] | None = None
 
     def decoder(self, hf: Any) -> Any:
         return hf.get_submodule(self.decoder_path)
-
-    def takes_adapter(self, linear: str) -> bool:
-        return True
 
     def require_plain(self, config: Any) -> None:
         text = config.get_text_config()
@@ -54,6 +52,9 @@ class Qwen2:
         window = getattr(text, "sliding_window", None)
         kinds = getattr(text, "layer_types", None) or ["full_attention" if window is None else "sliding_attention"]
         return [LayerMask(kind, window if kind == "sliding_attention" else None) for kind in sorted(set(kinds))]
+
+    def feed_forward_widths(self, config: Any) -> list[int]:
+        return [config.get_text_config().intermediate_size]
 
     def active_elements(self, layer: nn.Module) -> int:
         return matrix_elements(layer)

@@ -18,7 +18,7 @@ from rlcore.estimate import Architecture, ArchitectureRef, ArchitectureSpec
 from rlcore.families import family_of
 from rlcore.jobs import job_main
 from rlcore.models.loading import auto_class, load_hf_config
-from rlcore.models.lora import lora_targets, vision_tower
+from rlcore.models.lora import decoder_of, lora_targets, vision_tower
 from rlcore.models.packed import model_shape
 
 _ANSWER_SECONDS = "5"
@@ -53,16 +53,22 @@ def architecture(hf: Any, model: ModelConfig) -> Architecture:
             parameter.requires_grad_(False)
         shape = model_shape(hf)
     head_size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    images = family_of(hf.config).images
+    family = family_of(hf.config)
+    images, widths = family.images, family.feed_forward_widths(hf.config)
+    matrices = [p for layer in decoder_of(hf).layers for p in layer.parameters() if p.dim() > 1]
     return Architecture(
         shape=shape,
         parameters=total,
         trained_parameters=trained,
         tower_parameters=in_tower,
         hidden=text.hidden_size,
-        intermediate=text.intermediate_size,
+        intermediate=sum(widths),
         key_value_width=text.num_key_value_heads * head_size,
         vocabulary=text.vocab_size,
+        decoder_parameters=sum(p.numel() for p in matrices),
+        largest_parameter=max(p.numel() for p in hf.parameters()),
+        experts_per_token=len(widths),
+        largest_stack=max((p.numel() for p in matrices if p.dim() > 2), default=0),
         tower_hidden=0 if shape.tower is None else shape.tower.width,
         tower_intermediate=0 if images is None or tower is None else images.intermediate(tower.config),
         tower_layers=0 if shape.tower is None else shape.tower.full_layers + shape.tower.window_layers,

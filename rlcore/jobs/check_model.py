@@ -73,7 +73,7 @@ _REMEDIES = {
     VLLM: "vLLM computes another model than transformers. Try other versions of vLLM and transformers, or another "
     "rollout.dtype.",
     SYNC: "The engine does not follow the trainer's weights at that place. Try another version of vLLM.",
-    ZERO_ADAPTERS: "Adapters change the model before they are trained: see takes_adapter of its family.",
+    ZERO_ADAPTERS: "Adapters change the model before they are trained: see adapted of its family.",
     ADAPTERS: "Merged adapters are another model than the trained one. Set model.lora to null.",
     MERGE: "Checkpoints of this model cannot be merged. Check the version of transformers.",
 }

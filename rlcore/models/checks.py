@@ -84,12 +84,14 @@ class Where:
     trust_remote_code: bool
 
     def load(self, folder: Path, dtype: torch.dtype) -> Any:
-        """transformers' model of a folder, with its eager attention: the others leave out caps of scores and sinks."""
+        """transformers' model of a folder, with its eager attention and one expert after the other. Other kinds of
+        attention leave out caps of scores and sinks. The trainer's experts compute together."""
         return load_hf_model(
             folder,
             dtype,
             self.trust_remote_code,
             attn_implementation="eager",
+            experts_implementation="eager",
             spread_over_gpus=self.device == "cuda",
         )
 

@@ -22,6 +22,7 @@ def load_hf_model(
     trust_remote_code: bool = False,
     *,
     attn_implementation: str | None = None,
+    experts_implementation: str | None = None,
     spread_over_gpus: bool = False,
 ) -> nn.Module:
     """The model of a local folder in ``dtype`` and eval mode, with its vision tower if it has one.
@@ -49,6 +50,7 @@ def load_hf_model(
             use_safetensors=True,
             trust_remote_code=trust_remote_code,
             attn_implementation=attn_implementation,
+            experts_implementation=experts_implementation,
             device_map="sequential" if spread_over_gpus else None,
             local_files_only=True,
             ignore_mismatched_sizes=True,  # reported below with the others
@@ -165,7 +167,8 @@ def tensor_parallel_degrees(model: Any) -> list[int]:
     divide evenly, or each is copied to equally many ranks.
     """
     text, images = model.get_text_config(), family_of(model).images
-    cut = [getattr(text, size) for size in ("num_attention_heads", "intermediate_size") if hasattr(text, size)]
+    sizes = ("num_attention_heads", "intermediate_size", "moe_intermediate_size")
+    cut = [getattr(text, size) for size in sizes if hasattr(text, size)]
     cut += [] if images is None else images.head_counts_and_widths(model)
     key_value = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     return [n for n in _divisors(math.gcd(*cut)) if key_value % n == 0 or n % key_value == 0]

@@ -72,13 +72,13 @@ def draw_adapters(hf: nn.Module, seed: int) -> dict[str, Tensor]:
 def lora_targets(hf: nn.Module, config: LoraConfig) -> list[tuple[nn.Module, str, nn.Linear]]:
     """Linear layers that get an adapter: the decoder or the vision tower, the layer's name in it, and the layer."""
     tower = vision_tower(hf) if config.vision_tower else None
-    takes_adapter = family_of(hf.config).takes_adapter
+    adapted = family_of(hf.config).adapted
     return [
         (part, name, module)
         for part in (decoder_of(hf), tower)
         if part is not None
         for name, module in part.named_modules()
-        if type(module) is nn.Linear and (part is tower or takes_adapter(name))
+        if type(module) is nn.Linear and (part is tower or adapted is None or name.rpartition(".")[2] in adapted)
     ]
 
 

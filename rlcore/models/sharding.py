@@ -26,6 +26,7 @@ from rlcore.models import attention, sequence
 _SAVED = {  # slow to compute: matrix products and attention. Norms, rotations and activations are memory traffic
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
+    torch.ops.aten._grouped_mm.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.torch_attn._varlen_attn.default,
     attention.OPERATOR,

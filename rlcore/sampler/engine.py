@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from rlcore.config import ExperimentConfig, RolloutConfig
 from rlcore.data.pixels import ImageStore
 from rlcore.errors import SamplerError
-from rlcore.families import images_in
+from rlcore.families import family_in, images_in
 from rlcore.process import importing_vllm
 from rlcore.types import ImageRef
 
@@ -73,6 +73,8 @@ class Engine:
             options["gpu_memory_utilization"] = rollout.gpu_memory_utilization
             # its custom kernels look for the other devices in this process, which sees only one
             options["disable_custom_all_reduce"] = rollout.tensor_parallel > 1
+            # other kernels of experts keep weights in a layout of their own, which plain copies of a sync do not give
+            options["moe_backend"] = "triton"
             # vLLM's default sizes end at 512 sequences; above the largest size it launches every kernel separately
             compilation: dict[str, Any] = {"cudagraph_capture_sizes": capture_sizes(rollout.max_sequences)}
             if not rollout.compile_engine:
@@ -80,6 +82,8 @@ class Engine:
             options["compilation_config"] = compilation
         if (lora := config.model.lora) is not None:
             options |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": padded_rank(lora.rank)}
+            if (adapted := family_in(model).adapted) is not None:
+                options["lora_target_modules"] = list(adapted)
             if lora.vision_tower:
                 options["enable_tower_connector_lora"] = True
         gloo = device == "cpu" and rollout.tensor_parallel > 1
@@ -389,7 +393,8 @@ def _replace(model: Any, name: str, module: Any) -> None:
 def _through_kernel(module: Any, kernel: Any, weight: Tensor) -> Tensor:
     if kernel is None:
         return weight
-    inputs = module.embedding_dim if hasattr(module, "embedding_dim") else module.input_size_per_partition
+    sizes = ("embedding_dim", "input_size_per_partition", "input_size")  # the last of a layer that is never split
+    inputs = next(getattr(module, size) for size in sizes if hasattr(module, size))
     packed: Tensor = kernel(torch.eye(inputs, dtype=weight.dtype), weight, None)
     return packed
 

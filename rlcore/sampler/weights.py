@@ -230,7 +230,17 @@ class WeightLoader:
 
     def _reload(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         """On a CPU linear layers have no parameter to load into: vLLM has to pack them again."""
+        self._llm.apply_model(forget_expert_kernels)
         self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights, "is_checkpoint_format": True})
+
+
+def forget_expert_kernels(model: Any) -> None:
+    """Let vLLM make the kernels of experts again at the next reload. It packs the experts' weights only when it makes
+    the kernel: a later reload would give it weights that are not packed, with the right checksum."""
+    for module in model.modules():
+        method: Any = getattr(module, "quant_method", None)
+        if hasattr(method, "moe_kernel"):
+            method.moe_kernel = None
 
 
 class _CopyWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]

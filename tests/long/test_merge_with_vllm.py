@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
@@ -16,8 +18,6 @@ from rlcore.errors import ModelError
 from rlcore.jobs.merge import verify_merged
 from rlcore.models.probe import ProbeSequence, read_probe
 from tests.integration.engine_bench import measured
-
-CHANGED = "model.layers.0.mlp.down_proj.weight"
 
 
 def probe_of(model: Path) -> Path:
@@ -68,13 +68,44 @@ def verified(folder: Path) -> dict[str, Any]:
     return result
 
 
-def test_vllm_accepts_the_merged_model_and_refuses_one_with_another_layer(tmp_path: Path) -> None:
+def tiny_policy(folder: Path) -> str:
+    """Make a merged model in ``folder``; return the name of one of its tensors."""
     from rlcore.models.tiny import create_tiny_policy
 
-    create_tiny_policy(tmp_path / "merged", TinyModelConfig(task="sums", warm_start_steps=0))
+    create_tiny_policy(folder, TinyModelConfig(task="sums", warm_start_steps=0))
+    return "model.layers.0.mlp.down_proj.weight"
+
+
+def experts_after_a_step(folder: Path) -> str:
+    """The same from the checkpoint of a policy with experts."""
+    from rlcore.algorithms.loss import StepTotals
+    from rlcore.jobs.merge import merge_checkpoint
+    from tests.checking import make_model
+    from tests.numerics import toy
+
+    base = make_model(folder.parent / "base", "qwen3_moe", num_key_value_heads=2)
+    policy, samples = toy.policy(base, toy.config()), toy.samples(4, text_only=True)
+    policy.update([samples], StepTotals(sum(s.num_trained for s in samples), len(samples)), 1e-2, 0.0)
+    toy.save(policy, folder.parent / "checkpoint")
+    merge_checkpoint(folder.parent / "checkpoint", base, folder)
+    stored, before = load_file(folder / "model.safetensors"), load_file(base / "model.safetensors")
+    assert stored.keys() == before.keys()
+    trained = dict(policy.full_weights())["model.layers.2.mlp.experts.gate_up_proj"]
+    halves = (stored[f"model.layers.2.mlp.experts.5.{half}_proj.weight"] for half in ("gate", "up"))
+    assert torch.equal(torch.cat(list(halves)), trained[5])
+    name = "model.layers.0.mlp.experts.3.down_proj.weight"
+    assert not torch.equal(stored[name], before[name])
+    return name
+
+
+@pytest.mark.parametrize("make", [tiny_policy, experts_after_a_step])
+def test_vllm_accepts_the_merged_model_and_refuses_one_with_another_layer(
+    tmp_path: Path, make: Callable[[Path], str]
+) -> None:
+    changed = make(tmp_path / "merged")
     shutil.copytree(tmp_path / "merged", tmp_path / "other")
     weights = load_file(tmp_path / "other" / "model.safetensors")
-    weights[CHANGED] = weights[CHANGED] * 1.5
+    weights[changed] = weights[changed] * 1.5
     save_file(weights, tmp_path / "other" / "model.safetensors", metadata={"format": "pt"})
     result = measured(verified, tmp_path)
     assert isinstance(result["merged"], float), result

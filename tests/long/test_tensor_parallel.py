@@ -184,6 +184,12 @@ def test_two_ranks_draw_what_one_draws(tmp_path: Path) -> None:
     assert_in_step(tmp_path)
 
 
+def test_two_ranks_draw_what_one_draws_with_experts(tmp_path: Path) -> None:
+    from tests.checking import make_model
+
+    assert_in_step(make_model(tmp_path / "model", "qwen3_moe", num_key_value_heads=2))
+
+
 def test_two_ranks_hold_an_adapter_together(tiny_model: Path) -> None:
     first, second, one = measured(tiny_model, adapters_on_one_of_two, alone_with_adapters)
     assert first["greedy"] == second["greedy"] == one["greedy"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -10,40 +11,18 @@ import numpy as np
 import pytest
 import torch
 from torch.testing import assert_close
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    CohereConfig,
-    Gemma2Config,
-    GraniteConfig,
-    LlamaConfig,
-    MistralConfig,
-    Olmo2Config,
-    Phi3Config,
-    Qwen2_5_VLConfig,
-    Qwen2Config,
-    Qwen2VLConfig,
-    Qwen3Config,
-    Qwen3VLConfig,
-)
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from rlcore.batch import pack
 from rlcore.errors import ModelError
 from rlcore.families import FAMILIES
 from rlcore.models.packed import PackedModel
 from rlcore.types import TrainingSample
+from tests.checking import FAMILIES as CONFIGURATIONS
+from tests.checking import Size
 from tests.numerics import toy
 
-SMALL = {
-    "vocab_size": 50,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "pad_token_id": 0,
-    "tie_word_embeddings": False,
-}
+SIZE = Size(head=8, heads=4, vocabulary=50)
 WINDOWS = {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}
 
 
@@ -71,19 +50,11 @@ def logprobs(config: Any, samples: list[TrainingSample]) -> tuple[torch.Tensor, 
     return found, torch.cat(expected)
 
 
-TEXT = {
-    "qwen2": Qwen2Config(**SMALL),
-    "qwen2 with windows": Qwen2Config(**SMALL, **WINDOWS),
-    "qwen3": Qwen3Config(**SMALL, head_dim=16),
-    "llama": LlamaConfig(**SMALL),
-    "mistral": MistralConfig(**SMALL, sliding_window=9),
-    "phi3": Phi3Config(**SMALL),
-    "olmo2": Olmo2Config(**SMALL),
-    "gemma2": Gemma2Config(**SMALL, head_dim=8, final_logit_softcapping=None, attn_logit_softcapping=None),
-    "cohere": CohereConfig(**SMALL, logit_scale=1.0),
-    "granite": GraniteConfig(**SMALL, embedding_multiplier=3.0, residual_multiplier=0.5, logits_scaling=1.0),
+WITH_IMAGES = [name for name in CONFIGURATIONS if "_vl" in name]
+TEXT = {name: make(SIZE) for name, make in CONFIGURATIONS.items() if name not in WITH_IMAGES} | {
+    "qwen2 with windows": CONFIGURATIONS["qwen2"](SIZE, **WINDOWS),
+    "mistral with windows": CONFIGURATIONS["mistral"](SIZE, sliding_window=9),
 }
-WITH_IMAGES = {"qwen2_vl": Qwen2VLConfig, "qwen2_5_vl": Qwen2_5_VLConfig, "qwen3_vl": Qwen3VLConfig}
 
 
 def test_every_model_type_of_the_table_is_compared() -> None:
@@ -97,34 +68,9 @@ def test_the_packed_pass_is_transformers_own(config: Any) -> None:
 
 
 def small_with_images(model_type: str) -> Any:
-    token = toy.PROCESSOR.tokenizer.convert_tokens_to_ids
-    names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
-    texts = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
-    width = {
-        "qwen2_vl": {"embed_dim": 32, "hidden_size": 32},
-        "qwen2_5_vl": {"hidden_size": 32, "out_hidden_size": 32},
-        "qwen3_vl": {
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "out_hidden_size": 32,
-            "num_position_embeddings": 25,
-            "deepstack_visual_indexes": [0, 1],
-        },
-    }
-    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
-    return WITH_IMAGES[model_type](
-        # after the last layer, features of an image would reach no other token
-        text_config={
-            **SMALL,
-            "num_hidden_layers": 3,
-            "head_dim": 8,
-            "vocab_size": len(toy.PROCESSOR.tokenizer),
-            "rope_parameters": rope,
-        },
-        vision_config={"depth": 2, "num_heads": 2, "initializer_range": 0.3, **width[model_type]},
-        tie_word_embeddings=False,
-        **dict(zip(names, map(token, texts), strict=True)),
-    )
+    config = CONFIGURATIONS[model_type](replace(SIZE, vocabulary=len(toy.PROCESSOR.tokenizer)))
+    config.vision_config.initializer_range = 0.3
+    return config
 
 
 @pytest.mark.parametrize("model_type", WITH_IMAGES)
@@ -190,9 +136,9 @@ def of_transformers(model: torch.nn.Module, item: TrainingSample, brightness: fl
 @pytest.mark.parametrize(
     ("config", "keyword"),
     [
-        (Qwen2Config(**SMALL, **WINDOWS), "sliding_window"),
-        (MistralConfig(**SMALL, sliding_window=9), "sliding_window"),
-        (Gemma2Config(**SMALL, head_dim=8, final_logit_softcapping=None), "softcap"),
+        (TEXT["qwen2 with windows"], "sliding_window"),
+        (TEXT["mistral with windows"], "sliding_window"),
+        (CONFIGURATIONS["gemma2"](SIZE, attn_logit_softcapping=50.0), "softcap"),
     ],
 )
 def test_unsupported_attention_is_refused_in_the_forward_pass_too(config: Any, keyword: str) -> None:

@@ -14,13 +14,15 @@ from transformers import (
     Qwen2_5_VLConfig,
     Qwen2VLConfig,
     Qwen2VLForConditionalGeneration,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
 )
 
 from rlcore.config import LoraConfig, ModelConfig
 from rlcore.errors import ModelError
-from rlcore.estimate import GIB, Architecture, ArchitectureSpec, Plan, estimate_memory, estimate_seconds
+from rlcore.estimate import GIB, Architecture, ArchitectureSpec, Efficiency, Plan, estimate_memory, estimate_seconds
 from rlcore.jobs.architecture import architecture, describe
 from tasks.cli import estimate
 from tasks.cli.estimate import compute_estimate, plan_of
@@ -162,6 +164,57 @@ def test_the_width_of_qwen2_vls_tower_is_not_its_hidden_size() -> None:
     assert tower is not None
     # qkv, proj and two matrices of the feed-forward part a block; 3 channels x 2 frames x 14 x 14 pixels a patch
     assert (tower.width, tower.parameters) == (32, 2 * (4 * 32 * 32 + 2 * 32 * 96) + 3 * 2 * 14 * 14 * 32)
+
+
+A3B = {  # of Qwen3-30B-A3B
+    "hidden_size": 2048,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "vocab_size": 151_936,
+}
+
+
+@pytest.fixture(scope="module")
+def a3b() -> Architecture:
+    with torch.device("meta"):
+        return architecture(Qwen3MoeForCausalLM(Qwen3MoeConfig(**A3B)), ModelConfig())
+
+
+def test_all_experts_count_for_memory_and_those_that_a_token_uses_for_work(a3b: Architecture) -> None:
+    attention, router, expert = 2048 * (2 * 32 + 2 * 4) * 128, 128 * 2048, 3 * 768 * 2048
+    norms, head = 2 * 2048 + 2 * 128, 151_936 * 2048
+    assert a3b.shape.parameters == 48 * (attention + router + 8 * expert)
+    assert a3b.decoder_parameters == 48 * (attention + router + 128 * expert)
+    assert a3b.parameters == a3b.decoder_parameters + 48 * norms + 2048 + 2 * head
+    assert a3b.parameters == pytest.approx(30.5e9, rel=0.002)  # its card: 30.5 B, of which a token uses 3.3 B
+    assert a3b.shape.parameters + 2 * head == pytest.approx(3.35e9, rel=0.002)
+    assert (a3b.intermediate, a3b.experts_per_token) == (8 * 768, 8)
+    assert a3b.largest_parameter == a3b.largest_stack == 128 * 2 * 768 * 2048
+    memory = estimate_memory(a3b, replace(kept_plan(), workers=8, reshard=True))
+    assert memory.weights == 4 * a3b.parameters // 8
+    assert memory.sampler_weights == 2 * a3b.parameters
+    assert memory.host_stack == 3 * 2 * a3b.largest_stack
+
+
+def test_a_step_of_few_sequences_reads_only_the_experts_that_they_use(a3b: Architecture) -> None:
+    plan = replace(kept_plan(), problems=1, prompt_tokens=1.0, completion_tokens=1000.0)
+
+    def weights_read(sequences: int) -> float:
+        asked = replace(plan, group_size=sequences, max_sequences=sequences)
+        seconds = estimate_seconds(a3b, asked, peak=1e30, bandwidth=1.0).generate * Efficiency().decode
+        cache = sequences * (1 + 500) * 2 * 48 * 4 * 128 * 2
+        return seconds / 1000 - cache
+
+    head = 151_936 * 2048
+    assert weights_read(1) == pytest.approx(2 * (a3b.shape.parameters + head))
+    assert weights_read(4) == pytest.approx(2 * (4 * a3b.shape.parameters + head))
+    assert weights_read(64) == pytest.approx(2 * (a3b.decoder_parameters + head))
 
 
 def test_each_deepstack_layer_has_a_merger_of_its_own() -> None:

@@ -7,6 +7,7 @@ from transformers import (
     GraniteConfig,
     MistralConfig,
     Qwen2Config,
+    Qwen3MoeConfig,
     Qwen3NextConfig,
     Qwen3VLConfig,
     Qwen3VLMoeConfig,
@@ -67,6 +68,11 @@ def test_heads_that_do_not_split_are_refused_with_what_is_allowed():
     check(Qwen2Config(**SMALL), sequence_parallel=6)
     with pytest.raises(ModelError, match=r"is 8, and qwen2 has 12 .* Allowed are \[1, 2, 3, 4, 6, 12\]"):
         check(Qwen2Config(**SMALL), sequence_parallel=8)
+
+
+def test_an_engine_cuts_each_expert() -> None:
+    with pytest.raises(ModelError, match=r"tensor_parallel is 4, .* Allowed are \[1, 2, 6\]"):
+        check(Qwen3MoeConfig(**{**SMALL, "intermediate_size": 48}, moe_intermediate_size=18), tensor_parallel=4)
 
 
 def test_an_engine_that_cannot_be_cut_evenly_is_refused_with_what_is_allowed():

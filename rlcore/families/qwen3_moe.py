@@ -1,0 +1,35 @@
+"""Text families whose layers have experts: a router sends each token to a few of them.
+
+Adapters reach attention only, because transformers keeps the weights of all experts of a layer in one tensor, which is
+no linear layer. The auxiliary loss that balances the load of the experts is not computed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rlcore.families.qwen2 import Qwen2, matrix_elements
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+@dataclass(frozen=True, slots=True)
+class Qwen3Moe(Qwen2):
+    """Implements ``Family``."""
+
+    def feed_forward_widths(self, config: Any) -> list[int]:
+        text = config.get_text_config()
+        return [text.moe_intermediate_size] * text.num_experts_per_tok
+
+    def active_elements(self, layer: nn.Module) -> int:
+        feed_forward: Any = layer.mlp
+        if not hasattr(feed_forward, "experts"):  # a layer of ``mlp_only_layers``
+            return matrix_elements(layer)
+        router = feed_forward.gate
+        stacked: int = sum(p.numel() for p in feed_forward.experts.parameters())  # [experts, out, in]
+        return matrix_elements(layer) + stacked * int(router.top_k) // int(router.num_experts)
+
+
+FAMILY = Qwen3Moe(adapted=("q_proj", "k_proj", "v_proj", "o_proj"))
