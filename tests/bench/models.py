@@ -27,6 +27,7 @@ SETTINGS = (
     ("qwen3_vl", "model.lora.rank=8"),
     ("qwen3_vl", "model.freeze_vision_tower=true"),
     ("qwen3_vl", "model.compute_dtype=bfloat16"),
+    ("gemma3_text", "model.lora.rank=8"),
     ("llama", "model.lora.rank=8"),
     ("llama", "model.compute_dtype=bfloat16"),
     ("llama", "rollout.dtype=bfloat16"),
@@ -45,7 +46,8 @@ for the gradient of a parameter as a share of its size.
 weights, before it trains; on a GPU only with `model.check=on`.
 
 Llama 3 and DeepSeek-R1-Distill-Llama are llama with long context. Qwen2.5 and DeepSeek-R1-Distill-Qwen are `qwen2`.
-Phi-4 is `phi3`, and Phi-4-mini turns part of each head.
+Phi-4 is `phi3`, and Phi-4-mini turns part of each head. Gemma 3 has a sliding window of 16 tokens here, which all of
+its sequences exceed; `gemma3_text` is its text model, such as Gemma-3-1B.
 
 """
 _FOOT = """
