@@ -37,10 +37,12 @@ class ModelShape:
     width: int  # of attention: query heads * head size
     weights_train: bool  # False with adapters: the backward pass has no weight gradients
     tower: TowerShape | None
+    windows: tuple[int, ...] = ()  # of the layers with a sliding window, in tokens
 
     @property
     def attention_weight(self) -> float:
-        """Cost of attending to one token, relative to the matrix products of a token."""
+        """Cost of attending to one token in all layers, relative to the matrix products of a token. Microbatches are
+        balanced by it, as if no layer had a window."""
         return 2 * self.layers * self.width / self.parameters
 
 
@@ -83,11 +85,12 @@ def pass_work(shape: ModelShape, groups: Sequence[GroupSize], images: Sequence[t
     """
     prompt_tokens = sum(group.prompt for group in groups)
     tokens = prompt_tokens + sum(sum(group.completions) for group in groups)
-    pairs = sum(g.prompt**2 / 2 + sum(c * (g.prompt + c / 2) for c in g.completions) for g in groups)
+    of_layers = [*[None] * (shape.layers - len(shape.windows)), *shape.windows]
+    pairs = {window: sum(_pairs(group, window) for group in groups) for window in set(of_layers)}
     decoder = (
         2.0 * shape.parameters * tokens
         + 2.0 * shape.head_parameters * sum(group.trained for group in groups)
-        + 4.0 * shape.layers * shape.width * pairs
+        + 4.0 * shape.width * sum(pairs[window] for window in of_layers)
     )
     running = shape.tower if shape.tower is not None and shape.tower.trains else None
     tower = sum(_tower_flops(running, *size) for size in images) if running is not None else 0.0
@@ -98,6 +101,18 @@ def pass_work(shape: ModelShape, groups: Sequence[GroupSize], images: Sequence[t
         prompt_tokens=prompt_tokens,
         shared_tokens=sum(group.prompt * (max(1, len(group.completions)) - 1) for group in groups),
     )
+
+
+def _pairs(group: GroupSize, window: int | None) -> float:
+    """Pairs of a token and a token that it attends to, in a layer with this window. The prompt counts once."""
+
+    def of_first(tokens: int) -> float:
+        """Of the first tokens of a sequence: those beyond the window see all of it."""
+        inside = tokens if window is None else min(tokens, window)
+        return inside**2 / 2 + (tokens - inside) * (inside - 1 / 2)
+
+    prompt = of_first(group.prompt)
+    return prompt + sum(of_first(group.prompt + completion) - prompt for completion in group.completions)
 
 
 def _tower_flops(tower: TowerShape, width: int, height: int) -> float:

@@ -99,7 +99,6 @@ class Worker:
         self._spec = spec
         require_supported(  # the policy checks this too, but only after the engine has started
             load_hf_config(spec.model, config.model.trust_remote_code),
-            longest=config.max_sequence_tokens,
             sequence_parallel=config.training.sequence_parallel,
             tensor_parallel=config.rollout.tensor_parallel,
         )

@@ -23,6 +23,7 @@ FAMILIES: Mapping[str, Family] = {
     "phi3": qwen2.FAMILY,
     "olmo2": qwen2.FAMILY,
     "gemma2": qwen2.FAMILY,  # without its soft caps
+    "gemma3_text": qwen2.FAMILY,
     "cohere": qwen2.FAMILY,  # with logit_scale 1
     "granite": qwen2.FAMILY,  # with logits_scaling 1
     "qwen2_vl": qwen2_vl.FAMILY,

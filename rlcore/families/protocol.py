@@ -25,7 +25,7 @@ Grid = tuple[int, int, int]  # one image in patches, before merging: frames (or 
 
 @dataclass(frozen=True, slots=True)
 class LayerMask:
-    """Which tokens a decoder layer attends to. ``models.loading`` refuses masks that the trainer does not compute."""
+    """Which tokens a decoder layer attends to. ``models.loading`` refuses kinds that the trainer does not compute."""
 
     kind: str  # transformers' name: full_attention, sliding_attention, linear_attention, ...
     window: int | None = None  # number of last tokens that the layer attends to; None: the whole sequence
@@ -54,7 +54,7 @@ class Family(Protocol):
         """
 
     def masks(self, config: Any) -> list[LayerMask]:
-        """One for each kind of decoder layer."""
+        """One for each decoder layer."""
 
     def feed_forward_widths(self, config: Any) -> list[int]:
         """Of the feed-forward layers that a token passes in one decoder layer: one width, or that of each expert."""

@@ -22,6 +22,7 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "logit_scale": (None, 1.0),  # Cohere
     "logits_scaling": (None, 1.0),  # Granite
     "lm_head_multiplier": (None, 1.0),  # Falcon-H1
+    "use_bidirectional_attention": (None, False),  # EmbeddingGemma
 }
 
 
@@ -50,8 +51,9 @@ class Qwen2:
     def masks(self, config: Any) -> list[LayerMask]:
         text = config.get_text_config()
         window = getattr(text, "sliding_window", None)
-        kinds = getattr(text, "layer_types", None) or ["full_attention" if window is None else "sliding_attention"]
-        return [LayerMask(kind, window if kind == "sliding_attention" else None) for kind in sorted(set(kinds))]
+        usual = "full_attention" if window is None else "sliding_attention"
+        kinds = getattr(text, "layer_types", None) or [usual] * text.num_hidden_layers
+        return [LayerMask(kind, window if kind == "sliding_attention" else None) for kind in kinds]
 
     def feed_forward_widths(self, config: Any) -> list[int]:
         return [config.get_text_config().intermediate_size]

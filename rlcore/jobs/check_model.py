@@ -132,7 +132,6 @@ def examine(spec: CheckModelSpec, scratch: Path) -> ModelCheck:
     trusted = config.model.trust_remote_code
     require_supported(
         load_hf_config(folder, trusted),
-        longest=config.max_sequence_tokens,
         sequence_parallel=config.training.sequence_parallel,
         tensor_parallel=config.rollout.tensor_parallel,
     )

@@ -1,7 +1,8 @@
 """Attention over packed rows, registered with transformers as one implementation for text and vision.
 
 This file alone decides which kernel runs. In a text row a completion attends to its prompt and itself only. In a vision
-row a patch attends to its own image, or to its window of it.
+row a patch attends to its own image, or to its window of it. The sliding window of a decoder layer counts positions
+inside a sequence: a completion's first token still sees the end of its prompt, wherever that lies in the row.
 
 On CUDA this is one FlashAttention call. The keys of each completion are gathered: its prompt's, then its own. The
 causal mask is aligned to their end (FlashAttention 2.1 and later; arXiv:2307.08691). The backward pass adds the
@@ -74,8 +75,7 @@ def packed_attention(
 
     Args:
         sequence: the ranks that hold the other parts of a text row, with sequence parallelism.
-        sliding_window: allowed if no sequence is longer. Compiled code cannot check this and relies on
-            ``loading.require_supported``.
+        sliding_window: number of last tokens of its sequence that a token of a text row attends to, itself included.
 
     Returns:
         ([1, T, Hq, D], None), as transformers expects.
@@ -89,11 +89,7 @@ def packed_attention(
         refused["dropout"] = dropout
     if segments is not None and is_causal is False:
         refused["is_causal"] = is_causal
-    if (
-        sliding_window is not None
-        and not torch.compiler.is_compiling()
-        and (segments is None or int(segments.sizes[2]) > sliding_window)
-    ):
+    if sliding_window is not None and segments is None:
         refused["sliding_window"] = sliding_window
     if refused:
         raise ModelError(
@@ -104,9 +100,10 @@ def packed_attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if segments is not None and sequence is not None:
         q, k, v = heads_of_all_tokens(q, k, v, sequence)
-        return tokens_of_all_heads(shared_prompt_attention(q, k, v, segments, scale), sequence)[None], None
+        out = shared_prompt_attention(q, k, v, segments, scale, sliding_window)
+        return tokens_of_all_heads(out, sequence)[None], None
     if segments is not None:
-        return shared_prompt_attention(q, k, v, segments, scale)[None], None
+        return shared_prompt_attention(q, k, v, segments, scale, sliding_window)[None], None
     if cu_seq_lens_q is None:
         raise ValueError(
             "packed attention was called without segments or cu_seq_lens_q: sequences would see each other"
@@ -114,15 +111,20 @@ def packed_attention(
     return full_attention(q, k, v, cu_seq_lens_q, max_length_q, scale)[None], None
 
 
-def shared_prompt_attention(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float) -> Tensor:
+def shared_prompt_attention(
+    query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float, window: int | None = None
+) -> Tensor:
     """Causal attention of each prompt to itself and of each completion to its prompt and itself.
 
     [T, Hq, D] queries, [T, Hkv, D] keys and values -> [T, Hq, D].
+
+    Args:
+        window: number of last tokens of its sequence that a token attends to, itself included; None: all.
     """
     if not _has_kernel(query):
-        return _shared_prompt_padded(query, key, value, segments, scale)
+        return _shared_prompt_padded(query, key, value, segments, scale, window)
     where = (segments.bounds, segments.key_bounds, segments.key_rows, segments.sizes)
-    out, _ = OPERATOR(query, key, value, *where, scale)
+    out, _ = OPERATOR(query, key, value, *where, scale, window)
     return out  # type: ignore[no-any-return]
 
 
@@ -158,9 +160,10 @@ def _attention(
     key_rows: Tensor,
     sizes: Tensor,
     scale: float,
+    window: int | None,
 ) -> tuple[Tensor, Tensor]:
     """Output [T, Hq, D] and log-sum-exp [Hq, T] float32."""
-    where = Sequences(bounds, key_bounds, *sizes[1:].tolist())
+    where = Sequences(bounds, key_bounds, int(sizes[1]), int(sizes[2]), window)
     out, lse = flash_kernel().forward((query, key[key_rows], value[key_rows]), where, scale)
     return out.contiguous(), lse
 
@@ -178,8 +181,12 @@ def _attention_backward(
     key_rows: Tensor,
     sizes: Tensor,
     scale: float,
+    window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    where, inputs = Sequences(bounds, key_bounds, *sizes[1:].tolist()), (query, key[key_rows], value[key_rows])
+    where, inputs = (
+        Sequences(bounds, key_bounds, int(sizes[1]), int(sizes[2]), window),
+        (query, key[key_rows], value[key_rows]),
+    )
     of_query, *of_copies = flash_kernel().backward(grad, inputs, out, lse, where, scale)
     of_key, of_value = (_add_copies(part, key_rows, len(key)) for part in of_copies)
     return of_query.contiguous(), of_key, of_value
@@ -202,14 +209,14 @@ def _(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: object) -> tu
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    query, key, value, *where, scale = inputs
+    query, key, value, *where, scale, window = inputs
     ctx.save_for_backward(query, key, value, *output, *where)
-    ctx.scale = scale
+    ctx.scale, ctx.window = scale, window
 
 
 def _gradient(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    gradients = torch.ops.rlflow.shared_prompt_attention_backward(grad, *ctx.saved_tensors, ctx.scale)
-    return *gradients, None, None, None, None, None
+    gradients = torch.ops.rlflow.shared_prompt_attention_backward(grad, *ctx.saved_tensors, ctx.scale, ctx.window)
+    return *gradients, None, None, None, None, None, None
 
 
 _attention.register_autograd(_gradient, setup_context=_remember)
@@ -219,16 +226,20 @@ OPERATOR = torch.ops.rlflow.shared_prompt_attention.default
 # --- on a CPU or in float32: segments as one padded batch ---
 
 
-def _shared_prompt_padded(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float) -> Tensor:
+def _shared_prompt_padded(
+    query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float, window: int | None
+) -> Tensor:
     count = int(segments.sizes[0])
     rows, inside = _padded_rows(segments.bounds[: count + 1])  # prompts, whose keys are their own
-    outs = [_attend(query, key, value, rows, rows, None, True, scale)[inside]]
+    own = None if window is None else _seen(_upto(rows), _upto(rows), window)
+    outs = [_attend(query, key, value, rows, rows, own, own is None, scale)[inside]]
     if len(segments.bounds) > count + 1:
         rows, inside = _padded_rows(segments.bounds[count:])  # [completions, longest]
         keys, _ = _padded_rows(segments.key_bounds[count:])
         lengths, key_lengths = segments.bounds[count:].diff(), segments.key_bounds[count:].diff()
-        last_seen = _upto(rows) + (key_lengths - lengths)[:, None]
-        mask = _upto(keys) <= last_seen[..., None]  # padded keys come after the last key that a real query sees
+        # padded keys come after the last key that a real query sees; padded queries see the last key too
+        last_seen = torch.minimum(_upto(rows) + (key_lengths - lengths)[:, None], key_lengths[:, None] - 1)
+        mask = _seen(last_seen, _upto(keys), window)
         outs.append(_attend(query, key, value, rows, segments.key_rows[keys], mask[:, None], False, scale)[inside])
     return torch.cat(outs)
 
@@ -239,6 +250,12 @@ def _padded_rows(bounds: Tensor) -> tuple[Tensor, Tensor]:
     column = torch.arange(int(lengths.max()), device=bounds.device)
     inside = column[None] < lengths[:, None]
     return torch.where(inside, starts[:, None] + column[None], 0), inside
+
+
+def _seen(last: Tensor, keys: Tensor, window: int | None) -> Tensor:
+    """[..., queries, keys] bool: the keys up to the last one of each query, only ``window`` of them if it is given."""
+    mask = keys <= last[..., None]
+    return mask if window is None else mask & (keys > last[..., None] - window)
 
 
 def _upto(rows: Tensor) -> Tensor:

@@ -32,6 +32,12 @@ class Sequences(NamedTuple):
     key_bounds: Tensor  # [sequences + 1] int32: of the keys
     longest: int  # in queries
     longest_keys: int
+    window: int | None = None  # number of last keys that a query attends to; None: all
+
+    @property
+    def left(self) -> int | None:
+        """Keys before its own that a query attends to."""
+        return None if self.window is None else self.window - 1
 
 
 Triple = tuple[Tensor, Tensor, Tensor]  # query [T, Hq, D], key and value [K, Hkv, D]; or their gradients
@@ -55,7 +61,9 @@ class TorchKernel:
     """torch's operators: a build of FlashAttention 2, or the version that ``activate_flash_attention_impl`` chose."""
 
     def forward(self, inputs: Triple, where: Sequences, scale: float) -> tuple[Tensor, Tensor]:
-        out, lse, *_ = torch.ops.aten._flash_attention_forward(*inputs, *where, 0.0, True, False, scale=scale)
+        out, lse, *_ = torch.ops.aten._flash_attention_forward(
+            *inputs, *where[:4], 0.0, True, False, scale=scale, **_window(where)
+        )
         return out, lse
 
     def backward(
@@ -63,8 +71,13 @@ class TorchKernel:
     ) -> Triple:
         no_dropout = (grad.new_zeros(2, dtype=torch.uint64), grad.new_empty(0))  # state of its random generator
         return torch.ops.aten._flash_attention_backward(  # type: ignore[no-any-return]
-            grad, *inputs, out, lse, *where, 0.0, True, *no_dropout, scale=scale
+            grad, *inputs, out, lse, *where[:4], 0.0, True, *no_dropout, scale=scale, **_window(where)
         )
+
+
+def _window(where: Sequences) -> dict[str, int]:
+    """torch's operators take an omitted window as none."""
+    return {} if where.left is None else {"window_size_left": where.left, "window_size_right": 0}
 
 
 class FlashAttention2Library(Protocol):
@@ -91,8 +104,6 @@ class FlashAttention2:
         self._library._flash_attn_varlen_backward(
             *(grad, *inputs, out, lse, of_query, of_key, of_value),
             **_options(where, scale),
-            window_size_left=-1,
-            window_size_right=-1,
             softcap=0.0,
             alibi_slopes=None,
             deterministic=torch.are_deterministic_algorithms_enabled(),
@@ -109,6 +120,8 @@ def _options(where: Sequences, scale: float) -> dict[str, Any]:
         "dropout_p": 0.0,
         "softmax_scale": scale,
         "causal": True,
+        "window_size_left": -1 if where.left is None else where.left,
+        "window_size_right": -1 if where.left is None else 0,
     }
 
 

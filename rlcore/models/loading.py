@@ -119,18 +119,17 @@ def auto_class(config: Any) -> Any:
     return AutoModelForCausalLM if family_of(config).images is None else AutoModelForImageTextToText
 
 
-def require_supported(model: Any, *, longest: int, sequence_parallel: int, tensor_parallel: int = 1) -> None:
+def require_supported(model: Any, *, sequence_parallel: int, tensor_parallel: int = 1) -> None:
     """Refuse a model that the packed forward pass or the engine cannot compute exactly.
 
     Args:
         model: Hugging Face configuration.
-        longest: tokens of the longest possible sequence, prompt and completion.
         sequence_parallel: ranks that compute a row together.
         tensor_parallel: ranks that hold an engine together.
 
     Raises:
         ModelError: no supported family; heads or widths that do not divide evenly over the ranks; layers without
-            attention; a window shorter than the longest sequence; soft caps or scales of logits.
+            attention; soft caps or scales of logits.
     """
     family, name = family_of(model), model.model_type
     heads = model.get_text_config().num_attention_heads
@@ -145,18 +144,11 @@ def require_supported(model: Any, *, longest: int, sequence_parallel: int, tenso
             f"over as many ranks. Allowed are {allowed}."
         )
     family.require_plain(model)
-    masks = family.masks(model)
-    if unknown := [mask.kind for mask in masks if mask.kind not in ("full_attention", "sliding_attention")]:
+    kinds = dict.fromkeys(mask.kind for mask in family.masks(model))
+    if unknown := sorted(kinds.keys() - {"full_attention", "sliding_attention"}):
         raise ModelError(
-            f"{name} has {' and '.join(unknown)} layers. Allowed are full_attention and, for sequences within the "
-            "window, sliding_attention: in other layers the sequences of a packed row would see each other."
-        )
-    window = min((mask.window for mask in masks if mask.window is not None), default=longest)
-    if longest > window:
-        raise ModelError(
-            f"{name} has layers that look back {window} tokens at most (sliding_window), and a sequence may have "
-            f"{longest} tokens. The packed attention has no window. Lower data.max_prompt_tokens and "
-            f"rollout.max_completion_tokens to {window} together, or take a model without a window."
+            f"{name} has {' and '.join(unknown)} layers. Allowed are full_attention and sliding_attention: in "
+            "other layers the sequences of a packed row would see each other."
         )
 
 

@@ -132,4 +132,5 @@ def model_shape(hf: Any) -> ModelShape:
         width=text.num_attention_heads * head_size,
         weights_train=any(p.requires_grad and not is_adapter(name) for name, p in decoder.named_parameters()),
         tower=None if family.images is None or tower is None else family.images.shape(tower, tower.config),
+        windows=tuple(mask.window for mask in family.masks(hf.config) if mask.window is not None),
     )

@@ -63,9 +63,7 @@ class TorchPolicy:
             mesh: all ranks, in one dimension. Consecutive ranks form the sequence groups.
             features: reads one image of the prepared dataset.
         """
-        require_supported(
-            hf.config, longest=config.max_sequence_tokens, sequence_parallel=config.training.sequence_parallel
-        )
+        require_supported(hf.config, sequence_parallel=config.training.sequence_parallel)
         self.config = config
         on_gpu = mesh.device_type == "cuda"
         self.device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device(mesh.device_type)

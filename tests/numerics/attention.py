@@ -31,26 +31,37 @@ def segments(groups: Sequence[tuple[int, Sequence[int]]]) -> Segments:
     )
 
 
-def dense(query: Tensor, key: Tensor, value: Tensor, groups: Sequence[tuple[int, Sequence[int]]]) -> Tensor:
+def dense(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    groups: Sequence[tuple[int, Sequence[int]]],
+    window: int | None = None,
+) -> Tensor:
     """Every sequence alone, written as a mask over the whole row."""
     total = len(query)
+    position = torch.zeros(total)
     seen = torch.zeros(total, total, dtype=torch.bool)
     start, completion = 0, sum(prompt for prompt, _ in groups)
     for prompt, lengths in groups:
+        position[start : start + prompt] = torch.arange(prompt).float()
         seen[start : start + prompt, start : start + prompt] = torch.ones(prompt, prompt).tril().bool()
         for length in lengths:
             rows = slice(completion, completion + length)
             seen[rows, start : start + prompt] = True
             seen[rows, rows] = torch.ones(length, length).tril().bool()
+            position[rows] = torch.arange(prompt, prompt + length).float()
             completion += length
         start += prompt
+    if window is not None:
+        seen &= position[:, None] - position < window
     repeat = query.shape[1] // key.shape[1]
     scores = torch.einsum("qhd,khd->hqk", query, key.repeat_interleave(repeat, 1)) * SCALE
     probs = scores.masked_fill(~seen, -torch.inf).softmax(-1)
     return torch.einsum("hqk,khd->qhd", probs, value.repeat_interleave(repeat, 1))
 
 
-def math_forward(query, key, value, bounds, key_bounds, longest, longest_keys, scale):
+def math_forward(query, key, value, bounds, key_bounds, longest, longest_keys, window, scale):
     """A FlashAttention kernel's contract in plain arithmetic: output and log-sum-exp of each query over its keys."""
     outs, lses = [], []
     repeat = query.shape[1] // key.shape[1]
@@ -60,13 +71,19 @@ def math_forward(query, key, value, bounds, key_bounds, longest, longest_keys, s
         q = query[bounds[b] : bounds[b + 1]]
         k, v = (x[key_bounds[b] : key_bounds[b + 1]].repeat_interleave(repeat, 1) for x in (key, value))
         scores = torch.einsum("qhd,khd->hqk", q, k) * scale
-        scores = scores.masked_fill(torch.ones(len(q), len(k)).triu(1 + len(k) - len(q)).bool(), -torch.inf)
+        scores = scores.masked_fill(unseen(len(q), len(k), window), -torch.inf)
         outs.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), v))
         lses.append(scores.logsumexp(-1).float())
     return torch.cat(outs), torch.cat(lses, dim=1)
 
 
-def math_backward(grad, query, key, value, out, lse, bounds, key_bounds, _longest, _longest_keys, scale):
+def unseen(queries: int, keys: int, window: int | None) -> Tensor:
+    """[queries, keys] bool, aligned at the end: later keys, and those before the window."""
+    before = torch.arange(queries)[:, None] + keys - queries - torch.arange(keys)
+    return (before < 0) | (before >= (keys if window is None else window))
+
+
+def math_backward(grad, query, key, value, out, lse, bounds, key_bounds, _longest, _longest_keys, window, scale):
     """As FlashAttention's backward: probabilities from the lse it is given, and the row sums of grad * out."""
     found = [torch.zeros_like(x) for x in (query, key, value)]
     repeat = query.shape[1] // key.shape[1]
@@ -74,8 +91,7 @@ def math_backward(grad, query, key, value, out, lse, bounds, key_bounds, _longes
         qs, ks = slice(bounds[b], bounds[b + 1]), slice(key_bounds[b], key_bounds[b + 1])
         k, v = (x[ks].repeat_interleave(repeat, 1) for x in (key, value))
         scores = torch.einsum("qhd,khd->hqk", query[qs], k) * scale
-        later = torch.ones(scores.shape[1:]).triu(1 + scores.shape[2] - scores.shape[1]).bool()
-        probs = (scores.masked_fill(later, -torch.inf) - lse[:, qs, None]).exp()
+        probs = (scores.masked_fill(unseen(*scores.shape[1:], window), -torch.inf) - lse[:, qs, None]).exp()
         of_probs = torch.einsum("qhd,khd->hqk", grad[qs], v)
         of_scores = probs * (of_probs - (grad[qs] * out[qs]).sum(-1).t()[..., None]) * scale
         found[0][qs] += torch.einsum("hqk,khd->qhd", of_scores, k)

@@ -64,11 +64,16 @@ def attention_that(wrong: Callable[..., Tensor]) -> Iterator[None]:
         yield
 
 
-def sees_the_whole_row(_: Any, query: Tensor, key: Tensor, value: Tensor, segments: Any, scale: float) -> Tensor:
+def sees_the_whole_row(_: Any, query: Tensor, key: Tensor, value: Tensor, _s: Any, scale: float, _w: Any) -> Tensor:
     """Causal along the row, as if it were one sequence."""
     q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
     out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
     return out[0].transpose(0, 1)
+
+
+def ignores_the_window(right: Any, *others: Any) -> Tensor:
+    *others, _ = others
+    return right(*others)
 
 
 def loses_the_gradient_of_keys(right: Any, query: Tensor, key: Tensor, *others: Any) -> Tensor:
@@ -143,6 +148,12 @@ CONTROLS: dict[str, tuple[str, dict[str, Any], Callable[[], Any], dict[str, str]
         "qwen3",
         {},
         lambda: attention_that(sees_the_whole_row),
+        {TRAINER: "decoder layer 0", ZERO: "decoder layer 0", "adapters, merged": "decoder layer 0"},
+    ),
+    "window": (
+        "gemma3_text",
+        {},
+        lambda: attention_that(ignores_the_window),
         {TRAINER: "decoder layer 0", ZERO: "decoder layer 0", "adapters, merged": "decoder layer 0"},
     ),
     "pictures swapped": (

@@ -55,8 +55,10 @@ class Library:
         seqused_k: Tensor | None = None,
         zero_tensors: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        assert (dropout_p, causal, window_size_left, window_size_right, softcap) == (0.0, True, -1, -1, 0.0)
-        ends = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        assert (dropout_p, causal, softcap) == (0.0, True, 0.0)
+        assert window_size_right == (-1 if window_size_left == -1 else 0)
+        window = None if window_size_left == -1 else window_size_left + 1
+        ends = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, window)
         return *math_forward(q, k, v, *ends, softmax_scale), torch.empty(0), torch.empty(2)
 
     def _flash_attn_varlen_backward(
@@ -85,8 +87,10 @@ class Library:
         rng_state: Tensor | None = None,
         zero_tensors: bool = False,
     ) -> Tensor:
-        assert (dropout_p, causal, window_size_left, window_size_right, softcap) == (0.0, True, -1, -1, 0.0)
-        ends = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        assert (dropout_p, causal, softcap) == (0.0, True, 0.0)
+        assert window_size_right == (-1 if window_size_left == -1 else 0)
+        window = None if window_size_left == -1 else window_size_left + 1
+        ends = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, window)
         results = math_backward(dout, q, k, v, out, softmax_lse, *ends, softmax_scale)
         for place, result in zip((dq, dk, dv), results, strict=True):
             assert place is not None
@@ -95,10 +99,11 @@ class Library:
         return torch.empty(0)
 
 
+@pytest.mark.parametrize("window", [None, 4])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_flash_attn_2_gets_each_argument_in_its_place(layout):
+def test_flash_attn_2_gets_each_argument_in_its_place(layout, window):
     where = segments(LAYOUTS[layout])
-    ends = Sequences(where.bounds, where.key_bounds, *where.sizes[1:].tolist())
+    ends = Sequences(where.bounds, where.key_bounds, *where.sizes[1:].tolist(), window)
     generator = torch.Generator().manual_seed(0)
     query, grad = (torch.randn(int(where.bounds[-1]), 4, 8, generator=generator) for _ in range(2))
     key, value = (torch.randn(len(where.key_rows), 2, 8, generator=generator) for _ in range(2))

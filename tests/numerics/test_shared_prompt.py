@@ -100,8 +100,10 @@ class MathKernel:
         return math_backward(grad, *inputs, out, lse, *where, scale)
 
 
+@pytest.mark.parametrize("window", [None, 1, 4, 100])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_padded_batch_equals_the_dense_mask(layout):
+def test_the_padded_batch_equals_the_dense_mask(layout, window):
+    """Completions begin right after their prompts, also for a window that reaches from one into the other."""
     groups = LAYOUTS[layout]
     where = segments(groups)
     generator = torch.Generator().manual_seed(0)
@@ -110,15 +112,16 @@ def test_the_padded_batch_equals_the_dense_mask(layout):
         torch.randn(total, heads, 8, generator=generator, dtype=torch.float64) for heads in (4, 2, 2, 4)
     )
     leaves = [x.requires_grad_() for x in (query, key, value)]
-    expected = dense(*leaves, groups)
-    found = shared_prompt_attention(*leaves, where, SCALE)
+    expected = dense(*leaves, groups, window)
+    found = shared_prompt_attention(*leaves, where, SCALE, window)
     assert_close(found, expected, rtol=1e-12, atol=1e-12)
     gradients = (torch.autograd.grad(x, leaves, grad) for x in (found, expected))
     assert_close(*gradients, rtol=1e-11, atol=1e-12)
 
 
+@pytest.mark.parametrize("window", [None, 4])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_operator_of_cuda_equals_the_dense_mask_and_compiles_whole(layout, monkeypatch):
+def test_the_operator_of_cuda_equals_the_dense_mask_and_compiles_whole(layout, window, monkeypatch):
     """Plain arithmetic in the kernels' place; schema, shapes without data and autograd are checked by torch."""
     monkeypatch.setattr(attention, "flash_kernel", MathKernel)
     for operator in (attention._attention, attention._attention_backward):
@@ -130,12 +133,12 @@ def test_the_operator_of_cuda_equals_the_dense_mask_and_compiles_whole(layout, m
     total = int(where.bounds[-1])
     query, key, value, grad = (torch.randn(heads, total, 8, generator=generator) for heads in (4, 2, 2, 4))
     leaves = [x.transpose(0, 1).requires_grad_() for x in (query, key, value)]
-    torch.library.opcheck(attention.OPERATOR, (*leaves, *ends, SCALE))
+    torch.library.opcheck(attention.OPERATOR, (*leaves, *ends, SCALE, window))
 
     def block(*parts: Tensor) -> Tensor:
-        return attention.OPERATOR(*(part * 2 for part in parts), *ends, SCALE)[0] + 1
+        return attention.OPERATOR(*(part * 2 for part in parts), *ends, SCALE, window)[0] + 1
 
-    expected = dense(*(leaf * 2 for leaf in leaves), groups) + 1
+    expected = dense(*(leaf * 2 for leaf in leaves), groups, window) + 1
     wanted = torch.autograd.grad(expected, leaves, grad.transpose(0, 1))
     for found in (block(*leaves), torch.compile(block, fullgraph=True, dynamic=True, backend="aot_eager")(*leaves)):
         assert_close(found, expected)
@@ -144,7 +147,7 @@ def test_the_operator_of_cuda_equals_the_dense_mask_and_compiles_whole(layout, m
 
 @pytest.mark.parametrize(
     ("keyword", "value"),
-    [("softcap", 50.0), ("s_aux", torch.zeros(2)), ("sliding_window", 9), ("dropout", 0.1), ("is_causal", False)],
+    [("softcap", 50.0), ("s_aux", torch.zeros(2)), ("dropout", 0.1), ("is_causal", False)],
 )
 def test_a_keyword_that_attention_does_not_compute_is_refused(keyword, value):
     where = segments([(5, [3, 1, 7])])
@@ -154,10 +157,10 @@ def test_a_keyword_that_attention_does_not_compute_is_refused(keyword, value):
 
 
 def test_keywords_without_effect_pass():
-    where = segments([(5, [3, 1, 7])])  # 12 tokens at most
+    where = segments([(5, [3, 1, 7])])
     query = torch.randn(1, 2, int(where.bounds[-1]), 8)
     expected, _ = packed_attention(Gemma(), query, query, query, None, segments=where)
-    harmless = {"softcap": None, "s_aux": None, "sliding_window": 12, "dropout": 0.0, "position_ids": torch.arange(5)}
+    harmless = {"softcap": None, "s_aux": None, "sliding_window": None, "dropout": 0.0, "position_ids": torch.arange(5)}
     found, _ = packed_attention(Gemma(), query, query, query, None, segments=where, **harmless)
     assert torch.equal(found, expected)
 

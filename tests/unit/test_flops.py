@@ -34,6 +34,17 @@ def test_pairs_of_one_group_are_those_of_its_sequences_less_the_prompts_that_are
     assert sum(w.forward_flops for w in alone) - together.forward_flops == prompt.forward_flops
 
 
+def test_a_window_by_hand():
+    """A window of 3 in one of two layers. Prompt 4: 1/2 + 3/2 + 5/2 + 5/2 pairs. Completion 2: twice 5/2."""
+    shape = replace(TEXT, windows=(3,))
+    pairs = (4 * 4 / 2 + 2 * (4 + 1)) + (7 + 5)
+    forward = 2 * 1000 * 6 + 2 * 500 * 2 + 4 * 8 * pairs
+    assert pass_work(shape, [GroupSize(4, (2,), 2)], []).forward_flops == forward
+    assert pass_work(replace(TEXT, windows=(6,)), [GroupSize(4, (2,), 2)], []) == pass_work(
+        TEXT, [GroupSize(4, (2,), 2)], []
+    )
+
+
 def test_the_tower_by_hand():
     """56 x 56 pixels: 16 patches; the full layer sees 16 of them, the two with windows 8."""
     shape = ModelShape(parameters=1000, head_parameters=0, layers=2, width=8, weights_train=True, tower=TOWER)

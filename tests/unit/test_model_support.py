@@ -4,6 +4,7 @@ import pytest
 from transformers import (
     CohereConfig,
     Gemma2Config,
+    Gemma3TextConfig,
     GraniteConfig,
     MistralConfig,
     Qwen2Config,
@@ -15,14 +16,16 @@ from transformers import (
 
 from rlcore.data.tiny import build_processor
 from rlcore.errors import ModelError
+from rlcore.families import family_of
 from rlcore.models.loading import require_supported
 from rlcore.models.tiny import build_model
 
 SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 12, "num_key_value_heads": 2}
+EVEN = {**SMALL, "hidden_size": 24}
 
 
-def check(config: object, longest: int = 10**6, sequence_parallel: int = 1, tensor_parallel: int = 1) -> None:
-    require_supported(config, longest=longest, sequence_parallel=sequence_parallel, tensor_parallel=tensor_parallel)
+def check(config: object, sequence_parallel: int = 1, tensor_parallel: int = 1) -> None:
+    require_supported(config, sequence_parallel=sequence_parallel, tensor_parallel=tensor_parallel)
 
 
 @pytest.mark.parametrize("family", [None, "qwen3_vl"])
@@ -39,18 +42,19 @@ def test_the_heads_of_the_tower_limit_tensor_parallelism():
         check(config, tensor_parallel=32)
 
 
-def test_a_window_that_sequences_fit_into_changes_nothing():
-    check(Qwen2Config(**SMALL))
-    check(Qwen2Config(**SMALL, use_sliding_window=False, sliding_window=64))
-    windowed = Qwen2Config(**SMALL, use_sliding_window=True, sliding_window=64, max_window_layers=1)
-    check(windowed, 64)
-    with pytest.raises(ModelError, match="qwen2 has layers that look back 64 tokens .* may have 65 tokens"):
-        check(windowed, 65)
+def test_the_window_of_each_layer():
+    windows = {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1}
+    assert masks(Qwen2Config(**SMALL)) == [None, None]
+    assert masks(Qwen2Config(**SMALL, use_sliding_window=False, sliding_window=64)) == [None, None]
+    assert masks(Qwen2Config(**SMALL, **windows)) == [None, 64]
+    assert masks(MistralConfig(**SMALL, sliding_window=64)) == [64, 64]  # has no kinds of layers
+    every_sixth = Gemma3TextConfig(**{**EVEN, "num_hidden_layers": 7}, sliding_window=64)
+    assert masks(every_sixth) == [64, 64, 64, 64, 64, None, 64]
 
 
-def test_a_window_on_every_layer_is_found_without_kinds_of_layers():
-    with pytest.raises(ModelError, match="look back 64 tokens"):
-        check(MistralConfig(**SMALL, sliding_window=64), 65)
+def masks(config: object) -> list[int | None]:
+    check(config)
+    return [mask.window for mask in family_of(config).masks(config)]
 
 
 def test_layers_with_a_state_are_refused():
@@ -87,24 +91,22 @@ def test_an_engine_that_cannot_be_cut_evenly_is_refused_with_what_is_allowed():
         check(tiny, tensor_parallel=2)
 
 
-EVEN = {**SMALL, "hidden_size": 24}
-
-
 @pytest.mark.parametrize(
     ("config", "field"),
     [
         (Gemma2Config(**EVEN, final_logit_softcapping=30.0, attn_logit_softcapping=None), "final_logit_softcapping"),
         (Gemma2Config(**EVEN, final_logit_softcapping=None, attn_logit_softcapping=50.0), "attn_logit_softcapping"),
+        (Gemma3TextConfig(**EVEN, use_bidirectional_attention=True), "use_bidirectional_attention"),
         (CohereConfig(**EVEN, logit_scale=0.0625), "logit_scale"),
         (GraniteConfig(**EVEN, logits_scaling=8.0), "logits_scaling"),
     ],
 )
 def test_what_the_head_and_attention_do_not_compute_is_refused_by_the_name_of_its_field(config, field):
     with pytest.raises(ModelError, match=rf"{config.model_type} sets {field} to "):
-        check(config, 32)
+        check(config)
 
 
 def test_scales_of_one_and_caps_of_none_change_nothing():
-    check(Gemma2Config(**EVEN, final_logit_softcapping=None, attn_logit_softcapping=None), 32)
+    check(Gemma2Config(**EVEN, final_logit_softcapping=None, attn_logit_softcapping=None))
     check(CohereConfig(**EVEN, logit_scale=1.0))
     check(GraniteConfig(**EVEN, logits_scaling=1.0))
