@@ -11,6 +11,7 @@ Pictures are random, and the reward is a checksum of the tokens, so that it vari
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -34,6 +35,7 @@ class LastMetrics:
 
 
 def main() -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the table is written
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="vl-32b")
     parser.add_argument("--workers", type=int, default=2)
@@ -49,11 +51,14 @@ def main() -> None:
         arguments.problems, arguments.prompt_tokens, arguments.cap, arguments.side_pixels = 2, 96, 8, 56
     arguments.folder.mkdir(parents=True, exist_ok=True)
     stages: list[Stage] = []
-    with MemoryWatch().running() as memory:
-        metrics = run(arguments, stages)
-    rows = memory.measured(stages)
-    _tell(f"\n{table(rows)}\n")
-    write(arguments.out, {"shape": arguments.shape, "stages": [asdict(row) for row in rows], "metrics": metrics})
+    metrics: dict[str, Any] = {}
+    try:
+        with MemoryWatch().running() as memory:
+            metrics = run(arguments, stages)
+    finally:  # a run that fails or is ended by a limit has loaded something, too
+        rows = memory.measured(stages)
+        _tell(f"\n{table(rows)}\n")
+        write(arguments.out, {"shape": arguments.shape, "stages": [asdict(row) for row in rows], "metrics": metrics})
 
 
 def _tell(text: str) -> None:
@@ -65,9 +70,11 @@ def _tell(text: str) -> None:
 def stage(stages: list[Stage], name: str) -> Iterator[None]:
     began = time.time()
     _tell(f"{name} ...")
-    yield
-    stages.append(Stage(name, began, time.time()))
-    _tell(f"{name}: {stages[-1].seconds:.1f} s")
+    try:
+        yield
+    finally:
+        stages.append(Stage(name, began, time.time()))
+        _tell(f"{name}: {stages[-1].seconds:.1f} s")
 
 
 def run(arguments: argparse.Namespace, stages: list[Stage]) -> dict[str, Any]:
