@@ -88,7 +88,7 @@ class Worker:
         from torch.distributed.device_mesh import init_device_mesh
 
         from rlcore.data.pixels import ImageStore
-        from rlcore.models.loading import empty_hf_model, load_hf_config, require_supported
+        from rlcore.models.loading import empty_hf_model, load_hf_config, require_supported, stores_buffers
         from rlcore.models.stored_weights import StoredWeights
         from rlcore.models.torch_policy import TorchPolicy
         from rlcore.models.vision import ReadAhead
@@ -109,13 +109,13 @@ class Worker:
         self._sender: WeightSender | None = None
         self.trace = Trace()
         self.sampler: VllmSampler | None = None
+        hf = empty_hf_model(spec.model, config.model.trust_remote_code)
         if not config.resources.rollout_workers:
             # before the policy: on a GPU the engine measures free memory, and a shard would reduce it
-            engine = Engine(spec.model, config, spec.device, join_world=True)
+            engine = Engine(spec.model, config, spec.device, join_world=True, reads_weights=stores_buffers(hf))
             self.sampler = VllmSampler(engine, prompts=prompts, images=self._images)
             self.sampler.memory.sleep()
         torch.set_num_threads(spec.threads)  # vLLM changes it
-        hf = empty_hf_model(spec.model, config.model.trust_remote_code)
         self.policy = TorchPolicy(
             hf,
             config,
@@ -214,20 +214,32 @@ class RolloutWorker:
     ``sync_weights`` is collective over all ranks, ``generate`` over the ranks of one engine.
     """
 
-    def __init__(self, spec: WorkerSpec) -> None:
+    def __init__(self, spec: WorkerSpec, *, reads_weights: bool = False) -> None:
+        """
+        Args:
+            reads_weights: from ``spec.model``; otherwise the first weight sync brings them.
+        """
         from rlcore.sampler.engine import Engine, set_engine_environment
 
         set_engine_environment(spec.device)
         import torch
 
         from rlcore.data.pixels import ImageStore
+        from rlcore.models.loading import empty_hf_model, stores_buffers
         from rlcore.sampler.vllm_sampler import VllmSampler
 
         torch.set_num_threads(spec.threads)
         self._spec = spec
         self._channel: WeightChannel | None = None
         self._base_loaded = False
-        engine = Engine(spec.model, spec.config, spec.device, join_world=_joined_engine_world(spec))
+        engine = Engine(
+            spec.model,
+            spec.config,
+            spec.device,
+            join_world=_joined_engine_world(spec),
+            reads_weights=reads_weights
+            or stores_buffers(empty_hf_model(spec.model, spec.config.model.trust_remote_code)),
+        )
         self.sampler = VllmSampler(engine, prompts=_prompts(spec), images=ImageStore(spec.dataset))
 
     def generate(self, requests: Sequence[SampleRequest]) -> Iterator[dict[int, Answer]]:
@@ -265,7 +277,7 @@ def evaluation_worker(
         "rollout": config.rollout.model_copy(update={"temperature": temperature, "top_p": top_p}),
         "model": config.model.model_copy(update={"lora": None}),  # a checkpoint's adapters are merged below
     }
-    worker = RolloutWorker(replace(spec, config=config.model_copy(update=update)))
+    worker = RolloutWorker(replace(spec, config=config.model_copy(update=update)), reads_weights=checkpoint is None)
     if checkpoint is None:
         worker.sampler.keep_loaded_weights(version)
     else:

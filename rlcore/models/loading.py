@@ -103,6 +103,12 @@ def empty_hf_model(folder: Path, trust_remote_code: bool = False) -> nn.Module:
     return cast(nn.Module, model.eval())
 
 
+def stores_buffers(model: nn.Module) -> bool:
+    """Whether the files of this architecture have buffers besides parameters. No weight sync sends them."""
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    return not parameters.issuperset(model.state_dict())
+
+
 def _compute_buffers(model: Any) -> None:
     """transformers computes buffers where it initialises weights. It skips parameters with this mark."""
     for parameter in model.parameters():

@@ -32,16 +32,26 @@ T = TypeVar("T")
 
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # of vLLM's adapter buffers; smaller ranks are padded
 _ADAPTER = 1  # the one adapter's id
+_ZEROS = "zeros"  # vLLM's name of our load format
 
 
 class Engine:
     """One vLLM engine, in this process."""
 
     def __init__(
-        self, model: Path, config: ExperimentConfig, device: str, *, join_world: bool, starts_workers: bool = False
+        self,
+        model: Path,
+        config: ExperimentConfig,
+        device: str,
+        *,
+        join_world: bool,
+        starts_workers: bool = False,
+        reads_weights: bool = True,
     ) -> None:
         """
         Args:
+            reads_weights: from the files of ``model``. Otherwise all weights are 0 until the first weight sync, and the
+                engine starts sooner.
             starts_workers: with ``rollout.tensor_parallel`` vLLM starts processes for the parts of the engine.
             join_world: join the world that RANK, WORLD_SIZE and MASTER_* describe; else create a world of one rank.
                 With ``rollout.tensor_parallel`` as many consecutive ranks of the world hold one engine: each builds it
@@ -90,9 +100,7 @@ class Engine:
         with _compiler_kept(device, config.resources.devices), one_tokenizer():
             self.llm = LLM(
                 model=str(model),
-                # "dummy" would also fill buffers with random values, such as the means and deviations that normalise
-                # images, and no weight sync corrects them
-                load_format="auto",
+                load_format="auto" if reads_weights else _zeros(),
                 dtype=cast(Any, engine_dtype(device, rollout.dtype)),
                 max_model_len=config.max_sequence_tokens,
                 max_num_seqs=rollout.max_sequences,
@@ -236,6 +244,24 @@ class Engine:
                 yield value
                 if tied and isinstance(module, VocabParallelEmbedding):
                     yield _through_kernel(module, packed, value)
+
+
+def _zeros() -> str:
+    """The load format of an engine whose weights are 0. vLLM's own "dummy" also fills buffers with random values, such
+    as the means and deviations that normalise images, and no weight sync corrects them."""
+    from vllm.model_executor.model_loader import register_model_loader
+    from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+
+    class Zeros(BaseModelLoader):
+        def download_model(self, model_config: Any) -> None:
+            pass
+
+        def load_weights(self, model: nn.Module, model_config: Any) -> None:
+            for parameter in model.parameters():
+                parameter.data.zero_()
+
+    register_model_loader(_ZEROS)(Zeros)
+    return _ZEROS
 
 
 @contextmanager
