@@ -58,7 +58,7 @@ class Bench:
         processor = load_processor(ModelConfig(path=str(model)))
         prompts = PromptBuilder(processor, config.data.model_copy(update={"template": "tiny"}))
         pictures: Any = Pictures()
-        self.engine = Engine(model, config, "cpu", join_world=ranks > 1)
+        self.engine = Engine(model, config, "cpu", join_world=ranks > 1, reads_weights=False)
         self.sampler = VllmSampler(self.engine, prompts=prompts, images=pictures)
         # the engine made a group of one, in which the policy can live as well
         hf = empty_hf_model(model)

@@ -16,8 +16,9 @@ from tests.integration.engine_bench import Bench, all_weights, measured
 def sixteen_bits(dtype: str, model: Path) -> dict[str, Any]:
     """An engine that computes in another dtype than the policy."""
     bench = Bench(model, None, dtype=dtype)
+    at_start = max(float(value.abs().max()) for value in bench.held())
     bench.sampler.load_weights(bench.policy.full_weights(), 0)
-    result = {"before": bench.delta()}
+    result = {"before": bench.delta(), "at_start": at_start}
     bench.shake()
     result["stale"] = bench.delta()
     bench.sampler.load_weights(bench.policy.full_weights(), 1)
@@ -80,6 +81,7 @@ def test_a_sync_reaches_every_weight_and_every_cache(model: str, request: pytest
 
 def test_an_engine_in_another_dtype_holds_the_weights_rounded_to_it(tiny_model: Path) -> None:
     result = measured(partial(sixteen_bits, "float16"), tiny_model)
+    assert result["at_start"] == 0  # it read none
     assert result["held"] == {"torch.float16"}
     assert 1e-4 < result["before"] < 40 * 2**-11
     assert result["after"] < 40 * 2**-11 < result["stale"]

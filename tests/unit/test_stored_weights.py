@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, Qwen2MoeConfig, Qwen2MoeForCausalLM
 
 from rlcore.errors import ModelError
-from rlcore.models.loading import auto_class, empty_hf_model, load_hf_config
+from rlcore.models.loading import auto_class, empty_hf_model, load_hf_config, stores_buffers
 from rlcore.models.sharding import transformer_blocks
 from rlcore.models.stored_weights import StoredWeights, load_shards
 from tests.downloaded import make_downloaded
@@ -138,3 +138,11 @@ def test_a_folder_whose_tensors_are_not_those_of_its_config_is_refused(tmp_path:
     (folder / "config.json").write_text(json.dumps(text | {"num_hidden_layers": 3, "max_window_layers": 3}))
     with pytest.raises(ModelError, match=r"missing_keys: \['model.layers.2"):
         StoredWeights(folder, empty_hf_model(folder))
+
+
+def test_buffers_of_the_files_are_told_from_computed_ones() -> None:
+    model = torch.nn.Linear(2, 2)
+    model.register_buffer("computed", torch.ones(1), persistent=False)
+    assert not stores_buffers(model)
+    model.register_buffer("stored", torch.ones(1))
+    assert stores_buffers(model)
