@@ -20,7 +20,7 @@ import jinja2.sandbox
 import numpy as np
 import numpy.typing as npt
 
-from rlcore.config import DataConfig, ModelConfig
+from rlcore.config import DataConfig, ExperimentConfig, ModelConfig
 from rlcore.data.pixels import IMAGE_MARKER, stable_target_size
 from rlcore.errors import ConfigError, DataError, ModelError
 from rlcore.families import PLACEHOLDERS, resizing_of
@@ -90,6 +90,16 @@ def load_processor(model: ModelConfig) -> Any:
             "Add a chat_template.jinja, or set model.path to an instruction-tuned model."
         )
     return processor
+
+
+def load_prompts(config: ExperimentConfig, model: Path) -> PromptBuilder:
+    """The prompts of an experiment for the model in this folder.
+
+    Raises:
+        ConfigError, ModelError: as ``load_processor`` and ``PromptBuilder``.
+    """
+    processor = load_processor(config.model.model_copy(update={"path": str(model), "revision": None}))
+    return PromptBuilder(processor, config.data)
 
 
 class PromptBuilder:
@@ -181,6 +191,22 @@ class PromptBuilder:
             **self._arguments,
         )
         return str(text)
+
+    def opens_thought(self) -> bool:
+        """Whether the chat template ends each prompt with <think>, so that completions begin inside a thought.
+
+        Raises:
+            ConfigError: think tags are special tokens, which the texts of completions do not have.
+        """
+        from rlcore.rewards.extract import EMPTY_THOUGHT, opens_thought  # the package imports SymPy
+
+        if special := self.special_tokens_in(EMPTY_THOUGHT):
+            raise ConfigError(
+                f"reward.thoughts is strip, and the model's tokenizer has {', '.join(special)} as special tokens, "
+                "which are removed from the text of a completion, so the end of a thought cannot be found. "
+                "Set reward.thoughts=keep, or mark the tokens as not special in the tokenizer's files."
+            )
+        return opens_thought(self.chat_text("2 + 3 = ?", 0))
 
     def _content(self, text: str) -> str | list[dict[str, str]]:
         if self._resizing is None:  # chat templates of language models take plain text

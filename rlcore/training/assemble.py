@@ -79,7 +79,7 @@ def graded_ranks(
     """Start Ray, its workers and the grading processes. All stop on exit, except a cluster that was already running."""
     address = cluster_address()
     # both take about as long as Ray and the workers' processes need until they load the model
-    imports, grading = in_background(_import_slow_modules), in_background(lambda: _grader(config))
+    imports, grading = in_background(_import_slow_modules), in_background(lambda: _grader(config, model))
     try:
         start_ray(address, num_cpus=config.resources.devices)
         logger.info("Ray is ready")
@@ -116,10 +116,10 @@ def graded_samplers(
     from rlcore.distributed.actors import worker_environment
     from rlcore.distributed.worker import WorkerSpec
 
-    grader = _grader(config)
+    device = pick_device(config)
+    os.environ.update(worker_environment(device, config.resources))
+    grader = _grader(config, model)
     try:
-        device = pick_device(config)
-        os.environ.update(worker_environment(device, config.resources))
         with making_what_stays():
             sampler = make(WorkerSpec.alone(model, dataset, config, device))
         yield LocalRanks(sampler), grader
@@ -138,14 +138,24 @@ def _import_slow_modules() -> None:
         importlib.import_module(module)
 
 
-def _grader(config: ExperimentConfig) -> GradingPool:
+def _grader(config: ExperimentConfig, model: Path) -> GradingPool:
     from rlcore.rewards import environment_of, make_reward
     from rlcore.rewards.pool import GradingPool
 
-    reward = make_reward(config.reward, max_completion_tokens=config.rollout.max_completion_tokens)
+    reward = make_reward(
+        config.reward,
+        max_completion_tokens=config.rollout.max_completion_tokens,
+        prompt_opens_thought=config.reward.thoughts == "strip" and _prompt_opens_thought(config, model),
+    )
     return GradingPool(
         reward,
         config.reward.processes,
         config.reward.deadline_seconds,
         environment=environment_of(config.reward),
     )
+
+
+def _prompt_opens_thought(config: ExperimentConfig, model: Path) -> bool:
+    from rlcore.data.prompts import load_prompts
+
+    return load_prompts(config, model).opens_thought()
