@@ -192,22 +192,6 @@ class PromptBuilder:
         )
         return str(text)
 
-    def opens_thought(self) -> bool:
-        """Whether the chat template ends each prompt with <think>, so that completions begin inside a thought.
-
-        Raises:
-            ConfigError: think tags are special tokens, which the texts of completions do not have.
-        """
-        from rlcore.rewards.extract import EMPTY_THOUGHT, opens_thought  # the package imports SymPy
-
-        if special := self.special_tokens_in(EMPTY_THOUGHT):
-            raise ConfigError(
-                f"reward.thoughts is strip, and the model's tokenizer has {', '.join(special)} as special tokens, "
-                "which are removed from the text of a completion, so the end of a thought cannot be found. "
-                "Set reward.thoughts=keep, or mark the tokens as not special in the tokenizer's files."
-            )
-        return opens_thought(self.chat_text("2 + 3 = ?", 0))
-
     def _content(self, text: str) -> str | list[dict[str, str]]:
         if self._resizing is None:  # chat templates of language models take plain text
             return text

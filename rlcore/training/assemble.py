@@ -19,6 +19,7 @@ from rlcore.config import ExperimentConfig
 from rlcore.data.table import load_problems
 from rlcore.distributed.cluster import cluster_address, has_gpus, pick_device, start_ray, stop_ray
 from rlcore.distributed.ranks import LocalRanks, Ranks
+from rlcore.errors import ConfigError
 from rlcore.process import in_background, making_what_stays
 from rlcore.types import MetricSink
 
@@ -156,6 +157,19 @@ def _grader(config: ExperimentConfig, model: Path) -> GradingPool:
 
 
 def _prompt_opens_thought(config: ExperimentConfig, model: Path) -> bool:
-    from rlcore.data.prompts import load_prompts
+    """Whether the chat template ends each prompt with <think>, so that completions begin inside a thought.
 
-    return load_prompts(config, model).opens_thought()
+    Raises:
+        ConfigError: think tags are special tokens, which the texts of completions do not have.
+    """
+    from rlcore.data.prompts import load_prompts
+    from rlcore.rewards.extract import EMPTY_THOUGHT, opens_thought
+
+    prompts = load_prompts(config, model)
+    if special := prompts.special_tokens_in(EMPTY_THOUGHT):
+        raise ConfigError(
+            f"reward.thoughts is strip, and the model's tokenizer has {', '.join(special)} as special tokens, "
+            "which are removed from the text of a completion, so the end of a thought cannot be found. "
+            "Set reward.thoughts=keep, or mark the tokens as not special in the tokenizer's files."
+        )
+    return opens_thought(prompts.chat_text("2 + 3 = ?", 0))
