@@ -27,6 +27,10 @@ class _Reward(Frozen):
     """Number of grading processes. Use more for a slow reward."""
     max_ungraded_share: float = Field(0.5, ge=0, le=1)
     """The step fails if more than this share of a round could not be graded."""
+    thoughts: Literal["keep", "strip"] = "keep"
+    """keep: grade the whole completion. strip: grade only the text after ``</think>``, for models that think. A
+    thought that is never closed then counts as an empty, wrong answer; their share is logged as ``unclosed_thought``. A
+    thought that the chat template opens in the prompt is recognised."""
     overlong: OverlongPenalty | None = None
     """Length penalty that is added to any reward. Its unweighted part, in [-1, 0], is logged as ``overlong``."""
 

@@ -20,7 +20,7 @@ import jinja2.sandbox
 import numpy as np
 import numpy.typing as npt
 
-from rlcore.config import DataConfig, ModelConfig
+from rlcore.config import DataConfig, ExperimentConfig, ModelConfig
 from rlcore.data.pixels import IMAGE_MARKER, stable_target_size
 from rlcore.errors import ConfigError, DataError, ModelError
 from rlcore.families import PLACEHOLDERS, resizing_of
@@ -90,6 +90,16 @@ def load_processor(model: ModelConfig) -> Any:
             "Add a chat_template.jinja, or set model.path to an instruction-tuned model."
         )
     return processor
+
+
+def load_prompts(config: ExperimentConfig, model: Path) -> PromptBuilder:
+    """The prompts of an experiment for the model in this folder.
+
+    Raises:
+        ConfigError, ModelError: as ``load_processor`` and ``PromptBuilder``.
+    """
+    processor = load_processor(config.model.model_copy(update={"path": str(model), "revision": None}))
+    return PromptBuilder(processor, config.data)
 
 
 class PromptBuilder:

@@ -319,11 +319,9 @@ def _peak_memory_bytes(device: str) -> int:
 
 
 def _prompts(spec: WorkerSpec) -> PromptBuilder:
-    from rlcore.data.prompts import PromptBuilder, load_processor
+    from rlcore.data.prompts import load_prompts
 
-    config = spec.config
-    processor = load_processor(config.model.model_copy(update={"path": str(spec.model), "revision": None}))
-    return PromptBuilder(processor, config.data)
+    return load_prompts(spec.config, spec.model)
 
 
 def _joined_engine_world(spec: WorkerSpec) -> bool:

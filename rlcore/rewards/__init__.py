@@ -18,6 +18,7 @@ from rlcore.rewards.arithmetic import countdown_reward, gsm8k_reward
 from rlcore.rewards.dapo import LengthRule, OverlongBatchReward, OverlongReward, dapo_reward
 from rlcore.rewards.formatted import formatted_reward
 from rlcore.rewards.protocol import BatchRewardFn, Reward
+from rlcore.rewards.thoughts import StrippedBatchReward, StrippedReward, ThoughtRule
 from rlcore.rewards.user import user_reward
 
 
@@ -26,16 +27,23 @@ def environment_of(config: RewardConfig) -> tuple[str, ...]:
     return config.environment if isinstance(config, UserReward) else ()
 
 
-def make_reward(config: RewardConfig, *, max_completion_tokens: int) -> Reward:
+def make_reward(config: RewardConfig, *, max_completion_tokens: int, prompt_opens_thought: bool = False) -> Reward:
     """The configured reward. It can be pickled and sent to a grading process.
 
     Args:
         max_completion_tokens: budget of a completion, where the overlong penalty is largest.
+        prompt_opens_thought: prompts end with <think>. Matters only for ``config.thoughts: strip``.
 
     Raises:
         RewardError: a user's file does not exist, or the overlong buffer is larger than the budget.
     """
     reward, overlong = _reward(config), config.overlong
+    if config.thoughts == "strip":
+        strip = ThoughtRule(opened=prompt_opens_thought, grades_format=isinstance(config, FormattedReward))
+        if isinstance(reward, BatchRewardFn):
+            reward = StrippedBatchReward(reward, strip)
+        else:
+            reward = StrippedReward(reward, strip)
     if overlong is None:
         return reward
     if overlong.buffer_tokens > max_completion_tokens:

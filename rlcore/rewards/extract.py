@@ -14,10 +14,14 @@ from itertools import islice
 # Each run of blanks follows a literal, so that no run is scanned twice.
 _OPEN = re.compile(r"<\s*think\s*>")
 _CLOSE = re.compile(r"<\s*/\s*think\s*>")
+_THINK_TAG = re.compile(r"<\s*(?P<slash>/\s*)?think\s*>")
 _OPEN_ANSWER = re.compile(r"<\s*answer\s*>")
 _CLOSE_ANSWER = re.compile(r"<\s*/\s*answer\s*>")
 _BOX = re.compile(r"\\boxed\s*\{")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # an escaped brace is plain text
+
+
+EMPTY_THOUGHT = "<think></think>"
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +92,34 @@ def after_think(text: str) -> str:
     """The text after the last closing think tag; the whole text without one."""
     closed = last_match(_CLOSE, text)
     return text[closed.end() :] if closed else text
+
+
+@dataclass(frozen=True, slots=True)
+class ThoughtParts:
+    well_formed: bool  # exactly one thought, at the start, and closed
+    closed: bool  # no thought is open at the end; also True without any thought
+    after: str  # the text after the last thought: all of it without one, empty if a thought is open at the end
+
+
+def thought_parts(text: str, *, opened: bool) -> ThoughtParts:
+    """What a completion says after its thoughts. Its last think tag decides whether a thought is open at the end.
+
+    Args:
+        opened: the prompt opened a thought, so that the completion begins inside it.
+    """
+    whole = f"<think>{text}" if opened else text
+    last = last_match(_THINK_TAG, whole)
+    if last is None:
+        return ThoughtParts(well_formed=False, closed=True, after=text)
+    if last["slash"] is None:
+        return ThoughtParts(well_formed=False, closed=False, after="")
+    return ThoughtParts(well_formed=_think_end(whole) is not None, closed=True, after=whole[last.end() :])
+
+
+def opens_thought(prompt: str) -> bool:
+    """Whether a prompt ends with an opening think tag. Blanks after the tag do not matter."""
+    last = last_match(_THINK_TAG, prompt)
+    return last is not None and last["slash"] is None and not prompt[last.end() :].strip()
 
 
 def last_match(pattern: re.Pattern[str], text: str, start: int = 0) -> re.Match[str] | None:

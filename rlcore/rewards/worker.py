@@ -42,7 +42,7 @@ def main() -> None:
     try:
         reward = _receive_reward(connection, missing)
         _limit_memory()
-        if not isinstance(getattr(reward, "inner", reward), UserFunction):
+        if not isinstance(_innermost(reward), UserFunction):
             sandbox.read_code_only(scratch)  # a user's own function may read its files
         while reward is not None:
             for answer in _answers(reward, jobs_from_json(connection.recv_bytes())):
@@ -59,6 +59,13 @@ def _receive_reward(connection: Connection, missing: list[str]) -> Reward | None
         connection.send_bytes(json.dumps({"error": _describe(error), "missing": missing}).encode())
         return None
     connection.send_bytes(json.dumps({"error": None, "missing": missing}).encode())
+    return reward
+
+
+def _innermost(reward: object) -> object:
+    """The reward without the length penalty and the stripping of thoughts around it."""
+    while (inner := getattr(reward, "inner", None)) is not None:
+        reward = inner
     return reward
 
 

@@ -19,6 +19,7 @@ from rlcore.config import ExperimentConfig
 from rlcore.data.table import load_problems
 from rlcore.distributed.cluster import cluster_address, has_gpus, pick_device, start_ray, stop_ray
 from rlcore.distributed.ranks import LocalRanks, Ranks
+from rlcore.errors import ConfigError
 from rlcore.process import in_background, making_what_stays
 from rlcore.types import MetricSink
 
@@ -79,7 +80,7 @@ def graded_ranks(
     """Start Ray, its workers and the grading processes. All stop on exit, except a cluster that was already running."""
     address = cluster_address()
     # both take about as long as Ray and the workers' processes need until they load the model
-    imports, grading = in_background(_import_slow_modules), in_background(lambda: _grader(config))
+    imports, grading = in_background(_import_slow_modules), in_background(lambda: _grader(config, model))
     try:
         start_ray(address, num_cpus=config.resources.devices)
         logger.info("Ray is ready")
@@ -116,10 +117,10 @@ def graded_samplers(
     from rlcore.distributed.actors import worker_environment
     from rlcore.distributed.worker import WorkerSpec
 
-    grader = _grader(config)
+    device = pick_device(config)
+    os.environ.update(worker_environment(device, config.resources))
+    grader = _grader(config, model)
     try:
-        device = pick_device(config)
-        os.environ.update(worker_environment(device, config.resources))
         with making_what_stays():
             sampler = make(WorkerSpec.alone(model, dataset, config, device))
         yield LocalRanks(sampler), grader
@@ -138,14 +139,37 @@ def _import_slow_modules() -> None:
         importlib.import_module(module)
 
 
-def _grader(config: ExperimentConfig) -> GradingPool:
+def _grader(config: ExperimentConfig, model: Path) -> GradingPool:
     from rlcore.rewards import environment_of, make_reward
     from rlcore.rewards.pool import GradingPool
 
-    reward = make_reward(config.reward, max_completion_tokens=config.rollout.max_completion_tokens)
+    reward = make_reward(
+        config.reward,
+        max_completion_tokens=config.rollout.max_completion_tokens,
+        prompt_opens_thought=config.reward.thoughts == "strip" and _prompt_opens_thought(config, model),
+    )
     return GradingPool(
         reward,
         config.reward.processes,
         config.reward.deadline_seconds,
         environment=environment_of(config.reward),
     )
+
+
+def _prompt_opens_thought(config: ExperimentConfig, model: Path) -> bool:
+    """Whether the chat template ends each prompt with <think>, so that completions begin inside a thought.
+
+    Raises:
+        ConfigError: think tags are special tokens, which the texts of completions do not have.
+    """
+    from rlcore.data.prompts import load_prompts
+    from rlcore.rewards.extract import EMPTY_THOUGHT, opens_thought
+
+    prompts = load_prompts(config, model)
+    if special := prompts.special_tokens_in(EMPTY_THOUGHT):
+        raise ConfigError(
+            f"reward.thoughts is strip, and the model's tokenizer has {', '.join(special)} as special tokens, "
+            "which are removed from the text of a completion, so the end of a thought cannot be found. "
+            "Set reward.thoughts=keep, or mark the tokens as not special in the tokenizer's files."
+        )
+    return opens_thought(prompts.chat_text("2 + 3 = ?", 0))
