@@ -8,9 +8,11 @@ folder that the run started from.
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import mmap
 import warnings
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
@@ -114,20 +116,32 @@ class BackgroundSaver:
 
 def _host_memory(like: Tensor) -> Tensor:
     """A tensor on the host with this shape and dtype. For a GPU's tensor it is page-locked, so that copies are many
-    times faster.
+    times faster."""
+    if not like.is_cuda or like.nbytes < _LARGE:
+        return torch.empty_like(like, device="cpu", pin_memory=like.is_cuda)
+    return page_locked(like, torch.cuda.cudart())  # type: ignore[no-untyped-call]
+
+
+def page_locked(like: Tensor, runtime: Any) -> Tensor:
+    """Zeros in page-locked memory, with the shape and dtype of ``like``.
 
     Other CUDA calls of the process wait while memory is page-locked. Most of that time goes into making the pages, so
     they are made first.
+
+    Args:
+        runtime: ``torch.cuda.cudart()``.
     """
-    if not like.is_cuda or like.nbytes < _LARGE:
-        return torch.empty_like(like, device="cpu", pin_memory=like.is_cuda)
     pages = mmap.mmap(-1, like.nbytes)
     pages.madvise(mmap.MADV_HUGEPAGE)  # a five-hundredth as many to make and to lock
-    made = torch.frombuffer(pages, dtype=like.dtype).view(like.shape).zero_()
-    runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    # Its finalizer runs before the pages are unmapped, and that of ``pages`` would run afterwards. CUDA would then take
+    # what is mapped there next for page-locked, and refuse to copy from it ("invalid argument").
+    memory = (ctypes.c_char * like.nbytes).from_buffer(pages)
+    made = torch.frombuffer(memory, dtype=like.dtype).view(like.shape).zero_()
     error = runtime.cudaHostRegister(made.data_ptr(), made.nbytes, _PORTABLE)
     if int(error) != 0:
         logger.warning("%d MiB of the host are not page-locked, so saves are slower: %s", made.nbytes >> 20, error)
+        return made
+    weakref.finalize(memory, runtime.cudaHostUnregister, made.data_ptr()).atexit = False
     return made
 
 

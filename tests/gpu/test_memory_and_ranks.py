@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -57,6 +58,17 @@ def test_memory_of_a_save_is_page_locked_and_holds_what_is_copied() -> None:
         host = _host_memory(like)
         assert host.is_pinned()
         assert torch.equal(host.copy_(like), like.cpu())
+
+
+def test_memory_that_takes_the_place_of_a_save_can_be_copied() -> None:
+    """CUDA must not take it for page-locked."""
+    like, taken = torch.randn(1024, 4096, device="cuda"), []
+    for pages_more in (0, 0, 1, 1, 1024, 1024):
+        address = _host_memory(like).data_ptr()  # and free it
+        value = torch.frombuffer(mmap.mmap(-1, like.nbytes + pages_more * mmap.PAGESIZE), dtype=like.dtype).normal_()
+        taken.append(value.data_ptr() <= address < value.data_ptr() + value.nbytes)
+        assert torch.equal(value.cuda().cpu(), value)
+    assert any(taken)
 
 
 def step(policy: TorchPolicy, samples: list[TrainingSample]) -> tuple[Tensor, float]:

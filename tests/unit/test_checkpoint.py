@@ -1,8 +1,10 @@
 import copy
+import ctypes
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from rlcore.errors import CheckpointError, StorageError
 from rlcore.models import checkpoint
-from rlcore.models.checkpoint import BackgroundSaver, load_train_state
+from rlcore.models.checkpoint import BackgroundSaver, load_train_state, page_locked
 from rlcore.models.optimizer import KahanAdamW
 from tests.ranks import on_ranks
 from tests.train_states import load_full_weights, save_train_state
@@ -269,3 +271,24 @@ def test_written_by_one_read_by_two_and_the_reverse(tmp_path):
         _assert_equal(_snapshot(model, optimizer), expected)
         weights = load_full_weights(tmp_path / f"by-two-{steps}-{bf16}")
         _assert_equal(weights, {name: expected[name] for name in NAMES})
+
+
+def test_pages_are_unlocked_before_they_are_unmapped() -> None:
+    class Runtime:
+        locked: ClassVar[dict[int, int]] = {}
+
+        def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+            self.locked[address] = size
+            return 0
+
+        def cudaHostUnregister(self, address: int) -> int:
+            assert ctypes.string_at(address + self.locked.pop(address) - 1, 1) == b"\1"  # still mapped
+            return 0
+
+    runtime = Runtime()
+    memory = page_locked(torch.empty(1 << 20, 2, dtype=torch.uint8), runtime)
+    part = memory.fill_(1)[1:]
+    del memory
+    assert len(runtime.locked) == 1
+    del part
+    assert not runtime.locked
