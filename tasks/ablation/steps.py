@@ -121,7 +121,7 @@ def report_ablation(ablation: Ablation) -> AblationSummary:
 
 def _accuracy(ablation: Ablation) -> dict[str, dict[int, dict[int, dict[str, float]]]]:
     """Accuracy by point, steps, seed and problem."""
-    from rlcore.jobs.evaluate import accuracy_per_problem, read_rows
+    from rlcore.evaluation.rows import accuracy_per_problem, read_rows
 
     accuracy: dict[str, dict[int, dict[int, dict[str, float]]]] = {}
     for item in ablation.results():
