@@ -240,8 +240,11 @@ def _segments_from(
         state = train(run, state, until_step=until_step, should_stop=should_stop)
         pause = health.pause_or_raise() if state.step < config.training.steps else None
         complete = pause is None and (state.step == until_step or not stop.preempted())
-        if complete and config.evaluation.is_due_at_segment_end(last=state.step == config.training.steps):
-            complete = run.validate(state.step)  # before the commit: a segment's end is published with its evaluation
+        last = state.step == config.training.steps
+        if complete and config.evaluation.is_due_at_segment_end(last=last):
+            # Before the commit, so that the segment's end is published with its evaluation. A trainer that has to stop
+            # leaves it to the next one, and after the last step to the flow.
+            complete = run.validate(state.step) or last
         checkpoints.begin(state, SegmentEnd(segment, first_step, complete))
         if pause is not None:
             raise HealthError(pause)  # the Checkpointer commits this checkpoint when it closes
