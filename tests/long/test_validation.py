@@ -43,8 +43,14 @@ def held_out(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("placement", [{}, {**ALONE, **CORRECTED, **PARTIAL}, {**APART, **CORRECTED, **PARTIAL}],
-                         ids=["two-ranks", "partial", "partial-disaggregated"])  # fmt: skip
+LONG_PREFIX = {"data.system_prompt": "Look at the picture. " * 6}  # all prompts share a block of keys and values
+
+
+@pytest.mark.parametrize(
+    "placement",
+    [{}, {**ALONE, **LONG_PREFIX}, {**ALONE, **CORRECTED, **PARTIAL}, {**APART, **CORRECTED, **PARTIAL}],
+    ids=["two-ranks", "shared-prefix", "partial", "partial-disaggregated"],
+)
 def test_training_is_the_same_with_it_bit_for_bit(
     tiny_model: Path, dataset: Path, held_out: Path, tmp_path: Path, placement: dict[str, Any]
 ) -> None:
