@@ -10,7 +10,7 @@ from tasks import experiments as form
 from tasks.ablation.study import describe_point, existing_ablation, note_result, point_name
 from tasks.data import prepare_and_resize
 from tasks.driver.jobs import end_what_is_left
-from tasks.evaluate import evaluate_and_log
+from tasks.evaluate import evaluate_and_log, log_validation
 from tasks.models import bootstrap_policy, check_model
 from tasks.open import open_run, track_run
 from tasks.preflight import preflight
@@ -33,6 +33,8 @@ def ablation_point(
             start = bootstrap_policy(config.model)
             check_model(config, start)
             mlflow_run_id = describe_point(study, job, run, train, validation, start)
-            segments = train_all_segments(run, train, start)
+            segments = train_all_segments(run, train, start, validation)
+            for segment in segments:
+                log_validation(run, segment)
             report = evaluate_and_log(run, config, segments[-1].checkpoint, start, validation)
         return note_result(study, job, run, mlflow_run_id, report)

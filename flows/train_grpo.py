@@ -9,7 +9,7 @@ from prefect import flow
 from tasks import experiments as form
 from tasks.data import prepare_and_resize
 from tasks.driver.jobs import end_what_is_left
-from tasks.evaluate import evaluate_and_log
+from tasks.evaluate import evaluate_and_log, log_validation
 from tasks.models import bootstrap_policy, check_model, merge_checkpoint, register_model
 from tasks.open import choose_experiment, describe_run, note_if_unopened, open_run, track_run
 from tasks.preflight import preflight
@@ -45,11 +45,14 @@ def train_grpo(
         start = bootstrap_policy(config.model)
         check_model(config, start)
         describe_run(run, train, validation, start)
-        before = evaluate_and_log(run, config, start, start, validation)
+        if config.evaluation.every_steps is None:  # else the trainer does
+            evaluate_and_log(run, config, start, start, validation)
         with link_trainer(run) as segments:
             while not is_trained(run, segments):
-                segments.append(train_segment(run, train, start, len(segments)))
+                segments.append(train_segment(run, train, start, len(segments), validation))
+                log_validation(run, segments[-1])
         last = segments[-1].checkpoint
+        before = evaluate_and_log(run, config, start, start, validation)
         after = evaluate_and_log(run, config, last, start, validation)
         merged = merge_checkpoint(config, last, start, train)
         registered = register_model(run, merged, last, after)

@@ -142,6 +142,14 @@ class TrainingSample:
         return int(self.loss_mask.sum())
 
 
+@dataclass(frozen=True, slots=True)
+class Decoding:
+    """How the tokens of a completion are chosen, in place of the settings of ``rollout``."""
+
+    temperature: float  # 0: the likeliest token each time
+    top_p: float
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class SampleRequest:
     """A request for ``count`` completions of one problem. ``seed`` is distinct per (run, step, problem)."""
@@ -151,6 +159,7 @@ class SampleRequest:
     seed: int
     greedy: bool = False  # take the likeliest token each time; count is then 1
     max_tokens: int | None = None  # to sample now; None: to the end of the completion's own budget
+    decoding: Decoding | None = None  # for an evaluation; None: that of training
     so_far: Ints = field(default_factory=lambda: np.zeros(0, np.int32))  # [D] tokens to continue; count is then 1
 
 

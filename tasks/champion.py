@@ -57,7 +57,8 @@ class Todo:
     @property
     def key(self) -> str:
         """Identifies the weights and everything that the numbers depend on, but not the machine."""
-        config = self.suite.model_dump(mode="json", include={"seed", "model", "data", "reward", "evaluation"})
+        config = self.suite.model_dump(mode="json", include={"seed", "model", "data", "reward"})
+        config["evaluation"] = self.suite.evaluation.suite()
         content = json.dumps([self.checkpoint.manifest_sha256, config], sort_keys=True)
         return hashlib.sha256(content.encode()).hexdigest()[:24]
 
@@ -159,8 +160,8 @@ def judge(todo: Todo, done: Evaluation, confidence: float) -> Verdict:
 
 
 def _compare_with_champion(todo: Todo, done: Evaluation, confidence: float) -> Verdict:
-    from rlcore.evaluation import compare
-    from rlcore.jobs.evaluate import accuracy_per_problem, read_rows
+    from rlcore.evaluation.intervals import compare
+    from rlcore.evaluation.rows import accuracy_per_problem, read_rows
 
     settings, name = Settings(), todo.run.experiment.name
     tags = tracker_of(todo.run, settings).tags_at(name, CHAMPION)

@@ -12,7 +12,9 @@ from infra.settings import Settings
 from rlcore.artifacts import CheckpointRef, DatasetRef, EvalReport, ModelRef
 from rlcore.config import ExperimentConfig, build_experiment
 from rlcore.config.reward import UserReward
+from rlcore.evaluation.records import as_step_record, suite_digest
 from rlcore.files import write_json_atomically
+from rlcore.segment.spec import SegmentManifest
 from rlcore.specs import EvaluateSpec
 from tasks.driver.jobs import new_result_path, run_job
 from tasks.experiments import load_experiment
@@ -22,13 +24,10 @@ from tasks.store.made import content_key, made
 
 _REPORT = "report.json"
 CODE = (
-    *("rlcore/jobs/evaluate.py", "rlcore/evaluation.py", "rlcore/sampler", "rlcore/rollout", "rlcore/rewards"),
+    *("rlcore/jobs/evaluate.py", "rlcore/evaluation", "rlcore/sampler", "rlcore/rollout", "rlcore/rewards"),
     *("rlcore/models", "rlcore/families", "rlcore/data"),
 )
-_LOGGED = (
-    "accuracy", "accuracy_low", "accuracy_high", "reward", "reward_low", "reward_high", "truncated", "ungraded",
-)  # fmt: skip
-_CONFIG = {"seed", "evaluation", "rollout", "reward", "data", "resources", "model"}
+_CONFIG = {"seed", "rollout", "reward", "data", "resources", "model"}
 
 
 def suite_of(
@@ -52,7 +51,7 @@ def evaluation_content(
 ) -> str:
     """Everything that the numbers depend on, except code and packages."""
     which = policy.manifest_sha256 if isinstance(policy, CheckpointRef) else policy.digest
-    config = experiment.model_dump(mode="json", include=_CONFIG)
+    config = experiment.model_dump(mode="json", include=_CONFIG) | {"evaluation": experiment.evaluation.suite()}
     reward = experiment.reward
     own = hashlib.sha256(reward.file.read_bytes()).hexdigest() if isinstance(reward, UserReward) else None
     return json.dumps([which, base.digest, dataset.digest, config, own], sort_keys=True)
@@ -103,22 +102,64 @@ def evaluate_and_log(
     dataset: DatasetRef,
     benchmark: str | None = None,
 ) -> EvalReport:
-    """Evaluate, and log the numbers to the run at the policy's step, under the name of ``benchmark`` if given."""
-    report = evaluate_policy(experiment, policy, base, dataset)
-    log_evaluation(run, report, f"eval/{benchmark}" if benchmark else "eval")
+    """Evaluate, and log the numbers to the run at the policy's step, under the name of ``benchmark`` if given. What the
+    run's trainer has evaluated in the same way is not evaluated again."""
+    known = evaluation_while_training(run, experiment, policy, base, dataset)
+    report = known or evaluate_policy(experiment, policy, base, dataset)
+    if benchmark or known is None:  # the trainer's own is published with its step
+        log_evaluation(run, report, f"eval/{benchmark}" if benchmark else "eval")
     return report
+
+
+def evaluation_while_training(
+    run: Run, experiment: ExperimentConfig, policy: CheckpointRef | ModelRef, base: ModelRef, dataset: DatasetRef
+) -> EvalReport | None:
+    """The report of this policy that the run's trainer made, on these problems and with these settings. None: it made
+    none, or its table is gone."""
+    if policy.run_id != run.run_id if isinstance(policy, CheckpointRef) else policy.digest != base.digest:
+        return None
+    step, suite = policy.step if isinstance(policy, CheckpointRef) else 0, suite_digest(experiment, dataset, base)
+    for record in run.evaluations():
+        if (record.report.step, record.suite) == (step, suite) and Path(record.report.table).exists():
+            return record.report.model_copy(update={"policy": policy.path})
+    return None
+
+
+@step("log-validation", task_run_name="log-validation-of-segment-{segment.segment}")
+def log_validation(run: Run, segment: SegmentManifest) -> None:
+    """Log the tables of the evaluations that the trainer made in a segment, and before step 1. Safe to repeat.
+
+    Their numbers are published with the steps. Those that MLflow lacks are logged here: of a step that was committed
+    before its evaluation, because the trainer had to stop. The others are not logged again, because a trainer that
+    repeats steps after a damaged checkpoint evaluates them at another time."""
+    tracker = tracker_of(run, Settings())
+    published = tracker.steps_of("eval/accuracy")
+    for record in run.evaluations():
+        report, first = record.report, segment.first_step or -1
+        if first < report.step <= segment.last_step:
+            if report.step not in published:
+                record_of_step = as_step_record(report)
+                tracker.log_metrics(record_of_step.metrics, step=report.step, timestamp_ms=record_of_step.timestamp_ms)
+            tracker.log_file(Path(report.table), f"eval/step-{report.step:06d}")
+            _tell(report)
 
 
 @step("log-evaluation", task_run_name="log-evaluation-of-step-{report.step}")
 def log_evaluation(run: Run, report: EvalReport, where: str) -> None:
     """Log the numbers and the table to MLflow under ``where``. Safe to repeat."""
+    from rlcore.evaluation.report import metrics_of
+
     tracker = tracker_of(run, Settings())
     tracker.log_metrics(
-        {f"{where}/{name}": getattr(report, name) for name in _LOGGED},
+        {f"{where}/{name}": value for name, value in metrics_of(report).items()},
         step=report.step,
         timestamp_ms=round(report.at * 1000),
     )
     tracker.log_file(Path(report.table), f"{where}/step-{report.step:06d}")
+    _tell(report)
+
+
+def _tell(report: EvalReport) -> None:
     get_logger().info(
         "eval: step %d: accuracy %.3f [%.3f, %.3f], reward %.3f, %d problems x %d",
         report.step,

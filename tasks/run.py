@@ -24,6 +24,7 @@ from infra.settings import Settings
 from infra.tracking.tracker import Tracker
 from rlcore.config import Change, ExperimentConfig, changes, read_experiment
 from rlcore.errors import ConfigError
+from rlcore.evaluation.records import ValidationRecord, as_step_record, read_records
 from rlcore.files import write_json_atomically
 from rlcore.segment.journal import JournalTail, StepRecord
 from rlcore.segment.spec import SegmentManifest, segment_path
@@ -64,6 +65,15 @@ class Run(BaseModel):
     def journal(self) -> list[StepRecord]:
         """Every step so far. Cheap enough to call every second."""
         return _journal(self.run_dir / "journal.jsonl").read()
+
+    def evaluations(self) -> list[ValidationRecord]:
+        """Every evaluation that the run's trainers made while they trained."""
+        return read_records(self.run_dir)
+
+    def published(self) -> list[StepRecord]:
+        """What trackers get: every step, and the evaluations, with at most one of each per step."""
+        records = [*self.journal(), *(as_step_record(item.report) for item in self.evaluations())]
+        return sorted(records, key=lambda record: record.step)
 
     def manifest(self, segment: int) -> SegmentManifest | None:
         """The manifest of a segment; None if it is missing or damaged, which the trainer repairs."""

@@ -56,8 +56,13 @@ _MAX_RETRIES = 100  # more than rlcore/failures.py allows, whose counts decide
     retries=_MAX_RETRIES,
     retry_condition_fn=worth_retrying,
 )
-def train_segment(run: Run, dataset: DatasetRef, model: ModelRef, index: int) -> SegmentManifest:
+def train_segment(
+    run: Run, dataset: DatasetRef, model: ModelRef, index: int, validation: DatasetRef | None = None
+) -> SegmentManifest:
     """Return the manifest of segment ``index`` once it is committed, and publish its steps to MLflow.
+
+    Args:
+        validation: the problems on which the trainer evaluates while it trains. None: it does not evaluate.
 
     ``rlcore/failures.py`` says which failure is retried, when, and with what change.
 
@@ -69,10 +74,19 @@ def train_segment(run: Run, dataset: DatasetRef, model: ModelRef, index: int) ->
     if (task_run.run_count or 0) > 1:
         wait_for_next_try(run)
     with handle_failures(run, settings):
-        return _train(run, settings, dataset, model, index)
+        return _train(run, settings, _Inputs(dataset, model, validation), index)
 
 
-def _train(run: Run, settings: Settings, dataset: DatasetRef, model: ModelRef, index: int) -> SegmentManifest:
+@dataclass(frozen=True, slots=True)
+class _Inputs:
+    """What a trainer reads."""
+
+    dataset: DatasetRef
+    model: ModelRef
+    validation: DatasetRef | None
+
+
+def _train(run: Run, settings: Settings, inputs: _Inputs, index: int) -> SegmentManifest:
     links = _links_of(run, settings)
     page, publishers = links.page, links.publishers
 
@@ -83,7 +97,7 @@ def _train(run: Run, settings: Settings, dataset: DatasetRef, model: ModelRef, i
     restore_checkpoint(run.run_dir, settings)
     manifest = _find_complete(run, index)
     if manifest is None:
-        trainer = _attach(run) or _start(run, settings, dataset, model, index)
+        trainer = _attach(run) or _start(run, settings, inputs, index)
         with (
             _stop_on_interrupt(run, trainer, index, settings),
             TrainingProgress(run.experiment, page) as progress,
@@ -144,11 +158,13 @@ def is_trained(run: Run, segments: Sequence[SegmentManifest]) -> bool:
     return bool(segments) and segments[-1].last_step >= run.experiment.training.steps
 
 
-def train_all_segments(run: Run, dataset: DatasetRef, model: ModelRef) -> list[SegmentManifest]:
+def train_all_segments(
+    run: Run, dataset: DatasetRef, model: ModelRef, validation: DatasetRef | None = None
+) -> list[SegmentManifest]:
     """The loop of ``flows/train_grpo.py`` in one call."""
     with link_trainer(run) as segments:
         while not is_trained(run, segments):
-            segments.append(train_segment(run, dataset, model, len(segments)))
+            segments.append(train_segment(run, dataset, model, len(segments), validation))
     return segments
 
 
@@ -232,13 +248,14 @@ def _attach(run: Run) -> Trainer | None:
     return None
 
 
-def _start(run: Run, settings: Settings, dataset: DatasetRef, model: ModelRef, index: int) -> Trainer:
+def _start(run: Run, settings: Settings, inputs: _Inputs, index: int) -> Trainer:
     spec = SegmentSpec(
         run_id=run.run_id,
         run_dir=run.run_dir,
         experiment=run.experiment,
-        dataset=dataset,
-        model=model,
+        dataset=inputs.dataset,
+        model=inputs.model,
+        validation=inputs.validation,
         adjustments=read_adjustments(run),
         driver_deadline_seconds=settings.driver_deadline_seconds,
     )

@@ -83,7 +83,7 @@ class ExtraTracker:
         fresh = [
             (item.step, item.timestamp_ms, dict(item.metrics))
             for item in records
-            if published < item.step <= through_step
+            if (published < item.step or not published) and item.step <= through_step
         ]
         if fresh:
             self._start(fresh)

@@ -134,7 +134,10 @@ def open_sink(batch: Batch, first_step: int) -> Sink:
 
 
 def read_published(state: Path) -> int:
-    """The last step that a tracker has accepted, or 0. A damaged file counts as 0, because resent steps show once."""
+    """The last step that a tracker has accepted; 0: none, not even an evaluation before step 1.
+
+    A damaged file counts as 0, because resent steps show once.
+    """
     try:
         return int(json.loads(state.read_bytes())["published_step"])
     except FileNotFoundError:
@@ -155,7 +158,7 @@ def send(path: Path) -> int:
     signal.alarm(batch.seconds)  # ends this process even if the tracker's client hangs
     with locked(state.with_suffix(".lock")):
         published = read_published(state)
-        fresh = [record for record in batch.records if record[0] > published]
+        fresh = [record for record in batch.records if record[0] > published or not published]
         if not fresh:
             return 0
         sink = open_sink(batch, fresh[0][0])

@@ -139,7 +139,7 @@ class Tracker:
 
     @property
     def published_step(self) -> int:
-        """The last step that MLflow has acknowledged."""
+        """The last step that MLflow has acknowledged; 0: none, not even an evaluation before step 1."""
         return self._state.published_step
 
     @_translating_errors()
@@ -195,7 +195,8 @@ class Tracker:
         Raises:
             ServerError: MLflow did not take them; nothing is lost, publish again later.
         """
-        fresh = [item for item in records if self.published_step < item.step <= through_step]
+        published = self.published_step
+        fresh = [item for item in records if (published < item.step or not published) and item.step <= through_step]
         points = [
             Metric(name, float(item.metrics[name]), item.timestamp_ms, item.step)
             for item in sorted(fresh, key=lambda item: item.step)
@@ -219,6 +220,11 @@ class Tracker:
         """Log points that are not in the journal, such as an evaluation. A fixed timestamp makes repeats harmless."""
         points = [Metric(key, float(value), timestamp_ms, step) for key, value in metrics.items()]
         self._client.log_batch(self.mlflow_run_id, metrics=points)
+
+    @_translating_errors()
+    def steps_of(self, metric: str) -> set[int]:
+        """The steps at which the run has a point of this metric."""
+        return {point.step for point in self._client.get_metric_history(self.mlflow_run_id, metric)}
 
     @_translating_errors()
     def log_table(self, columns: Mapping[str, Sequence[object]], name: str) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from rlcore.ablation.plan import BASE
 from rlcore.ablation.results import Row, Status
-from rlcore.evaluation import BySeed, adjusted, compare_seeds, estimate, mean_difference
+from rlcore.evaluation.intervals import BySeed, adjusted, compare_seeds, estimate, mean_difference
 
 
 @dataclass(frozen=True, slots=True)

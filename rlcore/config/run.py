@@ -3,7 +3,7 @@ run."""
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -94,6 +94,30 @@ class EvaluationConfig(Frozen):
     """1 keeps the whole distribution."""
     seed: int = 0
     """Sampling seed."""
+    group_column: str | None = None
+    """Column of the validation data, such as data_source or category: accuracy is also reported for each of its values.
+    null: for all problems together only."""
+    every_steps: Annotated[int, Field(ge=1)] | Literal["segment"] | None = "segment"
+    """When the trainer evaluates, with its own samplers. segment: before step 1 and at the end of each segment. A
+    number: before step 1, after each rollout batch that reaches a multiple of this number of steps, and after the last
+    step. null: never, and the flow evaluates before and after training in a process of its own. Training is the same
+    with every value."""
+
+    def is_due(self, before: int, after: int) -> bool:
+        """Whether the trainer evaluates after a rollout batch that takes the run from step ``before`` to ``after``,
+        unless a segment ends there."""
+        return isinstance(self.every_steps, int) and after // self.every_steps > before // self.every_steps
+
+    def is_due_at_segment_end(self, *, last: bool) -> bool:
+        """Whether the trainer evaluates at the end of a segment. ``last``: it is the run's last one."""
+        return self.every_steps == "segment" or (last and self.every_steps is not None)
+
+    def suite(self) -> dict[str, object]:
+        """The settings that the numbers of an evaluation depend on."""
+        values = self.model_dump(mode="json", exclude={"every_steps"})
+        if self.group_column is None:  # keys of evaluations that were made before this setting existed stay the same
+            del values["group_column"]
+        return values
 
     @model_validator(mode="after")
     def _greedy_needs_one_sample(self) -> Self:

@@ -12,7 +12,7 @@ import struct
 import warnings
 import zlib
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -176,20 +176,24 @@ def _deep_grey(image: Image.Image) -> Image.Image:
 
 
 class ImageStore:
-    """Resized images of one dataset folder, by reference. Safe to use from several threads.
+    """Resized images of dataset folders, by reference. Safe to use from several threads.
 
     The latest ``kept_bytes`` stay decoded and are returned again: do not modify them.
     """
 
     def __init__(self, folder: Path, kept_bytes: int = _KEPT_BYTES) -> None:
-        self._folder = folder
+        self._folders = [folder]
         self._kept_bytes = kept_bytes
         self._decoded: OrderedDict[ImageRef, Image.Image] = OrderedDict()
         self._decoded_bytes = 0
         self._lock = Lock()  # the sampler and the read-ahead thread share one store
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return ImageStore, (self._folder, self._kept_bytes)  # a worker starts with an empty cache
+        return _store_of, (self._folders, self._kept_bytes)  # a worker starts with an empty cache
+
+    def add(self, folder: Path) -> None:
+        """Also read the images of this dataset, which was resized with the same settings."""
+        self._folders.append(folder)
 
     def read(self, ref: ImageRef) -> Image.Image:
         """The RGB image, exactly of ``ref``'s size.
@@ -212,7 +216,8 @@ class ImageStore:
         return image
 
     def _decode(self, ref: ImageRef) -> Image.Image:
-        path = self._folder / IMAGES / f"{ref.sha256}.png"
+        paths = [folder / IMAGES / f"{ref.sha256}.png" for folder in self._folders]
+        path = next((path for path in paths if path.exists()), paths[0])
         remedy = "Delete the dataset folder and run the resize again."
         try:
             image = load_rgb(path.read_bytes())
@@ -223,3 +228,10 @@ class ImageStore:
         if image.size != (ref.width, ref.height):
             raise StorageError(f"{path} is {image.width}x{image.height}, not {ref.width}x{ref.height}. {remedy}")
         return image
+
+
+def _store_of(folders: Sequence[Path], kept_bytes: int) -> ImageStore:
+    store = ImageStore(folders[0], kept_bytes)
+    for folder in folders[1:]:
+        store.add(folder)
+    return store

@@ -69,6 +69,7 @@ class WorkerGroup:
         samplers = self._everyone
         if self.disaggregated:
             samplers = RankRange(ranks, resources.workers, resources.rollout_workers, on_progress)
+        self._samplers = samplers
         self._sampler = SamplerGroup(samplers, config.rollout.tensor_parallel)
         self._trace = StepTrace(self._trainers, run_dir)
 
@@ -88,6 +89,14 @@ class WorkerGroup:
 
     def generate(self, requests: Sequence[SampleRequest]) -> Iterator[dict[int, SampledGroup]]:
         return self._sampler.generate(requests)
+
+    def add_images(self, dataset: Path) -> None:
+        """Let every rank read the images of this dataset too, which was resized with the same settings."""
+        self._everyone.each(lambda worker: worker.add_images(dataset))
+
+    def reset_sampler_caches(self) -> None:
+        """Make the samplers forget all earlier requests, as a weight sync does."""
+        self._samplers.each(lambda worker: worker.reset_sampler_caches())
 
     def release_sampler(self) -> None:
         """Free the samplers' memory for training until the next sync, if they share devices."""

@@ -132,11 +132,20 @@ class Worker:
 
     def generate(self, requests: Sequence[SampleRequest]) -> Iterator[dict[int, Answer]]:
         """The groups of this rank's engine (``tensor_parallel.answers``)."""
-        for request in requests:  # read these images for training while the engine samples
-            for image in request.problem.images:
-                self._features.start(image)
+        for request in requests:
+            if request.decoding is None:  # read these images for training while the engine samples
+                for image in request.problem.images:
+                    self._features.start(image)
         groups = self._own_sampler.generate(requests)
         return answers(groups, self._spec.rank, self._spec.config.rollout.tensor_parallel)
+
+    def add_images(self, dataset: Path) -> None:
+        """``ImageStore.add``"""
+        self._images.add(dataset)
+
+    def reset_sampler_caches(self) -> None:
+        """``VllmSampler.reset_caches``"""
+        self._own_sampler.reset_caches()
 
     def release_sampler(self) -> None:
         """Free the sampler's memory for training."""
@@ -240,11 +249,20 @@ class RolloutWorker:
             reads_weights=reads_weights
             or stores_buffers(empty_hf_model(spec.model, spec.config.model.trust_remote_code)),
         )
-        self.sampler = VllmSampler(engine, prompts=_prompts(spec), images=ImageStore(spec.dataset))
+        self._images = ImageStore(spec.dataset)
+        self.sampler = VllmSampler(engine, prompts=_prompts(spec), images=self._images)
 
     def generate(self, requests: Sequence[SampleRequest]) -> Iterator[dict[int, Answer]]:
         """The groups of this rank's engine (``tensor_parallel.answers``)."""
         return answers(self.sampler.generate(requests), self._spec.rank, self._spec.config.rollout.tensor_parallel)
+
+    def add_images(self, dataset: Path) -> None:
+        """``ImageStore.add``"""
+        self._images.add(dataset)
+
+    def reset_sampler_caches(self) -> None:
+        """``VllmSampler.reset_caches``"""
+        self.sampler.reset_caches()
 
     def sync_weights(self, version: int) -> Synced:
         """Receive the tensors that rank 0 sends in ``Worker.sync_weights``."""
@@ -261,9 +279,7 @@ class RolloutWorker:
         return _peak_memory_bytes(self._spec.device)
 
 
-def evaluation_worker(
-    spec: WorkerSpec, *, checkpoint: Path | None, version: int, temperature: float, top_p: float
-) -> RolloutWorker:
+def evaluation_worker(spec: WorkerSpec, *, checkpoint: Path | None, version: int) -> RolloutWorker:
     """One rank of an evaluation, with the weights to evaluate.
 
     Args:
@@ -272,12 +288,9 @@ def evaluation_worker(
     """
     from rlcore.models.checkpoint_weights import CheckpointWeights
 
-    config = spec.config
-    update = {
-        "rollout": config.rollout.model_copy(update={"temperature": temperature, "top_p": top_p}),
-        "model": config.model.model_copy(update={"lora": None}),  # a checkpoint's adapters are merged below
-    }
-    worker = RolloutWorker(replace(spec, config=config.model_copy(update=update)), reads_weights=checkpoint is None)
+    # a checkpoint's adapters are merged into its weights below
+    config = spec.config.model_copy(update={"model": spec.config.model.model_copy(update={"lora": None})})
+    worker = RolloutWorker(replace(spec, config=config), reads_weights=checkpoint is None)
     if checkpoint is None:
         worker.sampler.keep_loaded_weights(version)
     else:

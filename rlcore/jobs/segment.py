@@ -15,11 +15,13 @@ import time
 import traceback
 import uuid
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlcore.errors import HealthError, LeaseLostError, WorkerTraceback
+from rlcore.evaluation.records import cut_records, suite_digest
 from rlcore.failures import EXIT_DONE, EXIT_PREEMPTED, EXIT_STORAGE, exit_code, with_free_space
 from rlcore.files import write_json_atomically
 from rlcore.jobs import spec_file
@@ -150,6 +152,7 @@ def _train_segments(spec: SegmentSpec, stop: StopRequest, lease: Lease) -> int:
         warn_of_changes(spec, start.checkpoint)
     journal = MetricJournal(spec.run_dir / "journal.jsonl")
     journal.cut(start.step)
+    cut_records(spec.run_dir, start.step)
     health = HealthWatch(spec.experiment.health, read_journal(spec.run_dir / "journal.jsonl"), spec.adjustments)
     seconds = CheckpointSeconds()
     with training_run(
@@ -171,8 +174,31 @@ def _train_segments(spec: SegmentSpec, stop: StopRequest, lease: Lease) -> int:
         run.workers.sync_weights(state.step)
         logger.info("the sampler has the weights of step %d", state.step)
         probe = Probe.of(run.problems, run.workers)
+        run = _with_validation(run, spec, stop)
         with Checkpointer(spec, store, run.workers, probe, start=start, seconds=seconds, lease=lease) as checkpoints:
             return _segments_from(start, state, run, stop, checkpoints, health)
+
+
+def _with_validation(run: TrainingRun, spec: SegmentSpec, stop: StopRequest) -> TrainingRun:
+    """The run with its validation problems, if it has any and evaluates while it trains."""
+    from rlcore.data.table import load_problems
+    from rlcore.evaluation.validation import Validation
+
+    if spec.validation is None or spec.experiment.evaluation.every_steps is None:
+        return run
+    dataset = Path(spec.validation.path)
+    run.workers.add_images(dataset)
+    validation = Validation(
+        config=spec.experiment.evaluation,
+        problems=load_problems(dataset),
+        sampler=run.workers,
+        grader=run.grader,
+        run_dir=spec.run_dir,
+        suite=suite_digest(spec.experiment, spec.validation, spec.model),
+        dataset_digest=spec.validation.digest,
+        should_stop=stop.preempted,
+    )
+    return replace(run, validate=validation.evaluate)
 
 
 def _restored(run: TrainingRun, store: LocalCheckpointStore, start: ResumePoint) -> TrainState:
@@ -204,6 +230,8 @@ def _segments_from(
         checkpoints.check()
         return health.broken() or stop()
 
+    if state.step == 0 or config.evaluation.is_due(state.step - config.training.steps_per_batch, state.step):
+        run.validate(state.step)  # a trainer that had to stop may have left it out
     while state.step < config.training.steps:
         if not stop.wants(segment):
             return EXIT_PREEMPTED
@@ -212,6 +240,11 @@ def _segments_from(
         state = train(run, state, until_step=until_step, should_stop=should_stop)
         pause = health.pause_or_raise() if state.step < config.training.steps else None
         complete = pause is None and (state.step == until_step or not stop.preempted())
+        last = state.step == config.training.steps
+        if complete and config.evaluation.is_due_at_segment_end(last=last):
+            # Before the commit, so that the segment's end is published with its evaluation. A trainer that has to stop
+            # leaves it to the next one, and after the last step to the flow.
+            complete = run.validate(state.step) or last
         checkpoints.begin(state, SegmentEnd(segment, first_step, complete))
         if pause is not None:
             raise HealthError(pause)  # the Checkpointer commits this checkpoint when it closes

@@ -251,7 +251,7 @@ def _trainer(ledger: Ledger) -> None:
         ledger.put("segment.keep_checkpoints", int(get("trainer.save_limit")), "trainer.save_limit")
     else:
         ledger.listed("trainer.save_limit", text="the latest segment.keep_checkpoints are kept; keep_every keeps more")
-    ledger.listed("trainer.val_freq", text="evaluated before and after; the deployment evaluate-latest does the rest")
+    foreign.validation(ledger, "trainer.val_freq")
     ledger.same_if("trainer.val_only", False, otherwise="rlflow evaluate RUN")
     ledger.same("trainer.val_generations_to_log", text="completions of every batch are kept and shown")
     ledger.same_if("trainer.save_model_only", False, otherwise="a checkpoint holds all that a resume needs")

@@ -276,6 +276,17 @@ def run(ledger: Ledger) -> None:
     ledger.same_if("trainer.val_before_train", True, otherwise="evaluation comes first, always")
 
 
+def validation(ledger: Ledger, frequency: str) -> None:
+    """How often the trainer evaluates. ``frequency``: the key of the number of rollout batches."""
+    batches_between = int(ledger.get(frequency) or 0)
+    if batches_between <= 0:
+        ledger.listed(frequency, text="evaluation.every_steps: by default before step 1 and at each segment's end")
+        return
+    steps_between = batches_between * ledger.steps_per_batch
+    every = "segment" if steps_between == ledger.out["segment.steps"] else steps_between
+    ledger.put("evaluation.every_steps", every, frequency)
+
+
 def _slug(text: object) -> str:
     """A valid name of an experiment."""
     cleaned = "".join(letter if letter.isalnum() and letter.isascii() else "-" for letter in str(text).lower())

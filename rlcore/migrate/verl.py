@@ -241,7 +241,7 @@ def _trainer(ledger: Ledger) -> None:
     if keep is not None:
         ledger.put("segment.keep_checkpoints", int(keep), "trainer.max_actor_ckpt_to_keep")
     ledger.same("trainer.max_actor_ckpt_to_keep", "trainer.max_critic_ckpt_to_keep", text="no critic")
-    ledger.listed("trainer.test_freq", text="evaluated before and after; the deployment evaluate-latest does the rest")
+    foreign.validation(ledger, "trainer.test_freq")
     ledger.same_if("trainer.balance_batch", True, otherwise="microbatches are always balanced over the workers")
     ledger.same_if("trainer.resume_mode", None, "auto", otherwise="--run-id continues a run from its newest checkpoint")
     ledger.same_if("trainer.default_local_dir", None, otherwise="RLFLOW_DATA_DIR; a run has its folder there")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
@@ -148,6 +149,10 @@ class VllmSampler:
             )
         return prompt
 
+    def reset_caches(self) -> None:
+        """Drop everything that earlier requests left, as a weight sync does: later ones are computed as after it."""
+        self._engine.reset_caches()
+
     def prompt_logprobs(self, sequences: Sequence[ProbeSequence]) -> list[list[float]]:
         """The engine's log-probs (nats, temperature 1) of each sequence's completion tokens, by its current weights."""
         adapter = None if self._lora is None else adapter_request(cast(int, self._version))
@@ -166,6 +171,8 @@ class VllmSampler:
         left = self._budget - len(request.so_far)
         most = left if request.max_tokens is None else min(left, request.max_tokens)
         how: dict[str, object] = {"temperature": 0.0} if request.greedy else {"seed": request.seed & 0x7FFFFFFF}
+        if request.decoding is not None:
+            how |= asdict(request.decoding)
         return {"max_tokens": most, **how}
 
     def _completion(self, request: SampleRequest, done: Decoded, text: str) -> Completion:

@@ -90,6 +90,8 @@ def train(run: TrainingRun, state: TrainState, *, until_step: int, should_stop: 
                 f"the gradient was not finite in {state.nonfinite_in_a_row} steps in a row, the last one step "
                 f"{state.step}. Lower training.learning_rate, or look at reward/ and loss/ of the previous steps."
             )
+        if config.evaluation.is_due(last_step - training.steps_per_batch, state.step):
+            run.validate(state.step)
     return state
 
 

@@ -19,6 +19,11 @@ OnBatch = Callable[[int, Sequence[Group], Sequence[Group]], None]
 trained on, in order."""
 
 
+def _no_validation(step: int) -> bool:
+    """For a run without validation problems."""
+    return True
+
+
 @dataclass(frozen=True, slots=True)
 class TrainingRun:
     """The parts of an experiment, connected."""
@@ -30,6 +35,8 @@ class TrainingRun:
     sink: MetricSink
     on_batch: OnBatch
     adjustments: Adjustments = Adjustments()  # made by rollbacks
+    validate: Callable[[int], bool] = _no_validation
+    """Evaluates the policy of a step, which the sampler holds. False: the trainer has to stop before it is done."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from infra.settings import Settings
 from rlcore.ablation.plan import BASE, Point, survivors
 from rlcore.ablation.results import AblationSummary, Band, PointFailure, PointResult, Row, Status, band_over
 from rlcore.errors import TrainerFailedError
+from rlcore.evaluation.records import read_records
 from rlcore.segment.journal import read_journal
 from tasks.ablation.page import csv_table, draw_differences, draw_learning_curves, markdown_table, table_rows
 from tasks.ablation.runners import point_runner, run_jobs
@@ -121,7 +122,7 @@ def report_ablation(ablation: Ablation) -> AblationSummary:
 
 def _accuracy(ablation: Ablation) -> dict[str, dict[int, dict[int, dict[str, float]]]]:
     """Accuracy by point, steps, seed and problem."""
-    from rlcore.jobs.evaluate import accuracy_per_problem, read_rows
+    from rlcore.evaluation.rows import accuracy_per_problem, read_rows
 
     accuracy: dict[str, dict[int, dict[int, dict[str, float]]]] = {}
     for item in ablation.results():
@@ -148,8 +149,10 @@ def _gpu_hours(ablation: Ablation, point: Point) -> float:
     """Devices times the seconds of all steps and evaluations, including steps that a kill took back."""
     journals = [path for folder in ablation.run_dirs(point) for path in folder.glob("journal*.jsonl")]
     steps = sum(record.metrics.get("time/step", 0.0) for path in journals for record in read_journal(path))
-    evaluations = sum(item.report.seconds for item in _results_of(ablation, point))
-    return point.experiment.resources.devices * (steps + evaluations) / _SECONDS_PER_HOUR
+    by_trainer = [record.report for folder in ablation.run_dirs(point) for record in read_records(folder)]
+    results = [item.report for item in _results_of(ablation, point)]
+    evaluations = {report.table: report.seconds for report in (*by_trainer, *results)}  # a result may be the trainer's
+    return point.experiment.resources.devices * (steps + sum(evaluations.values())) / _SECONDS_PER_HOUR
 
 
 def _curves(ablation: Ablation) -> list[tuple[str, Band]]:

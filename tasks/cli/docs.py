@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt, MaxLen
 from pydantic import BaseModel
@@ -87,19 +87,22 @@ def _tag(model: type[BaseModel]) -> str | None:
 
 def _type(field: FieldInfo) -> str:
     pattern = [item.pattern for item in field.metadata if getattr(item, "pattern", None)]
-    bounds = [
-        f"{sign} {getattr(item, name):g}"
-        for item in field.metadata
-        for kind, name, sign in _BOUNDS
-        if isinstance(item, kind)
+    return ", ".join([_named(field.annotation), *_bounds(field.metadata), *(f"`{text}`" for text in pattern)])
+
+
+def _bounds(metadata: Sequence[Any]) -> list[str]:
+    return [
+        f"{sign} {getattr(item, name):g}" for item in metadata for kind, name, sign in _BOUNDS if isinstance(item, kind)
     ]
-    return ", ".join([_named(field.annotation), *bounds, *(f"`{text}`" for text in pattern)])
 
 
 def _named(annotation: Any) -> str:
     if annotation is NoneType:
         return "null"
     origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        inner = [item for field in arguments[1:] for item in field.metadata]
+        return " ".join([_named(arguments[0]), *_bounds(inner)])
     if origin is Literal:
         return " / ".join(str(item) for item in arguments)
     if origin in (Union, UnionType):

@@ -1,5 +1,5 @@
-"""Send the journal's committed steps to MLflow and other trackers. An outage delays steps; it loses none and never
-stops training."""
+"""Send committed steps, with the evaluations made while training, to MLflow and other trackers. An outage delays them;
+it loses none and never stops training."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class Publishers:
 
     def __init__(self, run: Run, settings: Settings) -> None:
         self._settings = settings
-        self._mlflow = Publisher(lambda: tracker_of(run, settings), run.journal)
+        self._mlflow = Publisher(lambda: tracker_of(run, settings), run.published)
         self._extra: dict[str, ExtraTracker] = {
             name: ExtraTracker(
                 name,
@@ -162,7 +162,7 @@ class Publishers:
 
 
 def _publisher_of(name: str, tracker: ExtraTracker, run: Run) -> Publisher:
-    return Publisher(lambda: tracker, run.journal, name=name, wait_setting="")
+    return Publisher(lambda: tracker, run.published, name=name, wait_setting="")
 
 
 def publish_run(run_id: str, settings: Settings) -> None:

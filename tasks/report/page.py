@@ -67,8 +67,12 @@ PANELS: Mapping[str, tuple[str, ...]] = {
 """Title of each small plot to the metrics in it."""
 
 
-def draw_curves(records: Sequence[StepRecord], before: EvalReport, after: EvalReport) -> Figure:
-    """Small plots of the journal with the evaluations and their intervals, and seconds per phase."""
+def draw_curves(records: Sequence[StepRecord], evaluations: Sequence[EvalReport]) -> Figure:
+    """Small plots of the journal with the evaluations and their intervals, and seconds per phase.
+
+    Args:
+        evaluations: in the order of their steps.
+    """
     figure = Figure(figsize=(13, 8), layout="constrained")
     axes = list(figure.subplots(3, 3).flat)
     for axis, (title, metrics) in zip(axes, PANELS.items(), strict=False):
@@ -76,7 +80,7 @@ def draw_curves(records: Sequence[StepRecord], before: EvalReport, after: EvalRe
             _line(axis, records, name)
         axis.set_title(title, fontsize=10)
     for axis, attribute in ((axes[0], "reward"), (axes[1], "accuracy")):
-        _evaluations(axis, (before, after), attribute)
+        _evaluations(axis, evaluations, attribute)
     _phases(axes[len(PANELS)], records)
     for axis in axes:
         axis.grid(alpha=0.25)
@@ -97,7 +101,8 @@ def _evaluations(axis: Axes, reports: Sequence[EvalReport], attribute: str) -> N
     lows = [middle - getattr(item, f"{attribute}_low") for item, middle in zip(reports, middles, strict=True)]
     highs = [getattr(item, f"{attribute}_high") - middle for item, middle in zip(reports, middles, strict=True)]
     steps = [item.step for item in reports]
-    axis.errorbar(steps, middles, yerr=[lows, highs], fmt="o", capsize=4, color="black", label="held out (95 %)")
+    axis.errorbar(steps, middles, yerr=[lows, highs], fmt="o-", linewidth=1, markersize=4, capsize=3, color="black",
+                  label="held out (95 %)")  # fmt: skip
 
 
 def _phases(axis: Axes, records: Sequence[StepRecord]) -> None:
@@ -273,10 +278,11 @@ def report(
     samples = read_samples(run)
     folder = run.report_dir
     folder.mkdir(parents=True, exist_ok=True)
-    draw_curves(records, before, after).savefig(folder / "curves.png", dpi=110)
-    evaluations = [item.model_dump(mode="json") for item in (before, after)]
-    (folder / "evaluations.json").write_text(json.dumps(evaluations, indent=1))
-    cost = run_cost(run.run_dir, run.experiment, records, (before, after))
+    evaluations = _all_evaluations(run, before, after)
+    draw_curves(records, evaluations).savefig(folder / "curves.png", dpi=110)
+    listed = [item.model_dump(mode="json") for item in evaluations]
+    (folder / "evaluations.json").write_text(json.dumps(listed, indent=1))
+    cost = run_cost(run.run_dir, run.experiment, records, evaluations)
     (folder / "cost.json").write_text(cost.model_dump_json(indent=1))
     lineage = lineage_of(run, model, segments[-1].checkpoint, tracker.mlflow_run_id)
     page = Page(run, summary, before, after, model, validation, samples, cost, lineage)
@@ -288,6 +294,16 @@ def report(
     tracker.log_metrics(cost.metrics(), step=records[-1].step, timestamp_ms=records[-1].timestamp_ms)
     get_logger().info("report: %s", folder / "report.html")
     return summary
+
+
+def _all_evaluations(run: Run, before: EvalReport, after: EvalReport) -> list[EvalReport]:
+    """The evaluations before and after training, and between them those that the trainer made on the same problems."""
+    same = [
+        item.report for item in run.evaluations()
+        if item.report.step not in (before.step, after.step)
+        and (item.report.dataset_digest, item.report.num_problems) == (before.dataset_digest, before.num_problems)
+    ]  # fmt: skip
+    return sorted([before, *same, after], key=lambda report: report.step)
 
 
 def summarize(

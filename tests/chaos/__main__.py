@@ -45,6 +45,7 @@ from tests.stores import BUCKET, s3_server
 _TWO_RANKS = "resources.workers=2"
 # Each disturbance follows a commit. A run goes on for seconds without its head of Ray, its command or its servers.
 _STEPS_PER_DISTURBANCE, _STEPS_MORE = 8, 96
+_EVALUATED_ALONE = ("evaluation.every_steps=null",)  # in a process of its own, which is one of the victims
 _LORA = ("model.lora.rank=8",)
 _PARTIAL = (
     "rollout.partial.tokens_per_round=12",
@@ -104,7 +105,7 @@ def whole(bench: Bench, *, faults: bool) -> None:
     twice = bench.chance.randrange(len(victims.RESTARTING))
     middle[twice] = (victims.RESTARTING[twice], victims.TRAINER_RESUMES)  # a second kill before anything is committed
     disturbances = len(middle) + (2 + len(DAMAGES) if faults else 0)
-    like = bench.undisturbed("whole", WHOLE, (), _STEPS_PER_DISTURBANCE * disturbances + _STEPS_MORE)
+    like = bench.undisturbed("whole", WHOLE, _EVALUATED_ALONE, _STEPS_PER_DISTURBANCE * disturbances + _STEPS_MORE)
     with bench.leg("whole", like, types_again=True, small_disk=faults) as chaos:
         chaos.disturb(victims.COMMAND_STARTS, victims.TRAINER_STARTS, victims.FIRST_SYNC, after_commit=False)
         in_random_order(bench.chance, chaos, middle)

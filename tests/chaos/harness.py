@@ -37,6 +37,7 @@ SMALL = (
     "data.synthetic_problems=256",
     "evaluation.problems=16",
     "evaluation.samples=1",
+    "evaluation.every_steps=8",  # not at the ends of segments: the undisturbed run has only one
 )
 _PATIENCE_SECONDS = 300.0  # for a commit, a recovery
 _END_SECONDS = 900.0  # for a moment that may lie behind all of the training, and for the end

@@ -17,7 +17,17 @@ from pathlib import Path
 from pydantic import BaseModel
 
 from rlcore.artifacts import CheckpointRef, CheckRow, DatasetRef, EvalReport, ModelCheck, ModelRef
+from rlcore.config import ExperimentConfig
 from rlcore.errors import HealthError, RollbackError
+from rlcore.evaluation.records import (
+    TABLE,
+    ValidationRecord,
+    cut_records,
+    read_records,
+    record_folder,
+    suite_digest,
+    write_record,
+)
 from rlcore.failures import EXIT_DIVERGED, EXIT_OUT_OF_MEMORY, EXIT_PREEMPTED, EXIT_STORAGE, exit_code
 from rlcore.files import write_json_atomically
 from rlcore.jobs import job_main
@@ -93,25 +103,28 @@ def _model(folder: Path, source: str) -> ModelRef:
 
 
 def evaluate(spec: EvaluateSpec) -> BaseModel:
-    """Of 8 problems ``FAKE_RIGHT`` (JSON, by step, or by step and learning rate: "4 0.001") says how many are right;
-    else 2 at step 0, 6 later."""
-    from rlcore.jobs.evaluate import EvalRow, write_rows
-
     step = spec.policy.step if isinstance(spec.policy, CheckpointRef) else 0
     note(spec.out_dir.parent.parent, f"evaluate {step}")
-    told, rate = json.loads(os.environ.get("FAKE_RIGHT", "{}")), spec.experiment.training.learning_rate
+    return _report(spec.experiment, step, spec.dataset, spec.policy.path, spec.out_dir / "table.parquet")
+
+
+def _report(experiment: ExperimentConfig, step: int, dataset: DatasetRef, policy: str, table: Path) -> EvalReport:
+    """Of 8 problems ``FAKE_RIGHT`` (JSON, by step, or by step and learning rate: "4 0.001") says how many are right;
+    else 2 at step 0, 6 later."""
+    from rlcore.evaluation.rows import EvalRow, write_rows
+
+    told, rate = json.loads(os.environ.get("FAKE_RIGHT", "{}")), experiment.training.learning_rate
     right = told.get(f"{step} {rate:g}", told.get(str(step), 2 if step == 0 else 6))
     rows = [
         EvalRow(f"p{index}", 0, "q", "a", "c", float(index < right), float(index < right), None, True, "stop", 3)
         for index in range(8)
     ]
-    table = spec.out_dir / "table.parquet"
     write_rows(rows, table)
     accuracy = right / 8
     return EvalReport(
-        policy=spec.policy.path,
+        policy=policy,
         step=step,
-        dataset_digest=spec.dataset.digest,
+        dataset_digest=dataset.digest,
         num_problems=8,
         samples_per_problem=1,
         accuracy=accuracy,
@@ -126,6 +139,17 @@ def evaluate(spec: EvaluateSpec) -> BaseModel:
         seconds=0.1,
         at=time.time(),
     )
+
+
+def _validate(spec: SegmentSpec, step: int) -> None:
+    known = [record.report.step for record in read_records(spec.run_dir)]
+    if spec.validation is None or spec.experiment.evaluation.every_steps is None or step in known:
+        return
+    note(spec.run_dir.parent.parent, f"validate {step}")
+    table = record_folder(spec.run_dir, step) / TABLE
+    report = _report(spec.experiment, step, spec.validation, str(spec.run_dir), table)
+    suite = suite_digest(spec.experiment, spec.validation, spec.model)
+    write_record(spec.run_dir, ValidationRecord(suite=suite, report=report))
 
 
 def train(spec_path: Path) -> int:
@@ -162,8 +186,11 @@ def _train(spec: SegmentSpec, lease: Lease) -> int:
     step, segment, first_step = start.step, start.segment, start.first_step
     journal = MetricJournal(spec.run_dir / "journal.jsonl")
     journal.cut(step)
+    cut_records(spec.run_dir, step)
     config = spec.experiment
     health = HealthWatch(config.health, read_journal(spec.run_dir / "journal.jsonl"), spec.adjustments)
+    if step == 0:
+        _validate(spec, 0)
     while step < config.training.steps:
         if not stop.wants(segment):
             return EXIT_PREEMPTED
@@ -183,6 +210,8 @@ def _train(spec: SegmentSpec, lease: Lease) -> int:
             health.step(step, metrics)
             pause = health.pause_or_raise() if step < config.training.steps else None
         complete = pause is None and (step == until or not stop.preempted())
+        if complete and config.evaluation.is_due_at_segment_end(last=step == config.training.steps):
+            _validate(spec, step)
         _commit(spec, store, step, SegmentEnd(segment, first_step, complete))
         if pause:
             raise HealthError(pause)

@@ -21,7 +21,7 @@ SMALL = ["training.steps=5", "segment.steps=2", "data.template=math"]
 
 ORDER = [
     "prepare train", "resize raw-train", "prepare validation", "resize raw-validation", "bootstrap",
-    "check", "evaluate 0", "train from segment 0", "evaluate 5", "merge 5",
+    "check", "train from segment 0", *(f"validate {step}" for step in (0, 2, 4, 5)), "merge 5",
 ]  # fmt: skip
 
 

@@ -11,6 +11,7 @@ import pytest
 from mlflow import MlflowClient
 from prefect import task
 
+from flows.evaluate import evaluate_run
 from flows.train_grpo import train_grpo
 from infra import processes
 from infra.settings import Settings
@@ -46,13 +47,41 @@ def test_steps_run_in_order_and_a_second_run_repeats_only_training(data_dir: Pat
     client = MlflowClient(tracking_uri=Settings().tracking_uri)
     points = client.get_metric_history(summary.mlflow_run_id, "reward/mean")
     assert [point.step for point in points] == [1, 2, 3, 4, 5]
-    assert len(client.get_metric_history(summary.mlflow_run_id, "eval/accuracy")) == 2
+    evaluated = client.get_metric_history(summary.mlflow_run_id, "eval/accuracy")  # each once, sent twice
+    assert [(point.step, point.value) for point in evaluated] == [(0, 0.25), (2, 0.75), (4, 0.75), (5, 0.75)]
+    for point in evaluated:
+        tables = client.list_artifacts(summary.mlflow_run_id, f"eval/step-{point.step:06d}")
+        assert [Path(table.path).name for table in tables] == ["completions.parquet"]
+    shown = json.loads((data_dir / "runs" / "first" / "report" / "evaluations.json").read_text())
+    assert [(item["step"], item["accuracy"]) for item in shown] == [(0, 0.25), (2, 0.75), (4, 0.75), (5, 0.75)]
     run = client.get_run(summary.mlflow_run_id)
     assert run.info.status == "FINISHED"
     assert run.data.tags["rlflow.dataset_digest"] == "resized-raw-train"
 
     train_grpo("grpo-geo3k-tiny", overrides=SMALL, run_id="second")
-    assert calls(data_dir) == [*ORDER, "train from segment 0", "evaluate 5", "merge 5"]
+    assert calls(data_dir) == [*ORDER, *ORDER[ORDER.index("train from segment 0") :]]
+
+
+def test_evaluations_by_the_trainer_are_not_repeated_unless_they_are_others(data_dir: Path) -> None:
+    train_grpo("grpo-geo3k-tiny", overrides=[*SMALL, "evaluation.every_steps=4"], run_id="own")
+    assert [line for line in calls(data_dir) if "val" in line.split()[0]] == ["validate 0", "validate 5"]
+    before = calls(data_dir)
+    assert evaluate_run("own").accuracy == 0.75
+    assert evaluate_run("own", overrides=["evaluation.every_steps=null"]).accuracy == 0.75
+    assert calls(data_dir) == before
+    evaluate_run("own", overrides=["evaluation.samples=3"])
+    assert calls(data_dir) == [*before, "evaluate 5"]
+
+
+def test_without_evaluations_by_the_trainer_there_are_those_before_and_after(data_dir: Path) -> None:
+    summary = train_grpo("grpo-geo3k-tiny", overrides=[*SMALL, "evaluation.every_steps=null"], run_id="none")
+    assert [line for line in calls(data_dir) if line.split()[0] in ("evaluate", "train", "validate")] == [
+        "evaluate 0", "train from segment 0", "evaluate 5"
+    ]  # fmt: skip
+    assert (summary.accuracy_before, summary.accuracy_after) == (0.25, 0.75)
+    client = MlflowClient(tracking_uri=Settings().tracking_uri)
+    points = client.get_metric_history(summary.mlflow_run_id, "eval/accuracy")
+    assert [(point.step, point.value) for point in points] == [(0, 0.25), (5, 0.75)]
 
 
 def test_a_killed_trainer_is_replaced_and_goes_on_from_its_checkpoint(
@@ -159,12 +188,14 @@ def test_an_interrupt_between_two_segments_lets_the_trainer_commit_too(
 ) -> None:
     whole = training.train_segment
 
-    def interrupted(run: Run, dataset: DatasetRef, model: ModelRef, index: int) -> SegmentManifest:
+    def interrupted(
+        run: Run, dataset: DatasetRef, model: ModelRef, index: int, validation: DatasetRef
+    ) -> SegmentManifest:
         if index == 1:
             while len(run.journal()) < 4:  # the trainer has gone on by itself
                 time.sleep(0.05)
             raise KeyboardInterrupt
-        return whole(run, dataset, model, index)
+        return whole(run, dataset, model, index, validation)
 
     monkeypatch.setattr("flows.train_grpo.train_segment", interrupted)
     monkeypatch.setenv("FAKE_STEP_SECONDS", "0.3")

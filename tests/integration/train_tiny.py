@@ -14,6 +14,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 from rlcore.process import making_what_stays
@@ -25,6 +26,7 @@ with making_what_stays():
     from rlcore.distributed.cluster import start_ray, stop_ray
     from rlcore.distributed.group import WorkerGroup
     from rlcore.distributed.worker import make_worker
+    from rlcore.evaluation.validation import Validation
     from rlcore.rollout.groups import Group
     from rlcore.segment.journal import MetricJournal
     from rlcore.training.loop import train
@@ -86,6 +88,10 @@ def main(settings: dict[str, object]) -> None:
         workers.sync_weights(state.step)
         grader = LetterGrader(coarse=bool(settings.get("coarse")))
         run = TrainingRun(config, load_problems(dataset), workers, grader, MetricJournal(out / "journal.jsonl"), keep)
+        if settings["validation"]:
+            validation = _validation(run, out, Path(str(settings["validation"])))
+            run = replace(run, validate=validation.evaluate)
+            run.validate(state.step)
         for name, until in {"cut": settings["cut"], "checkpoint": settings["until"]}.items():
             if until is None:
                 continue
@@ -101,6 +107,20 @@ def main(settings: dict[str, object]) -> None:
     if settings["cut"] is not None:
         result["weights_at_cut"] = _digest(out / "cut", settings)
     (out / "result.json").write_text(json.dumps(result))
+
+
+def _validation(run: TrainingRun, out: Path, dataset: Path) -> Validation:
+    run.workers.add_images(dataset)
+    return Validation(
+        config=run.config.evaluation,
+        problems=load_problems(dataset),
+        sampler=run.workers,
+        grader=run.grader,
+        run_dir=out,
+        suite="",
+        dataset_digest="",
+        should_stop=lambda: False,
+    )
 
 
 def _digest(checkpoint: Path, settings: dict[str, object]) -> str:

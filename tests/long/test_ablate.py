@@ -75,8 +75,8 @@ def test_a_killed_ablation_goes_on_drops_the_worse_half_and_survives_a_point_tha
     # at the step that each has reached: 1 - 3 and 7 - 3 of 8; four equal gains: 2 of 16 signs
     assert [row.difference for row in summary.rows] == [None, -2 / 8, 4 / 8]
     assert [row.p for row in summary.rows] == [None, 2 / 4, 2 / 16]
-    # two steps of 0.2 s on two devices, and an evaluation of 0.1 s
-    assert summary.rows[1].gpu_hours == pytest.approx(2 * (2 * 0.2 + 0.1) / 3600)
+    # two steps of 0.2 s on two devices, and two evaluations of 0.1 s, before step 1 and at the end
+    assert summary.rows[1].gpu_hours == pytest.approx(2 * (2 * 0.2 + 2 * 0.1) / 3600)
 
     counted = Counter((tmp_path / "data" / "calls.txt").read_text().splitlines())
     shared = ("prepare train", "resize raw-train", "prepare validation", "resize raw-validation", "bootstrap")

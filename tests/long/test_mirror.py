@@ -106,6 +106,7 @@ def test_a_machine_that_has_nothing_goes_on_from_the_store_as_the_same_run(store
     assert store.sealed_below("runs/moved/checkpoints") == steps(2, 4, 5), "as on this disk: the fake trainer keeps all"
     names = store.files_below("runs/moved")
     assert {"finished", "journal.jsonl", "report/report.html", "segments/0002.json", "trainer.log"} <= set(names)
+    assert {"validation/step-000005/report.json", "validation/step-000005/completions.parquet"} <= set(names)
     assert not {"lease.json", "control.json", "mirror.json"} & set(names)
     artifacts = MlflowClient(tracking_uri=Settings().tracking_uri).get_run(first.mlflow_run_id).info.artifact_uri
     assert artifacts.startswith(f"{store.uri}/mlflow/"), "with a database and no server, MLflow itself takes ./mlruns"
@@ -121,10 +122,10 @@ def test_a_machine_that_has_nothing_goes_on_from_the_store_as_the_same_run(store
     summary = train_grpo("grpo-geo3k-tiny", steps=9, overrides=["segment.steps=3", *SMALL[2:]], run_id="moved")
     assert (summary.steps, summary.segments) == (9, 5)
     assert trainings(data_dir) == ["train from segment 3"]
-    assert not [line for line in calls(data_dir) if line in ("evaluate 0", "merge 5")], "found in the store"
+    assert not [line for line in calls(data_dir) if line in ("evaluate 0", "validate 0", "merge 5")], "in the store"
     assert summary.mlflow_run_id == first.mlflow_run_id
     assert published(first.mlflow_run_id) == list(range(1, 10))
-    assert published(first.mlflow_run_id, "eval/accuracy") == [0, 5, 9]
+    assert published(first.mlflow_run_id, "eval/accuracy") == [0, 2, 4, 5, 8, 9]
     assert store.sealed_below("runs/moved/checkpoints") == steps(5, 8, 9), "two are kept, and what is on this disk"
     assert {name: json.loads((segments / name).read_text()) for name in before} == before
     (change,) = map(json.loads, (data_dir / "runs" / "moved" / "changes.jsonl").read_text().splitlines())

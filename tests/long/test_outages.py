@@ -29,7 +29,6 @@ from infra.settings import Settings
 from infra.stack.login import login_of
 from infra.stack.servers import Server, mlflow_command, prefect_command, start_server, wait_healthy
 from rlcore.segment.journal import read_journal
-from tasks import evaluate as evaluation
 from tasks import open as tracking
 from tests.flows.interpreter import fake_interpreter
 from tests.ports import reserved_port
@@ -188,11 +187,11 @@ STEPS: list[tuple[Any, str, int]] = [
     (flow_module, "bootstrap_policy", 1),
     (flow_module, "check_model", 1),
     (flow_module, "describe_run", 1),
-    (flow_module, "evaluate_and_log", 1),
-    (evaluation, "log_evaluation", 1),
     (flow_module, "train_segment", 1),
+    (flow_module, "log_validation", 1),
+    (flow_module, "log_validation", 2),
+    (flow_module, "evaluate_and_log", 1),
     (flow_module, "evaluate_and_log", 2),
-    (evaluation, "log_evaluation", 2),
     (flow_module, "merge_checkpoint", 1),
     (flow_module, "register_model", 1),
     (flow_module, "report", 1),

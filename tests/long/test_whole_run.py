@@ -112,7 +112,7 @@ def test_a_killed_run_ends_whole_evaluated_and_registered(place: Place, ended: U
     version = client.get_model_version_by_alias("grpo-geo3k-tiny", "verified")
     assert version.tags["rlflow.run_id"] == run.run_id
     points = client.get_metric_history(version.run_id, "eval/accuracy")
-    assert sorted(point.step for point in points) == [0, 4]
+    assert sorted(point.step for point in points) == [0, 2, 4]
     artifacts = {item.path for item in client.list_artifacts(version.run_id, "report")}
     assert "report/report.html" in artifacts
     if place.parts.s3 is not None:
@@ -121,7 +121,8 @@ def test_a_killed_run_ends_whole_evaluated_and_registered(place: Place, ended: U
         kept = [path.name for path in LocalCheckpointStore(run.run_dir, run.run_id).newest_first()]
         assert {f"runs/{run.run_id}/checkpoints/{name}/.sealed.json" for name in kept} <= set(below)
         assert any(name.startswith("mlflow/") and name.endswith("report/report.html") for name in below)
-        for kind in ("datasets", "evaluations", "models/tiny-", "models/merged-"):
+        assert f"runs/{run.run_id}/validation/step-000004/report.json" in below
+        for kind in ("datasets", "models/tiny-", "models/merged-"):
             assert any(name.startswith(kind) and name.endswith("/.sealed.json") for name in below), kind
 
 

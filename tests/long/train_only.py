@@ -23,9 +23,10 @@ def train_only(experiment: form.Experiment, overrides: form.Overrides, run_id: f
     config = form.configure(experiment, overrides)
     preflight(config)
     run = open_run(config, run_id)
-    train, start = prepare_and_resize(config, "train"), bootstrap_policy(config.model)
+    train, validation = prepare_and_resize(config, "train"), prepare_and_resize(config, "validation")
+    start = bootstrap_policy(config.model)
     with track_run(run):
-        return train_all_segments(run, train, start)[-1]
+        return train_all_segments(run, train, start, validation)[-1]
 
 
 def main(

@@ -12,7 +12,7 @@ from infra.settings import Settings
 from rlcore.ablation.plan import Job
 from rlcore.artifacts import EvalReport
 from rlcore.errors import ConfigError, DivergedError, TrainerFailedError, WorkerLostError
-from rlcore.jobs.evaluate import EvalRow, write_rows
+from rlcore.evaluation.rows import EvalRow, write_rows
 from rlcore.segment.journal import StepRecord
 from tasks.ablation import steps as ablating
 from tasks.ablation.steps import choose_points, report_ablation

@@ -6,7 +6,15 @@ import numpy as np
 import pytest
 
 from rlcore.ablation.table import PointNumbers, differences_at, make_rows
-from rlcore.evaluation import adjusted, compare, compare_seeds, crossed_interval, estimate, mean_difference, sign_flip_p
+from rlcore.evaluation.intervals import (
+    adjusted,
+    compare,
+    compare_seeds,
+    crossed_interval,
+    estimate,
+    mean_difference,
+    sign_flip_p,
+)
 
 
 def named(*values: float) -> dict[str, float]:

@@ -179,6 +179,22 @@ def test_the_store_keeps_a_number_of_bytes(tmp_path):
     assert small.read(first) is not small.read(first)
 
 
+def test_a_store_reads_the_images_of_every_dataset_that_it_is_given(tmp_path):
+    folders = [tmp_path / "train", tmp_path / "validation"]
+    for seed, folder in enumerate(folders):
+        folder.mkdir()
+        folders[seed] = Path(resize(spec_for(prepared(folder, [[encode(noise(60, 60, seed))]]))).path)
+    first, second = folders
+    refs = [load_problems(folder)[0].images[0] for folder in (first, second)]
+    store = ImageStore(first)
+    with pytest.raises(StorageError, match="missing"):
+        store.read(refs[1])
+    store.add(second)
+    for both in (store, pickle.loads(pickle.dumps(store))):
+        for folder, ref in zip((first, second), refs, strict=True):
+            assert both.read(ref).tobytes() == ImageStore(folder).read(ref).tobytes()
+
+
 def test_the_store_checks_what_it_reads(tmp_path):
     raw = prepared(tmp_path, [[encode(noise(60, 60))]])
     folder = Path(resize(spec_for(raw)).path)

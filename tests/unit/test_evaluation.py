@@ -1,18 +1,18 @@
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from itertools import combinations
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 
 from rlcore.config import EvaluationConfig
-from rlcore.errors import RewardError
-from rlcore.evaluation import (
-    bootstrap_difference,
-    bootstrap_interval,
-)
-from rlcore.jobs.evaluate import EvalRow, evaluate, read_rows, sample_seed, summarise, write_rows
-from rlcore.types import Completion, Problem, SampledGroup, SampleRequest, Score
+from rlcore.errors import ConfigError, RewardError
+from rlcore.evaluation.intervals import bootstrap_difference, bootstrap_interval
+from rlcore.evaluation.report import metrics_of, pass_at_k, summarise
+from rlcore.evaluation.rows import EvalRow, evaluate, read_rows, sample_seed, write_rows
+from rlcore.types import Completion, Decoding, Problem, SampledGroup, SampleRequest, Score
 
 # ---- bootstrap
 
@@ -142,6 +142,12 @@ def test_seeds_are_distinct_stable_and_do_not_depend_on_what_else_is_sampled():
     assert sample_seed(0, "p0", 0) == 748166489  # must never change, or old reports cannot be repeated
 
 
+def test_every_request_has_the_decoding_of_the_evaluation():
+    sampler = FakeSampler()
+    evaluate(sampler, FakeGrader(), _problems(2), EvaluationConfig(temperature=0.6, top_p=0.95, samples=2))
+    assert [request.decoding for request in sampler.requests] == [Decoding(temperature=0.6, top_p=0.95)] * 4
+
+
 def _summary(rows):
     return summarise(rows, policy="ckpt", step=20, dataset_digest="d", table="t.parquet", seconds=1.5, at=9.0)
 
@@ -159,6 +165,58 @@ def test_the_report_by_hand():
     assert (report.policy, report.step, report.table, report.seconds, report.at) == ("ckpt", 20, "t.parquet", 1.5, 9.0)
 
 
+def _row(problem: str, sample: int, accuracy: float | None, tokens: int = 3, group: str | None = None) -> EvalRow:
+    return EvalRow(problem, sample, "q", "a", "c", 0.0, accuracy, None, accuracy is not None, "stop", tokens, group)
+
+
+def test_pass_at_k_is_the_share_of_subsets_with_a_right_sample():
+    for samples, right, k in [(4, 1, 2), (6, 2, 3), (5, 0, 2), (5, 4, 2), (3, 3, 3)]:
+        subsets = list(combinations(range(samples), k))
+        having = sum(any(place < right for place in subset) for subset in subsets)
+        assert pass_at_k(samples, right, k) == pytest.approx(having / len(subsets))
+
+
+def test_details_by_hand():
+    rows = [_row("a", i, right, 10) for i, right in enumerate([1.0, 0.0, 0.0, 0.0, None, 0.0])]
+    rows += [_row("b", i, right, 40) for i, right in enumerate([1.0, 1.0, 0.0, 0.0, 0.0, 0.0])]
+    metrics = metrics_of(_summary(rows))
+    # of 15 pairs, 5 hold the one right sample of a; 1 - 6/15 = 9 hold one of the two of b
+    assert metrics["pass_at_2"] == pytest.approx((5 / 15 + 9 / 15) / 2)
+    assert metrics["pass_at_4"] == pytest.approx((4 / 6 + (1 - 1 / 15)) / 2)  # of b, 1 of 15 has neither
+    assert metrics["pass_at_6"] == 1.0
+    assert (metrics["pass_at_2_low"], metrics["pass_at_2_high"]) == pytest.approx((5 / 15, 9 / 15))
+    assert metrics["completion_tokens_mean"] == 25
+    assert {name for name in metrics if name.startswith("pass_at_")} == {
+        f"pass_at_{k}{end}" for k in (2, 4, 6) for end in ("", "_low", "_high")
+    }
+    assert metrics["accuracy"] == pytest.approx((1 / 6 + 2 / 6) / 2)
+    one_each = metrics_of(_summary([_row("a", 0, 1.0), _row("b", 0, 0.0)]))
+    assert not [name for name in one_each if name.startswith("pass_at_")]  # pass@1 is the accuracy
+
+
+def test_each_group_has_its_accuracy_and_a_name_that_mlflow_takes():
+    rows = [
+        _row("a", 0, 1.0, group="algebra"), _row("b", 0, 0.0, group="geo/2d: x"),
+        _row("c", 0, 0.0, group="algebra"), _row("d", 0, 1.0),
+    ]  # fmt: skip
+    metrics = metrics_of(_summary(rows))
+    groups = {name: value for name, value in metrics.items() if name.startswith("group/")}
+    assert {name for name in groups if name.endswith("accuracy")} == {
+        "group/algebra/accuracy", "group/geo_2d_ x/accuracy"
+    }  # fmt: skip
+    assert groups["group/algebra/accuracy"] == 0.5
+    assert (groups["group/algebra/accuracy_low"], groups["group/algebra/accuracy_high"]) == (0.0, 1.0)
+    assert groups["group/geo_2d_ x/accuracy"] == 0.0
+
+
+def test_groups_are_read_from_the_column_and_a_wrong_one_is_named():
+    problems = [replace(p, extra={"level": n % 2}) for n, p in enumerate(_problems(2))]
+    rows = evaluate(FakeSampler(), FakeGrader(), problems, EvaluationConfig(group_column="level"))
+    assert [row.group for row in rows] == ["0", "1"]
+    with pytest.raises(ConfigError, match=r"'levle', and no validation problem has this column.*own: level\."):
+        evaluate(FakeSampler(), FakeGrader(), problems, EvaluationConfig(group_column="levle"))
+
+
 def test_uneven_or_no_rows_are_refused():
     rows = evaluate(FakeSampler(), FakeGrader(), _problems(2), EvaluationConfig(samples=2))
     with pytest.raises(ValueError, match=r"same number of samples, found \[1, 2\]"):
@@ -173,6 +231,14 @@ def test_rows_survive_parquet(tmp_path):
     write_rows(rows, path)
     assert read_rows(path) == rows
     assert [file.name for file in path.parent.iterdir()] == ["rows.parquet"]
+
+
+def test_a_table_from_before_there_were_groups_is_read(tmp_path):
+    rows = evaluate(FakeSampler(), FakeGrader(("accuracy",)), _problems(2), EvaluationConfig())
+    write_rows(rows, tmp_path / "new.parquet")
+    old = pq.read_table(tmp_path / "new.parquet").drop_columns(["group"])
+    pq.write_table(old, tmp_path / "old.parquet")
+    assert read_rows(tmp_path / "old.parquet") == rows
 
 
 def test_a_reward_without_accuracy_is_named():

@@ -109,6 +109,14 @@ def test_easyr1s_geometry_run_is_grpo_geo3k(easyr1: Path) -> None:
     }
 
 
+@pytest.mark.parametrize(("frequency", "every"), [(5, "segment"), (3, 12), (-1, "segment")])
+def test_validation_comes_as_often(easyr1: Path, frequency: int, every: int | str) -> None:
+    """Theirs counts rollout batches of four optimizer steps, and a checkpoint comes every five."""
+    found = from_easyr1(read_foreign(easyr1, [f"trainer.val_freq={frequency}"]))
+    assert found.experiment.evaluation.every_steps == every
+    assert ("trainer.val_freq" in {note.key for note in found.having("listed")}) == (frequency < 0)
+
+
 def test_every_key_is_accounted_for_once(easyr1: Path) -> None:
     given = read_foreign(easyr1, [])
     notes = from_easyr1(given).notes
@@ -121,7 +129,6 @@ def test_what_has_no_equivalent_is_said(easyr1: Path) -> None:
     listed = {note.key: note.text for note in from_easyr1(read_foreign(easyr1, [])).having("listed")}
     assert listed["trainer.colour"] == "unknown to this translation"
     assert "RLFLOW_TRACKERS" in listed["trainer.logger"]
-    assert "evaluate-latest" in listed["trainer.val_freq"]
 
 
 def test_dotted_arguments_count_over_the_file_and_bring_every_choice(easyr1: Path) -> None:

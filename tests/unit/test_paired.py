@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from rlcore.evaluation import compare
-from rlcore.jobs.evaluate import EvalRow, accuracy_per_problem
+from rlcore.evaluation.intervals import compare
+from rlcore.evaluation.rows import EvalRow, accuracy_per_problem
 
 
 def named(*values: float) -> dict[str, float]:

@@ -233,16 +233,17 @@ def test_curves_show_the_journal_the_evaluations_and_the_seconds_of_each_phase()
         StepRecord(2, 2, {"reward/mean": 0.5, "time/step": 9.0, "time/update": 4.0, "time/generate": 3.0}),
         StepRecord(3, 3, {"reward/mean": 0.75, "time/step": 9.0, "time/update": 5.0, "time/generate_beside": 2.0}),
     ]
-    axes = draw_curves(records, BEFORE, AFTER).axes
+    middle = AFTER.model_copy(update={"step": 10, "accuracy": 0.5, "accuracy_low": 0.375, "accuracy_high": 0.625})
+    axes = draw_curves(records, [BEFORE, middle, AFTER]).axes
     lines = {line.get_label(): line.get_xydata().tolist() for axis in axes for line in axis.lines}
     assert lines["reward/mean"] == [[1, 0.25], [2, 0.5], [3, 0.75]]
     assert lines["loss/kl_ref"] == [[1, 0.5]]
     assert "loss/kl_old" not in lines
     reward, accuracy = axes[0].containers[0], axes[1].containers[0]
-    assert reward.lines[0].get_xydata().tolist() == [[0, 0.5], [20, 0.625]]
-    assert accuracy.lines[0].get_xydata().tolist() == [[0, 0.25], [20, 0.75]]
+    assert reward.lines[0].get_xydata().tolist() == [[0, 0.5], [10, 0.625], [20, 0.625]]
+    assert accuracy.lines[0].get_xydata().tolist() == [[0, 0.25], [10, 0.5], [20, 0.75]]
     bars = [segment.tolist() for segment in accuracy.lines[2][0].get_segments()]
-    assert bars == [[[0, 0.1875], [0, 0.375]], [[20, 0.6875], [20, 0.875]]]
+    assert bars == [[[0, 0.1875], [0, 0.375]], [[10, 0.375], [10, 0.625]], [[20, 0.6875], [20, 0.875]]]
     assert reward.get_label() == "held out (95 %)"
     phases = axes[8]
     assert [area.get_label() for area in phases.collections] == ["generate", "update"]

@@ -98,6 +98,16 @@ def test_what_a_tracker_has_taken_is_read_from_a_whole_file_alone(
     assert "tensorboard.json is damaged" in caplog.text
 
 
+def test_an_evaluation_before_step_1_is_sent_with_the_first_steps_and_once(open_run: Open) -> None:
+    tracker = open_run("from-zero")
+    everything = [StepRecord(0, 1_600_000_000_000, {"reward/mean": 0.0}), *records(4)]
+    assert tracker.publish(everything, through_step=2) == 2
+    assert tracker.publish(everything, through_step=4) == 4
+    (tracker._run_dir / "mlflow.json").unlink()
+    assert open_run("from-zero").publish(everything, through_step=4) == 4
+    assert history(tracker) == [(step, step / 10) for step in range(5)]
+
+
 def test_each_step_is_there_exactly_once_after_repeated_publishing(open_run: Open) -> None:
     tracker = open_run("repeat")
     assert tracker.publish(records(6), through_step=4) == 4

@@ -25,6 +25,7 @@ from rlcore.artifacts import DatasetRef, ModelRef
 from rlcore.config import ExperimentConfig
 from rlcore.data.table import PreparedRow, write_rows
 from rlcore.errors import DivergedError
+from rlcore.evaluation.records import read_records
 from rlcore.failures import EXIT_DIVERGED, EXIT_DONE, EXIT_PAUSED, EXIT_PREEMPTED, EXIT_ROLLBACK, EXIT_UNKNOWN
 from rlcore.jobs.segment import StopRequest, live_stacks, main
 from rlcore.process import SIGNAL
@@ -65,9 +66,14 @@ class Run:
         self,
         before_update: Callable[[int], object] = lambda number: None,
         adjustments: Adjustments | None = None,
+        before_evaluation: Callable[[int], object] | None = None,
         **parts: object,
     ) -> int:
-        """The exit code of one trainer of five steps in segments of two."""
+        """The exit code of one trainer of five steps in segments of two. With ``before_evaluation`` it evaluates."""
+        dataset = DatasetRef(
+            path=str(self.root), digest="d", source="test", num_problems=24, num_rejected=0, num_images=0,
+            max_prompt_tokens=2,
+        )  # fmt: skip
         spec = SegmentSpec(
             run_id="run",
             run_dir=self.dir,
@@ -76,16 +82,14 @@ class Run:
                 segment={"steps": 2, "keep_checkpoints": 9},
                 **parts,
             ),
-            dataset=DatasetRef(
-                path=str(self.root), digest="d", source="test", num_problems=24, num_rejected=0, num_images=0,
-                max_prompt_tokens=2,
-            ),
+            dataset=dataset,
+            validation=dataset if before_evaluation is not None else None,
             model=ModelRef(path=str(self.root), digest="m", source="tiny", num_parameters=1),
             adjustments=adjustments or Adjustments(),
-        )  # fmt: skip
+        )
         path = self.root / "spec.json"
         path.write_text(spec.model_dump_json())
-        self.rank = ToyRank(before_update)
+        self.rank = ToyRank(before_update, before_evaluation or (lambda number: None))
         self.monkeypatch.setattr(rlcore.training.assemble, "graded_ranks", started(self.rank, self.on_start))
         return main(path)
 
@@ -98,7 +102,7 @@ class Run:
 
     def segments(self) -> list[tuple[int, int, bool]]:
         """First and last step of each, and whether it is complete."""
-        found = [self.manifest(number) for number in range(len(list((self.dir / "segments").iterdir())))]
+        found = [self.manifest(number) for number in range(len(list(self.dir.glob("segments/*.json"))))]
         return [(manifest.first_step, manifest.last_step, manifest.complete) for manifest in found]
 
     def checkpoints(self) -> list[str]:
@@ -192,6 +196,59 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been_stopped(
 
     assert stopped.train() == EXIT_DONE  # there is nothing left to train
     assert stopped.rank.calls == ["load step-000005", "sync_weights 5", "closed"]
+
+
+@pytest.mark.parametrize(
+    ("every", "steps"), [("segment", [0, 2, 4, 5]), (1, [0, 1, 2, 3, 4, 5]), (3, [0, 3, 5]), (None, [])]
+)
+def test_the_trainer_evaluates_when_it_is_due_and_trains_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: int | str | None, steps: list[int]
+) -> None:
+    plain, evaluated = (Run(tmp_path / name, monkeypatch) for name in ("plain", "evaluated"))
+    assert plain.train() == EXIT_DONE
+    evaluation = {"every_steps": every, "problems": 3}
+    assert evaluated.train(before_evaluation=lambda number: None, evaluation=evaluation) == EXIT_DONE
+    assert [record.report.step for record in read_records(evaluated.dir)] == steps
+    assert evaluated.metrics() == plain.metrics()
+    assert evaluated.weights() == plain.weights()
+    wanted = ["sync_weights 0", *(["add_images evaluated"] if steps else []), *_evaluation(0, steps)]
+    for step in range(1, 6):
+        wanted += ["generate", "update", f"sync_weights {step}", *_evaluation(step, steps)]
+    assert evaluated.rank.calls == [*wanted, "closed"]
+
+
+def _evaluation(step: int, steps: list[int]) -> list[str]:
+    return ["evaluate", "reset"] if step in steps else []
+
+
+@pytest.mark.parametrize(
+    ("every", "interrupted", "left"),
+    [
+        ("segment", 0, []),  # step 0
+        ("segment", 2, [(0, 2, True), (2, 4, False)]),  # step 4
+        ("segment", 3, [(0, 2, True), (2, 4, True), (4, 5, True)]),  # step 5, the last
+        (3, 1, [(0, 2, True), (2, 3, False)]),  # step 3, in the middle of a segment
+    ],
+)
+def test_a_trainer_that_has_to_stop_leaves_its_evaluation_to_the_next_one(
+    run: Run, every: int | str, interrupted: int, left: list[tuple[int, int, bool]]
+) -> None:
+    def stop(number: int) -> None:
+        if number == interrupted + 1:
+            run.control.beat(99, stop=True)
+
+    evaluation = {"every_steps": every, "problems": 3}
+    code = run.train(before_evaluation=stop, evaluation=evaluation)
+    assert (code, run.segments()) == (EXIT_DONE if len(left) == 3 else EXIT_PREEMPTED, left)
+    assert len(read_records(run.dir)) == interrupted
+    before = [record.report for record in read_records(run.dir)]
+    run.control.beat(99)
+    assert run.train(before_evaluation=lambda number: None, evaluation=evaluation) == EXIT_DONE
+    assert run.segments() == [(0, 2, True), (2, 4, True), (4, 5, True)]
+    after = [record.report for record in read_records(run.dir)]
+    assert after[:interrupted] == before
+    due = {"segment": [0, 2, 4, 5], 3: [0, 3, 5]}[every]
+    assert [report.step for report in after] == (due[:-1] if len(left) == 3 else due)  # the flow evaluates the last
 
 
 def test_a_driver_that_wants_no_further_segment_gets_none(run: Run) -> None:

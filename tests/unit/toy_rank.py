@@ -27,6 +27,7 @@ class ToyRank:
     """A rank's worker, and its policy. ``calls`` has the names of what ``WorkerGroup`` calls, in order."""
 
     before_update: Callable[[int], object] = lambda number: None  # gets the number of this process's update
+    before_evaluation: Callable[[int], object] = lambda number: None
     weights: float = 1.0
     sampler_weights: float | None = None
     calls: list[str] = dataclasses.field(default_factory=list)
@@ -51,7 +52,9 @@ class ToyRank:
 
     def generate(self, requests: Sequence[SampleRequest]) -> Iterator[dict[int, SampledGroup]]:
         assert self.sampler_weights == self.weights, "the sampler does not hold the trainer's weights"
-        self.calls.append("generate")
+        self.calls.append("generate" if requests[0].decoding is None else "evaluate")
+        if self.calls[-1] == "evaluate":
+            self.before_evaluation(self.calls.count("evaluate"))
         self.seeds += [request.seed for request in requests]
         yield {place: self._sampled(request) for place, request in enumerate(requests)}
 
@@ -67,6 +70,12 @@ class ToyRank:
             for which in range(request.count)
         )
         return SampledGroup(np.array([1, int(request.problem.answer)], np.int32), completions)
+
+    def add_images(self, dataset: Path) -> None:
+        self.calls.append(f"add_images {dataset.name}")
+
+    def reset_sampler_caches(self) -> None:
+        self.calls.append("reset")
 
     def release_sampler(self) -> None:
         return

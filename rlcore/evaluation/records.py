@@ -1,0 +1,78 @@
+"""The evaluations that a trainer made while it trained: ``validation/step-000040`` in the run's folder. No torch.
+
+Each has ``completions.parquet`` and, written after it, ``report.json``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict
+
+from rlcore.artifacts import DatasetRef, EvalReport, ModelRef
+from rlcore.config import ExperimentConfig
+from rlcore.config.experiment import FREE_SETTINGS
+from rlcore.config.reward import UserReward
+from rlcore.files import write_json_atomically
+from rlcore.segment.journal import StepRecord
+
+TABLE = "completions.parquet"
+_REPORT = "report.json"
+_GROUPS = ("model.", "data.", "rollout.", "reward.")
+
+
+class ValidationRecord(BaseModel):
+    """One ``report.json``."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    suite: str  # ``suite_digest``
+    report: EvalReport
+
+
+def suite_digest(experiment: ExperimentConfig, dataset: DatasetRef, base: ModelRef) -> str:
+    """Hash of everything besides the weights that the numbers of an evaluation depend on, except code and packages."""
+    values = {k: v for k, v in experiment.flat().items() if k.startswith(_GROUPS) and not k.startswith(FREE_SETTINGS)}
+    reward = experiment.reward
+    own = hashlib.sha256(reward.file.read_bytes()).hexdigest() if isinstance(reward, UserReward) else None
+    content = [values, experiment.evaluation.suite(), dataset.digest, base.digest, own]
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:24]
+
+
+def record_folder(run_dir: Path, step: int) -> Path:
+    return run_dir / "validation" / f"step-{step:06d}"
+
+
+def write_record(run_dir: Path, record: ValidationRecord) -> None:
+    """Write the report of an evaluation whose table is already there."""
+    write_json_atomically(record_folder(run_dir, record.report.step) / _REPORT, record.model_dump_json(indent=1))
+
+
+def read_records(run_dir: Path) -> list[ValidationRecord]:
+    """All finished evaluations by the run's trainers, in the order of their steps. The paths of the tables are those of
+    this machine, also if the run was moved."""
+    records = []
+    for path in sorted((run_dir / "validation").glob(f"step-*/{_REPORT}")):
+        record = ValidationRecord.model_validate_json(path.read_bytes())
+        here = {"table": str(path.with_name(TABLE)), "policy": str(run_dir)}
+        records.append(record.model_copy(update={"report": record.report.model_copy(update=here)}))
+    return records
+
+
+def cut_records(run_dir: Path, step: int) -> None:
+    """Delete what belongs to later steps, which a resume trains again, and evaluations without a report."""
+    for folder in (run_dir / "validation").glob("step-*"):
+        if int(folder.name.removeprefix("step-")) > step or not (folder / _REPORT).exists():
+            shutil.rmtree(folder)
+
+
+def as_step_record(report: EvalReport) -> StepRecord:
+    """The metrics of a report and its seconds as trackers get them, with a fixed timestamp."""
+    from rlcore.evaluation.report import metrics_of
+
+    metrics = {f"eval/{name}": value for name, value in metrics_of(report).items()}
+    metrics["time/validation"] = report.seconds
+    return StepRecord(report.step, round(report.at * 1000), metrics)

@@ -1,0 +1,107 @@
+"""The report of an evaluation: means over problems with bootstrap intervals over problems. No torch."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from itertools import groupby
+
+import numpy as np
+
+from rlcore.artifacts import EvalReport
+from rlcore.evaluation.intervals import bootstrap_interval
+from rlcore.evaluation.rows import EvalRow
+
+
+def summarise(
+    rows: Sequence[EvalRow], *, policy: str, step: int, dataset_digest: str, table: str, seconds: float, at: float
+) -> EvalReport:
+    """Means over problems with 95 % bootstrap intervals over problems.
+
+    An ungraded completion does not count as right, so ``accuracy`` is a lower bound and ``accuracy + ungraded`` an
+    upper one.
+
+    Args:
+        rows: as ``evaluate`` returns them, problem by problem.
+        table: path of the written rows.
+        at: time of the evaluation, seconds since the epoch.
+
+    Raises:
+        ValueError: no rows, or problems with different numbers of samples.
+    """
+    groups = [list(group) for _, group in groupby(rows, key=lambda row: row.problem_id)]
+    sizes = sorted({len(group) for group in groups})
+    if len(sizes) != 1:
+        raise ValueError(f"every problem must have the same number of samples, found {sizes or 'no rows'}.")
+    accuracy = [_accuracy(group) for group in groups]
+    reward = [float(np.mean([row.reward for row in group])) for group in groups]
+    accuracy_low, accuracy_high = bootstrap_interval(accuracy)
+    reward_low, reward_high = bootstrap_interval(reward)
+    return EvalReport(
+        policy=policy,
+        step=step,
+        dataset_digest=dataset_digest,
+        num_problems=len(groups),
+        samples_per_problem=sizes[0],
+        accuracy=float(np.mean(accuracy)),
+        accuracy_low=accuracy_low,
+        accuracy_high=accuracy_high,
+        reward=float(np.mean(reward)),
+        reward_low=reward_low,
+        reward_high=reward_high,
+        truncated=float(np.mean([row.finish_reason == "length" for row in rows])),
+        ungraded=float(np.mean([not row.graded for row in rows])),
+        details=_details(groups),
+        table=table,
+        seconds=seconds,
+        at=at,
+    )
+
+
+def metrics_of(report: EvalReport) -> dict[str, float]:
+    """The numbers of a report by the names of docs/algorithms.md, without a prefix."""
+    names = (
+        *("accuracy", "accuracy_low", "accuracy_high", "reward", "reward_low", "reward_high"),
+        *("truncated", "ungraded"),
+    )
+    return {name: getattr(report, name) for name in names} | report.details
+
+
+def pass_at_k(samples: int, right: int, k: int) -> float:
+    """Unbiased estimate of the probability that at least one of ``k`` samples is right: 1 - C(n - c, k) / C(n, k).
+    Chen et al. 2021, arXiv:2107.03374, equation 1.
+
+    Args:
+        samples: n, at least ``k``.
+        right: c, how many of them are right.
+    """
+    return 1.0 - math.comb(samples - right, k) / math.comb(samples, k)
+
+
+def _details(groups: Sequence[Sequence[EvalRow]]) -> dict[str, float]:
+    """Metrics beyond the fields of a report. ``groups`` has the rows of each problem."""
+    samples = len(groups[0])
+    powers = [1 << bit for bit in range(1, samples.bit_length())]  # 2, 4, 8, ... up to the number of samples
+    details: dict[str, float] = {}
+    for k in sorted({*powers, samples} - {1}):
+        values = [pass_at_k(samples, sum(row.accuracy == 1 for row in group), k) for group in groups]
+        details |= _interval(f"pass_at_{k}", values)
+    details["completion_tokens_mean"] = float(np.mean([row.num_tokens for group in groups for row in group]))
+    for name in sorted({group[0].group for group in groups if group[0].group is not None}):
+        own = [_accuracy(group) for group in groups if group[0].group == name]
+        details |= _interval(f"group/{_UNUSUAL.sub('_', name)}/accuracy", own)
+    return details
+
+
+_UNUSUAL = re.compile(r"[^\w.\- ]", re.ASCII)  # MLflow refuses these in the name of a metric, and "/" starts a folder
+
+
+def _interval(name: str, per_problem: Sequence[float]) -> dict[str, float]:
+    low, high = bootstrap_interval(per_problem)
+    return {name: float(np.mean(per_problem)), f"{name}_low": low, f"{name}_high": high}
+
+
+def _accuracy(group: Sequence[EvalRow]) -> float:
+    """Share of right samples of one problem; an ungraded sample is not right."""
+    return float(np.mean([row.accuracy or 0.0 for row in group]))
