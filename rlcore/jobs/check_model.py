@@ -27,7 +27,7 @@ from rlcore.config import ExperimentConfig, LoraConfig, ModelConfig, RolloutConf
 from rlcore.config.run import ResourceConfig
 from rlcore.data.check_inputs import MAX_IMAGES, CheckInputs, write_check_inputs
 from rlcore.data.pixels import ImageStore
-from rlcore.data.prompts import PromptBuilder, load_processor
+from rlcore.data.prompts import load_prompts
 from rlcore.distributed.cluster import pick_device
 from rlcore.distributed.worker import Worker, WorkerSpec
 from rlcore.errors import ModelError
@@ -297,8 +297,7 @@ def _row(name: str, right: Standard, actual: Pass, inputs: Inputs, dtype: torch.
 
 def _inputs(folder: Path, config: ExperimentConfig, dataset: Path) -> tuple[Inputs, int]:
     """The sequences, and the tokens of the longest."""
-    processor = load_processor(config.model.model_copy(update={"path": str(folder), "revision": None}))
-    prompts, store = PromptBuilder(processor, config.data), ImageStore(dataset)
+    prompts, store = load_prompts(config, folder), ImageStore(dataset)
     written: CheckInputs = write_check_inputs(prompts, dataset)
     placeholder = -1 if prompts.image_token_id is None else prompts.image_token_id
     inputs = Inputs(

@@ -149,6 +149,11 @@ def _has_kernel(query: Tensor) -> bool:
     return query.is_cuda and query.element_size() == 2
 
 
+def _sequences(bounds: Tensor, key_bounds: Tensor, sizes: Tensor, window: int | None) -> Sequences:
+    _, longest, longest_keys = sizes.tolist()
+    return Sequences(bounds, key_bounds, longest, longest_keys, window)
+
+
 # a custom operator: torch.compile does not look inside, and activation checkpointing can name it
 @torch.library.custom_op("rlflow::shared_prompt_attention", mutates_args=(), device_types="cuda")
 def _attention(
@@ -163,7 +168,7 @@ def _attention(
     window: int | None,
 ) -> tuple[Tensor, Tensor]:
     """Output [T, Hq, D] and log-sum-exp [Hq, T] float32."""
-    where = Sequences(bounds, key_bounds, int(sizes[1]), int(sizes[2]), window)
+    where = _sequences(bounds, key_bounds, sizes, window)
     out, lse = flash_kernel().forward((query, key[key_rows], value[key_rows]), where, scale)
     return out.contiguous(), lse
 
@@ -183,10 +188,8 @@ def _attention_backward(
     scale: float,
     window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    where, inputs = (
-        Sequences(bounds, key_bounds, int(sizes[1]), int(sizes[2]), window),
-        (query, key[key_rows], value[key_rows]),
-    )
+    where = _sequences(bounds, key_bounds, sizes, window)
+    inputs = (query, key[key_rows], value[key_rows])
     of_query, *of_copies = flash_kernel().backward(grad, inputs, out, lse, where, scale)
     of_key, of_value = (_add_copies(part, key_rows, len(key)) for part in of_copies)
     return of_query.contiguous(), of_key, of_value

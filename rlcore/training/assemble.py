@@ -1,6 +1,6 @@
 """Builds a run: connects an ExperimentConfig, a model and a dataset with workers, graders and sinks.
 
-What imports torch or SymPy is imported inside the functions, so that Ray's processes start meanwhile.
+Modules that import torch or SymPy are imported inside the functions, while Ray's processes start.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from typing import TYPE_CHECKING
 from rlcore.adjustments import Adjustments
 from rlcore.config import ExperimentConfig
 from rlcore.data.table import load_problems
+from rlcore.distributed.actors import RayRanks, start_ranks, worker_environment
 from rlcore.distributed.cluster import cluster_address, has_gpus, pick_device, start_ray, stop_ray
 from rlcore.distributed.ranks import LocalRanks, Ranks
+from rlcore.distributed.worker import WorkerSpec, make_worker
 from rlcore.errors import ConfigError
 from rlcore.process import in_background, making_what_stays
 from rlcore.types import MetricSink
 
 if TYPE_CHECKING:
-    from rlcore.distributed.actors import RayRanks
-    from rlcore.distributed.worker import WorkerSpec
     from rlcore.rewards.pool import GradingPool
     from rlcore.training.run import OnBatch, TrainingRun
 
@@ -53,7 +53,7 @@ def training_run(
         run_dir: folder in which traces are requested and written.
         stacks: folder for the stacks of a worker that gets SIGUSR1.
     """
-    with graded_ranks(config, _training_worker, model=model, dataset=dataset, stacks=stacks) as (ranks, grader):
+    with graded_ranks(config, make_worker, model=model, dataset=dataset, stacks=stacks) as (ranks, grader):
         from rlcore.distributed.group import WorkerGroup
         from rlcore.training.run import TrainingRun
 
@@ -79,23 +79,21 @@ def graded_ranks(
 ) -> Iterator[tuple[RayRanks, GradingPool]]:
     """Start Ray, its workers and the grading processes. All stop on exit, except a cluster that was already running."""
     address = cluster_address()
-    # both take about as long as Ray and the workers' processes need until they load the model
     imports, grading = in_background(_import_slow_modules), in_background(lambda: _grader(config, model))
     try:
-        start_ray(address, num_cpus=config.resources.devices)
-        logger.info("Ray is ready")
-        from rlcore.distributed.actors import start_ranks
-
-        # The driver's own machine may have no GPU while others of the cluster do.
-        device = "cuda" if config.resources.device == "auto" and address and has_gpus() else pick_device(config)
         with making_what_stays():
+            start_ray(address, num_cpus=config.resources.devices)
+            logger.info("Ray is ready")
+            grader = grading.result()  # a reward that cannot be loaded is reported before a model is
+            # The driver's own machine may have no GPU while others of the cluster do.
+            device = "cuda" if config.resources.device == "auto" and address and has_gpus() else pick_device(config)
             ranks = start_ranks(make, model=model, dataset=dataset, config=config, device=device, stacks=stacks)
             imports.result()
         # An engine starts before its worker's policy is loaded.
         ready = max(ranks.call(lambda worker, _: getattr(worker.sampler, "ready_at", 0.0), [None] * ranks.size))
         logger.info("the workers are ready, %.1f s after the last engine", time.time() - ready)
         try:
-            yield ranks, grading.result()
+            yield ranks, grader
         finally:
             ranks.close()
     finally:
@@ -114,9 +112,6 @@ def graded_samplers(
         with graded_ranks(config, make, model=model, dataset=dataset) as ranks_and_grader:
             yield ranks_and_grader
         return
-    from rlcore.distributed.actors import worker_environment
-    from rlcore.distributed.worker import WorkerSpec
-
     device = pick_device(config)
     os.environ.update(worker_environment(device, config.resources))
     grader = _grader(config, model)
@@ -126,12 +121,6 @@ def graded_samplers(
         yield LocalRanks(sampler), grader
     finally:
         grader.close()
-
-
-def _training_worker(spec: WorkerSpec) -> object:
-    from rlcore.distributed.worker import make_worker
-
-    return make_worker(spec)
 
 
 def _import_slow_modules() -> None:

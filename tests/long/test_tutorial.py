@@ -39,7 +39,8 @@ def reward(text, problem, num_tokens, finish_reason):
     share = sum(c in "aeiou" for c in text) / max(1, len(text))
     return {"reward": share, "accuracy": share, "format": 0.0}
 """
-ELSEWHERE = {"reward/kl_penalty"}  # only with algorithm.kl.place=reward
+# only with algorithm.kl.place=reward, and with reward.thoughts=strip
+ELSEWHERE = {"reward/kl_penalty", "reward/unclosed_thought"}
 RUN_BLOCKS = [block for page in PAGES for block in blocks(page) if block.is_run]
 
 

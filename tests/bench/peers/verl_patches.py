@@ -89,6 +89,7 @@ def flash_attn_func(
 
 
 def flash_attn_with_kvcache(*_: Any, **__: Any) -> torch.Tensor:
+    """transformers imports it, and only its own decoding calls it; here vLLM decodes."""
     raise NotImplementedError("the benchmark's flash_attn does not decode")
 
 
