@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import os
 import uuid
+from collections.abc import Coroutine
+from typing import Any
 
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.responses import PlainTextResponse
@@ -39,6 +42,25 @@ class PasswordRequired:
             await send({"type": "websocket.close", "code": 1008})
 
 
+def do_not_wait_for_automations() -> None:
+    """Keep Prefect's server from stopping for good when an automation is written (Prefect's issue 23055, in 3.7.7).
+
+    After each write to SQLite, the server's event loop waits until a second loop has updated the automations in memory.
+    That update needs a lock. If a task of the waiting loop holds the lock, neither goes on. Here the update is a task
+    of the server's own loop, and nothing waits for it.
+    """
+    from prefect.server.events.models import automations
+
+    updates: set[asyncio.Task[None]] = set()  # asyncio itself keeps no reference to a task
+
+    def update(change: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(change)
+        updates.add(task)
+        task.add_done_callback(updates.discard)
+
+    automations.run_coro_as_sync = update  # type: ignore[assignment]
+
+
 def prefect() -> ASGIApp:
     """Prefect's server. It answers 400 to every host name that is not in ``Settings.names``, for pages and websockets.
     Prefect itself does not check host names.
@@ -48,6 +70,7 @@ def prefect() -> ASGIApp:
     """
     from prefect.server.api.server import create_app
 
+    do_not_wait_for_automations()
     return TrustedHostMiddleware(create_app(final=True), allowed_hosts=Settings().names, www_redirect=False)
 
 
