@@ -15,7 +15,7 @@ from tasks.open import choose_experiment, describe_run, note_if_unopened, open_r
 from tasks.preflight import preflight
 from tasks.report.page import RunSummary, report
 from tasks.run import flow_run_name
-from tasks.train import is_trained, link_trainer, train_segment
+from tasks.train import checkpoint_to_merge, is_trained, link_trainer, train_segment
 
 
 @flow(name="train-grpo", flow_run_name=flow_run_name, on_cancellation=[end_what_is_left])
@@ -51,9 +51,9 @@ def train_grpo(
             while not is_trained(run, segments):
                 segments.append(train_segment(run, train, start, len(segments), validation))
                 log_validation(run, segments[-1])
-        last = segments[-1].checkpoint
+        chosen = checkpoint_to_merge(run, segments)
         before = evaluate_and_log(run, config, start, start, validation)
-        after = evaluate_and_log(run, config, last, start, validation)
-        merged = merge_checkpoint(config, last, start, train)
-        registered = register_model(run, merged, last, after)
-        return report(run, validation, before, after, segments, registered, time.monotonic() - started)
+        after = evaluate_and_log(run, config, chosen, start, validation)
+        merged = merge_checkpoint(config, chosen, start, train)
+        registered = register_model(run, merged, chosen, after)
+        return report(run, validation, before, after, segments, registered, chosen, time.monotonic() - started)

@@ -24,7 +24,7 @@ from infra.settings import Settings
 from infra.tracking.tracker import Tracker
 from rlcore.config import Change, ExperimentConfig, changes, read_experiment
 from rlcore.errors import ConfigError
-from rlcore.evaluation.records import ValidationRecord, as_step_record, read_records
+from rlcore.evaluation.records import ValidationRecord, has_plateaued, read_records, with_evaluations
 from rlcore.files import write_json_atomically
 from rlcore.segment.journal import JournalTail, StepRecord
 from rlcore.segment.spec import SegmentManifest, segment_path
@@ -72,8 +72,17 @@ class Run(BaseModel):
 
     def published(self) -> list[StepRecord]:
         """What trackers get: every step, and the evaluations, with at most one of each per step."""
-        records = [*self.journal(), *(as_step_record(item.report) for item in self.evaluations())]
-        return sorted(records, key=lambda record: record.step)
+        return with_evaluations(self.journal(), self.run_dir)
+
+    def ends_with(self, segment: SegmentManifest) -> bool:
+        """Whether training is over after this complete segment: the last step is reached, or
+        ``evaluation.patience`` ended it early."""
+        if segment.last_step >= self.experiment.training.steps:
+            return True
+        if self.manifest(segment.segment + 1) is not None:  # the run went on before patience was set or lowered
+            return False
+        seen = [item for item in self.evaluations() if item.report.step <= segment.last_step]
+        return has_plateaued(seen, self.experiment.evaluation.patience)
 
     def manifest(self, segment: int) -> SegmentManifest | None:
         """The manifest of a segment; None if it is missing or damaged, which the trainer repairs."""

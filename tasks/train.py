@@ -22,12 +22,13 @@ from prefect.runtime import task_run
 from infra import environment, processes
 from infra.logs import get_logger
 from infra.settings import Settings
-from rlcore.artifacts import DatasetRef, ModelRef
+from rlcore.artifacts import CheckpointRef, DatasetRef, ModelRef
 from rlcore.errors import CheckpointError, RlflowError
 from rlcore.failures import error_of_exit
 from rlcore.files import write_json_atomically
 from rlcore.segment.health import Breach
 from rlcore.segment.lease import holder_alive, lease_at
+from rlcore.segment.resume import best_first
 from rlcore.segment.spec import SegmentManifest, SegmentSpec, segment_path
 from rlcore.segment.store import move_aside, verify_checkpoint
 from rlcore.specs import JobError
@@ -105,7 +106,7 @@ def _train(run: Run, settings: Settings, inputs: _Inputs, index: int) -> Segment
             manifest = _follow(run, trainer, index, lambda: _tick(run, settings, publishers, progress, warnings))
         announce_checkpoint(run, manifest)
     warnings.tell(run.journal())
-    if manifest.last_step >= run.experiment.training.steps:
+    if run.ends_with(manifest):
         _wait_for_end(run, index)
         wait_until_mirrored(run, manifest.last_step, settings)
         publishers.publish_last(manifest.last_step)
@@ -123,7 +124,7 @@ def _find_complete(run: Run, index: int) -> SegmentManifest | None:
     manifest = run.manifest(index)
     if manifest is None or not manifest.complete:
         return None
-    if manifest.last_step >= run.experiment.training.steps and _running(run) is None:
+    if run.ends_with(manifest) and _running(run) is None:
         try:
             verify_checkpoint(manifest.checkpoint)
         except CheckpointError as error:
@@ -154,8 +155,17 @@ def link_trainer(run: Run) -> Iterator[list[SegmentManifest]]:
 
 
 def is_trained(run: Run, segments: Sequence[SegmentManifest]) -> bool:
-    """Whether the last step is committed. A segment may end early by time, so the number of segments is not fixed."""
-    return bool(segments) and segments[-1].last_step >= run.experiment.training.steps
+    """Whether the last step is committed. Time may end a segment early and ``evaluation.patience`` the run, so the
+    number of segments is not fixed."""
+    return bool(segments) and run.ends_with(segments[-1])
+
+
+def checkpoint_to_merge(run: Run, segments: Sequence[SegmentManifest]) -> CheckpointRef:
+    """The checkpoint that ``segment.merge`` names. The last one also if no segment has ``segment.best_metric``."""
+    config = run.experiment.segment
+    there = [segment for segment in segments if Path(segment.checkpoint.path).is_dir()]
+    best = best_first(there, run.published(), config) if config.merge == "best" else []
+    return (best or segments[-1:])[0].checkpoint
 
 
 def train_all_segments(

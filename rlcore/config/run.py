@@ -23,7 +23,11 @@ class SegmentConfig(Frozen):
     keep_best: int = Field(0, ge=0)
     """Also keep the checkpoints of this many best segments."""
     best_metric: str = "reward/mean"
-    """The best segments have the highest mean of this metric."""
+    """The best segments have the highest mean of this metric over their steps. eval/accuracy is the accuracy on the
+    validation problems, which the trainer measures at each segment's end (evaluation.every_steps)."""
+    merge: Literal["last", "best"] = "last"
+    """Which checkpoint the flow evaluates after training, merges and registers. best: that of the segment with the
+    highest best_metric, the first one if several are equal; needs keep_best of at least 1."""
     hang_minutes: float = Field(30.0, gt=0)
     """A trainer that makes no progress for this long counts as stuck: it is killed and restarted, and the stacks of all
     its threads are saved. Progress is a finished phase of a step, a finished start, or more bytes of a checkpoint that
@@ -33,6 +37,15 @@ class SegmentConfig(Frozen):
         """Checkpoints that a run of this many segments keeps, at most."""
         every = 0 if self.keep_every is None else segments // self.keep_every
         return min(segments, self.keep_checkpoints + every + self.keep_best)
+
+    @model_validator(mode="after")
+    def _keeps_what_it_merges(self) -> Self:
+        if self.merge == "best" and self.keep_best == 0:
+            raise ValueError(
+                "segment.merge is best and segment.keep_best is 0: the best checkpoint may be deleted before it is "
+                "merged. Set keep_best to 1 or more, or merge to last."
+            )
+        return self
 
 
 class RecoveryConfig(Frozen):
@@ -103,6 +116,10 @@ class EvaluationConfig(Frozen):
     step. null: never, and the flow evaluates before and after training in a process of its own. Training is the same
     with every value."""
 
+    patience: int | None = Field(None, ge=1)
+    """Stop training early: at the end of a segment, after this many evaluations by the trainer in a row whose accuracy
+    was not above the highest before them. null: train all steps."""
+
     def is_due(self, before: int, after: int) -> bool:
         """Whether the trainer evaluates after a rollout batch that takes the run from step ``before`` to ``after``,
         unless a segment ends there."""
@@ -114,7 +131,7 @@ class EvaluationConfig(Frozen):
 
     def suite(self) -> dict[str, object]:
         """The settings that the numbers of an evaluation depend on."""
-        values = self.model_dump(mode="json", exclude={"every_steps"})
+        values = self.model_dump(mode="json", exclude={"every_steps", "patience"})
         if self.group_column is None:  # keys of evaluations that were made before this setting existed stay the same
             del values["group_column"]
         return values
@@ -125,6 +142,15 @@ class EvaluationConfig(Frozen):
             raise ValueError(
                 f"evaluation.samples is {self.samples} at evaluation.temperature 0: greedy answers are all the same. "
                 "Set samples to 1, or the temperature above 0."
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _patience_needs_evaluations(self) -> Self:
+        if self.patience is not None and self.every_steps is None:
+            raise ValueError(
+                f"evaluation.patience is {self.patience} and evaluation.every_steps is null: the trainer evaluates "
+                "nothing. Set every_steps to segment or a number, or patience to null."
             )
         return self
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
@@ -17,7 +18,7 @@ from rlcore.config import ExperimentConfig
 from rlcore.config.experiment import FREE_SETTINGS
 from rlcore.config.reward import UserReward
 from rlcore.files import write_json_atomically
-from rlcore.segment.journal import StepRecord
+from rlcore.segment.journal import StepRecord, read_journal
 
 TABLE = "completions.parquet"
 _REPORT = "report.json"
@@ -76,3 +77,29 @@ def as_step_record(report: EvalReport) -> StepRecord:
     metrics = {f"eval/{name}": value for name, value in metrics_of(report).items()}
     metrics["time/validation"] = report.seconds
     return StepRecord(report.step, round(report.at * 1000), metrics)
+
+
+def journal_with_evaluations(run_dir: Path) -> list[StepRecord]:
+    """Every step, and every evaluation by the trainers, in the order of their steps."""
+    return with_evaluations(read_journal(run_dir / "journal.jsonl"), run_dir)
+
+
+def with_evaluations(journal: Sequence[StepRecord], run_dir: Path) -> list[StepRecord]:
+    """``journal_with_evaluations`` of a journal that has been read."""
+    evaluations = [as_step_record(item.report) for item in read_records(run_dir)]
+    return sorted([*journal, *evaluations], key=lambda record: record.step)
+
+
+def has_plateaued(records: Sequence[ValidationRecord], patience: int | None) -> bool:
+    """Whether the accuracy of the last ``patience`` evaluations was not above the highest before them.
+
+    Args:
+        records: in the order of their steps. Only those on the problems and settings of the last one count.
+        patience: at least 1. None: never.
+    """
+    accuracies = [item.report.accuracy for item in records if item.suite == records[-1].suite]
+    return patience is not None and len(accuracies) - 1 - _first_highest(accuracies) >= patience
+
+
+def _first_highest(values: Sequence[float]) -> int:
+    return values.index(max(values)) if values else -1

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlcore.errors import HealthError, LeaseLostError, WorkerTraceback
-from rlcore.evaluation.records import cut_records, suite_digest
+from rlcore.evaluation.records import cut_records, has_plateaued, read_records, suite_digest
 from rlcore.failures import EXIT_DONE, EXIT_PREEMPTED, EXIT_STORAGE, exit_code, with_free_space
 from rlcore.files import write_json_atomically
 from rlcore.jobs import spec_file
@@ -176,7 +176,7 @@ def _train_segments(spec: SegmentSpec, stop: StopRequest, lease: Lease) -> int:
         probe = Probe.of(run.problems, run.workers)
         run = _with_validation(run, spec, stop)
         with Checkpointer(spec, store, run.workers, probe, start=start, seconds=seconds, lease=lease) as checkpoints:
-            return _segments_from(start, state, run, stop, checkpoints, health)
+            return _segments_from(start, state, run, stop, checkpoints, health, spec.run_dir)
 
 
 def _with_validation(run: TrainingRun, spec: SegmentSpec, stop: StopRequest) -> TrainingRun:
@@ -220,6 +220,7 @@ def _segments_from(
     stop: StopRequest,
     checkpoints: Checkpointer,
     health: HealthWatch,
+    run_dir: Path,
 ) -> int:
     from rlcore.training.loop import train
 
@@ -230,9 +231,12 @@ def _segments_from(
         checkpoints.check()
         return health.broken() or stop()
 
+    def plateaued() -> bool:
+        return has_plateaued(read_records(run_dir), config.evaluation.patience)
+
     if state.step == 0 or config.evaluation.is_due(state.step - config.training.steps_per_batch, state.step):
         run.validate(state.step)  # a trainer that had to stop may have left it out
-    while state.step < config.training.steps:
+    while state.step < config.training.steps and not (state.step == first_step and plateaued()):
         if not stop.wants(segment):
             return EXIT_PREEMPTED
         until_step = min(first_step + config.segment.steps, config.training.steps)

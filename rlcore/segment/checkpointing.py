@@ -16,9 +16,10 @@ from typing import Any, Protocol
 
 from rlcore.artifacts import CheckpointRef
 from rlcore.errors import LeaseLostError
+from rlcore.evaluation.records import journal_with_evaluations
 from rlcore.files import write_json_atomically
 from rlcore.models.probe import Probe, ProbePolicy
-from rlcore.segment.journal import CheckpointSeconds, read_journal
+from rlcore.segment.journal import CheckpointSeconds
 from rlcore.segment.lease import Lease
 from rlcore.segment.resume import ResumePoint, pinned, read_segments
 from rlcore.segment.spec import SegmentEnd, SegmentManifest, SegmentSpec, segment_path
@@ -143,7 +144,7 @@ class Checkpointer:
         self._end_segment(checkpoint, end)
         logger.info("step %d is committed, %.1f s after its copy", checkpoint.step, time.perf_counter() - started)
         run_dir = spec.run_dir
-        kept = pinned(read_segments(run_dir), read_journal(run_dir / "journal.jsonl"), spec.experiment.segment)
+        kept = pinned(read_segments(run_dir), journal_with_evaluations(run_dir), spec.experiment.segment)
         self._store.prune(spec.experiment.segment.keep_checkpoints, pinned=kept)
         return time.perf_counter() - started
 

@@ -162,18 +162,25 @@ def pinned(
 
     Args:
         segments: those with a checkpoint, in order.
-        records: the journal. A segment's score is the mean of ``best_metric`` over its steps.
+        records: the journal with the evaluations. A segment's score is the mean of ``best_metric`` over its steps.
         present: names of the checkpoints to choose the best from. None: those on this disk.
     """
-    every, best = config.keep_every, config.keep_best
+    every = config.keep_every
     kept = [s for s in segments if every is not None and s.complete and (s.segment + 1) % every == 0]
-    if best:
+    if config.keep_best:
         if present is None:
             present = {path.name for s in segments if (path := Path(s.checkpoint.path)).is_dir()}
         there = [segment for segment in segments if Path(segment.checkpoint.path).name in present]
-        scored = [(score, s.segment, s) for s in there if (score := _score(s, records, config)) is not None]
-        kept += [segment for _, _, segment in sorted(scored, key=lambda item: item[:2], reverse=True)[:best]]
+        kept += best_first(there, records, config)[: config.keep_best]
     return [Path(segment.checkpoint.path) for segment in kept]
+
+
+def best_first(
+    segments: Sequence[SegmentManifest], records: Sequence[StepRecord], config: SegmentConfig
+) -> list[SegmentManifest]:
+    """The segments that have a score, the highest first and the earlier first among equals."""
+    scored = [(score, segment) for segment in segments if (score := _score(segment, records, config)) is not None]
+    return [segment for _, segment in sorted(scored, key=lambda item: (-item[0], item[1].segment))]
 
 
 def _score(segment: SegmentManifest, records: Sequence[StepRecord], config: SegmentConfig) -> float | None:

@@ -23,8 +23,8 @@ from infra.logs import get_logger
 from infra.settings import Settings
 from infra.store.bucket import Store
 from rlcore.errors import CheckpointError
+from rlcore.evaluation.records import journal_with_evaluations
 from rlcore.files import files_below
-from rlcore.segment.journal import read_journal
 from rlcore.segment.resume import pinned
 from rlcore.segment.spec import SegmentManifest
 from rlcore.segment.store import MANIFEST, LocalCheckpointStore, verify_checkpoint
@@ -196,7 +196,7 @@ class RunMirror:
         key, config = f"{self._key}/{CHECKPOINTS}", self._run.experiment.segment
         there = sorted(self._store.sealed_below(key), reverse=True)
         manifests = [SegmentManifest.model_validate_json(content) for content in segments.values()]
-        records = read_journal(self._run.run_dir / "journal.jsonl")
+        records = journal_with_evaluations(self._run.run_dir)
         pins = {path.name for path in pinned(manifests, records, config, present=there)}
         here = {path.name for path in self._checkpoints.glob("step-*")}
         for name in there[config.keep_checkpoints :]:

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict
 from infra.logs import get_logger
 from infra.settings import Settings
 from infra.tracking.tracker import Tracker
-from rlcore.artifacts import DatasetRef, EvalReport, ModelRef
+from rlcore.artifacts import CheckpointRef, DatasetRef, EvalReport, ModelRef
 from rlcore.segment.journal import StepRecord
 from rlcore.segment.spec import SegmentManifest
 from tasks.driver.outbox import prefect_outage_named
@@ -270,11 +270,16 @@ def report(
     after: EvalReport,
     segments: Sequence[SegmentManifest],
     model: ModelRef,
+    merged: CheckpointRef,
     wall_seconds: float,
 ) -> RunSummary:
-    """Write the page, show it in Prefect and MLflow, and return the summary."""
+    """Write the page, show it in Prefect and MLflow, and return the summary.
+
+    Args:
+        model: what was registered, made from the checkpoint ``merged``.
+    """
     records, tracker = run.journal(), tracker_of(run, Settings())
-    summary = summarize(records, before, after, segments, model, wall_seconds, tracker.mlflow_run_id)
+    summary = summarize(records, before, after, segments, model, merged, wall_seconds, tracker.mlflow_run_id)
     samples = read_samples(run)
     folder = run.report_dir
     folder.mkdir(parents=True, exist_ok=True)
@@ -284,7 +289,7 @@ def report(
     (folder / "evaluations.json").write_text(json.dumps(listed, indent=1))
     cost = run_cost(run.run_dir, run.experiment, records, evaluations)
     (folder / "cost.json").write_text(cost.model_dump_json(indent=1))
-    lineage = lineage_of(run, model, segments[-1].checkpoint, tracker.mlflow_run_id)
+    lineage = lineage_of(run, model, merged, tracker.mlflow_run_id)
     page = Page(run, summary, before, after, model, validation, samples, cost, lineage)
     text = page.markdown()
     (folder / "report.html").write_text(page.html(folder / "curves.png"))
@@ -312,6 +317,7 @@ def summarize(
     after: EvalReport,
     segments: Sequence[SegmentManifest],
     model: ModelRef,
+    merged: CheckpointRef,
     wall_seconds: float,
     mlflow_run_id: str,
 ) -> RunSummary:
@@ -326,7 +332,7 @@ def summarize(
         segments=len(segments),
         wall_seconds=round(wall_seconds, 1),
         mlflow_run_id=mlflow_run_id,
-        checkpoint=segments[-1].checkpoint.path,
+        checkpoint=merged.path,
         merged_model=model.path,
     )
 

@@ -23,6 +23,7 @@ from rlcore.evaluation.records import (
     TABLE,
     ValidationRecord,
     cut_records,
+    has_plateaued,
     read_records,
     record_folder,
     suite_digest,
@@ -189,9 +190,13 @@ def _train(spec: SegmentSpec, lease: Lease) -> int:
     cut_records(spec.run_dir, step)
     config = spec.experiment
     health = HealthWatch(config.health, read_journal(spec.run_dir / "journal.jsonl"), spec.adjustments)
+
+    def plateaued() -> bool:
+        return has_plateaued(read_records(spec.run_dir), config.evaluation.patience)
+
     if step == 0:
         _validate(spec, 0)
-    while step < config.training.steps:
+    while step < config.training.steps and not (step == first_step and plateaued()):
         if not stop.wants(segment):
             return EXIT_PREEMPTED
         stop.begin_segment(config.segment.max_minutes)

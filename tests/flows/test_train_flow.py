@@ -73,6 +73,24 @@ def test_evaluations_by_the_trainer_are_not_repeated_unless_they_are_others(data
     assert calls(data_dir) == [*before, "evaluate 5"]
 
 
+def test_training_ends_early_and_the_best_checkpoint_is_merged(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAKE_RIGHT", '{"0": 2, "2": 6, "4": 5, "6": 5, "8": 8}')
+    best = ["segment.keep_best=1", "segment.best_metric=eval/accuracy", "segment.merge=best"]
+    overrides = [*SMALL, "training.steps=9", *best, "segment.keep_checkpoints=1", "evaluation.patience=2"]
+    summary = train_grpo("grpo-geo3k-tiny", overrides=overrides, run_id="early")
+    assert [line for line in calls(data_dir) if line.split()[0] in ("evaluate", "validate", "merge")] == [
+        "validate 0", "validate 2", "validate 4", "validate 6", "merge 2"
+    ]  # fmt: skip
+    assert (summary.steps, summary.segments, Path(summary.checkpoint).name) == (6, 3, "step-000002")
+    assert (summary.accuracy_before, summary.accuracy_after) == (0.25, 0.75)
+    known = calls(data_dir)
+    train_grpo("grpo-geo3k-tiny", overrides=overrides, run_id="early")
+    assert calls(data_dir) == known, "it is over"
+    longer = [*overrides[:-1], "evaluation.patience=3"]
+    summary = train_grpo("grpo-geo3k-tiny", overrides=longer, run_id="early")
+    assert (summary.steps, Path(summary.checkpoint).name, summary.accuracy_after) == (9, "step-000008", 1.0)
+
+
 def test_without_evaluations_by_the_trainer_there_are_those_before_and_after(data_dir: Path) -> None:
     summary = train_grpo("grpo-geo3k-tiny", overrides=[*SMALL, "evaluation.every_steps=null"], run_id="none")
     assert [line for line in calls(data_dir) if line.split()[0] in ("evaluate", "train", "validate")] == [

@@ -138,20 +138,20 @@ def test_the_first_and_the_last_tenth_of_the_rewards() -> None:
     records = [StepRecord(step, step, {"reward/mean": float(step)}) for step in range(1, 21)]
     records.insert(5, StepRecord(5, 5, {"loss/total": 1.0}))  # the second update of a batch has no reward
     manifest = SegmentManifest.model_construct(last_step=20, checkpoint=CHECKPOINT)
-    summary = summarize(records, BEFORE, AFTER, [manifest, manifest], MODEL, 12.34, "mlflow-1")
+    summary = summarize(records, BEFORE, AFTER, [manifest, manifest], MODEL, CHECKPOINT, 12.34, "mlflow-1")
     assert summary.model_dump() == {
         "accuracy_before": 0.25, "accuracy_after": 0.75, "reward_first": 1.5, "reward_last": 19.5, "steps": 20,
         "segments": 2, "wall_seconds": 12.3, "mlflow_run_id": "mlflow-1", "checkpoint": CHECKPOINT.path,
         "merged_model": "/models/m",
     }  # fmt: skip
-    few = summarize(records[:3], BEFORE, AFTER, [manifest], MODEL, 1, "mlflow-1")
+    few = summarize(records[:3], BEFORE, AFTER, [manifest], MODEL, CHECKPOINT, 1, "mlflow-1")
     assert (few.reward_first, few.reward_last) == (1.0, 3.0)
 
 
 def test_both_pages_say_the_same_numbers(run: Run, tmp_path: Path) -> None:
     manifest = SegmentManifest.model_construct(last_step=20, checkpoint=CHECKPOINT)
     records = [StepRecord(step, step, {"reward/mean": step / 8}) for step in range(1, 3)]
-    summary = summarize(records, BEFORE, AFTER, [manifest], MODEL, 61.7, "mlflow-1")
+    summary = summarize(records, BEFORE, AFTER, [manifest], MODEL, CHECKPOINT, 61.7, "mlflow-1")
     results = [
         ("accuracy, held out [95 %]", "0.250 [0.188, 0.375]", "0.750 [0.688, 0.875]"),
         ("reward, held out [95 %]", "0.500 [0.469, 0.750]", "0.625 [0.594, 0.875]"),
@@ -216,7 +216,7 @@ def test_a_long_text_is_cut_on_both_pages(run: Run, tmp_path: Path) -> None:
     rows[0]["completion"], rows[1]["completion"] = "a" * 600, "b" * 601
     path.write_text(json.dumps(rows))
     manifest = SegmentManifest.model_construct(last_step=20, checkpoint=CHECKPOINT)
-    summary = summarize([StepRecord(1, 1, {"reward/mean": 1.0})], BEFORE, AFTER, [manifest], MODEL, 1, "m")
+    summary = summarize([StepRecord(1, 1, {"reward/mean": 1.0})], BEFORE, AFTER, [manifest], MODEL, CHECKPOINT, 1, "m")
     (tmp_path / "curves.png").write_bytes(b"curves")
     shown = Page(run, summary, BEFORE, AFTER, MODEL, DATASET, read_samples(run)[:2], COST, lineage(tmp_path))
     text = shown.markdown()

@@ -182,7 +182,7 @@ def test_a_run_from_its_opening_to_its_registered_model(
 
     pages: list[tuple[str, str]] = []
     monkeypatch.setattr(reporting, "create_markdown_artifact", lambda text, key: pages.append((key, text)))
-    summary = report.fn(run, validation, before, after, segments, registered, 12.0)
+    summary = report.fn(run, validation, before, after, segments, registered, last, 12.0)
     finish_run.fn(run)
     assert run.finished_marker.exists()
     assert (summary.accuracy_before, summary.accuracy_after, summary.steps) == (0.25, 0.75, 5)

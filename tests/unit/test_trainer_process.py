@@ -221,6 +221,17 @@ def _evaluation(step: int, steps: list[int]) -> list[str]:
     return ["evaluate", "reset"] if step in steps else []
 
 
+def test_patience_ends_the_run_at_a_segment_end_and_a_restart_trains_no_further(run: Run) -> None:
+    evaluation = {"patience": 1, "problems": 3, "temperature": 0.0}  # the toy rank's accuracy never changes
+    for calls in (["generate", "update", "sync_weights 1"], ["load step-000002"]):
+        assert run.train(before_evaluation=lambda number: None, evaluation=evaluation) == EXIT_DONE
+        assert run.segments() == [(0, 2, True)]
+        assert set(calls) <= set(run.rank.calls)
+    assert "update" not in run.rank.calls
+    assert run.train(before_evaluation=lambda number: None, evaluation={**evaluation, "patience": 2}) == EXIT_DONE
+    assert run.segments() == [(0, 2, True), (2, 4, True)]
+
+
 @pytest.mark.parametrize(
     ("every", "interrupted", "left"),
     [

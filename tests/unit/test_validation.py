@@ -11,9 +11,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rlcore.artifacts import DatasetRef, ModelRef
+from rlcore.artifacts import DatasetRef, EvalReport, ModelRef
 from rlcore.config import EvaluationConfig, ExperimentConfig, build_experiment
-from rlcore.evaluation.records import as_step_record, cut_records, read_records, suite_digest
+from rlcore.evaluation.records import (
+    ValidationRecord,
+    as_step_record,
+    cut_records,
+    has_plateaued,
+    read_records,
+    suite_digest,
+)
 from rlcore.evaluation.validation import Validation
 from rlcore.training.loop import train
 from rlcore.training.run import TrainState
@@ -163,6 +170,30 @@ def test_a_resume_keeps_the_records_up_to_its_step(tmp_path: Path):
     cut_records(tmp_path, 4)
     assert read_records(tmp_path) == kept
     assert sorted(path.name for path in (tmp_path / "validation").iterdir()) == ["step-000000", "step-000004"]
+
+
+@pytest.mark.parametrize(
+    ("accuracies", "patience", "over"),
+    [
+        ([], 1, False),
+        ([0.5], 1, False),
+        ([0.5, 0.5], 1, True),  # not above
+        ([0.5, 0.6], 1, False),
+        ([0.5, 0.6, 0.4], 2, False),
+        ([0.5, 0.6, 0.4, 0.6], 2, True),
+        ([0.5, 0.6, 0.4, 0.6, 0.7], 2, False),
+        ([0.5, 0.6, 0.4, 0.6], None, False),
+    ],
+)
+def test_patience_counts_the_evaluations_since_the_highest(accuracies: list[float], patience: int | None, over: bool):
+    report = EvalReport(
+        policy="p", step=1, dataset_digest="d", num_problems=2, samples_per_problem=1, accuracy=0.9, accuracy_low=0,
+        accuracy_high=1, reward=0, reward_low=0, reward_high=0, truncated=0, ungraded=0, table="t", seconds=1,
+    )  # fmt: skip
+    records = [ValidationRecord(suite="s", report=report.model_copy(update={"accuracy": a})) for a in accuracies]
+    assert has_plateaued(records, patience) is over
+    others = [ValidationRecord(suite="other problems", report=report)]
+    assert has_plateaued([*others, *records], patience) is (over and bool(records))
 
 
 def test_a_moved_run_finds_its_tables(tmp_path: Path):
