@@ -58,7 +58,7 @@ def do_not_wait_for_automations() -> None:
         updates.add(task)
         task.add_done_callback(updates.discard)
 
-    automations.run_coro_as_sync = update  # type: ignore[attr-defined]
+    automations.run_coro_as_sync = update  # type: ignore[attr-defined, assignment]
 
 
 def prefect() -> ASGIApp:
