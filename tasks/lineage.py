@@ -29,7 +29,7 @@ from rlcore.files import write_json_atomically
 from rlcore.segment.batch_log import trained_problems
 from rlcore.segment.store import read_manifest
 from tasks.driver.failures import FailureLog, FailureRecord
-from tasks.run import Driver, Run, append_line, drivers
+from tasks.run import Driver, Run, append_line, drivers, read_fork
 
 _HASH_SHOWN = 16
 
@@ -60,6 +60,7 @@ class Lineage(BaseModel):
     checkpoint: CheckpointRef
     checkpoint_code_digest: str  # of the trainer's rlcore
     checkpoint_versions: dict[str, str]  # in the trainer's interpreter
+    forked_from: str | None = None  # RUN@STEP; the steps up to there are that run's
     segments: tuple[SegmentLine, ...]
     drivers: tuple[Driver, ...]
     origins: tuple[Origin, ...]
@@ -75,6 +76,7 @@ class Lineage(BaseModel):
              f"({self.model.digest[:_HASH_SHOWN]})"),
             ("run", f"{self.run_id}, {self.run_dir}; MLflow run {self.mlflow_run_id}"),
             ("checkpoint", f"step {where.step}, {where.path} (manifest {where.manifest_sha256[:_HASH_SHOWN]})"),
+            *([("forked from", self.forked_from)] if self.forked_from else []),
             *((f"segment {item.segment}", _segment(item)) for item in self.segments),
             ("starts", f"{len(self.drivers)}: {'; '.join(map(_driver, self.drivers))}"),
             *(row for origin in self.origins for row in _origin_rows(origin, self.run_dir)),
@@ -114,6 +116,7 @@ def lineage_of(run: Run, model: ModelRef, checkpoint: CheckpointRef, mlflow_run_
         checkpoint=checkpoint,
         checkpoint_code_digest=manifest.code_digest,
         checkpoint_versions=manifest.versions,
+        forked_from=str(origin) if (origin := read_fork(run)) else None,
         segments=tuple(_segments(run, checkpoint.step)),
         drivers=tuple(drivers(run)),
         origins=tuple(read_origins(run.run_dir)),

@@ -24,7 +24,7 @@ from tasks.driver.jobs import jobs_mark
 from tasks.driver.mirror import mirror_run
 from tasks.lineage import origins_dir, record_origin
 from tasks.retries import step
-from tasks.run import Run, close_after_error, tracker_of
+from tasks.run import Run, close_after_error, read_fork, tracker_of
 from tasks.store.made import key_of, store_of
 from tasks.store.restore import restore_checkpoint
 
@@ -106,6 +106,7 @@ def describe_run(run: Run, train: DatasetRef, validation: DatasetRef, model: Mod
             "rlflow.model": model.path,
             "rlflow.model_digest": model.digest,
             "rlflow.run_dir": str(run.run_dir),
+            **_fork_tags(run),
         }
     )
     for dataset, context in ((train, "training"), (validation, "validation")):
@@ -123,6 +124,15 @@ def describe_run(run: Run, train: DatasetRef, validation: DatasetRef, model: Mod
     tracker.log_file(run.run_dir / "origins.jsonl")
     get_logger().info("mlflow: run %s of experiment %s", tracker.mlflow_run_id, run.experiment.name)
     return tracker.mlflow_run_id
+
+
+def _fork_tags(run: Run) -> dict[str, str]:
+    """MLflow's page shows a fork below the run that it was forked from."""
+    origin = read_fork(run)
+    if origin is None:
+        return {}
+    parent = {"mlflow.parentRunId": origin.mlflow_run_id} if origin.mlflow_run_id else {}
+    return {"rlflow.forked_from": str(origin), **parent}
 
 
 @step("open-tracking")

@@ -31,6 +31,7 @@ from rlcore.segment.spec import SegmentManifest, segment_path
 from tasks.store.restore import restore_run
 
 RUN_ID = r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}"
+FORK = "fork.json"
 ABLATION_ID = r"[a-z0-9][a-z0-9-]{0,79}"  # also the name of its artifacts in Prefect, which allows no more
 
 
@@ -104,6 +105,26 @@ class Run(BaseModel):
 @lru_cache(maxsize=8)  # the runs that this process drives; a journal of thousands of steps takes 30 MB
 def _journal(path: Path) -> JournalTail:
     return JournalTail(path)
+
+
+class Fork(BaseModel):
+    """Where a run was forked from: ``fork.json`` in its folder."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    run_id: str
+    step: int
+    manifest_sha256: str  # of the trunk's checkpoint
+    mlflow_run_id: str | None  # the trunk's; None: it has none yet
+
+    def __str__(self) -> str:
+        return f"{self.run_id}@{self.step}"
+
+
+def read_fork(run: Run) -> Fork | None:
+    """None: the run is no fork."""
+    path = run.run_dir / FORK
+    return Fork.model_validate_json(path.read_bytes()) if path.exists() else None
 
 
 class Driver(BaseModel):

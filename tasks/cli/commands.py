@@ -137,6 +137,41 @@ def train(
 
 
 @app.command(cls=Command, rich_help_panel=EXPERIMENTS)
+def fork(
+    run: Run,
+    step: Annotated[
+        int | None, typer.Option(metavar="STEP", help="A committed step of the run. Default: its last one.")
+    ] = None,
+    overrides: Overrides = None,
+    data: Data = None,
+    run_id: RunId = None,
+) -> None:
+    """Train a new run that starts from a checkpoint of another one, with other values.
+
+    Without other values it goes on as that run did, bit for bit. The original run stays as it is.
+
+    \b
+    rlflow fork RUN --step 40 --set training.learning_rate=1e-6
+    rlflow fork RUN --set training.steps=400 --run-id NAME
+    """
+    from flows.train_grpo import train_grpo
+    from infra.settings import Settings
+    from tasks import experiments as form
+    from tasks.cli.foreground import overrides_of, run_once, say_how_to_continue
+    from tasks.fork import fork_run
+    from tasks.run import existing_run, new_run_id
+
+    trunk = existing_run(run, Settings())
+    experiment, given = trunk.experiment.name, overrides_of(overrides, data)
+    form.configure(experiment, given, run_id=run)  # refuses wrong values before the fork's folder is made
+    forked = fork_run(trunk, step, run_id or new_run_id(experiment), Settings())
+    run_once(
+        lambda: train_grpo(experiment, overrides=given, run_id=forked.run_id, allow_changes=True),
+        lambda: say_how_to_continue(forked.run_id),
+    )
+
+
+@app.command(cls=Command, rich_help_panel=EXPERIMENTS)
 def prepare(experiment: Experiment, overrides: Overrides = None, data: Data = None) -> None:
     """Prepare both datasets of an experiment, images resized. A training run then finds them done.
 

@@ -35,7 +35,7 @@ from rlcore.process import oom_kills
 from tasks.driver.health import Announce, announce_on_prefect, breach_of
 from tasks.run import Run
 
-_ADJUSTMENTS = "adjustments.json"
+ADJUSTMENTS = "adjustments.json"
 
 
 class FailureRecord(BaseModel):
@@ -82,7 +82,7 @@ def handle_failures(run: Run, settings: Settings, *, announce: Announce = announ
 
 
 def read_adjustments(run: Run) -> Adjustments:
-    path = run.run_dir / _ADJUSTMENTS
+    path = run.run_dir / ADJUSTMENTS
     return Adjustments.model_validate_json(path.read_text()) if path.exists() else Adjustments()
 
 
@@ -186,7 +186,7 @@ def _change_for(run: Run, failure: Failure, error: Exception, announce: Announce
         announce(run, breach, f"Paused at step {step}, which is committed. Continue the run to go on from there.")
     else:
         return
-    write_json_atomically(run.run_dir / _ADJUSTMENTS, adjustments.model_dump_json(indent=1))
+    write_json_atomically(run.run_dir / ADJUSTMENTS, adjustments.model_dump_json(indent=1))
 
 
 _NOTE = "outage.json"

@@ -1,5 +1,5 @@
 """Evaluation while training with the real samplers: it changes nothing, a kill repeats nothing, and it gives what the
-evaluation in a process of its own gives."""
+evaluation in a process of its own gives. A fork of a run goes on as the run did."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from infra.settings import Settings
 from rlcore.artifacts import CheckpointRef
 from rlcore.data.table import load_problems
 from rlcore.evaluation.records import read_records
@@ -21,6 +22,8 @@ from rlcore.segment.lease import Control
 from rlcore.segment.spec import SegmentSpec
 from rlcore.segment.store import LocalCheckpointStore
 from rlcore.specs import EvaluateSpec
+from tasks.fork import fork_run
+from tasks.run import Run
 from tests.integration.tiny_run import ALONE, APART, CORRECTED, PARTIAL, experiment, numbers, prepared, run
 from tests.integration.trainer_process import log_of, spec_of, start
 from tests.train_states import load_full_weights
@@ -66,7 +69,7 @@ def test_training_is_the_same_with_it_bit_for_bit(
     assert texts[0] != texts[4]  # of other weights
 
 
-def test_a_kill_repeats_no_evaluation_and_each_equals_that_of_a_process_of_its_own(
+def test_a_kill_repeats_no_evaluation_each_equals_that_of_its_own_process_and_a_fork_goes_on_the_same(
     tiny_model: Path, dataset: Path, held_out: Path, tmp_path: Path
 ) -> None:
     reward = tmp_path / "letters.py"  # random weights are never right, but not all equally wordy
@@ -108,6 +111,15 @@ def test_a_kill_repeats_no_evaluation_and_each_equals_that_of_a_process_of_its_o
     trainers = read_rows(Path(read_records(killed)[-1].report.table))
     assert trainers == _evaluated_alone(tmp_path / "alone", spec, last)
     assert len({row.accuracy for row in trainers} | {None}) > 1
+
+    trunk = Run(run_id="run", run_dir=killed, experiment=config)
+    forked = fork_run(trunk, 4, "forked", Settings(data_dir=tmp_path))
+    Control(forked.run_dir / "control.json").beat(9)
+    assert start(spec.model_copy(update={"run_id": "forked", "run_dir": forked.run_dir})).wait(180) == EXIT_DONE
+    assert "from step 4" in log_of(forked.run_dir)
+    assert numbers(forked.run_dir) == numbers(whole)
+    branch = load_full_weights(forked.run_dir / "checkpoints" / "step-000006")
+    assert all((weights[0][name] == branch[name]).all() for name in weights[0])
 
 
 def _spec(run_dir: Path, model: Path, dataset: Path, config: Any, validation: Path | None) -> SegmentSpec:
