@@ -34,7 +34,6 @@ def ablation_point(
             check_model(config, start)
             mlflow_run_id = describe_point(study, job, run, train, validation, start)
             segments = train_all_segments(run, train, start, validation)
-            for segment in segments:
-                log_validation(run, segment)
+            log_validation(run, segments)
             report = evaluate_and_log(run, config, segments[-1].checkpoint, start, validation)
         return note_result(study, job, run, mlflow_run_id, report)

@@ -50,7 +50,7 @@ def train_grpo(
         with link_trainer(run) as segments:
             while not is_trained(run, segments):
                 segments.append(train_segment(run, train, start, len(segments), validation))
-                log_validation(run, segments[-1])
+        log_validation(run, segments)
         chosen = checkpoint_to_merge(run, segments)
         before = evaluate_and_log(run, config, start, start, validation)
         after = evaluate_and_log(run, config, chosen, start, validation)

@@ -125,21 +125,21 @@ def evaluation_while_training(
     return None
 
 
-@step("log-validation", task_run_name="log-validation-of-segment-{segment.segment}")
-def log_validation(run: Run, segment: SegmentManifest) -> None:
-    """Log the tables of the evaluations that the trainer made in a segment, and before step 1. Safe to repeat.
+@step("log-validation", others=(5, 30))
+def log_validation(run: Run, segments: Sequence[SegmentManifest]) -> None:
+    """Log the tables of the evaluations that the trainer made, once training is over: an outage of MLflow must not stop
+    it. Safe to repeat.
 
     Their numbers are published with the steps. Those that MLflow lacks are logged here: of a step that was committed
     before its evaluation, because the trainer had to stop. The others are not logged again, because a trainer that
     repeats steps after a damaged checkpoint evaluates them at another time."""
     tracker = tracker_of(run, Settings())
     published = tracker.steps_of("eval/accuracy")
-    for record in run.evaluations():
-        report, first = record.report, segment.first_step or -1
-        if first < report.step <= segment.last_step:
+    for report in (record.report for record in run.evaluations()):
+        if report.step <= segments[-1].last_step:
             if report.step not in published:
-                record_of_step = as_step_record(report)
-                tracker.log_metrics(record_of_step.metrics, step=report.step, timestamp_ms=record_of_step.timestamp_ms)
+                record = as_step_record(report)
+                tracker.log_metrics(record.metrics, step=report.step, timestamp_ms=record.timestamp_ms)
             tracker.log_file(Path(report.table), f"eval/step-{report.step:06d}")
             _tell(report)
 

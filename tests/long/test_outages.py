@@ -189,7 +189,6 @@ STEPS: list[tuple[Any, str, int]] = [
     (flow_module, "describe_run", 1),
     (flow_module, "train_segment", 1),
     (flow_module, "log_validation", 1),
-    (flow_module, "log_validation", 2),
     (flow_module, "evaluate_and_log", 1),
     (flow_module, "evaluate_and_log", 2),
     (flow_module, "merge_checkpoint", 1),
