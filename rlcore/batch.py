@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from rlcore.families.protocol import Grid, ImageLayout
-from rlcore.types import Floats, ImageRef, TrainingSample
+from rlcore.types import Bools, Floats, ImageRef, TrainingSample
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,6 +74,7 @@ class Microbatch:
     old_logprobs: Tensor | None  # [N]
     truncation_logprobs: Tensor | None  # [N]
     ref_logprobs: Tensor | None  # [N]
+    high_entropy: Tensor | None  # [N] bool: tokens that an entropy mask keeps; None: all
     pixel_values: Tensor | None  # [patches of I images, ...]
     image_grid_thw: Tensor | None  # [I, 3], on the CPU
     image_features: Tensor | None  # [R, F] if they are cached; then the two above are None
@@ -117,7 +118,7 @@ def pack(
     image_row = image_row[source]
     image_index = np.flatnonzero(image_row >= 0)
 
-    def of_trained(arrays: Sequence[Floats | None]) -> Tensor | None:
+    def of_trained(arrays: Sequence[Floats | Bools | None]) -> Tensor | None:
         present = [a[s.loss_mask] for a, s in zip(arrays, samples, strict=True) if a is not None]
         if present and len(present) != len(arrays):
             raise ValueError("some samples of a microbatch carry log-probs and some do not")
@@ -128,6 +129,8 @@ def pack(
 
     def required(arrays: Sequence[Floats]) -> Tensor:
         return _floats([a[s.loss_mask] for a, s in zip(arrays, samples, strict=True)])
+
+    high_entropy = of_trained([s.high_entropy for s in samples])
 
     return Microbatch(
         token_ids=torch.from_numpy(tokens[source]).long(),
@@ -142,6 +145,7 @@ def pack(
         old_logprobs=of_trained([s.old_logprobs for s in samples]),
         truncation_logprobs=of_trained([s.truncation_logprobs for s in samples]),
         ref_logprobs=of_trained([s.ref_logprobs for s in samples]),
+        high_entropy=None if high_entropy is None else high_entropy.bool(),
         pixel_values=torch.cat([f.pixel_values for f in raw]) if raw else None,
         image_grid_thw=torch.tensor([f.grid_thw for f in raw]) if raw else None,
         image_features=torch.cat(embedded) if embedded else None,
@@ -244,7 +248,7 @@ def _share_prompts(
     return row_of, np.concatenate(source), segments
 
 
-def _floats(arrays: Sequence[Floats]) -> Tensor:
+def _floats(arrays: Sequence[Floats | Bools]) -> Tensor:
     return torch.from_numpy(np.concatenate(arrays)).float()
 
 

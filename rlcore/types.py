@@ -127,6 +127,8 @@ class TrainingSample:
     old_logprobs: Floats | None = None  # [L]; None: those of the policy that trains (ratio 1)
     truncation_logprobs: Floats | None = None  # [L], of the old policy; None: as old_logprobs
     ref_logprobs: Floats | None = None  # [L]; None: no KL term
+    entropies: Floats | None = None  # [L], nats, of the old policy; None: not needed
+    high_entropy: Bools | None = None  # [L], True on tokens that the entropy mask keeps; None: no mask
 
     @property
     def num_tokens(self) -> int:
@@ -173,10 +175,11 @@ class SampledGroup:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ScoredTokens:
-    """The log-probs of a policy for one sequence; 0 outside the loss mask."""
+    """The log-probs of a policy for one sequence, and its entropies; 0 outside the loss mask."""
 
     logprobs: Floats  # [L], at the sampling temperature, of the whole distribution
     truncation_logprobs: Floats  # [L], log of the probability that top-p and top-k kept; 0 without them
+    entropies: Floats | None = None  # [L], nats, of the whole distribution; None: not asked for
 
 
 class Sampler(Protocol):

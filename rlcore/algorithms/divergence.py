@@ -53,6 +53,20 @@ def straight_through(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     return path + (value - path).detach()
 
 
+def k3_weighted(logprobs: Tensor, ref_logprobs: Tensor, ratios: Tensor) -> Tensor:
+    """[N] ratio * k3: the mean over tokens of another policy is the KL, and its gradient that of the KL.
+
+    On policy it has the value of k3 and the gradient of k2.
+
+    Args:
+        ratios: [N] p / (probability under the policy that sampled the token). p is the policy of ``logprobs``, and the
+            gradient goes through it.
+
+    Source: DeepSeek-V3.2, arXiv:2512.02556, eq. 7.
+    """
+    return ratios * k3(logprobs, ref_logprobs)
+
+
 def next_coefficient(coefficient: float, kl: float, *, target: float, horizon: int, completions: int) -> float:
     """The adaptive KL coefficient after a step. It changes in proportion to kl / target - 1, clamped to +-20%.
 
@@ -126,6 +140,22 @@ def masked_importance(
     """
     weights = importance_ratios(logprobs, sampler_logprobs, sequence_index)
     return torch.where((weights >= min_weight) & (weights <= max_weight), weights, 0.0)
+
+
+def sequence_log_weights(
+    weights: Tensor, sequence_index: Tensor, lengths: Tensor, *, level: Literal["token", "sequence"]
+) -> Tensor:
+    """[B] log of the importance weight of each whole sequence, at least -20, so also for a weight of 0.
+
+    Args:
+        weights: [N] of ``truncated_importance`` or ``masked_importance``.
+        sequence_index: [N] int64 in 0..B-1; lengths [B] int64, trained tokens of each sequence.
+        level: that of ``weights``. token: the sequence's weight is the product of its tokens' weights. sequence: each
+            token has the sequence's weight.
+    """
+    sums = weights.new_zeros(len(lengths)).index_add(0, sequence_index, weights.log().clamp_min(-MAX_LOG_RATIO))
+    log_weights = sums if level == "token" else sums / lengths.clamp_min(1)
+    return log_weights.clamp_min(-MAX_LOG_RATIO)
 
 
 def importance_ratios(logprobs: Tensor, sampler_logprobs: Tensor, sequence_index: Tensor | None = None) -> Tensor:

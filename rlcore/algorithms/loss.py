@@ -12,6 +12,7 @@ the undivided batch.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal, assert_never
 
@@ -22,6 +23,7 @@ from rlcore.algorithms.divergence import MAX_LOG_RATIO, clamped_log_ratio
 from rlcore.config.algorithm import CispoLoss, GspoLoss, GspoTokenLoss, PolicyLoss, PpoClipLoss, SapoLoss, VespoLoss
 
 Aggregation = Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant"]
+Level = Literal["token", "sequence"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,9 +37,16 @@ class TokenLosses:
 
 
 def policy_loss(
-    loss: PolicyLoss, logprobs: Tensor, old: Tensor, advantages: Tensor, sequence_index: Tensor, lengths: Tensor
+    loss: PolicyLoss,
+    logprobs: Tensor,
+    old: Tensor,
+    advantages: Tensor,
+    sequence_index: Tensor,
+    lengths: Tensor,
+    *,
+    log_weights: Tensor | None = None,
 ) -> TokenLosses:
-    """The configured loss. Arguments: see the module's docstring and ``gspo``."""
+    """The configured loss. Arguments: see the module's docstring, ``gspo`` and ``vespo``."""
     match loss:
         case PpoClipLoss():
             return ppo_clip(
@@ -49,12 +58,18 @@ def policy_loss(
                 logprobs, old, advantages, sequence_index, lengths, clip_low=loss.clip_low, clip_high=loss.clip_high
             )
         case CispoLoss():
-            return cispo(logprobs, old, advantages, max_ratio=loss.max_ratio)
+            return cispo(logprobs, old, advantages, sequence_index, lengths, level=loss.level, max_ratio=loss.max_ratio)
         case SapoLoss():
-            return sapo(logprobs, old, advantages, tau_positive=loss.tau_positive, tau_negative=loss.tau_negative)
+            return sapo(
+                *(logprobs, old, advantages, sequence_index, lengths),
+                level=loss.level,
+                tau_positive=loss.tau_positive,
+                tau_negative=loss.tau_negative,
+            )
         case VespoLoss():
             return vespo(
                 *(logprobs, old, advantages, sequence_index, lengths),
+                log_weights=log_weights,
                 k_positive=loss.k_positive,
                 lambda_positive=loss.lambda_positive,
                 k_negative=loss.k_negative,
@@ -105,8 +120,7 @@ def gspo(
 
     Source: GSPO, arXiv:2507.18071, eq. 5 and 7.
     """
-    mean_log_ratio = _sequence_log_ratio(logprobs, old_logprobs.detach(), sequence_index, lengths)
-    ratios = mean_log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()[sequence_index]
+    ratios = _sequence_ratios(logprobs, old_logprobs.detach(), sequence_index, lengths)
     return _clipped(ratios, advantages.to(logprobs.dtype), clip_low, clip_high)
 
 
@@ -126,33 +140,57 @@ def gspo_token(
 
     Source: GSPO, arXiv:2507.18071, eq. 13 and 14.
     """
-    mean_log_ratio = _sequence_log_ratio(logprobs.detach(), old_logprobs.detach(), sequence_index, lengths)
-    sequence_ratios = mean_log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()[sequence_index]
+    sequence_ratios = _sequence_ratios(logprobs.detach(), old_logprobs.detach(), sequence_index, lengths)
     ratios = sequence_ratios * (logprobs - logprobs.detach()).exp()
     return _clipped(ratios, advantages.to(logprobs.dtype), clip_low, clip_high)
 
 
-def cispo(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, *, max_ratio: float) -> TokenLosses:
+def cispo(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    sequence_index: Tensor,
+    lengths: Tensor,
+    *,
+    level: Level,
+    max_ratio: float,
+) -> TokenLosses:
     """-sg[min(ratio, max_ratio)] * A * log p: every token keeps a gradient.
 
-    Source: MiniMax-M1, arXiv:2506.13585, eq. 4 and 5; an upper bound only: ScaleRL, arXiv:2510.13786.
+    Args:
+        sequence_index, lengths: as ``gspo``.
+        level: token: the ratio of each token. sequence: the ratio s of ``gspo``.
+
+    Source: MiniMax-M1, arXiv:2506.13585, eq. 4 and 5; an upper bound only: ScaleRL, arXiv:2510.13786. The papers have
+    token ratios only.
     """
-    ratios = clamped_log_ratio(logprobs.detach(), old_logprobs.detach()).exp()
+    ratios = _ratios(logprobs.detach(), old_logprobs.detach(), sequence_index, lengths, level)
     values = -ratios.clamp_max(max_ratio) * advantages.to(logprobs.dtype) * logprobs
     return TokenLosses(values, ratios, clipped_low=torch.zeros_like(ratios).bool(), clipped_high=ratios > max_ratio)
 
 
 def sapo(
-    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, *, tau_positive: float, tau_negative: float
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    sequence_index: Tensor,
+    lengths: Tensor,
+    *,
+    level: Level,
+    tau_positive: float,
+    tau_negative: float,
 ) -> TokenLosses:
     """-(4 / tau) * sigmoid(tau * (ratio - 1)) * A, with tau by the sign of A. Nothing is clipped.
 
     At ratio 1 the gradient is the plain policy gradient. It fades with the distance from 1.
 
-    Source: SAPO, arXiv:2511.20347, eq. 5 and 6.
+    Args:
+        sequence_index, lengths, level: as ``cispo``.
+
+    Source: SAPO, arXiv:2511.20347, eq. 5 and 6. The paper has token ratios only.
     """
     advantages = advantages.to(logprobs.dtype)
-    ratios = clamped_log_ratio(logprobs, old_logprobs.detach()).exp()
+    ratios = _ratios(logprobs, old_logprobs.detach(), sequence_index, lengths, level)
     tau = _by_sign(advantages > 0, tau_positive, tau_negative, logprobs)
     values = -4 / tau * torch.sigmoid(tau * (ratios - 1)) * advantages
     nothing = torch.zeros_like(values).bool()
@@ -166,22 +204,27 @@ def vespo(
     sequence_index: Tensor,
     lengths: Tensor,
     *,
+    log_weights: Tensor | None = None,
     k_positive: float,
     lambda_positive: float,
     k_negative: float,
     lambda_negative: float,
 ) -> TokenLosses:
-    """-sg[W^k * exp(lambda * (1 - W))] * A * log p, with W = p_new / p_old of the whole sequence, not normalised by its
-    length, and k and lambda by the sign of A. The factor sg[...] is 1 at W = 1.
+    """-sg[W^k * exp(lambda * (1 - W))] * A * log p, with W = w * p_new / p_old of the whole sequence, not normalised by
+    its length, and k and lambda by the sign of A. The factor sg[...] is 1 at W = 1.
 
     Args:
         sequence_index, lengths: as ``gspo``.
+        log_weights: [B] log w, of ``divergence.sequence_log_weights``: W is then the ratio to the policy that sampled.
+            None: w = 1.
 
     Source: VESPO, arXiv:2602.10693, section 3.3 (the shifted form of eq. 17) and eq. 20.
     """
     advantages = advantages.to(logprobs.dtype)
     log_ratios = clamped_log_ratio(logprobs.detach(), old_logprobs.detach())
     totals = log_ratios.new_zeros(len(lengths)).index_add(0, sequence_index, log_ratios)
+    if log_weights is not None:
+        totals = totals + log_weights
     log_w = totals.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)[sequence_index]
     k = _by_sign(advantages >= 0, k_positive, k_negative, logprobs)
     rate = _by_sign(advantages >= 0, lambda_positive, lambda_negative, logprobs)
@@ -209,11 +252,69 @@ def _by_sign(positive: Tensor, if_positive: float, if_negative: float, like: Ten
     return torch.where(positive, like.new_tensor(if_positive), like.new_tensor(if_negative))
 
 
+def _ratios(new: Tensor, old: Tensor, sequence_index: Tensor, lengths: Tensor, level: Level) -> Tensor:
+    """[N] p_new / p_old of each token, or the ratio s of ``gspo``."""
+    if level == "sequence":
+        return _sequence_ratios(new, old, sequence_index, lengths)
+    return clamped_log_ratio(new, old).exp()
+
+
+def _sequence_ratios(new: Tensor, old: Tensor, sequence_index: Tensor, lengths: Tensor) -> Tensor:
+    """[N] the ratio s of ``gspo`` of the sequence of each token."""
+    mean_log_ratio = _sequence_log_ratio(new, old, sequence_index, lengths)
+    return mean_log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()[sequence_index]
+
+
 def _sequence_log_ratio(new: Tensor, old: Tensor, sequence_index: Tensor, lengths: Tensor) -> Tensor:
     """[B] mean over the trained tokens of each sequence; 0 for a sequence without trained tokens."""
     log_ratios = new - old
     sums = log_ratios.new_zeros(len(lengths)).index_add(0, sequence_index, log_ratios)
     return sums / lengths.clamp_min(1)
+
+
+# --- which tokens have a policy loss ---
+
+
+def high_entropy(entropies: Tensor, share: float) -> Tensor:
+    """[N] bool: True on the ceil(share * N) tokens with the highest entropy, and on tokens that tie with the last of
+    them. So the result does not depend on the order of the tokens.
+
+    Args:
+        entropies: [N] of all trained tokens of the optimizer step, nats.
+        share: in (0, 1].
+
+    Source: "Beyond the 80/20 rule", arXiv:2506.01939, section 5: the indicator of entropies of at least tau, the
+    threshold of the batch. The loss keeps the denominator of all tokens.
+    """
+    count = len(entropies)
+    # a share such as 0.1 is no exact binary number, and 0.1 * 30 must not become 4
+    kept = math.ceil(share * count - 1e-9)
+    if kept >= count:
+        return torch.ones_like(entropies, dtype=torch.bool)
+    return entropies >= entropies.kthvalue(count - max(1, kept) + 1).values
+
+
+def within_off_policy_threshold(
+    logprobs: Tensor,
+    sampler_logprobs: Tensor,
+    advantages: Tensor,
+    sequence_index: Tensor,
+    lengths: Tensor,
+    *,
+    threshold: float,
+) -> Tensor:
+    """[N] bool: False on tokens with a negative advantage, in a sequence whose mean of log(p_sampler / p_new) exceeds
+    ``threshold``, in nats per token.
+
+    Args:
+        sampler_logprobs: [N] as the sampler reported them, of the whole distribution. So the mean covers updates since
+            sampling, and the numerical mismatch.
+        sequence_index, lengths: as ``gspo``.
+
+    Source: off-policy sequence masking, DeepSeek-V3.2, arXiv:2512.02556, eq. 9.
+    """
+    means = _sequence_log_ratio(sampler_logprobs.detach(), logprobs.detach(), sequence_index, lengths)
+    return (advantages >= 0) | (means <= threshold)[sequence_index]
 
 
 # --- from the losses of tokens to the loss of the optimizer step ---

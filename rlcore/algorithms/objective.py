@@ -11,11 +11,23 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlcore.algorithms import divergence
-from rlcore.algorithms.divergence import importance_ratios, masked_importance, truncated_importance
-from rlcore.algorithms.loss import StepTotals, policy_loss, token_weights
+from rlcore.algorithms.divergence import (
+    clamped_log_ratio,
+    importance_ratios,
+    masked_importance,
+    sequence_log_weights,
+    truncated_importance,
+)
+from rlcore.algorithms.loss import StepTotals, policy_loss, token_weights, within_off_policy_threshold
 from rlcore.batch import Microbatch
 from rlcore.config import AlgorithmConfig
-from rlcore.config.algorithm import ImportanceCorrection, KlEstimator, MaskedImportance, TruncatedImportance
+from rlcore.config.algorithm import (
+    ImportanceCorrection,
+    KlEstimator,
+    MaskedImportance,
+    TruncatedImportance,
+    VespoLoss,
+)
 
 _Values = Mapping[str, Tensor]
 
@@ -127,12 +139,23 @@ def microbatch_loss(
     truncation = tokens.truncation_logprobs if batch.truncation_logprobs is None else batch.truncation_logprobs
     sampler = (batch.sampler_logprobs + truncation).detach()
 
-    losses = policy_loss(algorithm.loss, logprobs, old, batch.advantages, sequence_index, lengths)
-    importance = importance_weights(algorithm.correction, old, sampler, sequence_index)
-    loss = policy = (weights * importance * losses.values).sum()
+    correction = algorithm.correction
+    factor = importance = importance_weights(correction, old, sampler, sequence_index)
+    log_weights = None
+    if correction is not None and isinstance(algorithm.loss, VespoLoss):  # the weights are part of its kernel
+        log_weights = sequence_log_weights(importance, sequence_index, lengths, level=correction.level)
+        factor = torch.ones_like(importance)
+    losses = policy_loss(
+        algorithm.loss, logprobs, old, batch.advantages, sequence_index, lengths, log_weights=log_weights
+    )
+    masks = policy_masks(batch, logprobs, sampler, algorithm)
+    for kept in masks.values():
+        factor = factor * kept
+    loss = policy = (weights * factor * losses.values).sum()
     kl_loss = kl_ref = logprobs.new_zeros(())
     if batch.ref_logprobs is not None:
-        per_token = kl_estimate(algorithm.kl.estimator, logprobs, batch.ref_logprobs)
+        to_sampler = importance * clamped_log_ratio(logprobs, old).exp()
+        per_token = kl_estimate(algorithm.kl.estimator, logprobs, batch.ref_logprobs, to_sampler)
         weighted = (weights * per_token).sum()
         loss = policy + kl_coefficient * weighted
         kl_loss, kl_ref = weighted, per_token
@@ -164,10 +187,28 @@ def microbatch_loss(
             "rollout/kl_sampler_trainer": divergence.k3(sampler, old),
             "rollout/importance_weight_mean": importance,
             "rollout/importance_masked": importance.eq(0),
+            **{name: ~kept for name, kept in masks.items()},
         },
         maxima={"loss/ratio_max": losses.ratios, "rollout/abs_delta_logprob_max": delta},
     )
     return loss, sums
+
+
+def policy_masks(
+    batch: Microbatch, logprobs: Tensor, sampler_logprobs: Tensor, algorithm: AlgorithmConfig
+) -> dict[str, Tensor]:
+    """The configured masks, each [N] bool: True on tokens that keep their policy loss. The key is the metric that
+    counts the other tokens."""
+    masks = {}
+    if algorithm.entropy_mask is not None:
+        none = torch.ones_like(batch.advantages, dtype=torch.bool)
+        masks["loss/entropy_masked"] = none if batch.high_entropy is None else batch.high_entropy
+    if algorithm.off_policy_mask is not None:
+        masks["loss/off_policy_masked"] = within_off_policy_threshold(
+            *(logprobs, sampler_logprobs, batch.advantages, batch.sequence_index, batch.sequence_lengths),
+            threshold=algorithm.off_policy_mask.threshold,
+        )
+    return masks
 
 
 def importance_weights(
@@ -188,8 +229,12 @@ def importance_weights(
     assert_never(correction)
 
 
-def kl_estimate(estimator: KlEstimator, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """[N] the configured estimate of KL(policy || reference) per token, nats."""
+def kl_estimate(estimator: KlEstimator, logprobs: Tensor, ref_logprobs: Tensor, ratios: Tensor) -> Tensor:
+    """[N] the configured estimate of KL(policy || reference) per token, nats.
+
+    Args:
+        ratios: [N] policy / sampler, of ``divergence.k3_weighted``.
+    """
     match estimator:
         case "k1":
             return divergence.k1(logprobs, ref_logprobs)
@@ -199,4 +244,6 @@ def kl_estimate(estimator: KlEstimator, logprobs: Tensor, ref_logprobs: Tensor) 
             return divergence.k3(logprobs, ref_logprobs)
         case "straight_through":
             return divergence.straight_through(logprobs, ref_logprobs)
+        case "k3_weighted":
+            return divergence.k3_weighted(logprobs, ref_logprobs, ratios)
     assert_never(estimator)

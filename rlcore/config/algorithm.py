@@ -137,14 +137,18 @@ class CispoLoss(Frozen):
     """Policy gradient weighted by the detached ratio, which is clipped only from above."""
 
     name: Literal["cispo"] = "cispo"
+    level: Literal["token", "sequence"] = "token"
+    """token: the ratio of each token. sequence: the length-normalised ratio of the whole sequence, as in GSPO."""
     max_ratio: float = Field(5.0, ge=1)
     """Largest weight of a token."""
 
 
 class SapoLoss(Frozen):
-    """A soft gate on the token ratio instead of clipping."""
+    """A soft gate on the ratio instead of clipping."""
 
     name: Literal["sapo"] = "sapo"
+    level: Literal["token", "sequence"] = "token"
+    """token: the ratio of each token. sequence: the length-normalised ratio of the whole sequence, as in GSPO."""
     tau_positive: float = Field(1.0, gt=0)
     """Steepness of the gate for positive advantages."""
     tau_negative: float = Field(1.05, gt=0)
@@ -152,7 +156,8 @@ class SapoLoss(Frozen):
 
 
 class VespoLoss(Frozen):
-    """Policy gradient weighted by a detached kernel of the sequence ratio (not length-normalised)."""
+    """Policy gradient weighted by a detached kernel of the sequence ratio (not length-normalised). The weights of
+    algorithm.correction are factors of this ratio and do not multiply the loss."""
 
     name: Literal["vespo"] = "vespo"
     k_positive: float = Field(2.0, ge=0)
@@ -182,7 +187,7 @@ class AdaptiveKl(Frozen):
     or 0.8."""
 
 
-KlEstimator = Literal["k1", "k2", "k3", "straight_through"]
+KlEstimator = Literal["k1", "k2", "k3", "straight_through", "k3_weighted"]
 
 
 class KlConfig(Frozen):
@@ -193,7 +198,8 @@ class KlConfig(Frozen):
     place: Literal["loss", "reward"] = "loss"
     """Where the penalty is added. In the reward it has no gradient."""
     estimator: KlEstimator = "k3"
-    """Estimator of the KL. straight_through has the value of k3 and the gradient of k2."""
+    """Estimator of the KL. straight_through has the value of k3 and the gradient of k2. k3_weighted is k3 times the
+    importance ratio of the token, so that value and gradient are unbiased off policy too."""
     adaptive: AdaptiveKl | None = None
     """null: the coefficient is constant."""
 
@@ -202,11 +208,11 @@ class KlConfig(Frozen):
         if self.place == "loss" and self.estimator == "k1":
             raise ValueError(
                 "algorithm.kl.estimator is k1 in the loss: its gradient has mean 0, so it does not limit the KL. "
-                "Use k2, k3 or straight_through, or set algorithm.kl.place to reward."
+                "Use k2, k3, straight_through or k3_weighted, or set algorithm.kl.place to reward."
             )
-        if self.place == "reward" and self.estimator == "straight_through":
+        if self.place == "reward" and self.estimator in ("straight_through", "k3_weighted"):
             raise ValueError(
-                "algorithm.kl.estimator is straight_through in the reward, where it has no gradient and equals k3. "
+                f"algorithm.kl.estimator is {self.estimator} in the reward, where it has no gradient and equals k3. "
                 "Use k1, k2 or k3."
             )
         if self.adaptive is not None and self.coefficient == 0:
@@ -244,6 +250,23 @@ ImportanceCorrection = Annotated[
 ]
 
 
+class EntropyMask(Frozen):
+    """Policy gradient only on the tokens with the highest entropy. The KL term keeps all tokens."""
+
+    share: float = Field(0.2, gt=0, le=1)
+    """Share of the trained tokens of an optimizer step that keep their policy gradient. Needs a separate forward pass
+    for the entropies, as recompute_old_logprobs."""
+
+
+class OffPolicyMask(Frozen):
+    """No policy gradient on sequences with a negative advantage that have become too unlikely under the policy. The KL
+    term keeps all tokens."""
+
+    threshold: float = Field(0.5, gt=0)
+    """Largest mean of log(p_sampler / p_policy) over the tokens of a sequence, in nats. A sequence above it that has a
+    negative advantage is masked. The paper does not state its value."""
+
+
 class DynamicSamplingConfig(Frozen):
     """Replaces groups without signal until the rollout batch is full. Surplus groups wait for the next batch, also in
     checkpoints."""
@@ -268,6 +291,10 @@ class AlgorithmConfig(Frozen):
     correction: ImportanceCorrection | None = None
     """Importance weights for the mismatch between sampler and trainer, and for staleness (training.max_staleness). The
     effective sample size is always logged."""
+    entropy_mask: EntropyMask | None = None
+    """null: policy gradient on all trained tokens."""
+    off_policy_mask: OffPolicyMask | None = None
+    """null: policy gradient on all sequences."""
     dynamic_sampling: DynamicSamplingConfig | None = None
     """null: train on every sampled group."""
     mask_truncated: bool = False
@@ -276,4 +303,4 @@ class AlgorithmConfig(Frozen):
     recompute_old_logprobs: bool = False
     """Always compute the log-probs of the policy that the updates of a batch start from in a separate forward pass. By
     default it is skipped with one update per batch, because they equal the new log-probs. Several updates, KL in the
-    reward, and surplus groups of dynamic sampling always need it."""
+    reward, an entropy_mask, and surplus groups of dynamic sampling always need it."""

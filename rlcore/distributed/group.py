@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-from rlcore.algorithms.loss import StepTotals
+import numpy as np
+import torch
+
+from rlcore.algorithms.loss import StepTotals, high_entropy
 from rlcore.algorithms.objective import UpdateResult
 from rlcore.batch import prompt_key
 from rlcore.config import ExperimentConfig
@@ -129,6 +132,8 @@ class WorkerGroup:
 
         Samples without a gradient (``has_gradient``) count in the denominators and are not computed.
         """
+        mask = self._config.algorithm.entropy_mask
+        samples = samples if mask is None else with_high_entropy(samples, mask.share)
         trained = sum(s.num_trained for s in samples)
         totals = StepTotals(tokens=max(1, trained), sequences=len(samples))  # 0 tokens if all completions are masked
         # without any gradient one sample is still computed, because AdamW's state has to take its step
@@ -203,6 +208,26 @@ class WorkerGroup:
 
     def peak_memory_bytes(self) -> int:
         return max(self._everyone.each(lambda worker: worker.peak_memory_bytes()))
+
+
+def with_high_entropy(samples: Sequence[TrainingSample], share: float) -> list[TrainingSample]:
+    """The samples of one optimizer step with the mask of their tokens of high entropy (``loss.high_entropy``).
+
+    Raises:
+        ValueError: a sample has no entropies.
+    """
+    entropies = [s.entropies[s.loss_mask] for s in samples if s.entropies is not None]
+    if len(entropies) != len(samples):
+        raise ValueError(
+            f"{len(samples) - len(entropies)} of {len(samples)} samples have no entropies, and algorithm.entropy_mask "
+            "needs them. Compute their old log-probs before the update."
+        )
+    kept = high_entropy(torch.from_numpy(np.concatenate(entropies)), share).numpy()
+    parts = np.split(kept, np.cumsum([len(part) for part in entropies])[:-1])
+    masks = [np.zeros_like(s.loss_mask) for s in samples]
+    for mask, part, sample in zip(masks, parts, samples, strict=True):
+        mask[sample.loss_mask] = part
+    return [replace(s, high_entropy=mask) for s, mask in zip(samples, masks, strict=True)]
 
 
 def has_gradient(sample: TrainingSample) -> bool:

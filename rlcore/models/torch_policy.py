@@ -150,7 +150,8 @@ class TorchPolicy:
     def logprobs(
         self, microbatches: Sequence[Sequence[TrainingSample]], *, reference: bool = False
     ) -> list[list[ScoredTokens]]:
-        """Log-probs by microbatch and sample. Empty microbatches take part in the collectives too."""
+        """Log-probs by microbatch and sample, and for an entropy mask the policy's entropies. Empty microbatches take
+        part in the collectives too."""
         if reference and self.config.model.lora is not None:
             with adapters_off(self.model):
                 return self.logprobs(microbatches)
@@ -158,7 +159,8 @@ class TorchPolicy:
         if model is None:
             raise ValueError("this policy has no reference model: algorithm.kl.coefficient is 0")
         (self._reference_weights if reference else self._weights).onload()
-        scored = [self._logprobs_of(model, samples) for samples in microbatches]
+        with_entropy = self.config.algorithm.entropy_mask is not None and not reference
+        scored = [self._logprobs_of(model, samples, with_entropy=with_entropy) for samples in microbatches]
         _reshard(model)
         if reference:
             self._offload(self._reference_weights)
@@ -173,13 +175,17 @@ class TorchPolicy:
         return logprobs
 
     def _logprobs_of(
-        self, model: PackedModel, samples: Sequence[TrainingSample], raw: bool = False
+        self, model: PackedModel, samples: Sequence[TrainingSample], *, raw: bool = False, with_entropy: bool = False
     ) -> list[ScoredTokens]:
-        values, _, kept = model(self._pack(samples or [FILLER]), raw, with_entropy=False)
+        values, entropies, kept = model(self._pack(samples or [FILLER]), raw, with_entropy=with_entropy)
         counts = [sample.num_trained for sample in samples]
-        parts = np.split(torch.stack([values, kept]).cpu().numpy(), np.cumsum(counts)[:-1], axis=1)
+        parts = np.split(torch.stack([values, kept, entropies]).cpu().numpy(), np.cumsum(counts)[:-1], axis=1)
         return [
-            ScoredTokens(logprobs=_placed(part[0], sample), truncation_logprobs=_placed(part[1], sample))
+            ScoredTokens(
+                logprobs=_placed(part[0], sample),
+                truncation_logprobs=_placed(part[1], sample),
+                entropies=_placed(part[2], sample) if with_entropy else None,
+            )
             for part, sample in zip(parts, samples, strict=False)  # np.split gives one part for no samples
         ]
 

@@ -133,7 +133,8 @@ def _penalties(sample: TrainingSample, algorithm: AlgorithmConfig) -> Floats:
     """[L] KL(policy || reference) of each trained token, for the policy that sampled it; 0 without log-probs."""
     if sample.old_logprobs is None or sample.ref_logprobs is None:
         return np.zeros(sample.num_tokens, np.float32)
-    values = kl_estimate(algorithm.kl.estimator, torch.tensor(sample.old_logprobs), torch.tensor(sample.ref_logprobs))
+    old, ref = torch.tensor(sample.old_logprobs), torch.tensor(sample.ref_logprobs)
+    values = kl_estimate(algorithm.kl.estimator, old, ref, torch.ones_like(old))
     return np.where(sample.loss_mask, values.numpy(), np.float32(0))
 
 

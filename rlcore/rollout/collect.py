@@ -381,7 +381,12 @@ def _with_old_logprobs(run: RolloutRun, update: Sequence[TrainingSample]) -> Seq
     return [
         s
         if s.old_logprobs is not None
-        else replace(s, old_logprobs=scored.logprobs, truncation_logprobs=scored.truncation_logprobs)
+        else replace(
+            s,
+            old_logprobs=scored.logprobs,
+            truncation_logprobs=scored.truncation_logprobs,
+            entropies=scored.entropies,
+        )
         for s, scored in zip(update, run.workers.logprobs(update), strict=True)
     ]
 
@@ -391,7 +396,8 @@ def needs_old_logprobs(config: ExperimentConfig) -> bool:
     schedule, algorithm = Schedule.of(config), config.algorithm
     surplus = schedule.needs_signal and schedule.keeps_surplus and not schedule.asynchronous
     kl_in_reward = algorithm.kl.place == "reward" and algorithm.kl.coefficient > 0
-    return config.training.steps_per_batch > 1 or surplus or kl_in_reward or algorithm.recompute_old_logprobs
+    earlier = surplus or kl_in_reward or algorithm.entropy_mask is not None
+    return config.training.steps_per_batch > 1 or earlier or algorithm.recompute_old_logprobs
 
 
 def split(samples: Sequence[TrainingSample], parts: int) -> list[Sequence[TrainingSample]]:

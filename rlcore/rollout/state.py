@@ -93,9 +93,10 @@ _COMPLETION = pa.struct(
         ("finish_reason", pa.string()),
         ("policy_version", pa.int64()),
         ("score", _SCORE),  # null until it is graded
-        ("old_logprobs", pa.list_(pa.float32())),  # of the completion alone, as the next two
+        ("old_logprobs", pa.list_(pa.float32())),  # of the completion alone, as the next three
         ("log_kept", pa.list_(pa.float32())),
         ("ref_logprobs", pa.list_(pa.float32())),
+        ("entropies", pa.list_(pa.float32())),
     ]
 )
 _SCHEMA = pa.schema(
@@ -111,7 +112,12 @@ _SCHEMA = pa.schema(
     ]
 )
 # Field of a sample -> column on disk, where truncation_logprobs keeps its first name.
-_LOGPROBS = {"old_logprobs": "old_logprobs", "truncation_logprobs": "log_kept", "ref_logprobs": "ref_logprobs"}
+_PER_TOKEN = {
+    "old_logprobs": "old_logprobs",
+    "truncation_logprobs": "log_kept",
+    "ref_logprobs": "ref_logprobs",
+    "entropies": "entropies",
+}
 
 
 def _row(group: Group) -> dict[str, Any]:
@@ -134,7 +140,7 @@ def _row(group: Group) -> dict[str, Any]:
 def _completion_row(
     completion: Completion, score: Score | None, sample: TrainingSample | None, prompt: int
 ) -> dict[str, Any]:
-    values = {column: getattr(sample, field, None) for field, column in _LOGPROBS.items()}
+    values = {column: getattr(sample, field, None) for field, column in _PER_TOKEN.items()}
     return {
         "turns": [{"token_ids": t.token_ids, "logprobs": t.logprobs, "given": t.given} for t in completion.turns],
         "text": completion.text,
@@ -169,8 +175,12 @@ def _group(row: Mapping[str, Any], index: int, problem: Problem, mask_truncated:
     admitted = group.admitted(mask_truncated=mask_truncated)
     samples = []
     for sample, completion in zip(admitted.samples, completions, strict=True):
-        old, kept, ref = (_after_prompt(completion[column], len(prompt)) for column in _LOGPROBS.values())
-        samples.append(replace(sample, old_logprobs=old, truncation_logprobs=kept, ref_logprobs=ref))
+        # files of older versions have no entropies
+        rows = (_after_prompt(completion.get(column), len(prompt)) for column in _PER_TOKEN.values())
+        old, kept, ref, entropies = rows
+        samples.append(
+            replace(sample, old_logprobs=old, truncation_logprobs=kept, ref_logprobs=ref, entropies=entropies)
+        )
     return replace(admitted, samples=tuple(samples))
 
 
@@ -200,7 +210,7 @@ def _in_flight_row(row: dict[str, Any]) -> dict[str, Any]:
     """A row of an older version's unfinished groups."""
     occurrence = row.get("occurrence", 0)
     seed_key = f"{row['batch']}#{occurrence}" if occurrence else str(row["batch"])
-    completions = [_one_turn({**dict.fromkeys(_LOGPROBS.values()), **completion}) for completion in row["completions"]]
+    completions = [_one_turn({**dict.fromkeys(_PER_TOKEN.values()), **completion}) for completion in row["completions"]]
     own = {"seed_key": seed_key, "ready": False, "surplus": False, "baseline": None}
     return {**row, **own, "completions": completions}
 

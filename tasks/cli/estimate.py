@@ -153,7 +153,8 @@ def compute_estimate(experiment: ExperimentConfig, model: Architecture, device: 
 def plan_of(experiment: ExperimentConfig, model: Architecture, device: str) -> Plan:
     training, rollout, data = experiment.training, experiment.rollout, experiment.data
     algorithm, resources = experiment.algorithm, experiment.resources
-    old = training.steps_per_batch > 1 or algorithm.recompute_old_logprobs or algorithm.kl.place == "reward"
+    earlier = algorithm.kl.place == "reward" or algorithm.entropy_mask is not None
+    old = training.steps_per_batch > 1 or algorithm.recompute_old_logprobs or earlier
     return Plan(
         workers=resources.workers,
         rollout_workers=resources.rollout_workers,

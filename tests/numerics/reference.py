@@ -177,13 +177,21 @@ def gspo(new: Sequence[float], old: Sequence[float], advantage: float, low: floa
     return -min(s * advantage, clip(s, 1 - low, 1 + high) * advantage)
 
 
-def cispo_weight(new: float, old: float, max_ratio: float) -> float:
-    return min(math.exp(new - old), max_ratio)
+def ratios(new: Sequence[float], old: Sequence[float], level: str) -> list[float]:
+    """Of each token of one sequence, or for all of them that of the sequence."""
+    if level == "sequence":
+        return [sequence_ratio(new, old)] * len(new)
+    return [math.exp(n - o) for n, o in zip(new, old, strict=True)]
 
 
-def sapo(new: float, old: float, advantage: float, tau_positive: float, tau_negative: float) -> float:
+def cispo(new: Sequence[float], old: Sequence[float], advantage: float, max_ratio: float, level: str) -> list[float]:
+    found = zip(new, ratios(new, old, level), strict=True)
+    return [-min(ratio, max_ratio) * advantage * n for n, ratio in found]
+
+
+def sapo(ratio: float, advantage: float, tau_positive: float, tau_negative: float) -> float:
     tau = tau_positive if advantage > 0 else tau_negative
-    gate = 1 / (1 + math.exp(-tau * (math.exp(new - old) - 1)))
+    gate = 1 / (1 + math.exp(-tau * (ratio - 1)))
     return -4 / tau * gate * advantage
 
 

@@ -15,13 +15,15 @@ from rlcore.algorithms.divergence import (
     k1,
     k2,
     k3,
+    k3_weighted,
     masked_importance,
     next_coefficient,
+    sequence_log_weights,
     straight_through,
     truncated_importance,
 )
 from rlcore.algorithms.objective import kl_estimate
-from rlcore.config.algorithm import KlEstimator
+from rlcore.config.algorithm import KlConfig, KlEstimator
 
 LOGPROBS = st.floats(min_value=-1e4, max_value=0, width=32)
 
@@ -89,6 +91,22 @@ def test_the_expected_gradient_of_k3_on_policy_is_that_of_the_other_direction():
     assert_close(of_k3, expected)
 
 
+def test_the_weighted_k3_is_unbiased_in_value_and_gradient_over_the_tokens_of_another_policy():
+    """Its mean over another policy's tokens is the divergence, and the mean of its gradient that of the divergence; the
+    means of k3 are neither."""
+    logits = tensor([0.3, -0.2, 0.9], dtype=torch.float64, requires_grad=True)
+    ref, sampler = (tensor(p, dtype=torch.float64).log() for p in ([0.2, 0.5, 0.3], [0.6, 0.3, 0.1]))
+    logp = logits.log_softmax(0)
+    divergence = (logp.exp() * (logp - ref)).sum()
+    (expected,) = torch.autograd.grad(divergence, logits, retain_graph=True)
+    weighted = (sampler.exp() * k3_weighted(logp, ref, (logp - sampler).exp())).sum()
+    assert_close(weighted, divergence)
+    assert_close(torch.autograd.grad(weighted, logits, retain_graph=True)[0], expected)
+    plain = (sampler.exp() * k3(logp, ref)).sum()
+    assert abs(plain - divergence) > 0.05
+    assert (torch.autograd.grad(plain, logits)[0] - expected).abs().max() > 0.05
+
+
 def test_straight_through_has_the_value_of_k3_and_the_gradient_of_k2():
     a = tensor([-1.0, -0.3, -4.0, -2.0], dtype=torch.float64, requires_grad=True)
     b = tensor([-1.5, -0.2, -1.0, -2.0], dtype=torch.float64)
@@ -149,6 +167,17 @@ def test_importance_weights_equal_the_values_worked_out_by_hand():
     assert_close(masked, tensor([1.0, 1.0, 0.0]))
 
 
+def test_log_weights_of_sequences_by_hand():
+    index, lengths = tensor([0, 0, 1]), tensor([2, 1, 0])
+    tokens, of_sequences = tensor([2.0, 0.25, 4.0]), tensor([0.5, 0.5, 4.0])
+    expected = tensor([math.log(0.5), math.log(4), 0.0])
+    assert_close(sequence_log_weights(tokens, index, lengths, level="token"), expected)
+    assert_close(sequence_log_weights(of_sequences, index, lengths, level="sequence"), expected)
+    for level in ("token", "sequence"):
+        masked = sequence_log_weights(tensor([0.0, 0.0, 1.0]), index, lengths, level=level)
+        assert masked.tolist() == [-MAX_LOG_RATIO, 0.0, 0.0]
+
+
 def test_importance_weights_have_no_gradient_and_stay_finite():
     trainer = tensor([0.0, -500.0]).requires_grad_()
     sampler = tensor([-500.0, 0.0])
@@ -181,16 +210,36 @@ def test_sampler_and_trainer_that_agree_have_weights_of_exactly_1():
         ("k2", 0.125, 0.5),
         ("k3", math.exp(-0.5) - 0.5, 1 - math.exp(-0.5)),
         ("straight_through", math.exp(-0.5) - 0.5, 0.5),
+        # ratio 2: twice the value of k3; the gradient is 2 (k3 + k3's slope) = 2 (e^-0.5 - 0.5 + 1 - e^-0.5)
+        ("k3_weighted", 2 * (math.exp(-0.5) - 0.5), 1.0),
     ],
 )
 def test_each_configured_estimator_is_its_own(estimator: KlEstimator, value: float, slope: float):
-    """log p = -1, log q = -1.5: the log-ratio is 0.5, and k3 is exp(-0.5) - 1 + 0.5."""
+    """log p = -1, log q = -1.5: the log-ratio is 0.5, and k3 is exp(-0.5) - 1 + 0.5. The sampler's p is half of p."""
     p = tensor([-1.0], dtype=torch.float64, requires_grad=True)
-    found = kl_estimate(estimator, p, tensor([-1.5], dtype=torch.float64))
+    ratios = (p - tensor([-1.0 - math.log(2)], dtype=torch.float64)).exp()
+    found = kl_estimate(estimator, p, tensor([-1.5], dtype=torch.float64), ratios)
     found.sum().backward()
     assert float(found.detach()) == pytest.approx(value, rel=1e-12)
     assert float(p.grad) == pytest.approx(slope, rel=1e-12)
 
 
+@pytest.mark.parametrize(
+    ("place", "estimator", "allowed"),
+    [
+        ("loss", "k1", "Use k2, k3, straight_through or k3_weighted"),
+        ("reward", "straight_through", "Use k1, k2 or k3"),
+        (
+            "reward",
+            "k3_weighted",
+            "k3_weighted in the reward, where it has no gradient and equals k3. Use k1, k2 or k3",
+        ),
+    ],
+)
+def test_an_estimator_in_the_wrong_place_is_told_which_ones_are_allowed(place: str, estimator: str, allowed: str):
+    with pytest.raises(ValueError, match=allowed):
+        KlConfig.model_validate({"place": place, "estimator": estimator})
+
+
 def test_every_estimator_of_the_config_is_in_the_table_above():
-    assert set(get_args(KlEstimator)) == {"k1", "k2", "k3", "straight_through"}
+    assert set(get_args(KlEstimator)) == {"k1", "k2", "k3", "straight_through", "k3_weighted"}

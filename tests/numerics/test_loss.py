@@ -16,15 +16,18 @@ from rlcore.algorithms.loss import (
     cispo,
     gspo,
     gspo_token,
+    high_entropy,
     ppo_clip,
     sapo,
     token_weights,
     vespo,
+    within_off_policy_threshold,
 )
 from rlcore.config import AlgorithmConfig
 
 OLD, NEW = tensor([-1.0, -1.0, -1.0]), tensor([-0.5, -1.0, -2.0])
 ADVANTAGES = tensor([2.0, 2.0, -1.0])
+OWN_SEQUENCES = (tensor([0, 1, 2]), tensor([1, 1, 1]))
 KERNEL = {"k_positive": 2.0, "lambda_positive": 3.0, "k_negative": 3.0, "lambda_negative": 2.0}
 
 Loss = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], TokenLosses]  # new, old, advantages, sequence_index, lengths
@@ -33,9 +36,12 @@ LOSSES: dict[str, Loss] = {
     "dual_clip": lambda n, o, a, i, c: ppo_clip(n, o, a, clip_low=0.2, clip_high=0.28, dual_clip=1.5),
     "gspo": lambda n, o, a, i, c: gspo(n, o, a, i, c, clip_low=0.1, clip_high=0.2),
     "gspo_token": lambda n, o, a, i, c: gspo_token(n, o, a, i, c, clip_low=0.1, clip_high=0.2),
-    "cispo": lambda n, o, a, i, c: cispo(n, o, a, max_ratio=1.2),
-    "sapo": lambda n, o, a, i, c: sapo(n, o, a, tau_positive=1.0, tau_negative=1.3),
+    "cispo": lambda n, o, a, i, c: cispo(n, o, a, i, c, level="token", max_ratio=1.2),
+    "cispo_sequence": lambda n, o, a, i, c: cispo(n, o, a, i, c, level="sequence", max_ratio=1.2),
+    "sapo": lambda n, o, a, i, c: sapo(n, o, a, i, c, level="token", tau_positive=1.0, tau_negative=1.3),
+    "sapo_sequence": lambda n, o, a, i, c: sapo(n, o, a, i, c, level="sequence", tau_positive=1.0, tau_negative=1.3),
     "vespo": lambda n, o, a, i, c: vespo(n, o, a, i, c, **KERNEL),
+    "vespo_corrected": lambda n, o, a, i, c: vespo(n, o, a, i, c, log_weights=torch.zeros(len(c)), **KERNEL),
 }
 each_loss = pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES.keys())
 
@@ -88,6 +94,20 @@ def test_a_step_with_nothing_to_train_on_is_refused(tokens, sequences):
         StepTotals(tokens=tokens, sequences=sequences)
 
 
+@pytest.mark.parametrize(
+    ("mask", "setting", "bound"),
+    [
+        ("entropy_mask", {"share": 0.0}, "greater than 0"),
+        ("entropy_mask", {"share": 1.5}, "less than or equal to 1"),
+        ("off_policy_mask", {"threshold": 0.0}, "greater than 0"),
+        ("loss", {"name": "cispo", "level": "batch"}, "'token' or 'sequence'"),
+    ],
+)
+def test_a_setting_out_of_bounds_is_told_the_bound(mask, setting, bound):
+    with pytest.raises(ValueError, match=bound):
+        AlgorithmConfig.model_validate({mask: setting})
+
+
 def test_ppo_clip_equals_the_values_worked_out_by_hand():
     # ratios e^0.5 = 1.649, 1, e^-1 = 0.368
     # min(1.649 * 2, 1.2 * 2) = 2.4; min(2, 2) = 2; min(-0.368, -0.8) = -0.8
@@ -134,16 +154,36 @@ def test_gspo_equals_the_values_worked_out_by_hand():
 
 def test_cispo_equals_the_values_worked_out_by_hand():
     # weights min(1.649, 1.2), 1, 0.368 (not raised); times A times log p: 1.2 * 2 * 0.5, 2 * 1, -0.368 * 2
-    out = cispo(NEW, OLD, ADVANTAGES, max_ratio=1.2)
+    out = cispo(NEW, OLD, ADVANTAGES, *OWN_SEQUENCES, level="token", max_ratio=1.2)
     assert_close(out.values, tensor([1.2, 2.0, -0.7357589]))
     assert out.clipped_high.tolist() == [True, False, False]
+
+
+def test_cispo_by_sequence_equals_the_values_worked_out_by_hand():
+    # log-ratios 0.5, 0 | -1: s = e^0.25 = 1.284 and e^-1 = 0.368. Bound 1.2: 1.2 * 2 * 0.5, 1.2 * 2 * 1, -0.368 * 2
+    out = cispo(NEW, OLD, ADVANTAGES, tensor([0, 0, 1]), tensor([2, 1]), level="sequence", max_ratio=1.2)
+    assert_close(out.values, tensor([1.2, 2.4, -0.7357589]))
+    assert_close(out.ratios, tensor([1.2840254, 1.2840254, 0.3678794]))
+    assert out.clipped_high.tolist() == [True, True, False]
 
 
 def test_sapo_equals_the_values_worked_out_by_hand():
     # A > 0, tau 1, ratio 2: -4 * sigmoid(1) = -2.924234; A < 0, tau 2, ratio 2: 2 * sigmoid(2) = 1.761594
     new, old = tensor([0.0, 0.0]), tensor([-math.log(2), -math.log(2)])
-    out = sapo(new, old, tensor([1.0, -1.0]), tau_positive=1.0, tau_negative=2.0)
+    index, lengths = tensor([0, 1]), tensor([1, 1])
+    out = sapo(new, old, tensor([1.0, -1.0]), index, lengths, level="token", tau_positive=1.0, tau_negative=2.0)
     assert_close(out.values, tensor([-2.9242343, 1.7615942]))
+
+
+def test_sapo_by_sequence_equals_the_values_worked_out_by_hand():
+    # ratios 4 and 1: s = 4^(1/2) = 2. A > 0, tau 1: -4 * sigmoid(1) = -2.924234 for both tokens
+    # d s / d log p = s / 2 for each of two tokens: the sum's gradient is 2 * -4 * sigmoid(1) (1 - sigmoid(1)) * 2 / 2
+    new, old = tensor([0.0, 0.0]).requires_grad_(), tensor([-math.log(4), 0.0])
+    index, lengths = tensor([0, 0]), tensor([2])
+    out = sapo(new, old, torch.ones(2), index, lengths, level="sequence", tau_positive=1.0, tau_negative=2.0)
+    assert_close(out.values.detach(), tensor([-2.9242343, -2.9242343]))
+    assert_close(out.ratios, tensor([2.0, 2.0]))
+    assert_close(gradient_of(out.values, new), torch.full((2,), -1.5728954))
 
 
 def test_vespo_equals_the_values_worked_out_by_hand():
@@ -155,6 +195,53 @@ def test_vespo_equals_the_values_worked_out_by_hand():
     assert_close(up.ratios, torch.full((2,), 0.5))
     down = vespo(new, old, -torch.ones(2), index, lengths, **KERNEL)
     assert_close(down.values, torch.full((2,), -0.3397852))
+
+
+def test_vespo_takes_the_samplers_weight_into_its_ratio():
+    # p_new / p_old = 2 * 1/4 and w = 2: W = 1, the kernel is 1, and the loss -A log p = 1
+    new, old = tensor([-1.0, -1.0]), tensor([-1 - math.log(2), -1 + math.log(4)])
+    index, lengths = tensor([0, 0]), tensor([2])
+    out = vespo(new, old, torch.ones(2), index, lengths, log_weights=tensor([math.log(2)]), **KERNEL)
+    assert_close(out.values, torch.ones(2))
+    assert_close(out.ratios, torch.ones(2))
+    # a weight of 0 masks the sequence: log W = -20 at most, (e^-20)^2 e^3 = 8.5e-17
+    masked = vespo(new, old, torch.ones(2), index, lengths, log_weights=tensor([-20.0]), **KERNEL)
+    assert 0 < float(masked.values.abs().max()) < 1e-16
+
+
+def test_the_tokens_of_highest_entropy_by_hand():
+    entropies = tensor([0.1, 2.0, 0.5, 1.5, 0.2])
+    assert high_entropy(entropies, 0.4).tolist() == [False, True, False, True, False]
+    assert high_entropy(entropies, 0.41).tolist() == [False, True, True, True, False]  # ceil(2.05)
+    assert high_entropy(entropies, 0.01).tolist() == [False, True, False, False, False]
+    assert high_entropy(entropies, 1.0).all()
+    ties = tensor([1.0, 2.0, 2.0, 0.0])
+    assert high_entropy(ties, 0.25).tolist() == [False, True, True, False]
+    assert int(high_entropy(torch.arange(30.0), 0.1).sum()) == 3  # 0.1 * 30 is 3.0000000000000004 or 3, by machine
+    assert high_entropy(torch.empty(0), 0.2).shape == (0,)
+
+
+def test_the_tokens_of_highest_entropy_do_not_depend_on_the_order():
+    generator = torch.Generator().manual_seed(0)
+    entropies = torch.rand(501, generator=generator).mul(50).round()  # many ties
+    kept, order = high_entropy(entropies, 0.2), torch.randperm(501, generator=generator)
+    assert torch.equal(high_entropy(entropies[order], 0.2), kept[order])
+    assert 0.2 <= float(kept.float().mean()) < 0.25
+    assert entropies[kept].min() > entropies[~kept].max()
+
+
+def test_the_off_policy_mask_by_hand():
+    # means of log(p_sampler / p_new): (1 + 0.25) / 2 = 0.625; 0.5; 0.75; the threshold is 0.5
+    new, sampler = torch.full((5,), -2.0), tensor([-1.0, -1.75, -1.5, -1.5, -1.25])
+    index, lengths = tensor([0, 0, 1, 1, 2]), tensor([2, 2, 1])
+
+    def kept(*advantages: float) -> list[bool]:
+        found = within_off_policy_threshold(new, sampler, tensor(advantages), index, lengths, threshold=0.5)
+        return found.tolist()
+
+    assert kept(-1, -1, -1, -1, -1) == [False, False, True, True, False]  # a mean on the threshold is kept
+    assert kept(-1, -1, -1, -1, 0.5) == [False, False, True, True, True]
+    assert kept(-1, 1, 0, 0, 0) == [False, True, True, True, True]  # advantages by token
 
 
 @each_loss
@@ -185,7 +272,7 @@ def test_a_wild_ratio_stays_finite(loss, sign):
     assert torch.isfinite(out.ratios).all()
 
 
-@pytest.mark.parametrize("name", ["ppo_clip", "dual_clip", "gspo", "sapo"])
+@pytest.mark.parametrize("name", ["ppo_clip", "dual_clip", "gspo", "sapo", "sapo_sequence"])
 def test_gradient_agrees_with_finite_differences(name):
     new, old, advantages, index, lengths = draw()
 
@@ -193,7 +280,7 @@ def test_gradient_agrees_with_finite_differences(name):
         return LOSSES[name](x, old, advantages, index, lengths).values
 
     assert torch.autograd.gradcheck(values, (new,), eps=1e-7, atol=1e-6)
-    if name != "sapo":
+    if not name.startswith("sapo"):
         gradient = gradient_of(values(new), new)
         assert 0 < int((gradient == 0).sum()) < 12  # some are clipped, some are not: both sides were checked
 
@@ -207,11 +294,15 @@ def test_gradients_through_detached_weights_are_the_intended_ones():
 
     totals = torch.zeros(4, dtype=torch.float64).index_add(0, index, (new - old).detach())
     w = totals.exp()[index]
+    s = (totals / lengths).exp()[index]
+    found = gradient_of(LOSSES["cispo_sequence"](new, old, advantages, index, lengths).values, new)
+    assert_close(found, -s.clamp_max(1.2) * advantages)
+
     kernel = torch.where(advantages > 0, w**2 * (3 * (1 - w)).exp(), w**3 * (2 * (1 - w)).exp())
     found = gradient_of(LOSSES["vespo"](new, old, advantages, index, lengths).values, new)
     assert_close(found, -kernel * advantages)
 
-    s = (totals / lengths).exp()[index]  # of gspo_token: s * A for each token on its own, 0 where it is clipped
+    # of gspo_token: s * A for each token on its own, 0 where it is clipped
     stopped = ((s > 1.2) & (advantages > 0)) | ((s < 0.9) & (advantages < 0))
     out = LOSSES["gspo_token"](new, old, advantages, index, lengths)
     assert_close(gradient_of(out.values, new), torch.where(stopped, 0.0, -s * advantages))
@@ -272,7 +363,8 @@ def test_a_ratio_on_its_bound_is_not_clipped(sign):
     for out in (
         ppo_clip(NEW, NEW, advantages, clip_low=0.0, clip_high=0.0, dual_clip=1.0),
         gspo(NEW, NEW, advantages, tensor([0, 0, 1]), tensor([2, 1]), clip_low=0.0, clip_high=0.0),
-        cispo(NEW, NEW, advantages, max_ratio=1.0),
+        cispo(NEW, NEW, advantages, *OWN_SEQUENCES, level="token", max_ratio=1.0),
+        cispo(NEW, NEW, advantages, *OWN_SEQUENCES, level="sequence", max_ratio=1.0),
     ):
         assert out.ratios.eq(1).all()
         assert not out.clipped_low.any()

@@ -12,7 +12,7 @@ from torch.testing import assert_close
 
 from rlcore.algorithms import advantage
 from rlcore.algorithms.logprobs import linear_logprobs
-from rlcore.algorithms.loss import StepTotals
+from rlcore.algorithms.loss import StepTotals, high_entropy
 from rlcore.algorithms.objective import PolicyTokens, StepSums, microbatch_loss
 from rlcore.batch import Microbatch, Segments, trained_positions, trained_sequences
 from rlcore.config import AlgorithmConfig
@@ -41,9 +41,20 @@ LOSSES: dict[str, tuple[dict[str, object], OfSequence]] = {
     "gspo_token": ({"name": "gspo_token", **BAND}, lambda n, o, a: [reference.gspo(n, o, a, 0.2, 0.28)] * len(n)),
     "cispo": (
         {"name": "cispo", "max_ratio": 1.3},
-        each(lambda n, o, a: -reference.cispo_weight(n, o, 1.3) * a * n),
+        lambda new, old, a: reference.cispo(new, old, a, 1.3, "token"),
     ),
-    "sapo": ({"name": "sapo"}, each(lambda n, o, a: reference.sapo(n, o, a, 1.0, 1.05))),
+    "cispo_sequence": (
+        {"name": "cispo", "level": "sequence", "max_ratio": 1.05},
+        lambda new, old, a: reference.cispo(new, old, a, 1.05, "sequence"),
+    ),
+    "sapo": (
+        {"name": "sapo"},
+        lambda new, old, a: [reference.sapo(r, a, 1.0, 1.05) for r in reference.ratios(new, old, "token")],
+    ),
+    "sapo_sequence": (
+        {"name": "sapo", "level": "sequence"},
+        lambda new, old, a: [reference.sapo(r, a, 1.0, 1.05) for r in reference.ratios(new, old, "sequence")],
+    ),
     "vespo": (
         {"name": "vespo"},
         lambda new, old, a: [-reference.vespo_weight(new, old, a, (2.0, 3.0), (3.0, 2.0)) * a * n for n in new],
@@ -64,12 +75,26 @@ class Sequence:
     old: Tensor  # [L]
     sampler: Tensor  # [L]
     ref: Tensor  # [L]
+    entropy: Tensor  # [L], of the old policy
     advantage: float
 
 
-def algorithm(loss: str, correction: str = "none") -> AlgorithmConfig:
+MASKS = {
+    "none": {},
+    "entropy": {"entropy_mask": {"share": 0.3}},
+    "off_policy": {"off_policy_mask": {"threshold": 0.05}},
+}
+MASKS["both"] = MASKS["entropy"] | MASKS["off_policy"]
+
+
+def algorithm(loss: str, correction: str = "none", masks: str = "none", estimator: str = "k3") -> AlgorithmConfig:
     return AlgorithmConfig.model_validate(
-        {"loss": LOSSES[loss][0], "correction": CORRECTIONS[correction], "kl": {"estimator": "k3"}}
+        {
+            "loss": LOSSES[loss][0],
+            "correction": CORRECTIONS[correction],
+            "kl": {"estimator": estimator},
+            **MASKS[masks],
+        }
     )
 
 
@@ -88,6 +113,7 @@ NOTHING = Microbatch(
     old_logprobs=None,
     truncation_logprobs=None,
     ref_logprobs=None,
+    high_entropy=None,
     pixel_values=None,
     image_grid_thw=None,
     image_features=None,
@@ -121,6 +147,7 @@ def make_step(dtype: torch.dtype) -> list[Sequence]:
                     old=old,
                     sampler=(old + 0.2 * (around(length) + 2.2)),
                     ref=around(length),
+                    entropy=around(length).abs(),
                     advantage=float(values[group, member]),
                 )
             )
@@ -144,6 +171,10 @@ def step_gradient(
     everything = [s for batch in microbatches for s in batch]
     totals = StepTotals(tokens=sum(len(s.tokens) - s.prompt for s in everything), sequences=len(everything))
     total = torch.zeros((), dtype=torch.float64)
+    kept = None
+    if config.entropy_mask is not None:
+        of_step = high_entropy(torch.cat([s.entropy[s.prompt :] for s in everything]), config.entropy_mask.share)
+        kept = iter(of_step.split([sum(len(s.tokens) - s.prompt for s in batch) for batch in microbatches]))
     for batch in microbatches:
         mask = torch.cat([torch.arange(len(s.tokens)) >= s.prompt for s in batch])
         bounds = torch.tensor([0, *np.cumsum([len(s.tokens) for s in batch])])
@@ -166,6 +197,7 @@ def step_gradient(
             old_logprobs=of["old"],
             truncation_logprobs=torch.zeros_like(of["old"]),
             ref_logprobs=of["ref"],
+            high_entropy=None if kept is None else next(kept),
         )
         loss, _ = microbatch_loss(
             packed,
@@ -180,8 +212,12 @@ def step_gradient(
     return total, head.grad
 
 
-def oracle_loss(sequences: list[Sequence], mode: str, name: str, correction: str) -> float:
+def oracle_loss(
+    sequences: list[Sequence], mode: str, name: str, correction: str, masks: str = "none", estimator: str = "k3"
+) -> float:
     """The same number from the formulas alone: python loops over one token at a time."""
+    every = sorted((float(x) for s in sequences for x in s.entropy[s.prompt :]), reverse=True)
+    lowest = every[math.ceil(0.3 * len(every)) - 1] if masks in ("entropy", "both") else 0.0
     head = make_head(torch.float64).detach().numpy()
     num_tokens = sum(len(s.tokens) - s.prompt for s in sequences)
     loss = 0.0
@@ -191,18 +227,27 @@ def oracle_loss(sequences: list[Sequence], mode: str, name: str, correction: str
             logits = [float(np.dot(row, s.hidden[t - 1].numpy())) / TEMPERATURE for row in head]
             new.append(logits[int(s.tokens[t])] - math.log(sum(math.exp(x) for x in logits)))
         old, ref, sampler = (getattr(s, n)[s.prompt :].tolist() for n in ("old", "ref", "sampler"))
-        values = LOSSES[name][1](new, old, s.advantage)
+        ratios = reference.importance(old, sampler, [0] * len(new) if correction == "sequence" else None)
+        factors = [
+            {"none": 1.0, "token": min(r, 1.5), "sequence": r if 0.2 <= r <= 3.0 else 0.0}[correction] for r in ratios
+        ]
+        beside, before = factors, old
+        if name == "vespo":  # its W contains the product of the tokens' weights, or the sequence's weight
+            parts = factors if correction == "token" else [w ** (1 / len(new)) for w in factors]
+            before = [o - (math.log(w) if w else 20.0) for o, w in zip(old, parts, strict=True)]
+            beside = [1.0] * len(new)
+        if masks in ("off_policy", "both") and s.advantage < 0 and np.mean(sampler) - np.mean(new) > 0.05:
+            beside = [0.0] * len(new)
+        beside = [w * (e >= lowest) for w, e in zip(beside, s.entropy[s.prompt :].tolist(), strict=True)]
+        values = LOSSES[name][1](new, before, s.advantage)
         weight = reference.token_weight(
             mode, length=len(new), tokens=num_tokens, sequences=len(sequences), budget=MAX_COMPLETION
         )
-        ratios = reference.importance(old, sampler, [0] * len(new) if correction == "sequence" else None)
         for token, value in enumerate(values):
-            w = {
-                "none": 1.0,
-                "token": min(ratios[token], 1.5),
-                "sequence": ratios[token] if 0.2 <= ratios[token] <= 3.0 else 0.0,
-            }[correction]
-            loss += weight * (w * value + KL_COEFFICIENT * reference.k3(new[token], ref[token]))
+            kl = reference.k3(new[token], ref[token])
+            if estimator == "k3_weighted":
+                kl *= factors[token] * math.exp(new[token] - old[token])
+            loss += weight * (beside[token] * value + KL_COEFFICIENT * kl)
     return loss
 
 
@@ -216,8 +261,17 @@ def assert_same(got: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor], rel
 
 
 each_choice = pytest.mark.parametrize(
-    ("name", "correction"),
-    [*((name, "none") for name in LOSSES), ("ppo_clip", "token"), ("ppo_clip", "sequence"), ("gspo", "sequence")],
+    "choice",
+    [
+        *((name,) for name in LOSSES),
+        *(("ppo_clip", "token"), ("ppo_clip", "sequence"), ("gspo", "sequence")),
+        *(("vespo", "token"), ("vespo", "sequence")),
+        *(("ppo_clip", "none", masks) for masks in MASKS if masks != "none"),
+        *(("sapo_sequence", "token", "both"), ("vespo", "token", "both")),
+        *(("ppo_clip", correction, "none", "k3_weighted") for correction in CORRECTIONS),
+        ("vespo", "token", "both", "k3_weighted"),
+    ],
+    ids="-".join,
 )
 each_mode = pytest.mark.parametrize("mode", MODES)
 each_dtype = pytest.mark.parametrize(("dtype", "relative"), [(torch.float64, 1e-12), (torch.float32, 1e-6)])
@@ -225,17 +279,18 @@ each_dtype = pytest.mark.parametrize(("dtype", "relative"), [(torch.float64, 1e-
 
 @each_mode
 @each_choice
-def test_loss_equals_an_oracle_written_as_loops(name, correction, mode):
+def test_loss_equals_an_oracle_written_as_loops(choice, mode):
     step = make_step(torch.float64)
-    loss, _ = step_gradient([step], mode, torch.float64, algorithm(name, correction))
-    assert_close(float(loss), oracle_loss(step, mode, name, correction), rtol=1e-12, atol=0)
+    loss, _ = step_gradient([step], mode, torch.float64, algorithm(*choice))
+    name, correction, *others = [*choice, "none"][: max(2, len(choice))]
+    assert_close(float(loss), oracle_loss(step, mode, name, correction, *others), rtol=1e-12, atol=0)
 
 
 @each_dtype
 @each_mode
 @each_choice
-def test_any_split_into_microbatches_gives_the_same_gradient(name, correction, mode, dtype, relative):
-    step, config = make_step(dtype), algorithm(name, correction)
+def test_any_split_into_microbatches_gives_the_same_gradient(choice, mode, dtype, relative):
+    step, config = make_step(dtype), algorithm(*choice)
     whole = step_gradient([step], mode, dtype, config)
     for split in (chunks(step, 1), chunks(step, 5), [step[:1], step[1:11], step[11:]]):
         assert_same(step_gradient(split, mode, dtype, config), whole, relative)
@@ -244,8 +299,8 @@ def test_any_split_into_microbatches_gives_the_same_gradient(name, correction, m
 @each_dtype
 @each_mode
 @each_choice
-def test_any_order_of_sequences_and_groups_gives_the_same_gradient(name, correction, mode, dtype, relative):
-    step, config = make_step(dtype), algorithm(name, correction)
+def test_any_order_of_sequences_and_groups_gives_the_same_gradient(choice, mode, dtype, relative):
+    step, config = make_step(dtype), algorithm(*choice)
     whole = step_gradient([step], mode, dtype, config)
     shuffled = [step[i] for i in torch.randperm(len(step), generator=torch.Generator().manual_seed(3))]
     within_groups = [s for group in chunks(step, 3) for s in reversed(group)]
@@ -257,6 +312,13 @@ def test_the_aggregations_are_different_objectives():
     step = make_step(torch.float64)
     losses = [float(step_gradient([step], mode, torch.float64)[0]) for mode in MODES]
     assert len({round(loss, 6) for loss in losses}) == 4
+
+
+def test_the_masks_mask_some_tokens_here_and_not_all():
+    step = make_step(torch.float64)
+    configs = [algorithm("ppo_clip", "none", masks) for masks in MASKS]
+    gradients = [step_gradient([step], "token_mean", torch.float64, config)[1] for config in configs]
+    assert len({round(float(gradient.norm()), 9) for gradient in [*gradients, torch.zeros(1)]}) == 5
 
 
 @each_mode
@@ -287,11 +349,13 @@ THREE_TOKENS = replace(
 )
 
 
-def by_hand(correction: dict[str, object] | None) -> tuple[float, StepSums]:
+def by_hand(
+    correction: dict[str, object] | None, batch: Microbatch = THREE_TOKENS, **others: object
+) -> tuple[float, StepSums]:
     """Ratios 1, 1.5 and 0.5 over six tokens of the step, three of them here and the third one without an advantage."""
-    configured = {"loss": LOSSES["ppo_clip"][0], "correction": correction, "kl": {"estimator": "k3"}}
+    configured = {"loss": LOSSES["ppo_clip"][0], "correction": correction, "kl": {"estimator": "k3"}, **others}
     loss, sums = microbatch_loss(
-        THREE_TOKENS,
+        batch,
         PolicyTokens(torch.tensor([0.5, 0.75, 0.25]).log(), torch.tensor([1.0, 2.0, 4.0]), torch.full((3,), 9.0)),
         AlgorithmConfig.model_validate({**configured, "aggregation": "token_mean"}),
         StepTotals(tokens=6, sequences=3),
@@ -332,6 +396,33 @@ def test_a_masked_token_is_counted_and_not_trained_on():
         -2 / 6
     )  # of the first token; the second is at twice the sampler's
     assert [float(sums.means[f"rollout/importance_{name}"]) for name in ("weight_mean", "masked")] == [1, 1]
+
+
+def test_a_token_of_low_entropy_has_no_policy_loss_and_keeps_its_kl():
+    kept = replace(THREE_TOKENS, high_entropy=torch.tensor([True, False, False]))
+    loss, sums = by_hand(None, kept, entropy_mask={"share": 0.2})
+    unmasked, _ = by_hand(None)
+    assert float(sums.totals["policy_loss"]) == pytest.approx(-2 * 1 / 6)
+    assert unmasked - loss == pytest.approx(-2 * 1.28 / 6)  # nothing else differs
+    assert float(sums.means["loss/entropy_masked"]) == 1  # the third token has no advantage and is not counted
+    assert float(sums.means["loss/entropy"]) == 3  # the mean covers masked tokens too
+
+
+def test_a_sequence_that_has_left_the_policy_has_no_policy_loss_and_is_counted():
+    # log(p_sampler / p_new) of the first sequence: 0 and log(0.25 / 0.75) = -1.1; with 0.9: log(1.8), log(1.2): 0.385
+    bad = replace(THREE_TOKENS, advantages=-THREE_TOKENS.advantages)
+    for sampler, threshold, advantage_sign, masked in (
+        (0.25, 0.1, -1, 0),
+        (0.9, 0.3, -1, 2),
+        (0.9, 0.4, -1, 0),
+        (0.9, 0.3, 1, 0),
+    ):
+        log_probs = THREE_TOKENS.sampler_logprobs if sampler == 0.25 else torch.tensor([0.9, 0.9, 0.9]).log()
+        batch = replace(bad if advantage_sign < 0 else THREE_TOKENS, sampler_logprobs=log_probs)
+        _, sums = by_hand(None, batch, off_policy_mask={"threshold": threshold})
+        assert float(sums.means["loss/off_policy_masked"]) == masked
+        policy = {-1: 2 * 1 + 2 * 1.5, 1: -2 * 1 - 2 * 1.28}[advantage_sign] / 6
+        assert float(sums.totals["policy_loss"]) == pytest.approx(0.0 if masked else policy)
 
 
 def test_without_reference_log_probs_there_is_no_kl_term():

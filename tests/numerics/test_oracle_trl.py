@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from rlcore.algorithms.objective import PolicyTokens, microbatch_loss
 from rlcore.batch import pack
 from rlcore.config import AlgorithmConfig
 from rlcore.data.tiny import build_processor
+from rlcore.distributed.group import with_high_entropy
 from rlcore.models.packed import PackedModel
 from rlcore.types import Floats, TrainingSample
 
@@ -70,6 +72,25 @@ CASES = {
             "loss": {"name": "sapo", "tau_positive": 1.0, "tau_negative": 1.4},
             "aggregation": "sequence_mean_token_mean",
         },
+    ),
+    "cispo_sequence": Case(
+        {"loss_type": "cispo", "epsilon_high": 1.02, "importance_sampling_level": "sequence"},
+        {"loss": {"name": "cispo", "level": "sequence", "max_ratio": 1.02}, "aggregation": "token_mean"},
+    ),
+    "sapo_sequence": Case(
+        {"loss_type": "sapo", "sapo_temperature_neg": 1.4, "importance_sampling_level": "sequence"},
+        {
+            "loss": {"name": "sapo", "level": "sequence", "tau_negative": 1.4},
+            "aggregation": "sequence_mean_token_mean",
+        },
+    ),
+    "top_entropy": Case(
+        {"loss_type": "dapo", "top_entropy_quantile": 0.2, **CLIP},
+        {"loss": PPO, "aggregation": "token_mean", "entropy_mask": {"share": 0.2}},
+    ),
+    "off_policy_mask": Case(
+        {"loss_type": "grpo", "off_policy_mask_threshold": 0.05, **CLIP},
+        {"loss": PPO, "aggregation": "sequence_mean_token_mean", "off_policy_mask": {"threshold": 0.05}},
     ),
     "gspo": Case({"loss_type": "grpo", **TIGHT}, {"loss": GSPO, "aggregation": "sequence_mean_token_mean"}),
     "gspo_token": Case(
@@ -165,20 +186,25 @@ def draw_samples(folder: Path, *, noise: float, on_policy: bool, with_reference:
         own = our_model(folder)(pack(samples, layout=None, features=None))[0].numpy()
     parts = np.split(own, np.cumsum(COMPLETIONS)[:-1])
 
-    def around(part: Floats, mask: np.ndarray, by: float) -> Floats:
-        values = np.zeros(len(mask), np.float32)
-        values[mask] = part + random.normal(0, by, len(part)).astype(np.float32)
-        return values
+    def around(part: Floats, sample: TrainingSample, by: float) -> Floats:
+        return filled(sample, part + random.normal(0, by, len(part)).astype(np.float32))
 
     return [
         replace(
             sample,
-            sampler_logprobs=around(part, sample.loss_mask, 0.3),
-            old_logprobs=None if on_policy else around(part, sample.loss_mask, noise),
-            ref_logprobs=around(part, sample.loss_mask, 0.5) if with_reference else None,
+            sampler_logprobs=around(part, sample, 0.3),
+            old_logprobs=None if on_policy else around(part, sample, noise),
+            ref_logprobs=around(part, sample, 0.5) if with_reference else None,
         )
         for sample, part in zip(samples, parts, strict=True)
     ]
+
+
+def filled(sample: TrainingSample, values: Floats) -> Floats:
+    """[L] the values on the trained tokens, 0 elsewhere."""
+    out = np.zeros(sample.num_tokens, np.float32)
+    out[sample.loss_mask] = values
+    return out
 
 
 def our_model(folder: Path) -> PackedModel:
@@ -208,7 +234,11 @@ def padded(samples: list[TrainingSample]) -> dict[str, Tensor]:
         "advantages": torch.tensor([float(s.advantages[-1]) for s in samples]),
         "num_items_in_batch": torch.tensor(sum(s.num_trained for s in samples)),
     }
-    for ours, theirs in (("old_logprobs", "old_per_token_logps"), ("ref_logprobs", "ref_per_token_logps")):
+    for ours, theirs in (
+        ("sampler_logprobs", "sampling_per_token_logps"),
+        ("old_logprobs", "old_per_token_logps"),
+        ("ref_logprobs", "ref_per_token_logps"),
+    ):
         if getattr(samples[0], ours) is not None:
             inputs[theirs] = torch.stack([right(s, getattr(s, ours), 0) for s in samples])
     return inputs
@@ -233,7 +263,14 @@ def of_ours(
     folder: Path, algorithm: dict[str, Any], parts: list[list[TrainingSample]], beta: float
 ) -> tuple[float, dict[str, Tensor]]:
     model = our_model(folder)
+    config = AlgorithmConfig.model_validate(algorithm)
     every = [s for part in parts for s in part]
+    if config.entropy_mask is not None:
+        with torch.no_grad():
+            entropies = [model(pack([s], layout=None, features=None))[1].numpy() for s in every]
+        every = [replace(s, entropies=filled(s, values)) for s, values in zip(every, entropies, strict=True)]
+        masked = iter(with_high_entropy(every, config.entropy_mask.share))
+        parts = [[next(masked) for _ in part] for part in parts]
     totals = StepTotals(tokens=sum(s.num_trained for s in every), sequences=len(every))
     total = 0.0
     for part in parts:
@@ -241,7 +278,7 @@ def of_ours(
         loss, _ = microbatch_loss(
             batch,
             PolicyTokens(*model(batch)),
-            AlgorithmConfig.model_validate(algorithm),
+            config,
             totals,
             kl_coefficient=beta,
             max_completion_tokens=BUDGET,
@@ -282,9 +319,29 @@ def test_straight_through_is_trls_bias_corrected_kl_on_policy(folder: Path, name
     assert_equal(ours, of_trl(trainer, [padded(samples)]), case.slack)
 
 
-@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("on_policy", [True, False], ids=["on_policy", "off_policy"])
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "dapo", "cispo", "sapo", "vespo"])
+def test_weighted_k3_is_trls_bias_corrected_kl(folder: Path, name: str, on_policy: bool) -> None:
+    case = CASES[name]
+    samples = draw_samples(folder, noise=case.noise, on_policy=on_policy, with_reference=True)
+    trainer = build_trainer(folder, beta=BETA, use_bias_correction_kl=True, **case.trl)
+    ours = of_ours(folder, case.ours | {"kl": {"estimator": "k3_weighted"}}, [samples[:2], samples[2:]], BETA)
+    assert_equal(ours, of_trl(trainer, [padded(samples)]), case.slack)
+
+
+def test_the_masks_of_the_cases_mask_some_and_not_all(folder: Path) -> None:
+    samples = draw_samples(folder, noise=0.4, on_policy=True, with_reference=False)
+    losses = {name: of_ours(folder, CASES[name].ours, [samples], 0.0)[0] for name in ("dapo", "grpo")}
+    for name, plain in (("top_entropy", "dapo"), ("off_policy_mask", "grpo")):
+        assert of_ours(folder, CASES[name].ours, [samples], 0.0)[0] not in (0.0, losses[plain])
+
+
 @pytest.mark.parametrize("kind", ["truncate", "mask"])
-@pytest.mark.parametrize("name", ["grpo", "dapo", "gspo", "cispo"])
+@pytest.mark.parametrize(
+    ("name", "level"),
+    # in VESPO's kernel TRL has only token weights
+    [*product(["grpo", "dapo", "gspo", "cispo"], ["token", "sequence"]), ("vespo", "token")],
+)
 def test_correction_of_the_samplers_mismatch(folder: Path, name: str, kind: str, level: str) -> None:
     """TRL's vLLM importance sampling; the ratio that it would get from vLLM is fed in, made by our own functions."""
     case = CASES[name]

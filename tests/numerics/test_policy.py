@@ -286,6 +286,29 @@ def test_no_metric_of_the_step_depends_on_the_kl_coefficient(tiny_model: Path) -
     assert "rollout/mismatch_alarm" not in left_out
 
 
+def test_an_entropy_mask_trains_the_tokens_that_the_old_pass_found_most_uncertain(tiny_model: Path) -> None:
+    from rlcore.distributed.group import WorkerGroup
+    from rlcore.distributed.ranks import LocalRanks
+
+    settings = toy.config(kl={"coefficient": 0.0}, entropy_mask={"share": 0.25})
+    workers = WorkerGroup(LocalRanks(toy.Rank(toy.policy(tiny_model, settings))), settings)
+    samples = toy.samples(8)
+    samples = [
+        replace(s, old_logprobs=r.logprobs, truncation_logprobs=r.truncation_logprobs, entropies=r.entropies)
+        for s, r in zip(samples, workers.logprobs(samples), strict=True)
+    ]
+    entropies = np.concatenate([s.entropies[s.loss_mask] for s in samples])
+    advantages = np.concatenate([s.advantages[s.loss_mask] for s in samples])
+    sums = workers.update(samples, 0.0, 0.0).sums
+    assert float(sums.means["loss/entropy"]) == pytest.approx(float(entropies.sum()), rel=1e-5)
+    count = len(entropies)
+    kept = entropies >= np.sort(entropies)[-int(np.ceil(0.25 * count))]
+    assert float(sums.means["loss/entropy_masked"]) == count - kept.sum() == count - np.ceil(0.25 * count)
+    # on policy the ratio is 1 and the loss of a token -A
+    expected = -float(advantages[kept].sum()) / count
+    assert float(sums.totals["policy_loss"]) == pytest.approx(expected, rel=1e-5)
+
+
 def test_leaving_out_samples_without_gradient_changes_nothing(tiny_model: Path) -> None:
     """The group drops them before the update and keeps them in the denominators; the step taken is the same."""
     from rlcore.distributed.group import WorkerGroup, has_gradient

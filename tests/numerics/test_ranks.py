@@ -9,10 +9,12 @@ from typing import Any, get_args
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from rlcore.algorithms.loss import Aggregation, StepTotals
 from rlcore.config import ExperimentConfig
+from rlcore.distributed.group import with_high_entropy
 from rlcore.training.metrics import update_metrics
 from rlcore.types import ScoredTokens, TrainingSample
 from tests.numerics import toy
@@ -24,7 +26,14 @@ CORRECTION = {"name": "mask", "level": "sequence", "min_weight": 0.5, "max_weigh
 CHOICES = {
     f"{loss} {mode}": {"loss": {"name": loss}, "aggregation": mode} for loss in LOSSES for mode in get_args(Aggregation)
 }
-CHOICES["gspo corrected"] = {"loss": {"name": "gspo"}, "correction": CORRECTION}
+CHOICES |= {
+    "gspo corrected": {"loss": {"name": "gspo"}, "correction": CORRECTION},
+    "vespo corrected": {"loss": {"name": "vespo"}, "correction": CORRECTION},
+    "cispo by sequence": {"loss": {"name": "cispo", "level": "sequence"}},
+    "sapo by sequence": {"loss": {"name": "sapo", "level": "sequence"}},
+    "k3 weighted": {"kl": {"coefficient": KL_COEFFICIENT, "estimator": "k3_weighted"}},
+    "masked": {"entropy_mask": {"share": 0.3}, "off_policy_mask": {"threshold": 0.01}},
+}
 LAST = "ppo_clip sequence_mean_token_mean"  # whose step is taken, with a learning rate above 0
 
 
@@ -40,7 +49,9 @@ def _rank(rank: int, world: int, model: str, out: str) -> None:
     gradients = toy.keep_gradients(policy, then_step=True)
     found, metrics = {}, {}
     for choice in [*CHOICES, LAST]:  # a learning rate of 0 leaves the weights as they are for the next one
-        policy.config = _settings(choice)
+        policy.config = config = _settings(choice)
+        if config.algorithm.entropy_mask is not None:
+            mine = _with_masks(policy.logprobs(mine), mine, config.algorithm.entropy_mask.share)
         rate = 1e-3 if choice in found else 0.0
         if rate:
             policy.optimizer.state.clear()
@@ -54,7 +65,24 @@ def _rank(rank: int, world: int, model: str, out: str) -> None:
 
 
 def _settings(choice: str) -> ExperimentConfig:
-    return toy.config(kl={"coefficient": KL_COEFFICIENT}, **CHOICES[choice])
+    return toy.config(**{"kl": {"coefficient": KL_COEFFICIENT}, **CHOICES[choice]})
+
+
+def _with_masks(
+    scored: list[list[ScoredTokens]], mine: list[list[TrainingSample]], share: float
+) -> list[list[TrainingSample]]:
+    """The mask over the samples of all ranks, as the worker group makes it."""
+    own = [
+        replace(s, entropies=r.entropies)
+        for m, rs in zip(mine, scored, strict=True)
+        for s, r in zip(m, rs, strict=True)
+    ]
+    ranks: list[list[TrainingSample]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(ranks, own)
+    every = iter(with_high_entropy([sample for rank in ranks for sample in rank], share))
+    masked = [[next(every) for _ in rank] for rank in ranks]
+    rest = iter(masked[dist.get_rank()])
+    return [[next(rest) for _ in micro] for micro in mine]
 
 
 def _beside(sample: TrainingSample, scored: ScoredTokens) -> TrainingSample:
@@ -78,7 +106,7 @@ def test_two_ranks_take_the_step_of_one(each_model: Path, tmp_path: Path) -> Non
     assert one["gradients"].keys() == two["gradients"].keys() == CHOICES.keys()
     for choice, a in one["gradients"].items():
         b = two["gradients"][choice]
-        assert a.norm() > 0
+        assert a.norm() > 0, choice
         assert float((a - b).norm() / a.norm()) < 2e-6, choice
         for name, value in metrics_one[choice].items():
             assert metrics_two[choice][name] == pytest.approx(value, rel=1e-5, abs=1e-6), (choice, name)

@@ -138,21 +138,20 @@ def test_gspo_and_gspo_token(seed, loss, clips):
 
 
 @each_seed
-def test_cispo(seed):
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_cispo(seed, level):
     drawn = draw_tokens(seed)
-    found = cispo(*drawn.arguments, max_ratio=1.1)
-    expected = drawn.expected(
-        lambda new, old, a: [-reference.cispo_weight(n, o, 1.1) * a * n for n, o in zip(new, old, strict=True)]
-    )
-    assert_close(found.values, expected)
+    found = cispo(*drawn.arguments, drawn.sequence_index, drawn.lengths, level=level, max_ratio=1.1)
+    assert_close(found.values, drawn.expected(lambda new, old, a: reference.cispo(new, old, a, 1.1, level)))
 
 
 @each_seed
-def test_sapo(seed):
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_sapo(seed, level):
     drawn = draw_tokens(seed)
-    found = sapo(*drawn.arguments, tau_positive=1.0, tau_negative=1.3)
+    found = sapo(*drawn.arguments, drawn.sequence_index, drawn.lengths, level=level, tau_positive=1.0, tau_negative=1.3)
     expected = drawn.expected(
-        lambda new, old, a: [reference.sapo(n, o, a, 1.0, 1.3) for n, o in zip(new, old, strict=True)]
+        lambda new, old, a: [reference.sapo(ratio, a, 1.0, 1.3) for ratio in reference.ratios(new, old, level)]
     )
     assert_close(found.values, expected)
 

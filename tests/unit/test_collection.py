@@ -199,6 +199,26 @@ def test_old_log_probs_are_needed_exactly_where_the_policy_may_have_moved():
     assert needs_old_logprobs(config(algorithm=DYNAMIC))
     assert needs_old_logprobs(config(algorithm={"kl": {"place": "reward", "estimator": "k1"}}))
     assert not needs_old_logprobs(config(algorithm={"kl": {"place": "loss"}}))
+    assert needs_old_logprobs(config(algorithm={"entropy_mask": {"share": 0.5}}))
+
+
+def test_the_entropies_of_surplus_groups_are_in_the_checkpoint(tmp_path: Path):
+    """The policy that they belong to is gone when the groups are trained."""
+    stream = order(24)
+    run = wired(config(algorithm=DYNAMIC), {stream[0]: WRONG, stream[2]: RIGHT})
+    _, state = collect(run, TrainState(), Clock())
+    assert state.rollouts.groups
+    drawn = [
+        replace(group, samples=tuple(replace(s, entropies=s.loss_mask * np.float32(0.1)) for s in group.samples))
+        for group in state.rollouts.groups
+    ]
+    state = replace(state, rollouts=replace(state.rollouts, groups=tuple(drawn)))
+    state.save(tmp_path)
+    loaded = TrainState.load(tmp_path, state.scalars(), PROBLEMS, mask_truncated=False)
+    for group in loaded.rollouts.groups:
+        for sample in group.samples:
+            assert np.array_equal(sample.entropies, sample.loss_mask * np.float32(0.1))
+            assert sample.entropies.dtype == np.float32
 
 
 def test_a_saved_state_gives_the_same_next_step_to_the_last_bit(tmp_path: Path):

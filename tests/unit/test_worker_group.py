@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import pytest
 
 from rlcore.config import build_experiment
-from rlcore.distributed.group import WorkerGroup
+from rlcore.distributed.group import WorkerGroup, with_high_entropy
 from rlcore.flops import ModelShape
 from rlcore.types import ScoredTokens, TrainingSample
 from tests.numerics import toy
@@ -72,3 +74,31 @@ def test_ranks_of_a_sequence_group_get_the_same_rows_and_the_first_answers():
         rank = round(float(scored.logprobs[0] - sample.token_ids[0]) * 10)
         assert rank in (0, 2)
         np.testing.assert_allclose(scored.logprobs, sample.token_ids + rank / 10)
+
+
+def _with_entropies(*entropies: float) -> TrainingSample:
+    mask = np.array([False, *(value > 0 for value in entropies)])
+    return TrainingSample(
+        token_ids=np.zeros(len(mask), np.int32),
+        loss_mask=mask,
+        sampler_logprobs=np.zeros(len(mask), np.float32),
+        images=(),
+        policy_version=0,
+        entropies=np.array([9.0, *entropies], np.float32),  # of the prompt: never looked at
+    )
+
+
+def test_the_entropy_mask_compares_all_trained_tokens_of_the_step():
+    # trained: 0.3 1.5 | 2.0 0.1 0.2; the two highest of five are 1.5 and 2.0
+    one, two = _with_entropies(0.3, 0.0, 1.5), _with_entropies(2.0, 0.1, 0.2)
+    for samples in ([one, two], [two, one]):
+        masks = {len(s.token_ids) * s.entropies[1]: s.high_entropy for s in with_high_entropy(samples, 0.4)}
+        assert masks[4 * one.entropies[1]].tolist() == [False, False, False, True]
+        assert masks[4 * two.entropies[1]].tolist() == [False, True, False, False]
+    assert one.loss_mask.tolist() == [False, True, False, True]  # the sample itself is as it was
+
+
+def test_an_entropy_mask_without_entropies_says_what_to_do():
+    one = _with_entropies(0.3)
+    with pytest.raises(ValueError, match=r"1 of 2 samples have no entropies.*old log-probs"):
+        with_high_entropy([one, replace(one, entropies=None)], 0.4)
