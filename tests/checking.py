@@ -27,11 +27,13 @@ from transformers import (
     Qwen3Config,
     Qwen3MoeConfig,
     Qwen3VLConfig,
+    Qwen3VLMoeConfig,
 )
 
 from rlcore.artifacts import ModelCheck, ModelRef
 from rlcore.config import build_experiment
 from rlcore.data.tiny import build_processor, build_text_tokenizer
+from rlcore.models.loading import save_published
 from rlcore.models.tiny import sampling_defaults
 from rlcore.specs import CheckModelSpec
 
@@ -191,6 +193,13 @@ FAMILIES: dict[str, Callable[..., Any]] = {
         },
     ),
     "qwen3_vl": _with_images(Qwen3VLConfig, _qwen3_tower, mrope_interleaved=True),
+    "qwen3_vl_moe": _with_images(
+        Qwen3VLMoeConfig,
+        _qwen3_tower,
+        # not square, because transformers tells the layouts of stored experts apart by their shapes
+        lambda size: _experts(size) | {"moe_intermediate_size": 3 * size.width // 2},
+        mrope_interleaved=True,
+    ),
 }
 """Name -> size and further fields of the decoder -> configuration. The name starts with the model type."""
 
@@ -213,7 +222,7 @@ def make_model(folder: Path, name: str, **changes: Any) -> Path:
             noise = torch.randn_like(parameter)
             parameter.copy_(_STD * noise if parameter.ndim > 1 else parameter + 0.1 * noise)
     model.generation_config = sampling_defaults(tokenizer)
-    model.save_pretrained(folder)
+    save_published(model, folder)
     processor.save_pretrained(folder)
     return folder
 

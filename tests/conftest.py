@@ -110,6 +110,12 @@ def deepstack_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return _random_tiny(tmp_path_factory, tied=True, family="qwen3_vl")
 
 
+@pytest.fixture(scope="session")
+def experts_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with experts."""
+    return _random_tiny(tmp_path_factory, tied=True, family="qwen3_vl_moe")
+
+
 @pytest.fixture(scope="session", params=["tiny_model", "deepstack_model"])
 def each_model(request: pytest.FixtureRequest) -> Path:
     """The tiny policy of each family."""
@@ -118,7 +124,10 @@ def each_model(request: pytest.FixtureRequest) -> Path:
 
 
 def _random_tiny(
-    factory: pytest.TempPathFactory, *, tied: bool, family: Literal["qwen2_5_vl", "qwen3_vl"] | None = None
+    factory: pytest.TempPathFactory,
+    *,
+    tied: bool,
+    family: Literal["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"] | None = None,
 ) -> Path:
     from rlcore.config import TinyModelConfig
     from rlcore.models.tiny import create_tiny_policy

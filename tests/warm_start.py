@@ -12,6 +12,7 @@ from filelock import FileLock
 from rlcore.config import TinyModelConfig
 from rlcore.data.tiny import build_processor, build_text_tokenizer
 from rlcore.files import building
+from rlcore.models.loading import save_published
 from rlcore.models.tiny import build_model, build_text_model, warm_start
 from tasks.store.made import content_key
 
@@ -42,7 +43,8 @@ def warm_started(config: TinyModelConfig) -> WarmStarted:
 
 def _make(folder: Path, config: TinyModelConfig) -> int:
     processor: Any = build_processor(config.family) if config.task == "geometry" else build_text_tokenizer()
-    model: Any = (build_model if config.task == "geometry" else build_text_model)(processor, config.seed)
+    geometry = config.task == "geometry"
+    model: Any = build_model(config.family, config.seed) if geometry else build_text_model(processor, config.seed)
     steps = warm_start(model, processor, config)
-    model.save_pretrained(folder)
+    save_published(model, folder)
     return steps

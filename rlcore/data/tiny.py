@@ -85,7 +85,7 @@ def build_processor(family: str | None = None) -> PictureProcessor:
     look: dict[str, Any] = {"image_mean": _IMAGE_MEAN, "image_std": _IMAGE_STD}
     make_processor: Callable[..., PictureProcessor] = Qwen2_5_VLProcessor
     make_video_processor: Callable[..., Any] = Qwen2VLVideoProcessor
-    if family == "qwen3_vl":
+    if family in ("qwen3_vl", "qwen3_vl_moe"):
         look["patch_size"] = 16
         make_processor, make_video_processor = Qwen3VLProcessor, Qwen3VLVideoProcessor
     return make_processor(

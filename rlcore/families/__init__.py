@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rlcore.errors import ModelError
-from rlcore.families import qwen2, qwen2_vl, qwen3_moe, qwen3_vl
+from rlcore.families import qwen2, qwen2_vl, qwen3_moe, qwen3_vl, qwen3_vl_moe
 from rlcore.families.protocol import Family, Images, Resizing
 
 FAMILIES: Mapping[str, Family] = {
@@ -29,6 +29,7 @@ FAMILIES: Mapping[str, Family] = {
     "qwen2_vl": qwen2_vl.FAMILY,
     "qwen2_5_vl": qwen2_vl.FAMILY,
     "qwen3_vl": qwen3_vl.FAMILY,
+    "qwen3_vl_moe": qwen3_vl_moe.FAMILY,
 }
 _IMAGES = [family.images for family in FAMILIES.values() if family.images is not None]
 

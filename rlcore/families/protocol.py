@@ -43,8 +43,8 @@ class Family(Protocol):
 
     @property
     def adapted(self) -> tuple[str, ...] | None:
-        """The last parts of the names of the linear layers of ``decoder`` that LoRA adapts. None: all of them. In a
-        vision tower LoRA adapts all."""
+        """The last parts of the names of the linear layers that LoRA adapts. None: all of them. In a vision tower LoRA
+        adapts all, and vLLM needs their names here."""
 
     def require_plain(self, config: Any) -> None:
         """Refuse settings that change logits or attention scores in a way that the trainer does not compute.
@@ -61,6 +61,9 @@ class Family(Protocol):
 
     def active_elements(self, layer: nn.Module) -> int:
         """Elements of a decoder layer's matrices that a token is multiplied with, of experts only those it uses."""
+
+    def as_published(self, name: str, value: Tensor) -> Tensor:
+        """A tensor of the state dict in the layout of the model's published files, which vLLM loads. May be a view."""
 
 
 class Images(Protocol):

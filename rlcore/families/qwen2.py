@@ -12,7 +12,7 @@ from rlcore.errors import ModelError
 from rlcore.families.protocol import Images, LayerMask
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
 # Fields that change logits or attention scores, and their values that change nothing.
 _NEUTRAL: dict[str, tuple[object, ...]] = {
@@ -60,6 +60,9 @@ class Qwen2:
 
     def active_elements(self, layer: nn.Module) -> int:
         return matrix_elements(layer)
+
+    def as_published(self, name: str, value: Tensor) -> Tensor:
+        return value
 
 
 def matrix_elements(part: nn.Module) -> int:

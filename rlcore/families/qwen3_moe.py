@@ -1,4 +1,4 @@
-"""Text families whose layers have experts: a router sends each token to a few of them.
+"""Families whose layers have experts: a router sends each token to a few of them. This one reads text.
 
 Adapters reach attention only, because transformers keeps the weights of all experts of a layer in one tensor, which is
 no linear layer. The auxiliary loss that balances the load of the experts is not computed.
@@ -13,6 +13,9 @@ from rlcore.families.qwen2 import Qwen2, matrix_elements
 
 if TYPE_CHECKING:
     from torch import nn
+
+
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,4 +35,4 @@ class Qwen3Moe(Qwen2):
         return matrix_elements(layer) + stacked * int(router.top_k) // int(router.num_experts)
 
 
-FAMILY = Qwen3Moe(adapted=("q_proj", "k_proj", "v_proj", "o_proj"))
+FAMILY = Qwen3Moe(adapted=ATTENTION)

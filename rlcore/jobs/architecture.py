@@ -97,11 +97,11 @@ def _config_folder(model: ModelConfig) -> Path:
 
 
 def _tiny_config(model: ModelConfig) -> Any:
-    from rlcore.data.tiny import build_processor, build_text_tokenizer
+    from rlcore.data.tiny import build_text_tokenizer
     from rlcore.models.tiny import build_model, build_text_model
 
     if model.tiny.task == "geometry":
-        return build_model(build_processor(model.tiny.family), model.tiny.seed).config
+        return build_model(model.tiny.family, model.tiny.seed).config
     return build_text_model(build_text_tokenizer(), model.tiny.seed).config
 
 

@@ -1,15 +1,17 @@
-"""Hugging Face folders as modules: which models are supported, and how their safetensors are loaded one to one."""
+"""Hugging Face folders as modules: which models are supported, and how their safetensors are loaded and saved."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from torch import nn
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from rlcore.errors import ModelError
@@ -101,6 +103,22 @@ def empty_hf_model(folder: Path, trust_remote_code: bool = False) -> nn.Module:
     model.tie_weights()
     _compute_buffers(model)
     return cast(nn.Module, model.eval())
+
+
+def published(model: Any, saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What transformers saves of a model, in the layout of the model's published files. transformers 5.19 transposes
+    experts when it loads them, and not when it saves them."""
+    family = family_of(model.config)
+    return {name: family.as_published(name, value).contiguous() for name, value in saved.items()}
+
+
+def save_published(model: Any, folder: Path) -> None:
+    """``model.save_pretrained`` for a model of one file, in the layout of published files."""
+    model.save_pretrained(folder)
+    path = folder / "model.safetensors"
+    tensors = published(model, load_file(path))
+    path.unlink()  # the tensors may share its memory
+    save_file(tensors, path, metadata={"format": "pt"})
 
 
 def stores_buffers(model: nn.Module) -> bool:

@@ -30,6 +30,7 @@ from transformers.core_model_loading import (
 )
 
 from rlcore.errors import ModelError
+from rlcore.models.loading import published
 from rlcore.models.sharding import own_rows, tied_aliases
 
 Values = Callable[[str, slice], Tensor]  # a name of the state dict and rows -> these rows of the tensor
@@ -200,10 +201,9 @@ class StoredWeights:
             yield bucket
 
     def as_stored(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The tensors of a bucket under the names, and in the layout, of this folder's files."""
+        """The tensors of a bucket under the names of this folder's files, in the layout of published files."""
         self._model._weight_conversions = [entry for entry in self._transforms if entry.was_used()]
-        stored: dict[str, Tensor] = revert_weight_conversion(self._model, dict(tensors))
-        return stored
+        return published(self._model, revert_weight_conversion(self._model, dict(tensors)))
 
 
 def write_shards(buckets: Iterable[Mapping[str, Tensor]], like: StoredWeights, out: Path) -> None:
@@ -216,7 +216,7 @@ def write_shards(buckets: Iterable[Mapping[str, Tensor]], like: StoredWeights, o
     files: dict[str, list[str]] = {}
     total = 0
     for number, bucket in enumerate(buckets):
-        stored = like.as_stored({name: value.contiguous() for name, value in bucket.items()})
+        stored = like.as_stored(bucket)
         file = f"model-{number:05d}.safetensors"
         save_file(stored, out / file, metadata={"format": "pt"})
         files[file] = list(stored)

@@ -1,9 +1,9 @@
 """The embedded default policies ``tiny``: real models of about a million parameters, made on the spot.
 
-The policy for geometry is a Qwen2.5-VL or a Qwen3-VL with its own vision tower and image processor. Those for sums and
-countdown are a Qwen2. All read bytes and save as ordinary Hugging Face folders. Random weights are never right and so
-never rewarded. A short supervised run on synthetic problems therefore teaches the format and a few right answers, and
-stops there: the rest is left to reinforcement learning.
+The policy for geometry is a Qwen2.5-VL, or a Qwen3-VL with or without experts, with its own vision tower and image
+processor. Those for sums and countdown are a Qwen2. All read bytes and save as ordinary Hugging Face folders. Random
+weights are never right and so never rewarded. A short supervised run on synthetic problems therefore teaches the format
+and a few right answers, and stops there: the rest is left to reinforcement learning.
 """
 
 from __future__ import annotations
@@ -30,15 +30,17 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
-    Qwen3VLProcessor,
+    Qwen3VLMoeConfig,
+    Qwen3VLMoeForConditionalGeneration,
 )
 
 from rlcore.config import CountdownConfig, TinyModelConfig
 from rlcore.data.synthetic.arithmetic import ArithmeticProblem, generate_countdown, generate_sum
 from rlcore.data.synthetic.geometry import SyntheticProblem, draw_problem
-from rlcore.data.tiny import END_OF_TURN, PAD, PictureProcessor, build_processor, build_text_tokenizer
+from rlcore.data.tiny import END_OF_TURN, PAD, PictureProcessor, build_processor, build_text_tokenizer, build_tokenizer
+from rlcore.models.loading import save_published
 
-PictureModel = Qwen2_5_VLForConditionalGeneration | Qwen3VLForConditionalGeneration
+PictureModel = Qwen2_5_VLForConditionalGeneration | Qwen3VLForConditionalGeneration | Qwen3VLMoeForConditionalGeneration
 
 GAME = CountdownConfig(numbers=(3, 4), max_number=12, max_target=40, operations=("+", "-"))
 """The countdown of the warm start. The experiment grpo-countdown-tiny plays the same kind."""
@@ -66,7 +68,8 @@ class _Supervised:
 
 _RUNS = {
     "geometry": _Supervised(16, 7e-4, 0.11),
-    "qwen3_vl": _Supervised(16, 7e-4, 0.09),  # at the same loss it reads fewer digits than the other family
+    "qwen3_vl": _Supervised(16, 7e-4, 0.09),  # at the same loss it reads fewer digits than the first family
+    "qwen3_vl_moe": _Supervised(16, 7e-4, 0.09),
     "sums": _Supervised(16, 2e-3, 0.10),
     "countdown": _Supervised(32, 2e-3, 0.44),
 }
@@ -95,20 +98,24 @@ def create_tiny_policy(folder: Path, config: TinyModelConfig, *, tied: bool = Tr
     model: PictureModel | Qwen2ForCausalLM
     if config.task == "geometry":
         processor = build_processor(config.family)
-        model = build_model(processor, config.seed, tied=tied)
+        model = build_model(config.family, config.seed, tied=tied)
     else:
         processor = build_text_tokenizer()
         model = build_text_model(processor, config.seed)
     warm_start(model, processor, config)
-    model.save_pretrained(folder)
+    save_published(model, folder)
     processor.save_pretrained(folder)
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def build_model(processor: PictureProcessor, seed: int, *, tied: bool = True) -> PictureModel:
-    """The geometry policy of the processor's family, with random weights in float32. Does not change torch's default
-    generator."""
-    token = processor.tokenizer.convert_tokens_to_ids
+def build_model(family: str | None, seed: int, *, tied: bool = True) -> PictureModel:
+    """The geometry policy with random weights in float32. Does not change torch's default generator.
+
+    Args:
+        family: ``model.tiny.family``.
+    """
+    tokenizer = build_tokenizer()
+    token: Any = tokenizer.convert_tokens_to_ids
     # with the usual base of 10,000, neighbours in a picture differ by 0.003 radian only
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 4.0}
     tower: dict[str, Any] = {
@@ -117,19 +124,24 @@ def build_model(processor: PictureProcessor, seed: int, *, tied: bool = True) ->
         "num_heads": _HEADS,
         "out_hidden_size": _HIDDEN,
     }
-    make_config: Callable[..., PretrainedConfig]
-    make_model: Callable[..., PictureModel]
-    if isinstance(processor, Qwen3VLProcessor):
+    experts: dict[str, Any] = {}
+    make_config: Callable[..., PretrainedConfig] = Qwen2_5_VLConfig
+    make_model: Callable[..., PictureModel] = Qwen2_5_VLForConditionalGeneration
+    if family in ("qwen3_vl", "qwen3_vl_moe"):
         make_config, make_model = Qwen3VLConfig, Qwen3VLForConditionalGeneration
         rope |= {"mrope_section": [6, 5, 5], "mrope_interleaved": True}
         tower |= {"depth": 2, "deepstack_visual_indexes": [0, 1], "num_position_embeddings": 8 * 8}
     else:
-        make_config, make_model = Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
         rope |= {"mrope_section": [4, 6, 6]}
         tower |= {"depth": 1, "fullatt_block_indexes": [0]}
+    if family == "qwen3_vl_moe":
+        make_config, make_model = Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration
+        experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 3 * _HIDDEN // 2}
+        experts["norm_topk_prob"] = True  # vLLM reads it, and transformers always does it
     config = make_config(
         text_config={
-            **_decoder_options(processor.tokenizer),
+            **_decoder_options(tokenizer),
+            **experts,
             "head_dim": _HIDDEN // _HEADS,
             "rope_parameters": rope,
             "tie_word_embeddings": tied,
@@ -142,7 +154,7 @@ def build_model(processor: PictureProcessor, seed: int, *, tied: bool = True) ->
         tie_word_embeddings=tied,
         dtype="float32",
     )
-    model: PictureModel = _random_model(make_model, config, processor.tokenizer, seed)
+    model: PictureModel = _random_model(make_model, config, tokenizer, seed)
     if tied:  # the head has the embedding's deviation: logits would have one of sqrt(_HIDDEN) instead of 1
         torch.nn.init.constant_(model.model.language_model.norm.weight, _HIDDEN**-0.5)
     return model

@@ -8,6 +8,7 @@ import os
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -20,6 +21,7 @@ from rlcore.config import ExperimentConfig, RolloutConfig
 from rlcore.data.pixels import ImageStore
 from rlcore.errors import SamplerError
 from rlcore.families import family_in, images_in
+from rlcore.families.protocol import Family
 from rlcore.process import importing_vllm
 from rlcore.types import ImageRef
 
@@ -61,7 +63,7 @@ class Engine:
         with importing_vllm():
             from vllm import LLM
 
-        rollout, self.config, self.device = config.rollout, config, device
+        rollout, self.config, self.device, self._folder = config.rollout, config, device, model
         self.image_token_id: int | None = json.loads((model / "config.json").read_text()).get("image_token_id")
         self.dtype = cast(torch.dtype, getattr(torch, engine_dtype(device, rollout.dtype)))
         _register_model_class(model)
@@ -92,7 +94,7 @@ class Engine:
             options["compilation_config"] = compilation
         if (lora := config.model.lora) is not None:
             options |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": padded_rank(lora.rank)}
-            if (adapted := family_in(model).adapted) is not None:
+            if (adapted := self.family.adapted) is not None:
                 options["lora_target_modules"] = list(adapted)
             if lora.vision_tower:
                 options["enable_tower_connector_lora"] = True
@@ -116,6 +118,14 @@ class Engine:
                 distributed_executor_backend="mp" if starts_workers else _launcher() if gloo else "external_launcher",
                 **options,
             )
+
+    @cached_property
+    def family(self) -> Family:
+        """
+        Raises:
+            ModelError: the model can only be sampled from.
+        """
+        return family_in(self._folder)
 
     @property
     def core(self) -> Any:

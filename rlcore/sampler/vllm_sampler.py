@@ -198,7 +198,8 @@ class VllmSampler:
         """
         # lm_head.weight included, tied or not: vLLM on CPU holds a second copy
         device, dtype = self._engine.device, self._engine.dtype
-        sent, due = self._loader.load((name, value.to(device, dtype)) for name, value in weights)
+        layout = self._engine.family.as_published
+        sent, due = self._loader.load((name, layout(name, value.to(device, dtype))) for name, value in weights)
         self._engine.reset_caches()
         actual = checksum(self._engine.held_weights())
         if due != actual:

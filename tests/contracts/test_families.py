@@ -67,7 +67,7 @@ import json, sys
 from types import SimpleNamespace
 from rlcore.families import FAMILIES, PLACEHOLDERS
 sizes = []
-for family in {id(f): f for f in FAMILIES.values() if f.images}.values():
+for family in {id(f.images): f for f in FAMILIES.values() if f.images}.values():
     processor = SimpleNamespace(patch_size=14, merge_size=2)
     config = SimpleNamespace(image_token_id=1, vision_config=SimpleNamespace(spatial_merge_size=2))
     rule = family.images.resizing(processor)

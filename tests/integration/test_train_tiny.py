@@ -52,10 +52,10 @@ def test_everything_with_a_memory_resumes_bit_for_bit_on_mixed_problems(
     assert min(metrics["rollout/effective_sample_size"] for metrics in batches) > 0.999
 
 
-def test_features_that_enter_several_layers_resume_bit_for_bit_too(
-    deepstack_model: Path, mixed_deepstack_dataset: Path, tmp_path: Path
+def test_experts_and_features_that_enter_several_layers_resume_bit_for_bit_too(
+    experts_model: Path, mixed_deepstack_dataset: Path, tmp_path: Path
 ) -> None:
-    steps = steps_of_an_exact_resume(deepstack_model, mixed_deepstack_dataset, tmp_path)
+    steps = steps_of_an_exact_resume(experts_model, mixed_deepstack_dataset, tmp_path)
     batches = [metrics for metrics in steps if "rollout/rounds" in metrics]
     assert len(batches) == 4
     assert max(metrics["rollout/abs_delta_logprob_mean"] for metrics in batches) < 1e-4

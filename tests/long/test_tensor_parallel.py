@@ -184,10 +184,11 @@ def test_two_ranks_draw_what_one_draws(tmp_path: Path) -> None:
     assert_in_step(tmp_path)
 
 
-def test_two_ranks_draw_what_one_draws_with_experts(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_vl_moe"])
+def test_two_ranks_draw_what_one_draws_with_experts(tmp_path: Path, family: str) -> None:
     from tests.checking import make_model
 
-    assert_in_step(make_model(tmp_path / "model", "qwen3_moe", num_key_value_heads=2))
+    assert_in_step(make_model(tmp_path / "model", family, num_key_value_heads=2))
 
 
 def test_two_ranks_hold_an_adapter_together(tiny_model: Path) -> None:

@@ -26,8 +26,8 @@ from tests.warm_start import warm_started
 torch.set_num_threads(1)
 
 
-@pytest.mark.parametrize("family", [None, "qwen3_vl"])
-def test_the_policies_that_see(family: Literal["qwen3_vl"] | None) -> None:
+@pytest.mark.parametrize("family", [None, "qwen3_vl", "qwen3_vl_moe"])
+def test_the_policies_that_see(family: Literal["qwen3_vl", "qwen3_vl_moe"] | None) -> None:
     """The loss is past mere guessing and far from nothing."""
     made = warm_started(TinyModelConfig(warm_start_steps=800, family=family))
     assert 20 < made.steps < 800

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from rlcore.algorithms.loss import StepTotals
 from rlcore.config import ExperimentConfig
+from rlcore.families import family_in, images_in, is_of_tower
 from rlcore.models.loading import load_hf_model
 from rlcore.models.packed import model_shape
 from rlcore.models.torch_policy import TorchPolicy
@@ -31,6 +32,16 @@ ROUTER, EXPERT = EXPERTS * WIDTH, 3 * WIDTH * WIDTH
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("experts") / "model", "qwen3_moe")
+
+
+@pytest.fixture(scope="module", params=["qwen3_moe", "qwen3_vl_moe"])
+def each_model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("experts") / "model", request.param)
+
+
+def samples_for(model: Path, count: int) -> list[TrainingSample]:
+    """With pictures, if the model takes them."""
+    return toy.samples(count, text_only=images_in(model) is None)
 
 
 def settings(**parts: dict[str, Any]) -> ExperimentConfig:
@@ -57,8 +68,8 @@ def apart(one: Tensor, other: Tensor) -> float:
     return float((one - other).norm() / other.norm())
 
 
-def test_the_gradient_does_not_depend_on_microbatches(model: Path) -> None:
-    policy, samples = toy.policy(model, settings()), toy.samples(8, text_only=True)
+def test_the_gradient_does_not_depend_on_microbatches(each_model: Path) -> None:
+    policy, samples = toy.policy(each_model, settings()), samples_for(each_model, 8)
     whole = gradient(policy, [samples])
     assert apart(gradient(policy, [[sample] for sample in samples]), whole) < 2e-6
     assert apart(gradient(policy, [samples[5:], [], samples[:5]]), whole) < 2e-6
@@ -87,8 +98,8 @@ def test_experts_in_bfloat16_are_one_graph(model: Path) -> None:
     assert apart(compiled, plain) < 2**-6
 
 
-def test_every_expert_and_the_router_train(model: Path) -> None:
-    policy, samples = toy.policy(model, settings()), toy.samples(8, text_only=True)
+def test_every_expert_and_the_router_train(each_model: Path) -> None:
+    policy, samples = toy.policy(each_model, settings()), samples_for(each_model, 8)
     before = {name: value.clone() for name, value in policy.full_weights()}
     after = train(policy, samples)
     for name, value in before.items():
@@ -115,13 +126,29 @@ def test_four_ranks_have_the_gradient_of_one(model: Path, tmp_path: Path) -> Non
     assert apart(found[4], found[1]) < 2e-6
 
 
-def test_adapters_leave_router_and_experts_alone(model: Path) -> None:
-    policy = toy.policy(model, settings(model={"lora": {"rank": 4, "alpha": 8.0}}))
+def test_adapters_leave_router_and_experts_alone(each_model: Path) -> None:
+    policy = toy.policy(each_model, settings(model={"lora": {"rank": 4, "alpha": 8.0}}))
     names = {name.rpartition(".lora_")[0].rpartition(".")[2] for name in policy.tensors() if ".lora_" in name}
     assert names == {"q_proj", "k_proj", "v_proj", "o_proj"}
     before = {name: value.clone() for name, value in policy.full_weights()}
-    after = train(policy, toy.samples(4, text_only=True))
+    after = train(policy, samples_for(each_model, 4))
     assert all(torch.equal(value, after[name]) for name, value in before.items())
+
+
+def test_adapters_of_the_tower_reach_every_layer_that_vllm_is_told_of(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "model", "qwen3_vl_moe")
+    policy = toy.policy(folder, settings(model={"lora": {"rank": 4, "alpha": 8.0, "vision_tower": True}}))
+    names = {name.rpartition(".lora_")[0].rpartition(".")[2] for name in policy.tensors() if ".lora_" in name}
+    assert names == set(family_in(folder).adapted or ())
+
+
+def test_a_frozen_tower_does_not_train(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "model", "qwen3_vl_moe")
+    policy = toy.policy(folder, settings(model={"freeze_vision_tower": True}))
+    before = {name: value.clone() for name, value in policy.full_weights()}
+    after = train(policy, samples_for(folder, 4))
+    changed = {is_of_tower(name) for name, value in before.items() if not torch.equal(value, after[name])}
+    assert changed == {False}
 
 
 def test_a_resumed_run_equals_the_whole(model: Path, tmp_path: Path) -> None:
@@ -135,9 +162,11 @@ def test_a_resumed_run_equals_the_whole(model: Path, tmp_path: Path) -> None:
     assert all(torch.equal(value, found[name]) for name, value in expected.items())
 
 
-def test_flops_count_the_experts_that_a_token_uses(model: Path) -> None:
-    shape = model_shape(toy.policy(model, settings()).model.hf)
-    assert shape.parameters == LAYERS * (ATTENTION + ROUTER + USED * EXPERT)
+def test_flops_count_the_experts_that_a_token_uses(model: Path, tmp_path: Path) -> None:
+    with_pictures = make_model(tmp_path / "model", "qwen3_vl_moe")
+    for folder, expert in ((model, EXPERT), (with_pictures, EXPERT * 3 // 2)):  # of width 64 and 96
+        shape = model_shape(toy.policy(folder, settings()).model.hf)
+        assert shape.parameters == LAYERS * (ATTENTION + ROUTER + USED * expert)
 
 
 def test_a_layer_without_experts_counts_whole(tmp_path: Path) -> None:

@@ -91,7 +91,7 @@ def toy_vision_config() -> Any:
     from rlcore.models.attention import use_packed_attention
     from rlcore.models.tiny import build_model
 
-    model = build_model(toy.PROCESSOR, 0)
+    model = build_model(None, 0)
     use_packed_attention(model)
     return model.config.vision_config
 

@@ -21,6 +21,7 @@ from rlcore.families.qwen2_vl import GridLayout
 from rlcore.models import sequence
 from rlcore.models.sequence import SequenceGroup, cut
 from rlcore.types import TrainingSample
+from tests.checking import make_model
 from tests.numerics import toy
 from tests.ranks import on_ranks
 
@@ -105,7 +106,15 @@ def test_ranks_that_share_rows_take_the_step_of_one(
     one: dict[Any, Any], each_model: Path, tmp_path: Path, world: int, degree: int
 ) -> None:
     """The model has 4 query and 2 key-value heads: at 4 ranks these are repeated."""
-    many = run(world, degree, each_model, CASES, tmp_path)
+    assert_same(one, run(world, degree, each_model, CASES, tmp_path))
+
+
+def test_experts_take_the_step_of_one_too(tmp_path: Path) -> None:
+    model, cases = make_model(tmp_path / "model", "qwen3_vl_moe"), [("mixed", "ppo_clip", "whole")]
+    assert_same(*(run(ranks, ranks, model, cases, tmp_path) for ranks in (1, 2)))
+
+
+def assert_same(one: dict[Any, Any], many: dict[Any, Any]) -> None:
     for case, a in one.items():
         b = many[case]
         assert a["gradient"].norm() > 0

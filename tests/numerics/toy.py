@@ -27,7 +27,7 @@ from rlcore.models.torch_policy import TorchPolicy
 from rlcore.types import ImageRef, TrainingSample
 
 PROCESSOR = build_processor()
-PROCESSORS = {"qwen3_vl": build_processor("qwen3_vl")}  # by model type, where it is another
+PROCESSORS = dict.fromkeys(("qwen3_vl", "qwen3_vl_moe"), build_processor("qwen3_vl"))  # by model type, where another
 BANNED = list(PromptBuilder(PROCESSOR, DataConfig(template="tiny")).banned_token_ids)
 PICTURES: dict[str, Image.Image] = {}
 

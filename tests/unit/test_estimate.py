@@ -18,6 +18,8 @@ from transformers import (
     Qwen3MoeForCausalLM,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
+    Qwen3VLMoeConfig,
+    Qwen3VLMoeForConditionalGeneration,
 )
 
 from rlcore.config import LoraConfig, ModelConfig
@@ -215,6 +217,18 @@ def test_a_step_of_few_sequences_reads_only_the_experts_that_they_use(a3b: Archi
     assert weights_read(1) == pytest.approx(2 * (a3b.shape.parameters + head))
     assert weights_read(4) == pytest.approx(2 * (4 * a3b.shape.parameters + head))
     assert weights_read(64) == pytest.approx(2 * (a3b.decoder_parameters + head))
+
+
+def test_the_decoder_of_the_model_that_sees_is_that_of_the_text_model(a3b: Architecture) -> None:
+    """Qwen3-VL-30B-A3B."""
+    rope = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [24, 20, 20], "mrope_interleaved": True}
+    config = Qwen3VLMoeConfig(text_config=A3B | {"rope_parameters": rope}, tie_word_embeddings=False)
+    with torch.device("meta"):
+        found = architecture(Qwen3VLMoeForConditionalGeneration(config), ModelConfig())
+    assert found.shape.parameters == a3b.shape.parameters
+    assert found.decoder_parameters == a3b.decoder_parameters
+    assert found.parameters - found.tower_parameters == a3b.parameters
+    assert (found.intermediate, found.experts_per_token) == (8 * 768, 8)
 
 
 def test_each_deepstack_layer_has_a_merger_of_its_own() -> None:

@@ -12,30 +12,22 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, Qwen2MoeConfig, Qwen2MoeForCausalLM
 
 from rlcore.errors import ModelError
 from rlcore.models.loading import auto_class, empty_hf_model, load_hf_config, stores_buffers
 from rlcore.models.sharding import transformer_blocks
-from rlcore.models.stored_weights import StoredWeights, load_shards
+from rlcore.models.stored_weights import StoredWeights, load_shards, write_shards
+from tests.checking import make_model
 from tests.downloaded import make_downloaded
 from tests.ranks import on_ranks
-
-
-def _experts(folder: Path) -> Path:
-    """A mixture of experts: transformers stacks the files' experts into one tensor."""
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 24, "num_hidden_layers": 2}
-    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 4, "vocab_size": 64}
-    Qwen2MoeForCausalLM(Qwen2MoeConfig(**sizes, shared_expert_intermediate_size=48)).save_pretrained(folder)
-    return folder
-
 
 MAKERS: dict[str, Callable[[Path], Path]] = {
     "text": lambda folder: make_downloaded(folder, "tiny-text"),
     "text, newer": lambda folder: make_downloaded(folder, "tiny-text", rope_keys="newer"),
     "vl": lambda folder: make_downloaded(folder, "tiny-vl"),
     "vl, newer": lambda folder: make_downloaded(folder, "tiny-vl", rope_keys="newer"),
-    "experts": _experts,
+    "experts": lambda folder: make_model(folder, "qwen3_moe"),  # transformers stacks the files' experts
+    "experts, transposed": lambda folder: make_model(folder, "qwen3_vl_moe"),
 }
 
 
@@ -44,18 +36,8 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return MAKERS[request.param](tmp_path_factory.mktemp("stored") / "model")
 
 
-def _class(folder: Path) -> Any:
-    config = load_hf_config(folder)  # rlcore.families has no mixture of experts
-    return AutoModelForCausalLM if config.model_type == "qwen2_moe" else auto_class(config)
-
-
-def _empty(folder: Path) -> Any:
-    with torch.device("meta"):
-        return _class(folder).from_config(load_hf_config(folder))
-
-
 def _loaded(folder: Path) -> Any:
-    return _class(folder).from_pretrained(folder, dtype=torch.float32)
+    return auto_class(load_hf_config(folder)).from_pretrained(folder, dtype=torch.float32)
 
 
 def _files(folder: Path) -> dict[str, Tensor]:
@@ -63,7 +45,7 @@ def _files(folder: Path) -> dict[str, Tensor]:
 
 
 def test_each_tensor_and_its_rows_are_those_that_transformers_loads(folder: Path) -> None:
-    stored, expected = StoredWeights(folder, _empty(folder)), _loaded(folder).state_dict()
+    stored, expected = StoredWeights(folder, empty_hf_model(folder)), _loaded(folder).state_dict()
     for name, value in expected.items():
         assert torch.equal(stored.read(name).float(), value), name
         rows = len(value)
@@ -85,7 +67,7 @@ def test_buffers_have_the_values_that_transformers_gives_them(tmp_path: Path, ki
 
 @pytest.mark.parametrize("bucket_bytes", [1, 100_000, 1 << 40])
 def test_buckets_hold_each_tensor_once_and_go_back_to_the_files_layout(folder: Path, bucket_bytes: int) -> None:
-    stored = StoredWeights(folder, _empty(folder))
+    stored = StoredWeights(folder, empty_hf_model(folder))
     written: dict[str, Tensor] = {}
     for names in stored.buckets(bucket_bytes, torch.float32):
         again = stored.as_stored({name: stored.read(name) for name in names})
@@ -146,3 +128,20 @@ def test_buffers_of_the_files_are_told_from_computed_ones() -> None:
     assert not stores_buffers(model)
     model.register_buffer("stored", torch.ones(1))
     assert stores_buffers(model)
+
+
+def test_experts_are_written_as_published_also_where_the_folder_has_transformers_own_layout(tmp_path: Path) -> None:
+    """Six experts from 64 to 2 x 96 and back. transformers 5.19 saves them as [experts, out, in], and vLLM loads
+    [experts, in, out]."""
+    published, own = make_model(tmp_path / "published", "qwen3_vl_moe"), tmp_path / "own"
+    _loaded(published).save_pretrained(own)
+    load_hf_config(published).save_pretrained(own)
+    name = "model.language_model.layers.1.mlp.experts.gate_up_proj"
+    assert [tuple(_files(folder)[name].shape) for folder in (published, own)] == [(6, 64, 192), (6, 192, 64)]
+    stored = StoredWeights(own, empty_hf_model(own))
+    write_shards(
+        ({name: stored.read(name) for name in bucket} for bucket in stored.buckets(1, torch.float32)), stored, tmp_path
+    )
+    expected, written = _files(published), _files(tmp_path)
+    assert written.keys() == expected.keys()
+    assert all(torch.equal(value, written[name]) for name, value in expected.items())
