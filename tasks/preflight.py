@@ -22,6 +22,7 @@ from infra.store import download
 from infra.tracking.extra import check_installed
 from infra.tracking.tracker import check_reachable
 from rlcore.config import ExperimentConfig, ModelConfig
+from rlcore.config.reward import JudgeReward
 from rlcore.data.prepare.sources import open_source, parse_source
 from rlcore.data.prompts import template_text
 from rlcore.data.synthetic.sources import SYNTHETIC_SOURCES, check_synthetic
@@ -222,11 +223,15 @@ def _data(experiment: ExperimentConfig, split: Split, settings: Settings) -> str
 
 
 def _reward(experiment: ExperimentConfig, settings: Settings) -> str:
-    """Grade made-up completions of the first training problem in a grading process, as training would."""
+    """Grade made-up completions of the first training problem in a grading process, as training would. A judge is
+    asked about the right answer."""
     from rlcore.rewards.dry_run import dry_run  # imports sympy
 
     problem = _first_problem(experiment, settings)
-    scores = dry_run(experiment.reward, max_completion_tokens=experiment.rollout.max_completion_tokens, problem=problem)
+    reward = experiment.reward
+    scores = dry_run(reward, max_completion_tokens=experiment.rollout.max_completion_tokens, problem=problem)
+    if isinstance(reward, JudgeReward):
+        return f"judge {reward.judge.model} at {reward.judge.url}, {scores[0].reward:g} for a right answer"
     if scores:
         return f"{experiment.reward.name}, {len(scores)} made-up completions graded"
     return f"{experiment.reward.name}, loaded; it is tried once the data is prepared"
