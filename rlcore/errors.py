@@ -27,6 +27,14 @@ class UngradedError(RewardError):
     """Too many completions of one batch could not be graded."""
 
 
+class JudgeAwayError(UngradedError):
+    """The judge of ``reward.name: judge`` does not answer for longer than the config allows."""
+
+
+class BudgetSpentError(RewardError):
+    """The judge of ``reward.name: judge`` has cost what the config allows."""
+
+
 class StorageError(RlflowError, OSError):
     """No space, no permission, or an incomplete or damaged artifact."""
 

@@ -116,12 +116,13 @@ POLICIES: tuple[Policy, ...] = (
     ),
     Policy(
         Failure.UNGRADED,
-        "more than `reward.max_ungraded_share` of a batch could not be graded",
+        "more than `reward.max_ungraded_share` of a batch could not be graded, or a judge does not answer for "
+        "`reward.judge.outage_minutes`",
         EXIT_UNGRADED,
         (UngradedError,),
         (5, 30),
-        "fresh grading processes",
-        "Fix the reward, raise reward.deadline_seconds, or raise reward.max_ungraded_share.",
+        "fresh grading processes; verdicts of a judge are kept",
+        "Fix the reward or the judge, raise reward.deadline_seconds, or raise reward.max_ungraded_share.",
     ),
     Policy(
         Failure.STORAGE,

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal, Protocol
 
 import numpy as np
@@ -29,6 +30,17 @@ class ImageRef:
     sha256: str  # of the original file; names the resized file in the image store
     width: int  # pixels after resizing
     height: int
+    file: str | None = field(default=None, compare=False)  # of the resized image; None: not resized yet
+
+    def read(self) -> bytes:
+        """The resized image as a PNG file.
+
+        Raises:
+            FileNotFoundError: the dataset has no resized image, or it was removed.
+        """
+        if self.file is None:
+            raise FileNotFoundError(f"image {self.sha256} has no file: its dataset has not been resized.")
+        return Path(self.file).read_bytes()
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +211,9 @@ class Grader(Protocol):
 
     def last_failures(self) -> Sequence[str]:
         """Why the latest ungraded completions are ungraded, oldest first."""
+
+    def take_metrics(self) -> Mapping[str, float]:
+        """Figures of the grader itself since the last call, by name."""
 
     def close(self) -> None: ...
 

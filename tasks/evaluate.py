@@ -11,7 +11,8 @@ from infra.logs import get_logger
 from infra.settings import Settings
 from rlcore.artifacts import CheckpointRef, DatasetRef, EvalReport, ModelRef
 from rlcore.config import ExperimentConfig, build_experiment
-from rlcore.config.reward import UserReward
+from rlcore.config.experiment import FREE_SETTINGS
+from rlcore.config.reward import own_file
 from rlcore.evaluation.records import as_step_record, suite_digest
 from rlcore.files import write_json_atomically
 from rlcore.segment.spec import SegmentManifest
@@ -27,7 +28,7 @@ CODE = (
     *("rlcore/jobs/evaluate.py", "rlcore/evaluation", "rlcore/sampler", "rlcore/rollout", "rlcore/rewards"),
     *("rlcore/models", "rlcore/families", "rlcore/data"),
 )
-_CONFIG = {"seed", "rollout", "reward", "data", "resources", "model"}
+_CONFIG = {"seed", "rollout", "data", "resources", "model"}
 
 
 def suite_of(
@@ -52,8 +53,11 @@ def evaluation_content(
     """Everything that the numbers depend on, except code and packages."""
     which = policy.manifest_sha256 if isinstance(policy, CheckpointRef) else policy.digest
     config = experiment.model_dump(mode="json", include=_CONFIG) | {"evaluation": experiment.evaluation.suite()}
-    reward = experiment.reward
-    own = hashlib.sha256(reward.file.read_bytes()).hexdigest() if isinstance(reward, UserReward) else None
+    # Without the free ones, so that a raised budget of a judge continues the evaluation that it ended.
+    reward = {key: value for key, value in experiment.flat().items() if key.startswith("reward.")}
+    config |= {key: value for key, value in reward.items() if not key.startswith(FREE_SETTINGS)}
+    file = own_file(experiment.reward)
+    own = None if file is None else hashlib.sha256(file.read_bytes()).hexdigest()
     return json.dumps([which, base.digest, dataset.digest, config, own], sort_keys=True)
 
 

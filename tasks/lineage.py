@@ -21,7 +21,7 @@ from infra.settings import Settings
 from infra.tracking.results import find_model, read_text
 from rlcore.artifacts import CheckpointRef, DatasetRef, ModelRef
 from rlcore.config import read_experiment
-from rlcore.config.reward import UserReward
+from rlcore.config.reward import own_file
 from rlcore.data.prompts import template_text
 from rlcore.data.table import PreparedRow, load_rows
 from rlcore.errors import StorageError
@@ -288,7 +288,7 @@ def record_origin(
 ) -> Origin:
     """Record the origin of this start, unless an earlier start had the same."""
     folder = origins_dir(run.run_dir)
-    reward = run.experiment.reward
+    own = own_file(run.experiment.reward)
     origin = Origin(
         at=datetime.now(UTC).isoformat(timespec="seconds"),
         commit=facts.commit,
@@ -298,9 +298,7 @@ def record_origin(
         python=facts.python,
         hardware=facts.hardware,
         versions=facts.versions,
-        reward=_store_text(folder, "reward.py", redact(reward.file.read_text()))
-        if isinstance(reward, UserReward)
-        else None,
+        reward=None if own is None else _store_text(folder, f"reward{own.suffix}", redact(own.read_text())),
         template=_store_text(folder, "template.jinja", template_text(run.experiment.data.template)),
         train=train,
         validation=validation,

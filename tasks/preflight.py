@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import tempfile
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -22,13 +23,15 @@ from infra.store import download
 from infra.tracking.extra import check_installed
 from infra.tracking.tracker import check_reachable
 from rlcore.config import ExperimentConfig, ModelConfig
-from rlcore.data.prepare.sources import open_source, parse_source
+from rlcore.config.reward import JudgeReward
+from rlcore.data.prepare.sources import ImageCell, open_source, parse_source
 from rlcore.data.prompts import template_text
+from rlcore.data.rejects import Unusable
 from rlcore.data.synthetic.sources import SYNTHETIC_SOURCES, check_synthetic
 from rlcore.errors import ConfigError, DataError, ModelError, RlflowError
 from rlcore.failures import OUTAGES
 from rlcore.families import family_in, is_of_tower
-from rlcore.types import Problem
+from rlcore.types import ImageRef, Problem
 from tasks.data import Split, prepare_spec
 from tasks.driver.failures import failure_of
 from tasks.driver.outbox import prefect_outage_named
@@ -39,6 +42,7 @@ from tasks.store.made import store_of
 TINY_PARAMETERS = 4_000_000  # upper bound
 _MERGED_BYTES = 4  # per parameter: merged models are float32
 _WORKER_BYTES = 4 * 2**30  # a worker's host memory before it holds any tensor
+_TRIAL_PIXELS = 512  # longest side of a picture in the trial of a reward
 _FULL_DISK_RESERVE = 256 * 2**20
 
 Error = RlflowError | InfraError
@@ -222,30 +226,55 @@ def _data(experiment: ExperimentConfig, split: Split, settings: Settings) -> str
 
 
 def _reward(experiment: ExperimentConfig, settings: Settings) -> str:
-    """Grade made-up completions of the first training problem in a grading process, as training would."""
+    """Grade made-up completions of the first training problem in a grading process, as training would. A judge is
+    asked about the right answer."""
     from rlcore.rewards.dry_run import dry_run  # imports sympy
 
-    problem = _first_problem(experiment, settings)
-    scores = dry_run(experiment.reward, max_completion_tokens=experiment.rollout.max_completion_tokens, problem=problem)
+    reward, budget = experiment.reward, experiment.rollout.max_completion_tokens
+    with tempfile.TemporaryDirectory(prefix="rlflow-preflight-") as scratch:
+        problem = _first_problem(experiment, settings, Path(scratch))
+        scores = dry_run(reward, max_completion_tokens=budget, problem=problem)
+    if isinstance(reward, JudgeReward):
+        return f"judge {reward.judge.model} at {reward.judge.url}, {scores[0].reward:g} for a right answer"
     if scores:
         return f"{experiment.reward.name}, {len(scores)} made-up completions graded"
     return f"{experiment.reward.name}, loaded; it is tried once the data is prepared"
 
 
-def _first_problem(experiment: ExperimentConfig, settings: Settings) -> Problem | None:
-    """The first training problem, if the data is a file on this machine; None otherwise."""
+def _first_problem(experiment: ExperimentConfig, settings: Settings, scratch: Path) -> Problem | None:
+    """The first training problem, if the data is a file on this machine; None otherwise. Its pictures are in
+    ``scratch``."""
     if "://" in experiment.data.train:
         return None
     spec = prepare_spec(experiment, "train", settings)
     if spec.source_path is None:
         return None
     try:
-        row = next(open_source(spec, settings.jobs_dir).rows, None)
+        source = open_source(spec, settings.jobs_dir)
+        row = next(source.rows, None)
     except (RlflowError, InfraError):
         return None  # the training data check reports it
     if row is None:
         return None
-    return Problem("row-0", str(row.problem), (), str(row.answer).strip(), spec.source, row.extra)
+    images = _pictures(row.images, source.folders, scratch)
+    return Problem("row-0", str(row.problem), images, str(row.answer).strip(), spec.source, row.extra)
+
+
+def _pictures(cells: Sequence[ImageCell], folders: Sequence[Path], scratch: Path) -> tuple[ImageRef, ...]:
+    """Small PNG files of a row's images; none if one is unusable, which the preparation reports."""
+    from rlcore.data.pixels import load_rgb
+    from rlcore.jobs.prepare import ImageReader
+
+    reader, images = ImageReader(folders), []
+    try:
+        for number, cell in enumerate(cells):
+            picture, file = load_rgb(reader.read(cell)), scratch / f"{number}.png"
+            picture.thumbnail((_TRIAL_PIXELS, _TRIAL_PIXELS))
+            picture.save(file)
+            images.append(ImageRef(f"row-0-{number}", *picture.size, file=str(file)))
+    except Unusable:
+        return ()
+    return tuple(images)
 
 
 def _disk(experiment: ExperimentConfig, settings: Settings) -> str:

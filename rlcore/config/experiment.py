@@ -25,6 +25,8 @@ from rlcore.config.run import EvaluationConfig, HealthRule, RecoveryConfig, Reso
 # other values affect the results.
 FREE_SETTINGS = (
     "resources.", "segment.", "evaluation.", "recovery.", "health", "reward.processes",
+    "reward.judge.url", "reward.judge.key_variable", "reward.judge.budget", "reward.judge.concurrency",
+    "reward.judge.retries", "reward.judge.timeout_seconds", "reward.judge.outage_minutes",
     "model.gradient_checkpointing", "model.check",
     "training.tokens_per_microbatch", "training.compile_blocks", "training.reshard_after_forward",
     "training.sequence_parallel", "training.offload",

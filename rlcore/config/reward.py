@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator
 
@@ -20,11 +21,7 @@ class OverlongPenalty(Frozen):
     """Penalty of a completion that fills the budget."""
 
 
-class _Reward(Frozen):
-    deadline_seconds: float = Field(10.0, gt=0)
-    """A grading that takes longer is killed, and the completion is ungraded: it gets no advantage."""
-    processes: int = Field(1, ge=1)
-    """Number of grading processes. Use more for a slow reward."""
+class _AnyReward(Frozen):
     max_ungraded_share: float = Field(0.5, ge=0, le=1)
     """The step fails if more than this share of a round could not be graded."""
     thoughts: Literal["keep", "strip"] = "keep"
@@ -33,6 +30,15 @@ class _Reward(Frozen):
     thought that the chat template opens in the prompt is recognised."""
     overlong: OverlongPenalty | None = None
     """Length penalty that is added to any reward. Its unweighted part, in [-1, 0], is logged as ``overlong``."""
+
+
+class _Reward(_AnyReward):
+    """A function that runs in grading processes."""
+
+    deadline_seconds: float = Field(10.0, gt=0)
+    """A grading that takes longer is killed, and the completion is ungraded: it gets no advantage."""
+    processes: int = Field(1, ge=1)
+    """Number of grading processes. Use more for a slow reward."""
 
 
 class FormattedReward(_Reward):
@@ -129,12 +135,93 @@ class UserReward(_Reward):
     @field_validator("environment")
     @classmethod
     def _check_names(cls, names: tuple[str, ...]) -> tuple[str, ...]:
-        if wrong := [name for name in names if not name.isascii() or not name.isidentifier()]:
+        if wrong := [name for name in names if not _is_variable(name)]:
             raise ValueError(f"{wrong} are not names of environment variables. Use letters, digits and _ only.")
         return names
 
 
-RewardConfig = Annotated[
+class JudgeBudget(Frozen):
+    """What the judge may cost. When it is spent, the run stops with an error, and continues once it is raised."""
+
+    calls: int | None = Field(None, ge=1)
+    """Calls that the judge may answer in the whole run, repeated ones included. null: no limit."""
+    tokens: int | None = Field(None, ge=1)
+    """Tokens of prompts and answers in the whole run, as the judge reports them. Calls that have begun when it is
+    reached are finished, so the last ``concurrency`` calls may exceed it. null: no limit."""
+
+
+class JudgeConfig(Frozen):
+    """The endpoint of a judge model, and how it is asked."""
+
+    url: str
+    """Address of an OpenAI-compatible server up to its version, such as http://judge:8000/v1. It may not hold a
+    password."""
+    model: str
+    """Name of the model, as the server lists it."""
+    rubric: str = "correctness"
+    """What the judge is asked: a name under rlcore/rewards/rubrics, or the path of a Jinja file that uses
+    ``completion``."""
+    pictures: bool = True
+    """Send the pictures of the problem. Set it to false for a judge that takes text only."""
+    temperature: float | None = Field(0.0, ge=0)
+    """Sampling temperature of the judge. null: the server's own."""
+    max_tokens: int = Field(512, ge=16)
+    """Longest answer of the judge, its thoughts included."""
+    concurrency: int = Field(16, ge=1)
+    """Calls at the same time."""
+    retries: int = Field(3, ge=0)
+    """How often a call is repeated whose answer is invalid, or that fails although the server is up. After that the
+    completion is ungraded."""
+    timeout_seconds: float = Field(120.0, gt=0)
+    """Longest time of one call."""
+    outage_minutes: float = Field(30.0, gt=0)
+    """How long the run waits for a server that does not answer at all. After that it stops with an error."""
+    budget: JudgeBudget = JudgeBudget()
+    key_variable: str | None = None
+    """Name of the environment variable that holds the key of the endpoint. null: it needs none."""
+
+    @field_validator("url")
+    @classmethod
+    def _check_url(cls, url: str) -> str:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+            raise ValueError("reward.judge.url is no address such as http://judge:8000/v1, without ? and #.")
+        if "@" in parts.netloc:
+            raise ValueError(
+                "reward.judge.url holds a user or password, which would be logged. Put the key into an environment "
+                "variable, and its name into reward.judge.key_variable."
+            )
+        return url.rstrip("/")
+
+    @field_validator("rubric")
+    @classmethod
+    def _make_absolute(cls, rubric: str) -> str:
+        """So that every process uses the same file."""
+        path = Path(rubric).expanduser()
+        return str(path.absolute()) if path.suffix or len(path.parts) > 1 else rubric
+
+    @field_validator("key_variable")
+    @classmethod
+    def _check_name(cls, name: str | None) -> str | None:
+        if name is not None and not _is_variable(name):  # most likely the key itself, so it is not repeated
+            raise ValueError(
+                "reward.judge.key_variable is no name of an environment variable. Give the name, not the key."
+            )
+        return name
+
+
+class JudgeReward(_AnyReward):
+    """A score in [0, 1] that a judge model gives, over HTTP (docs/howto/judge.md)."""
+
+    name: Literal["judge"] = "judge"
+    judge: JudgeConfig
+
+
+def _is_variable(name: str) -> bool:
+    return name.isascii() and name.isidentifier()
+
+
+FunctionReward = (
     MathReward
     | MathVerifyReward
     | R1vReward
@@ -144,7 +231,20 @@ RewardConfig = Annotated[
     | ClevrCountReward
     | GeoqaReward
     | MultipleChoiceReward
-    | UserReward,
+    | UserReward
+)
+RewardConfig = Annotated[
+    FunctionReward | JudgeReward,
     Field(discriminator="name"),
     named_by_default("math"),
 ]
+
+
+def own_file(reward: RewardConfig) -> Path | None:
+    """The file of the user that the reward depends on, if any."""
+    match reward:
+        case UserReward():
+            return reward.file
+        case JudgeReward() if Path(reward.judge.rubric).is_absolute():
+            return Path(reward.judge.rubric)
+    return None

@@ -82,7 +82,7 @@ def load_rows(folder: Path) -> list[PreparedRow]:
             problem=Problem(
                 problem_id=row["problem_id"],
                 question=row["question"],
-                images=tuple(ImageRef(**image) for image in row["images"]),
+                images=tuple(ImageRef(**image, file=_file(folder, image["sha256"])) for image in row["images"]),
                 answer=row["answer"],
                 source=row["source"],
                 extra=json.loads(row["extra"]),
@@ -109,7 +109,7 @@ def write_rows(folder: Path, rows: Sequence[PreparedRow]) -> None:
         "question": pa.array([p.question for p in problems], text),
         "answer": pa.array([p.answer for p in problems], text),
         "source": pa.array([p.source for p in problems], text),
-        "images": pa.array([[asdict(image) for image in p.images] for p in problems], images),
+        "images": pa.array([[_image(image) for image in p.images] for p in problems], images),
         "extra": pa.array([json.dumps(p.extra) for p in problems], text),
         "context": pa.array([[asdict(message) for message in p.context] for p in problems], messages),
         "row": pa.array([row.row for row in rows], pa.int64()),
@@ -117,6 +117,15 @@ def write_rows(folder: Path, rows: Sequence[PreparedRow]) -> None:
         "image_tokens": pa.array([row.image_tokens for row in rows], number),
     }
     pq.write_table(pa.table(columns), folder / PROBLEMS, compression="zstd")
+
+
+def _file(folder: Path, sha256: str) -> str | None:
+    """The resized image. None: the images of this dataset have not been resized."""
+    return str(folder / IMAGES / f"{sha256}.png") if (folder / IMAGES).is_dir() else None
+
+
+def _image(image: ImageRef) -> dict[str, object]:
+    return {"sha256": image.sha256, "width": image.width, "height": image.height}
 
 
 def prompt_stats(rows: Sequence[PreparedRow]) -> PromptStats:

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict
 from rlcore.artifacts import DatasetRef, EvalReport, ModelRef
 from rlcore.config import ExperimentConfig
 from rlcore.config.experiment import FREE_SETTINGS
-from rlcore.config.reward import UserReward
+from rlcore.config.reward import own_file
 from rlcore.files import write_json_atomically
 from rlcore.segment.journal import StepRecord, read_journal
 
@@ -37,8 +37,8 @@ class ValidationRecord(BaseModel):
 def suite_digest(experiment: ExperimentConfig, dataset: DatasetRef, base: ModelRef) -> str:
     """Hash of everything besides the weights that the numbers of an evaluation depend on, except code and packages."""
     values = {k: v for k, v in experiment.flat().items() if k.startswith(_GROUPS) and not k.startswith(FREE_SETTINGS)}
-    reward = experiment.reward
-    own = hashlib.sha256(reward.file.read_bytes()).hexdigest() if isinstance(reward, UserReward) else None
+    file = own_file(experiment.reward)
+    own = None if file is None else hashlib.sha256(file.read_bytes()).hexdigest()
     content = [values, experiment.evaluation.suite(), dataset.digest, base.digest, own]
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:24]
 

@@ -21,7 +21,7 @@ def run(spec: EvaluateSpec) -> EvalReport:
         from rlcore.distributed.group import SamplerGroup
         from rlcore.distributed.ranks import RankRange
         from rlcore.distributed.worker import RolloutWorker, evaluation_worker
-        from rlcore.training.assemble import graded_samplers
+        from rlcore.training.assemble import VERDICTS, graded_samplers
 
     started = time.perf_counter()
     trained = isinstance(spec.policy, CheckpointRef)
@@ -33,7 +33,8 @@ def run(spec: EvaluateSpec) -> EvalReport:
     )
     dataset = Path(spec.dataset.path)
     model = Path(spec.base.path if trained else spec.policy.path)
-    with graded_samplers(spec.experiment, make, model=model, dataset=dataset) as (ranks, grader):
+    verdicts = spec.out_dir / VERDICTS
+    with graded_samplers(spec.experiment, make, model=model, dataset=dataset, verdicts=verdicts) as (ranks, grader):
         samplers = RankRange[RolloutWorker](ranks, 0, ranks.size)
         sampler = SamplerGroup(samplers, spec.experiment.rollout.tensor_parallel)
         rows = evaluate(sampler, grader, load_problems(dataset), spec.experiment.evaluation)

@@ -9,6 +9,7 @@ from rlcore.config.reward import (
     CountdownReward,
     DapoReward,
     FormattedReward,
+    FunctionReward,
     Gsm8kReward,
     RewardConfig,
     UserReward,
@@ -22,12 +23,12 @@ from rlcore.rewards.thoughts import StrippedBatchReward, StrippedReward, Thought
 from rlcore.rewards.user import user_reward
 
 
-def environment_of(config: RewardConfig) -> tuple[str, ...]:
+def environment_of(config: FunctionReward) -> tuple[str, ...]:
     """Names of the environment variables that the reward may read. Built-in rewards read none."""
     return config.environment if isinstance(config, UserReward) else ()
 
 
-def make_reward(config: RewardConfig, *, max_completion_tokens: int, prompt_opens_thought: bool = False) -> Reward:
+def make_reward(config: FunctionReward, *, max_completion_tokens: int, prompt_opens_thought: bool = False) -> Reward:
     """The configured reward. It can be pickled and sent to a grading process.
 
     Args:
@@ -37,25 +38,42 @@ def make_reward(config: RewardConfig, *, max_completion_tokens: int, prompt_open
     Raises:
         RewardError: a user's file does not exist, or the overlong buffer is larger than the budget.
     """
-    reward, overlong = _reward(config), config.overlong
-    if config.thoughts == "strip":
-        strip = ThoughtRule(opened=prompt_opens_thought, grades_format=isinstance(config, FormattedReward))
+    reward = _reward(config)
+    if (strip := thought_rule(config, prompt_opens_thought=prompt_opens_thought)) is not None:
         if isinstance(reward, BatchRewardFn):
             reward = StrippedBatchReward(reward, strip)
         else:
             reward = StrippedReward(reward, strip)
-    if overlong is None:
+    if (length := length_rule(config, max_completion_tokens)) is None:
         return reward
+    return OverlongBatchReward(reward, length) if isinstance(reward, BatchRewardFn) else OverlongReward(reward, length)
+
+
+def thought_rule(config: RewardConfig, *, prompt_opens_thought: bool) -> ThoughtRule | None:
+    """How thoughts are stripped. None: they are not."""
+    if config.thoughts == "keep":
+        return None
+    return ThoughtRule(opened=prompt_opens_thought, grades_format=isinstance(config, FormattedReward))
+
+
+def length_rule(config: RewardConfig, max_completion_tokens: int) -> LengthRule | None:
+    """The length penalty. None: there is none.
+
+    Raises:
+        RewardError: its buffer is larger than the budget.
+    """
+    overlong = config.overlong
+    if overlong is None:
+        return None
     if overlong.buffer_tokens > max_completion_tokens:
         raise RewardError(
             f"reward.overlong.buffer_tokens is {overlong.buffer_tokens}, and a completion has at most "
             f"{max_completion_tokens} tokens (rollout.max_completion_tokens). Lower the first, or raise the second."
         )
-    rule = LengthRule(max_completion_tokens, overlong.buffer_tokens, overlong.penalty)
-    return OverlongBatchReward(reward, rule) if isinstance(reward, BatchRewardFn) else OverlongReward(reward, rule)
+    return LengthRule(max_completion_tokens, overlong.buffer_tokens, overlong.penalty)
 
 
-def _reward(config: RewardConfig) -> Reward:
+def _reward(config: FunctionReward) -> Reward:
     match config:
         case FormattedReward():
             return partial(formatted_reward, name=config.name, format_weight=config.format_weight)

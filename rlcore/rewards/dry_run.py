@@ -1,16 +1,19 @@
-"""Tests a reward before training, in a grading process like those of the run."""
+"""Tests a reward before training: in a grading process like those of the run, or by one call of its judge."""
 
 from __future__ import annotations
 
+import asyncio
 from concurrent.futures import TimeoutError as FutureTimeoutError
 
 import numpy as np
 
-from rlcore.config.reward import RewardConfig, UserReward
-from rlcore.errors import RewardError
+from rlcore.config.reward import FunctionReward, JudgeConfig, JudgeReward, RewardConfig, UserReward
+from rlcore.errors import JudgeAwayError, RewardError
 from rlcore.rewards import environment_of, make_reward
+from rlcore.rewards.endpoint import Answered, Endpoint, key_of
 from rlcore.rewards.pool import GradingPool
 from rlcore.rewards.protocol import BatchRewardFn
+from rlcore.rewards.rubric import Rubric, opinion_in
 from rlcore.types import Completion, Problem, Score
 
 START_SECONDS = 60.0  # ends a user's file that never returns; a built-in reward loads in about a second
@@ -27,7 +30,8 @@ LETTER_SAMPLE = Problem("dry-run", "Which is 2 + 3? (A) 4 (B) 5", (), "B", "dry 
 
 
 def dry_run(config: RewardConfig, *, max_completion_tokens: int, problem: Problem | None = None) -> tuple[Score, ...]:
-    """Grade three made-up completions: one in the right format, an empty one, and one of 10,000 characters.
+    """Grade three made-up completions: one in the right format, an empty one, and one of 10,000 characters. A judge is
+    asked once, about the right answer.
 
     Takes about two seconds, and at most the start plus ``deadline_seconds`` (six times that for a batch reward), since
     it stops at the first completion that cannot be graded.
@@ -39,6 +43,8 @@ def dry_run(config: RewardConfig, *, max_completion_tokens: int, problem: Proble
     Raises:
         RewardError: the reward does not load, or a completion could not be graded; with the traceback, if any.
     """
+    if isinstance(config, JudgeReward):
+        return (_judged(config.judge, problem or SAMPLE),)
     reward = make_reward(config, max_completion_tokens=max_completion_tokens)
     variables = environment_of(config)
     with GradingPool(reward, 1, config.deadline_seconds, start_seconds=START_SECONDS, environment=variables) as pool:
@@ -60,6 +66,44 @@ def dry_run(config: RewardConfig, *, max_completion_tokens: int, problem: Proble
         return tuple(scores)
 
 
+def _judged(config: JudgeConfig, problem: Problem) -> Score:
+    """Ask the judge once about the right answer to ``problem``, outside of any budget or journal.
+
+    Raises:
+        RewardError: rubric, key, endpoint, model or answer are not usable.
+        JudgeAwayError: the endpoint does not answer.
+    """
+    rubric, key = Rubric(config), key_of(config)
+
+    async def ask() -> Score:
+        endpoint = Endpoint(config, key)
+        try:
+            listed = await endpoint.models()
+            if listed is None:
+                raise JudgeAwayError(
+                    f"nothing answers at reward.judge.url {config.url}. Start the judge, or set the url to its address."
+                )
+            if config.model not in listed:
+                raise RewardError(
+                    f"reward.judge.model is {config.model!r}, and {config.url} lists "
+                    f"{', '.join(listed) or 'no model'}. Set it to one of them."
+                )
+            outcome = await endpoint.ask(rubric.question(problem, problem.answer or "An answer.").body())
+        finally:
+            await endpoint.close()
+        opinion = opinion_in(outcome.text) if isinstance(outcome, Answered) else outcome.why
+        if isinstance(opinion, str):
+            raise RewardError(
+                f"the judge {config.model} at {config.url} gave no verdict on the trial before training: {opinion}. It "
+                "must answer with JSON of a given schema (response_format json_schema) within "
+                f"reward.judge.max_tokens ({config.max_tokens}) and reward.judge.timeout_seconds "
+                f"({config.timeout_seconds:g})."
+            )
+        return Score(opinion.score, {"accuracy": opinion.score}, graded=True)
+
+    return asyncio.run(ask())
+
+
 def _texts(problem: Problem) -> tuple[str, str, str]:
     answer = problem.answer
     right = f"<think>It has to be this.</think>\n<answer>\\boxed{{{answer}}}</answer>\n#### {answer}\nAnswer: {answer}"
@@ -77,7 +121,7 @@ def _completion(text: str, max_tokens: int) -> Completion:
     )
 
 
-def _refused(config: RewardConfig, problem: Problem, detail: str) -> RewardError:
+def _refused(config: FunctionReward, problem: Problem, detail: str) -> RewardError:
     where = f"{config.file}, function {config.function}" if isinstance(config, UserReward) else "built in"
     return RewardError(
         f"the reward {config.name!r} ({where}) failed on its dry run, on problem {problem.problem_id} with answer "

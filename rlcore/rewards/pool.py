@@ -117,6 +117,10 @@ class GradingPool:
         with self._lock:
             return list(self._last_failures)
 
+    def take_metrics(self) -> dict[str, float]:
+        """Grading processes have no figures of their own."""
+        return {}
+
     def submit(self, problems: Sequence[Problem], completions: Sequence[Completion]) -> Future[list[Score]]:
         """Start grading completion i against problem i; the future holds the scores in the same order.
 

@@ -338,8 +338,8 @@ def require_graded(scores: Sequence[Score], max_share: float, grader: Grader) ->
         last = "\n- ".join(grader.last_failures())
         raise UngradedError(
             f"{ungraded} of {len(scores)} completions could not be graded, allowed is a share of {max_share:g} "
-            f"(reward.max_ungraded_share). The last ones:\n- {last}\nFix the reward, raise reward.deadline_seconds or "
-            "reward.processes, or raise the share."
+            f"(reward.max_ungraded_share). The last ones:\n- {last}\nFix the reward or the judge. If "
+            "functions are too slow, raise reward.deadline_seconds or reward.processes. Or raise the share."
         )
 
 

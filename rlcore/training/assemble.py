@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from rlcore.adjustments import Adjustments
 from rlcore.config import ExperimentConfig
+from rlcore.config.reward import JudgeReward
 from rlcore.data.table import load_problems
 from rlcore.distributed.actors import RayRanks, start_ranks, worker_environment
 from rlcore.distributed.cluster import cluster_address, has_gpus, pick_device, start_ray, stop_ray
@@ -23,13 +24,13 @@ from rlcore.distributed.ranks import LocalRanks, Ranks
 from rlcore.distributed.worker import WorkerSpec, make_worker
 from rlcore.errors import ConfigError
 from rlcore.process import in_background, making_what_stays
-from rlcore.types import MetricSink
+from rlcore.types import Grader, MetricSink
 
 if TYPE_CHECKING:
-    from rlcore.rewards.pool import GradingPool
     from rlcore.training.run import OnBatch, TrainingRun
 
 logger = logging.getLogger(__name__)
+VERDICTS = "verdicts"  # folder of a judge's journal, in that of a run or of an evaluation
 _SLOW_IMPORTS = ("rlcore.training.run", "rlcore.distributed.group")
 
 
@@ -49,11 +50,19 @@ def training_run(
     """A run with started workers. On exit everything that was started here is stopped.
 
     Args:
-        on_progress: called whenever a rank has finished something.
-        run_dir: folder in which traces are requested and written.
+        on_progress: called whenever a rank or the judge has finished something, and while the run waits for the judge.
+        run_dir: folder in which traces are requested and written, and verdicts of a judge are journaled.
         stacks: folder for the stacks of a worker that gets SIGUSR1.
     """
-    with graded_ranks(config, make_worker, model=model, dataset=dataset, stacks=stacks) as (ranks, grader):
+    with graded_ranks(
+        config,
+        make_worker,
+        model=model,
+        dataset=dataset,
+        verdicts=run_dir / VERDICTS,
+        stacks=stacks,
+        on_progress=on_progress,
+    ) as (ranks, grader):
         from rlcore.distributed.group import WorkerGroup
         from rlcore.training.run import TrainingRun
 
@@ -75,11 +84,19 @@ def graded_ranks(
     *,
     model: Path,
     dataset: Path,
+    verdicts: Path,
     stacks: Path | None = None,
-) -> Iterator[tuple[RayRanks, GradingPool]]:
-    """Start Ray, its workers and the grading processes. All stop on exit, except a cluster that was already running."""
+    on_progress: Callable[[], None] = lambda: None,
+) -> Iterator[tuple[RayRanks, Grader]]:
+    """Start Ray, its workers and the grader. All stop on exit, except a cluster that was already running.
+
+    Args:
+        verdicts: folder of the journal of a judge.
+        on_progress: called by a judge, as ``JudgeGrader`` says.
+    """
     address = cluster_address()
-    imports, grading = in_background(_import_slow_modules), in_background(lambda: _grader(config, model))
+    imports = in_background(_import_slow_modules)
+    grading = in_background(lambda: _grader(config, model, verdicts, on_progress))
     try:
         with making_what_stays():
             start_ray(address, num_cpus=config.resources.devices)
@@ -104,17 +121,17 @@ def graded_ranks(
 
 @contextmanager
 def graded_samplers(
-    config: ExperimentConfig, make: Callable[[WorkerSpec], object], *, model: Path, dataset: Path
-) -> Iterator[tuple[Ranks, GradingPool]]:
+    config: ExperimentConfig, make: Callable[[WorkerSpec], object], *, model: Path, dataset: Path, verdicts: Path
+) -> Iterator[tuple[Ranks, Grader]]:
     """As ``graded_ranks``, for an evaluation. A single sampler on this machine runs in this process, because starting
     Ray takes about as long as starting the sampler."""
     if cluster_address() or config.resources.devices > 1:
-        with graded_ranks(config, make, model=model, dataset=dataset) as ranks_and_grader:
+        with graded_ranks(config, make, model=model, dataset=dataset, verdicts=verdicts) as ranks_and_grader:
             yield ranks_and_grader
         return
     device = pick_device(config)
     os.environ.update(worker_environment(device, config.resources))
-    grader = _grader(config, model)
+    grader = _grader(config, model, verdicts)
     try:
         with making_what_stays():
             sampler = make(WorkerSpec.alone(model, dataset, config, device))
@@ -128,20 +145,28 @@ def _import_slow_modules() -> None:
         importlib.import_module(module)
 
 
-def _grader(config: ExperimentConfig, model: Path) -> GradingPool:
-    from rlcore.rewards import environment_of, make_reward
+def _grader(
+    config: ExperimentConfig, model: Path, verdicts: Path, on_progress: Callable[[], None] = lambda: None
+) -> Grader:
+    from rlcore.rewards import environment_of, length_rule, make_reward, thought_rule
+    from rlcore.rewards.judge import JudgeGrader
     from rlcore.rewards.pool import GradingPool
 
-    reward = make_reward(
-        config.reward,
-        max_completion_tokens=config.rollout.max_completion_tokens,
-        prompt_opens_thought=config.reward.thoughts == "strip" and _prompt_opens_thought(config, model),
-    )
+    reward, budget = config.reward, config.rollout.max_completion_tokens
+    opens = reward.thoughts == "strip" and _prompt_opens_thought(config, model)
+    if isinstance(reward, JudgeReward):
+        return JudgeGrader(
+            reward.judge,
+            verdicts,
+            thoughts=thought_rule(reward, prompt_opens_thought=opens),
+            length=length_rule(reward, budget),
+            on_progress=on_progress,
+        )
     return GradingPool(
-        reward,
-        config.reward.processes,
-        config.reward.deadline_seconds,
-        environment=environment_of(config.reward),
+        make_reward(reward, max_completion_tokens=budget, prompt_opens_thought=opens),
+        reward.processes,
+        reward.deadline_seconds,
+        environment=environment_of(reward),
     )
 
 

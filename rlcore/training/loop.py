@@ -82,6 +82,7 @@ def train(run: TrainingRun, state: TrainState, *, until_step: int, should_stop: 
         metrics[-1] |= rollout_metrics(batch.generated, config.algorithm, sampled, clock.seconds, peak)
         metrics[-1] |= performance_metrics(work, clock.seconds["update"], workers.size, workers.device_name)
         metrics[-1] |= collection_metrics(batch, advantages)
+        metrics[-1] |= run.grader.take_metrics()
         run.on_batch(last_step, batch.generated, batch.groups)
         for step, values in enumerate(metrics, start=state.step - len(metrics) + 1):
             run.sink.step(step, values)

@@ -1,7 +1,8 @@
 """Names and denominators of the metrics of each step.
 
 ``reward/`` and ``rollout/`` describe the sampled batch, ``loss/`` and ``optim/`` the optimizer step, ``time/`` the
-seconds per phase, ``perf/`` the work of the updates and their utilisation, ``system/`` the machine.
+seconds per phase, ``perf/`` the work of the updates and their utilisation, ``system/`` the machine. The grader adds
+``judge/``, the calls of a judge (``JudgeGrader.take_metrics``).
 
 Each metric has one denominator, which no other setting changes:
 

@@ -39,6 +39,7 @@ HOMES = {
     "mathruler": ("rlcore/rewards/grading.py",),
     "math_verify": ("rlcore/rewards/grading.py",),
     "datasets": ("rlcore/data/",),
+    "httpx": ("rlcore/rewards/endpoint.py", "tasks/driver/outbox.py"),
     "torch": ("rlcore/",),
     "transformers": ("rlcore/",),
 }

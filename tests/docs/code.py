@@ -31,7 +31,7 @@ PRODUCED = (
     *(f"{_CHECKPOINT}/{name}" for name in ("groups.parquet", ".sealed.json")),
     *(f"{_ABLATION}/{name}" for name in ("plan.json", "table.md", "results/RESULT", "logs/LOG")),
 )
-_METRIC = re.compile(r"(?:reward|rollout|loss|optim|time|perf|system)/[a-z_0-9]+")
+_METRIC = re.compile(r"(?:reward|rollout|loss|optim|time|perf|system|judge)/[a-z_0-9]+")
 
 
 def sources() -> Iterator[Path]:

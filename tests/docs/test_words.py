@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import io
 import itertools
 import json
 import re
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 import yaml
+from PIL import Image
 
 from infra.settings import Settings
 from rlcore.config import ExperimentConfig, build_experiment
@@ -39,7 +41,7 @@ FOREIGN = {
 }
 FILE_SUFFIXES = (".py", ".md", ".json", ".jsonl", ".yaml", ".txt", ".jinja", ".html", ".parquet", ".log")
 PLACES = (".", "rlcore", "tests/bench", "tests/bench/accepted", "tests/numerics")  # that names start from
-EXAMPLES = {"rows.parquet", "my_template.jinja", "train.jsonl", "validation.jsonl"}  # the reader's
+EXAMPLES = {"rows.parquet", "my_template.jinja", "brief.jinja", "train.jsonl", "validation.jsonl"}  # the reader's
 OF_OTHER_PROJECTS = {"train.py", "examples"}
 METRIC_GROUPS = {"eval"}
 
@@ -254,8 +256,15 @@ def test_yaml_json_and_python_are_what_they_say(page: Path) -> None:
                 assert _builds([f"{key}={json.dumps(value)}" for key, value in _leaves(values)]), str(block)
 
 
+def png(colour: str) -> bytes:
+    file = io.BytesIO()
+    Image.new("RGB", (28, 28), colour).save(file, "PNG")
+    return file.getvalue()
+
+
 def test_the_documented_rewards_pass_the_dry_run(tmp_path: Path) -> None:
-    from rlcore.types import Problem
+    """In a grading process, with its sandbox: one of them reads the picture of its problem."""
+    from rlcore.types import ImageRef, Problem
 
     found = [
         block
@@ -263,12 +272,15 @@ def test_the_documented_rewards_pass_the_dry_run(tmp_path: Path) -> None:
         for block in blocks(page)
         if block.language == "python" and "\ndef reward(" in block.text
     ]
-    assert len(found) == 2
+    assert len(found) == 3
+    (tmp_path / "red.png").write_bytes(png("red"))
+    pictures = (ImageRef("red", 28, 28, file=str(tmp_path / "red.png")),)
     for number, block in enumerate(found):
         file = tmp_path / f"reward_{number}.py"
         file.write_text(block.text)
         config = load_experiment("grpo-gsm8k-tiny", ["reward.name=user", f"reward.file={file}"])
-        problem = Problem("p", "1 + 4 =", (), "5", "test", {"terms": 2})
+        of_pictures = "problem.images" in block.text
+        problem = Problem("p", "1 + 4 =", pictures, "red" if of_pictures else "5", "test", {"terms": 2})
         right, empty, long = dry_run(config.reward, max_completion_tokens=40, problem=problem)
         assert right.parts["accuracy"] == 1
         assert right.reward > empty.reward
@@ -301,6 +313,7 @@ def _builds(overrides: list[str]) -> bool:
     choices: list[list[str]] = [
         [],
         ["reward.name=user", "reward.file=reward.py"],
+        ["reward.name=judge", "reward.judge.url=http://judge/v1", "reward.judge.model=judge"],
         ["algorithm.correction.name=truncate"],
     ]
     choices += [

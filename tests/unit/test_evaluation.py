@@ -89,6 +89,9 @@ class FakeGrader:
     def last_failures(self) -> list[str]:
         return []
 
+    def take_metrics(self) -> dict[str, float]:
+        return {}
+
     def submit(self, problems: Sequence[Problem], completions: Sequence[Completion]) -> Future[list[Score]]:
         scores = []
         for problem in problems:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import struct
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from PIL import Image
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from safetensors.numpy import save_file
 
@@ -150,6 +152,24 @@ def test_reward_of_the_users_is_tried_on_the_first_row(settings: Settings, tmp_p
     mine.write_text(body.format("hunt"))
     with pytest.raises(RewardError, match=r"(?s)columns \['hint'\].*KeyError: 'hunt'"):
         check(experiment(*chosen), settings)
+
+
+def test_reward_of_the_users_gets_the_pictures_of_the_first_row(settings: Settings, tmp_path: Path) -> None:
+    file = io.BytesIO()
+    Image.new("RGB", (1100, 40), "red").save(file, "PNG")
+    pictures = [[{"bytes": file.getvalue(), "path": None}]]
+    source = parquet(tmp_path / "rows.parquet", problem=["<image>?"], answer=["red"], images=pictures)
+    mine = tmp_path / "mine.py"
+    mine.write_text(
+        "import io\nfrom PIL import Image\n"
+        "def reward(text, problem, num_tokens, finish_reason):\n"
+        "    (image,) = problem.images\n"
+        "    picture = Image.open(io.BytesIO(image.read()))\n"
+        "    assert picture.size == (image.width, image.height) == (512, 19)\n"
+        "    return float(picture.getpixel((0, 0)) == (255, 0, 0))\n"
+    )
+    chosen = ("reward.name=user", f"reward.file={mine}", f"data.train={source}")
+    assert check(experiment(*chosen), settings).facts["reward"] == "user, 3 made-up completions graded"
 
 
 def test_reward_of_the_users_that_is_not_there(settings: Settings) -> None:

@@ -56,6 +56,9 @@ class Grader:
     def last_failures(self) -> list[str]:
         return []
 
+    def take_metrics(self) -> dict[str, float]:
+        return {}
+
     def submit(self, problems: Sequence[Problem], completions: Sequence[Completion]) -> Future[list[Score]]:
         future: Future[list[Score]] = Future()
         future.set_result([Score(r, {"accuracy": r}, True) for r in (float(c.text == "v0") for c in completions)])

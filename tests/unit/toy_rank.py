@@ -145,7 +145,7 @@ def started(rank: ToyRank, on_start: Callable[[ExperimentConfig], object] = lamb
 
     @contextmanager
     def graded_ranks(
-        config: ExperimentConfig, make: object, *, model: Path, dataset: Path, stacks: Path
+        config: ExperimentConfig, make: object, *, model: Path, dataset: Path, stacks: Path, **others: object
     ) -> Iterator[tuple[Ranks, Grader]]:
         rank.folder = stacks
         on_start(config)
