@@ -15,6 +15,7 @@ from infra.settings import Settings
 from rlcore.errors import CheckpointError, ConfigError
 from rlcore.evaluation.records import read_records, record_folder
 from rlcore.files import write_json_atomically
+from rlcore.rewards.verdicts import VERDICTS
 from rlcore.segment.journal import read_journal
 from rlcore.segment.resume import read_segments
 from rlcore.segment.spec import segment_path
@@ -129,6 +130,8 @@ def _copy_steps(trunk: Run, fork: Run, step: int) -> None:
             shutil.copy2(trunk.run_dir / name, fork.run_dir / name)
     if origins_dir(trunk.run_dir).exists():
         shutil.copytree(origins_dir(trunk.run_dir), origins_dir(fork.run_dir))
+    if (trunk.run_dir / VERDICTS).exists():  # all of them: a judge may answer differently the second time
+        shutil.copytree(trunk.run_dir / VERDICTS, fork.run_dir / VERDICTS)
     for folder in _OF_STEPS:
         (fork.run_dir / folder).mkdir()
         for path in (trunk.run_dir / folder).glob("step-*.json"):

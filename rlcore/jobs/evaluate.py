@@ -11,6 +11,7 @@ from rlcore.evaluation.report import summarise
 from rlcore.evaluation.rows import evaluate, write_rows
 from rlcore.jobs import job_main
 from rlcore.process import making_what_stays
+from rlcore.rewards.verdicts import VERDICTS
 from rlcore.specs import EvaluateSpec
 
 
@@ -21,7 +22,7 @@ def run(spec: EvaluateSpec) -> EvalReport:
         from rlcore.distributed.group import SamplerGroup
         from rlcore.distributed.ranks import RankRange
         from rlcore.distributed.worker import RolloutWorker, evaluation_worker
-        from rlcore.training.assemble import VERDICTS, graded_samplers
+        from rlcore.training.assemble import graded_samplers
 
     started = time.perf_counter()
     trained = isinstance(spec.policy, CheckpointRef)

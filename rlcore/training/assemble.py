@@ -24,13 +24,13 @@ from rlcore.distributed.ranks import LocalRanks, Ranks
 from rlcore.distributed.worker import WorkerSpec, make_worker
 from rlcore.errors import ConfigError
 from rlcore.process import in_background, making_what_stays
+from rlcore.rewards.verdicts import VERDICTS
 from rlcore.types import Grader, MetricSink
 
 if TYPE_CHECKING:
     from rlcore.training.run import OnBatch, TrainingRun
 
 logger = logging.getLogger(__name__)
-VERDICTS = "verdicts"  # folder of a judge's journal, in that of a run or of an evaluation
 _SLOW_IMPORTS = ("rlcore.training.run", "rlcore.distributed.group")
 
 

@@ -24,10 +24,14 @@ def test_a_fork_has_the_steps_of_its_trunk_and_goes_on_from_its_checkpoint(data_
     settings = Settings()
     trunk_summary = train_grpo("grpo-geo3k-tiny", overrides=SMALL, run_id="trunk")
     trunk = existing_run("trunk", settings)
+    verdicts = trunk.run_dir / "verdicts" / "000001.jsonl"  # of a judge
+    verdicts.parent.mkdir()
+    verdicts.write_text("{}\n")
     before = {path: path.read_bytes() for path in files_below(trunk.run_dir)}
 
     forked = fork_run(trunk, 2, "forked", settings)
     assert [record.step for record in read_journal(forked.run_dir / "journal.jsonl")] == [1, 2]
+    assert (forked.run_dir / "verdicts" / verdicts.name).read_text() == "{}\n"
     assert verify_checkpoint(forked.run_dir / "checkpoints" / "step-000002").run_id == "forked"
     assert fork_run(trunk, 2, "forked", settings) == forked, "a command that is typed again"
 
