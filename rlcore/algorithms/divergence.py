@@ -62,7 +62,7 @@ def k3_weighted(logprobs: Tensor, ref_logprobs: Tensor, ratios: Tensor) -> Tenso
         ratios: [N] p / (probability under the policy that sampled the token). p is the policy of ``logprobs``, and the
             gradient goes through it.
 
-    Source: DeepSeek-V3.2, arXiv:2512.02556, eq. 7.
+    Source: the unbiased KL estimate of arXiv:2512.02556, eq. 7.
     """
     return ratios * k3(logprobs, ref_logprobs)
 

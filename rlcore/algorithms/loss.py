@@ -311,7 +311,7 @@ def within_off_policy_threshold(
             sampling, and the numerical mismatch.
         sequence_index, lengths: as ``gspo``.
 
-    Source: off-policy sequence masking, DeepSeek-V3.2, arXiv:2512.02556, eq. 9.
+    Source: off-policy sequence masking, arXiv:2512.02556, eq. 9.
     """
     means = _sequence_log_ratio(sampler_logprobs.detach(), logprobs.detach(), sequence_index, lengths)
     return (advantages >= 0) | (means <= threshold)[sequence_index]

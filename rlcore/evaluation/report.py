@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 
 import numpy as np
 
 from rlcore.artifacts import EvalReport
 from rlcore.evaluation.intervals import bootstrap_interval
-from rlcore.evaluation.rows import EvalRow
+from rlcore.evaluation.rows import EvalRow, accuracy_per_problem
 
 
 def summarise(
@@ -57,6 +58,37 @@ def summarise(
         seconds=seconds,
         at=at,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class PartAccuracy:
+    """pass@1 over some problems of an evaluation."""
+
+    problems: int
+    accuracy: float
+    low: float  # 95 % bootstrap interval over problems
+    high: float
+
+
+def whole_and_clean(rows: Sequence[EvalRow], duplicates: Collection[str]) -> dict[str, PartAccuracy]:
+    """Accuracy over all problems ("all"), over those that are not in ``duplicates`` ("clean"), and over the others
+    ("duplicates"). A part without problems is left out.
+
+    Args:
+        rows: as ``evaluate`` returns them, problem by problem.
+        duplicates: ids of the problems that training has too.
+    """
+    accuracy = accuracy_per_problem(rows)
+    parts = {
+        "all": list(accuracy.values()),
+        "clean": [value for name, value in accuracy.items() if name not in duplicates],
+        "duplicates": [value for name, value in accuracy.items() if name in duplicates],
+    }
+    return {
+        name: PartAccuracy(len(values), float(np.mean(values)), *bootstrap_interval(values))
+        for name, values in parts.items()
+        if values
+    }
 
 
 def metrics_of(report: EvalReport) -> dict[str, float]:

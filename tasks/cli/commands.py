@@ -189,6 +189,29 @@ def prepare(experiment: Experiment, overrides: Overrides = None, data: Data = No
 
 
 @app.command(cls=Command, rich_help_panel=EXPERIMENTS)
+def contamination(
+    train: Annotated[
+        Path, typer.Argument(metavar="TRAIN", help="A prepared dataset with images resized: a folder in data/datasets.")
+    ],
+    evaluation: Annotated[Path, typer.Argument(metavar="EVALUATION", help="Another one: the problems to evaluate on.")],
+    completions: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Completions of an evaluation: also print the accuracy on the clean part."),
+    ] = None,
+    pairs: Annotated[Path | None, typer.Option(metavar="FILE", help="Write each duplicate as a line of JSON.")] = None,
+) -> None:
+    """Count the problems of an evaluation that training has too: exact and near duplicates of texts and images.
+
+    \b
+    rlflow contamination data/datasets/TRAIN data/datasets/EVALUATION
+    rlflow contamination data/datasets/TRAIN data/datasets/EVALUATION --pairs duplicates.jsonl
+    """
+    from tasks.cli.contamination import contamination_tables
+
+    typer.echo(contamination_tables(train, evaluation, completions=completions, pairs=pairs), nl=False)
+
+
+@app.command(cls=Command, rich_help_panel=EXPERIMENTS)
 def ablate(
     experiment: Experiment,
     grid: Annotated[
