@@ -61,7 +61,7 @@ class EvalReport(Artifact):
     ungraded: float  # share without a verdict
     table: str  # parquet path: one row per completion
     seconds: float
-    details: dict[str, float] = {}  # further metrics by name: pass_at_2, its _low and _high, group/<value>/accuracy
+    details: dict[str, float] = {}  # further metrics: pass_at_2 and its _low and _high, majority_at_2, group/...
     at: float = 0.0  # creation time, seconds since the epoch; 0: made before this field existed
 
 

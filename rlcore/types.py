@@ -118,6 +118,7 @@ class Score:
     reward: float
     parts: Mapping[str, float]  # unweighted, by name
     graded: bool
+    answer: str | None = field(default=None, compare=False)  # that was graded; None: none, or the reward tells none
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import re
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -11,6 +11,7 @@ from itertools import groupby
 import numpy as np
 
 from rlcore.artifacts import EvalReport
+from rlcore.evaluation.at_k import majority_at_k, pass_at_k
 from rlcore.evaluation.intervals import bootstrap_interval
 from rlcore.evaluation.rows import EvalRow, accuracy_per_problem
 
@@ -100,17 +101,6 @@ def metrics_of(report: EvalReport) -> dict[str, float]:
     return {name: getattr(report, name) for name in names} | report.details
 
 
-def pass_at_k(samples: int, right: int, k: int) -> float:
-    """Unbiased estimate of the probability that at least one of ``k`` samples is right: 1 - C(n - c, k) / C(n, k).
-    Chen et al. 2021, arXiv:2107.03374, equation 1.
-
-    Args:
-        samples: n, at least ``k``.
-        right: c, how many of them are right.
-    """
-    return 1.0 - math.comb(samples - right, k) / math.comb(samples, k)
-
-
 def _details(groups: Sequence[Sequence[EvalRow]]) -> dict[str, float]:
     """Metrics beyond the fields of a report. ``groups`` has the rows of each problem."""
     samples = len(groups[0])
@@ -119,6 +109,8 @@ def _details(groups: Sequence[Sequence[EvalRow]]) -> dict[str, float]:
     for k in sorted({*powers, samples} - {1}):
         values = [pass_at_k(samples, sum(row.accuracy == 1 for row in group), k) for group in groups]
         details |= _interval(f"pass_at_{k}", values)
+        if all(row.given is not None for group in groups for row in group if row.accuracy == 1):
+            details |= _interval(f"majority_at_{k}", [majority_at_k(*_votes(group), k) for group in groups])
     details["completion_tokens_mean"] = float(np.mean([row.num_tokens for group in groups for row in group]))
     for name in sorted({group[0].group for group in groups if group[0].group is not None}):
         own = [_accuracy(group) for group in groups if group[0].group == name]
@@ -132,6 +124,16 @@ _UNUSUAL = re.compile(r"[^\w.\- ]", re.ASCII)  # MLflow refuses these in the nam
 def _interval(name: str, per_problem: Sequence[float]) -> dict[str, float]:
     low, high = bootstrap_interval(per_problem)
     return {name: float(np.mean(per_problem)), f"{name}_low": low, f"{name}_high": high}
+
+
+def _votes(group: Sequence[EvalRow]) -> tuple[int, list[int], int]:
+    """Samples with the right answer, samples of each wrong answer, and samples without an answer.
+
+    Right answers are one, because the reward calls each of them equal to the truth. Wrong ones are the same if their
+    texts are."""
+    right = sum(row.accuracy == 1 for row in group)
+    wrong = Counter(row.given for row in group if row.accuracy != 1 and row.given is not None)
+    return right, list(wrong.values()), len(group) - right - wrong.total()
 
 
 def _accuracy(group: Sequence[EvalRow]) -> float:

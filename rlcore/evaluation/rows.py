@@ -36,6 +36,7 @@ class EvalRow:
     finish_reason: FinishReason
     num_tokens: int
     group: str | None = None  # the problem's value in ``evaluation.group_column``
+    given: str | None = None  # the answer that was graded; None: there is none, or the reward tells none
 
 
 _TEXT = ("str", "str | None", "FinishReason")
@@ -115,6 +116,7 @@ def _row(problem: Problem, sample: int, completion: Completion, score: Score, gr
         finish_reason=completion.finish_reason,
         num_tokens=len(completion.token_ids),
         group=group,
+        given=score.answer,
     )
 
 

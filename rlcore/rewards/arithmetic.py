@@ -45,7 +45,8 @@ def gsm8k_reward(
     truth = _truth(problem)
     given = _after_mark(text) if method == "strict" else last_number(text)
     right = given is not None and given == truth
-    return Score(float(right), {"accuracy": float(right)}, graded=True)
+    answer = None if given is None else f"{given.normalize():f}"  # 42 for 42.0
+    return Score(float(right), {"accuracy": float(right)}, graded=True, answer=answer)
 
 
 def _truth(problem: Problem) -> Decimal:
@@ -83,6 +84,7 @@ def countdown_reward(
         reward=1.0 if right else format_score if answer else 0.0,
         parts={"accuracy": float(right), "format": float(bool(answer))},
         graded=True,
+        answer=answer or None,
     )
 
 

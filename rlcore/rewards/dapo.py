@@ -44,7 +44,8 @@ def dapo_reward(text: str, problem: Problem, num_tokens: int, finish_reason: Fin
     """+1 if the last "Answer:" line is right, else -1; the part ``accuracy`` is 1 or 0."""
     answer = answer_line(text)
     right = answer is not None and _equal(answer, stated_truth(problem.answer))
-    return Score(1.0 if right else -1.0, {"accuracy": float(right)}, graded=True)
+    given = None if answer is None else normalize_final_answer(answer) or answer
+    return Score(1.0 if right else -1.0, {"accuracy": float(right)}, graded=True, answer=given)
 
 
 def answer_line(text: str, window: int = WINDOW) -> str | None:

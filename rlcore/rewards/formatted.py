@@ -26,16 +26,19 @@ from rlcore.rewards.extract import (
 from rlcore.rewards.grading import math_equal, math_verify_equal
 from rlcore.types import FinishReason, Problem, Score
 
+_Judged = tuple[bool, bool, str | None]
+"""Whether the answer is right, whether the completion is well formed, and the answer."""
 
-def _boxed(text: str, problem: Problem, *, equal: Callable[[str, str], bool]) -> tuple[bool, bool]:
+
+def _boxed(text: str, problem: Problem, *, equal: Callable[[str, str], bool]) -> _Judged:
     """Compares the last box of the completion with the truth. A box in the question does not count, and math-verify
     does not search for an answer in prose."""
     parts = format_parts(text)
     right = parts.answer is not None and equal(parts.answer, problem.answer)
-    return right, parts.well_formed
+    return right, parts.well_formed, parts.answer
 
 
-def _r1v(text: str, problem: Problem) -> tuple[bool, bool]:
+def _r1v(text: str, problem: Problem) -> _Judged:
     """MathRuler compares the last answer tag with the truth.
 
     Accuracy is 0 without a closed answer tag. EasyR1 grades the whole completion in that case, which rewards texts that
@@ -43,10 +46,10 @@ def _r1v(text: str, problem: Problem) -> tuple[bool, bool]:
     """
     parts = answer_parts(text)
     right = parts.answer is not None and math_equal(parts.answer, stated_truth(problem.answer))
-    return right, parts.well_formed
+    return right, parts.well_formed, parts.answer
 
 
-def _clevr_count(text: str, problem: Problem) -> tuple[bool, bool]:
+def _clevr_count(text: str, problem: Problem) -> _Judged:
     """The only number in the last answer tag must be the right integer. Words around it are ignored ("5 cubes").
 
     The truth may be "5" or "<answer> 5 </answer>".
@@ -62,7 +65,7 @@ def _clevr_count(text: str, problem: Problem) -> tuple[bool, bool]:
         )
     parts = answer_parts(text)
     given = None if parts.answer is None else _count(parts.answer)
-    return given == truth, parts.well_formed
+    return given == truth, parts.well_formed, parts.answer if given is None else f"{given:f}"
 
 
 def _count(text: str) -> Decimal | None:
@@ -70,7 +73,7 @@ def _count(text: str) -> Decimal | None:
     return number if number is not None and number == number.to_integral_value() else None
 
 
-def _geoqa(text: str, problem: Problem) -> tuple[bool, bool]:
+def _geoqa(text: str, problem: Problem) -> _Judged:
     """MathRuler compares the last answer tag with the truth ("145", or "<answer> 145° </answer>").
 
     If the problem has a column ``choices`` (a list of values), a letter stands for its choice on either side: "C"
@@ -82,7 +85,7 @@ def _geoqa(text: str, problem: Problem) -> tuple[bool, bool]:
     choices = _choices(problem)
     parts = answer_parts(text)
     right = parts.answer is not None and _equal(parts.answer, stated_truth(problem.answer), choices)
-    return right, parts.well_formed
+    return right, parts.well_formed, parts.answer
 
 
 def _choices(problem: Problem) -> list[str]:
@@ -113,7 +116,7 @@ def _choice_index(text: str, choices: list[str]) -> int | None:
     return index if index is not None and index < len(choices) else None
 
 
-def _multiple_choice(text: str, problem: Problem) -> tuple[bool, bool]:
+def _multiple_choice(text: str, problem: Problem) -> _Judged:
     """Compares letters, A to J. Well formed is what is well formed for ``math`` or for ``r1v``.
 
     The letter is taken from the last box; if that names none, from the last answer tag; then from the last "Answer:"
@@ -130,7 +133,7 @@ def _multiple_choice(text: str, problem: Problem) -> tuple[bool, bool]:
         )
     given = _stated_letter(after_think(text)) or _stated_letter(text)
     well_formed = format_parts(text).well_formed or answer_parts(text).well_formed
-    return given == truth, well_formed
+    return given == truth, well_formed, given
 
 
 def _stated_letter(text: str) -> str | None:
@@ -140,7 +143,7 @@ def _stated_letter(text: str) -> str | None:
     return None
 
 
-_JUDGES: Mapping[str, Callable[[str, Problem], tuple[bool, bool]]] = {
+_JUDGES: Mapping[str, Callable[[str, Problem], _Judged]] = {
     "math": partial(_boxed, equal=math_equal),
     "math_verify": partial(_boxed, equal=math_verify_equal),
     "r1v": _r1v,
@@ -148,7 +151,7 @@ _JUDGES: Mapping[str, Callable[[str, Problem], tuple[bool, bool]]] = {
     "geoqa": _geoqa,
     "multiple_choice": _multiple_choice,
 }
-"""Whether the answer is right, and whether the completion is well formed, by reward.name."""
+"""By reward.name."""
 
 
 def formatted_reward(
@@ -158,6 +161,7 @@ def formatted_reward(
     Raises:
         RewardError: the problem's answer or choices are not what the reward called ``name`` needs.
     """
-    right, well_formed = _JUDGES[name](text, problem)
+    right, well_formed, answer = _JUDGES[name](text, problem)
     parts = {"accuracy": float(right), "format": float(well_formed)}
-    return Score((1 - format_weight) * parts["accuracy"] + format_weight * parts["format"], parts, graded=True)
+    reward = (1 - format_weight) * parts["accuracy"] + format_weight * parts["format"]
+    return Score(reward, parts, graded=True, answer=answer or None)

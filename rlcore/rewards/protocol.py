@@ -62,7 +62,8 @@ def answer_to_json(answer: Score | str) -> bytes:
     """A score, or the reason why there is none."""
     if isinstance(answer, str):
         return json.dumps({"error": answer}).encode()
-    return json.dumps({"reward": answer.reward, "parts": dict(answer.parts), "graded": answer.graded}).encode()
+    values = {"reward": answer.reward, "parts": dict(answer.parts), "graded": answer.graded, "answer": answer.answer}
+    return json.dumps(values).encode()
 
 
 def answer_from_json(data: bytes) -> Score | str:
@@ -76,8 +77,8 @@ def answer_from_json(data: bytes) -> Score | str:
         if isinstance(answer, dict) and answer.keys() == {"error"} and isinstance(answer["error"], str):
             return str(answer["error"])
         parts = {name: _number(part) for name, part in answer["parts"].items()}
-        if isinstance(answer["graded"], bool):
-            return Score(_number(answer["reward"]), parts, answer["graded"])
+        if isinstance(answer["graded"], bool) and isinstance(given := answer.get("answer"), str | None):
+            return Score(_number(answer["reward"]), parts, answer["graded"], given)
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
         pass
     raise ValueError(f"a grading process answered {data[:200]!r}, which is neither a score nor an error")

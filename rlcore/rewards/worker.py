@@ -26,6 +26,7 @@ from rlcore.types import Score
 
 MEMORY_BYTES = 4 << 30  # per grading; with more, the kernel could kill the trainer instead
 MAX_TRACEBACK_CHARS = 20_000  # from its end
+MAX_GIVEN_CHARS = 2000  # of the answer that a score tells
 HINT = (
     "\nA reward has no network, cannot start processes, and writes only into its temporary folder: "
     "docs/howto/own-reward.md."
@@ -100,7 +101,8 @@ def _describe(error: BaseException) -> str:
 def _checked(score: object) -> Score:
     if not isinstance(score, Score) or not all(map(math.isfinite, (score.reward, *score.parts.values()))):
         raise TypeError(f"the reward returned {score!r}, not a Score of finite numbers")
-    return Score(float(score.reward), {str(k): float(v) for k, v in score.parts.items()}, bool(score.graded))
+    answer = None if score.answer is None else str(score.answer)[:MAX_GIVEN_CHARS]
+    return Score(float(score.reward), {str(k): float(v) for k, v in score.parts.items()}, bool(score.graded), answer)
 
 
 def _limit_memory() -> None:

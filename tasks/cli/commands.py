@@ -346,6 +346,29 @@ def evaluate(
 
 
 @app.command(cls=Command, rich_help_panel=MODELS)
+def compare(
+    policies: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="A B [C]...",
+            help="Runs (RUN or RUN:STEP), folders of evaluations, or registered models (NAME@ALIAS, NAME/VERSION).",
+            autocompletion=run_names,
+        ),
+    ],
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Say which of several evaluated policies is better than the first, on the same problems, with intervals.
+
+    \b
+    rlflow compare RUN:0 RUN
+    rlflow compare grpo-geo3k@champion RUN --json
+    """
+    from tasks.compare import compare_policies, format_comparisons
+
+    typer.echo(format_comparisons(compare_policies(policies, Settings()), json=json))
+
+
+@app.command(cls=Command, rich_help_panel=MODELS)
 def merge(run: Run) -> None:
     """Merge the newest whole checkpoint of a run to a Hugging Face folder, verify it and register it.
 

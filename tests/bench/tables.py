@@ -1,4 +1,4 @@
-"""Write the tables of measured figures into docs/performance.md and docs/cost.md: ``python -m tests.bench.tables``.
+"""Write the tables of measured figures into docs/: ``python -m tests.bench.tables``.
 
 Every figure is read from ``accepted/*.json``. The pages hold the tables between two comments.
 """
@@ -36,6 +36,7 @@ FILES = {
     "flow-text-1.5b-h200": "a whole flow with one kill, by stage, text",
     "flow-vl-3b-h200": "the same, VL-3B with LoRA",
     "first-step-h200": "first and later steps by caches, versions and compilation of the engine",
+    "sequential": "simulated comparisons of two policies ([evaluation](evaluation.md))",
 }
 
 
@@ -404,14 +405,45 @@ def estimates() -> str:
     return table()
 
 
+def sequential_errors() -> str:
+    rows = [
+        [item["case"], *(percent(item[key]) for key in ("sequential", "t_test_once", "t_test_often"))]
+        for item in record("sequential")["nulls"]
+    ]
+    return markdown(("equally good policies", "sequential test", "t test, one look", "t test, a look every 10"), rows)
+
+
+def sequential_power() -> str:
+    result = record("sequential")
+    most = result["problems"]
+    rows = [
+        [
+            item["case"],
+            f"{item['difference']:+.3f}",
+            *(str(n) if n <= most else f"above {most}" for n in item["sequential"].values()),
+            str(item["needed_by_t_test"]),
+            percent(item["decided"]),
+            percent(item["t_test_at_end"]),
+        ]
+        for item in result["gains"]
+    ]
+    head = (
+        *("a better policy", "difference", "sequential: half decided after", "80 % decided after"),
+        *("t test, one look: 80 % decided with", f"sequential: decided of {most}", f"t test at {most}"),
+    )
+    return markdown(head, rows)
+
+
 TABLES: Mapping[str, Callable[[], str]] = {
     "measured": measured,
     "flow": flow,
     "starts": starts,
     "files": files,
     "estimates": estimates,
+    "sequential_errors": sequential_errors,
+    "sequential_power": sequential_power,
 }
-PAGES = (DOCS / "performance.md", DOCS / "cost.md")
+PAGES = (DOCS / "performance.md", DOCS / "cost.md", DOCS / "evaluation.md")
 _TABLE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end of the table -->)", re.DOTALL)
 
 

@@ -47,6 +47,7 @@ PROGRAMS: Mapping[str, Program] = {
         ("--tiny", "--only", "apart, one step off", "--folder", "OUT"), ("step", "update", "tokens_per_s")
     ),
     "plots": Program(("--folder", "OUT"), long=False),
+    "sequential": Program(("--tiny",), ("difference", "needed_by_t_test"), long=False),
     "tables": Program(("--docs", "OUT"), long=False),
 }
 

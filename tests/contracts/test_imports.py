@@ -79,7 +79,7 @@ LAYERS = {
         ("data", "evaluate", "models", "open", "train"),
         ("preflight", "report"),
         ("ablation", "champion"),
-        ("recovery",),
+        ("compare", "recovery"),
         ("cli",),
     ),
 }

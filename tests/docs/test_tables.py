@@ -15,11 +15,13 @@ from tests.bench.accepted import FOLDER, record
 from tests.bench.tables import FILES, PAGES, TABLES, with_tables
 
 PERFORMANCE = PAGES[0]
+QUICK = [page for page in PAGES if page.name != "cost.md"]
 
 
 def test_the_tables_are_what_make_docs_writes() -> None:
     """tests/unit/test_estimate.py does the same for docs/cost.md."""
-    assert PERFORMANCE.read_text() == with_tables(PERFORMANCE.read_text()), "run make docs"
+    for page in QUICK:
+        assert page.read_text() == with_tables(page.read_text()), "run make docs"
 
 
 def test_each_table_is_on_one_page() -> None:
@@ -45,7 +47,7 @@ def test_a_record_that_is_edited_changes_the_page(name: str, monkeypatch: pytest
     monkeypatch.setattr(accepted, "FOLDER", tmp_path)
     record.cache_clear()
     try:
-        assert with_tables(PERFORMANCE.read_text()) != PERFORMANCE.read_text()
+        assert any(with_tables(page.read_text()) != page.read_text() for page in QUICK)
     finally:
         record.cache_clear()
 

@@ -1,3 +1,4 @@
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -9,8 +10,9 @@ import pytest
 
 from rlcore.config import EvaluationConfig
 from rlcore.errors import ConfigError, RewardError
+from rlcore.evaluation.at_k import majority_at_k, pass_at_k
 from rlcore.evaluation.intervals import bootstrap_difference, bootstrap_interval
-from rlcore.evaluation.report import metrics_of, pass_at_k, summarise
+from rlcore.evaluation.report import metrics_of, summarise
 from rlcore.evaluation.rows import EvalRow, evaluate, read_rows, sample_seed, write_rows
 from rlcore.types import Completion, Decoding, Problem, SampledGroup, SampleRequest, Score
 
@@ -177,6 +179,40 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_right_sample():
         subsets = list(combinations(range(samples), k))
         having = sum(any(place < right for place in subset) for subset in subsets)
         assert pass_at_k(samples, right, k) == pytest.approx(having / len(subsets))
+
+
+@pytest.mark.parametrize(("right", "wrong", "silent"), [(2, [1, 1], 1), (3, [3, 2], 0), (1, [4], 2), (4, [2, 2, 1], 1)])
+def test_majority_at_k_is_the_share_of_subsets_whose_most_frequent_answer_is_right(right, wrong, silent):
+    answers = ["right"] * right + [f"wrong {i}" for i, n in enumerate(wrong) for _ in range(n)] + [None] * silent
+    for k in range(1, len(answers) + 1):
+        shares = []
+        for subset in combinations(answers, k):
+            votes = Counter(answer for answer in subset if answer)
+            leaders = [answer for answer, count in votes.items() if count == max(votes.values())]
+            shares.append(("right" in leaders) / len(leaders) if leaders else 0.0)
+        assert majority_at_k(right, wrong, silent, k) == pytest.approx(np.mean(shares))
+
+
+def test_majority_at_k_by_hand():
+    assert majority_at_k(2, [2], 0, 4) == 0.5  # a tie is chosen half the time
+    assert majority_at_k(2, [1, 1], 0, 4) == 1.0  # two wrong answers do not add up
+    assert majority_at_k(1, [3], 0, 1) == 0.25  # of one sample it is the accuracy
+    assert majority_at_k(0, [1], 3, 4) == majority_at_k(0, [], 4, 4) == 0.0  # nobody gives the right answer
+    assert majority_at_k(1, [], 3, 2) == 0.5  # of 6 pairs, 3 have no answer
+    assert majority_at_k(700, [700], 0, 700) == pytest.approx(0.5)  # numbers of subsets beyond a float
+
+
+def test_votes_are_answers_as_the_reward_read_them_and_all_right_ones_are_one():
+    def given(*answers: tuple[str | None, float | None]) -> list[EvalRow]:
+        return [replace(_row("a", i, right), given=text) for i, (text, right) in enumerate(answers)]
+
+    metrics = metrics_of(_summary(given(("1/2", 1.0), ("0.5", 1.0), ("2", 0.0), ("2", 0.0))))
+    assert (metrics["majority_at_4"], metrics["majority_at_2"]) == (0.5, 0.5)
+    assert metrics_of(_summary(given(("1", 1.0), ("3", 0.0), ("4", 0.0), (None, None))))["majority_at_4"] == (
+        pytest.approx(1 / 3)
+    )
+    untold = metrics_of(_summary([_row("a", 0, 1.0), _row("a", 1, 0.0)]))  # a reward that tells no answer
+    assert not [name for name in untold if name.startswith("majority")]
 
 
 def test_details_by_hand():
