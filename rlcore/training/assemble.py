@@ -79,7 +79,7 @@ def graded_ranks(
 ) -> Iterator[tuple[RayRanks, GradingPool]]:
     """Start Ray, its workers and the grading processes. All stop on exit, except a cluster that was already running."""
     address = cluster_address()
-    imports, grading = in_background(_import_slow_modules), in_background(lambda: _grader(config, model))
+    imports, grading = in_background(_import_slow_modules), in_background(lambda: make_grader(config, model))
     try:
         with making_what_stays():
             start_ray(address, num_cpus=config.resources.devices)
@@ -114,7 +114,7 @@ def graded_samplers(
         return
     device = pick_device(config)
     os.environ.update(worker_environment(device, config.resources))
-    grader = _grader(config, model)
+    grader = make_grader(config, model)
     try:
         with making_what_stays():
             sampler = make(WorkerSpec.alone(model, dataset, config, device))
@@ -128,7 +128,13 @@ def _import_slow_modules() -> None:
         importlib.import_module(module)
 
 
-def _grader(config: ExperimentConfig, model: Path) -> GradingPool:
+def make_grader(config: ExperimentConfig, model: Path) -> GradingPool:
+    """The grading processes of an experiment for the model in this folder.
+
+    Raises:
+        RewardError: the reward cannot be loaded.
+        ConfigError: it cannot find the end of this model's thoughts.
+    """
     from rlcore.rewards import environment_of, make_reward
     from rlcore.rewards.pool import GradingPool
 
