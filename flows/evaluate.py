@@ -1,15 +1,17 @@
-"""evaluate: the newest whole checkpoint of a run on the validation problems."""
+"""evaluate: the newest whole checkpoint of a run on validation problems. evaluate-suites: any model on benchmarks."""
 
 from __future__ import annotations
 
 from prefect import flow
 
-from rlcore.artifacts import EvalReport
+from infra.settings import Settings
+from rlcore.artifacts import EvalReport, SuiteReports
 from tasks import experiments as form
 from tasks.data import prepare_and_resize
 from tasks.evaluate import evaluate_and_log, suite_of
 from tasks.models import bootstrap_policy
 from tasks.open import find_checkpoint, find_run
+from tasks.suites import SuiteOptions, base_experiment, evaluate_on, find_policy, log_suites, suite_experiments
 
 
 @flow(name="evaluate", flow_run_name="evaluate-{run_id}")
@@ -22,3 +24,15 @@ def evaluate_run(
     base = bootstrap_policy(run.experiment.model)
     validation = prepare_and_resize(suite, "validation")
     return evaluate_and_log(run, suite, find_checkpoint(run), base, validation, experiment)
+
+
+@flow(name="evaluate-suites")
+def evaluate_suites(options: SuiteOptions) -> SuiteReports:
+    """All suites with one start of the engines. The numbers go to MLflow."""
+    base = base_experiment(options, Settings())
+    experiments = suite_experiments(options, base)
+    policy = find_policy(options, base)
+    datasets = {name: prepare_and_resize(experiment, "validation") for name, experiment in experiments.items()}
+    reports = evaluate_on(policy, experiments, datasets)
+    log_suites(policy, reports)
+    return reports

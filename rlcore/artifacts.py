@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from pydantic import BaseModel, ConfigDict
 
 
@@ -43,10 +45,24 @@ class CheckpointRef(Artifact):
     segment: int
 
 
+class EndpointRef(Artifact):
+    """A model behind an OpenAI-compatible server."""
+
+    url: str  # up to /v1
+    model: str  # as the server names it
+    key_variable: str  # environment variable with the key; the key itself is stored nowhere
+    concurrency: int  # requests at a time
+
+    @property
+    def path(self) -> str:
+        """The policy's name in a report."""
+        return f"{self.model} at {self.url}"
+
+
 class EvalReport(Artifact):
     """Accuracy and reward of one policy on one dataset."""
 
-    policy: str  # path of the checkpoint or model
+    policy: str  # path of the checkpoint or model; of an endpoint its name
     step: int
     dataset_digest: str
     num_problems: int
@@ -63,6 +79,49 @@ class EvalReport(Artifact):
     seconds: float
     details: dict[str, float] = {}  # further metrics: pass_at_2 and its _low and _high, majority_at_2, group/...
     at: float = 0.0  # creation time, seconds since the epoch; 0: made before this field existed
+
+
+class EvalReports(Artifact):
+    """The result of an evaluation on several datasets, in their order."""
+
+    reports: tuple[EvalReport, ...]
+
+
+class SuiteReport(Artifact):
+    """A policy's result on one benchmark suite."""
+
+    suite: str
+    report: EvalReport
+    set_aside: int  # problems that could not be used, such as those whose prompt is too long; they are in no mean
+
+
+class SuiteReports(Artifact):
+    """A policy's results on benchmark suites."""
+
+    model: str
+    suites: tuple[SuiteReport, ...]
+
+    def markdown(self) -> str:
+        """A table with one row per suite."""
+        head = ("suite", "accuracy", "95 % interval", "pass@k", "problems", "samples", "set aside", "cut", "tokens")
+        rows = [head, ("---",) * len(head), *map(_suite_row, self.suites)]
+        return f"{self.model}\n\n" + "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
+def _suite_row(item: SuiteReport) -> tuple[str, ...]:
+    report = item.report
+    ks = [int(name.removeprefix("pass_at_")) for name in report.details if re.fullmatch(r"pass_at_\d+", name)]
+    return (
+        item.suite,
+        f"{report.accuracy:.3f}",
+        f"{report.accuracy_low:.3f} to {report.accuracy_high:.3f}",
+        ", ".join(f"{report.details[f'pass_at_{k}']:.3f} (k={k})" for k in ks) or "-",
+        str(report.num_problems),
+        str(report.samples_per_problem),
+        str(item.set_aside),
+        f"{report.truncated:.1%}",
+        f"{report.details['completion_tokens_mean']:.0f}",
+    )
 
 
 class CheckRow(Artifact):

@@ -13,7 +13,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from rlcore.artifacts import CheckpointRef, DatasetRef, ModelRef
+from rlcore.artifacts import CheckpointRef, DatasetRef, EndpointRef, ModelRef
 from rlcore.config import DataConfig, ExperimentConfig, ModelConfig, TinyModelConfig
 
 
@@ -59,14 +59,22 @@ class CheckModelSpec(JobSpec):
     with_engine: bool = True  # compare vLLM as well
 
 
-class EvaluateSpec(JobSpec):
-    """rlcore.jobs.evaluate: policy and dataset -> EvalReport."""
+class EvaluationPart(BaseModel):
+    """One dataset of an evaluation."""
 
-    experiment: ExperimentConfig
-    policy: CheckpointRef | ModelRef
-    base: ModelRef  # tokenizer, processor and architecture of the policy
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    experiment: ExperimentConfig  # parts differ only in data, reward and evaluation
     dataset: DatasetRef
-    out_dir: Path
+    out_dir: Path  # gets completions.parquet and then report.json
+
+
+class EvaluateSpec(JobSpec):
+    """rlcore.jobs.evaluate: policy and datasets -> EvalReports, with one start of the engines."""
+
+    policy: CheckpointRef | ModelRef | EndpointRef
+    base: ModelRef | None  # tokenizer, processor and architecture of the policy; None: an endpoint
+    parts: tuple[EvaluationPart, ...]
 
 
 class MergeSpec(JobSpec):

@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from infra.logs import get_logger
 from infra.settings import Settings
-from rlcore.artifacts import CheckpointRef, DatasetRef, EvalReport, ModelRef
+from rlcore.artifacts import CheckpointRef, DatasetRef, EndpointRef, EvalReport, EvalReports, ModelRef
 from rlcore.config import ExperimentConfig, build_experiment
 from rlcore.config.experiment import FREE_SETTINGS
 from rlcore.config.reward import own_file
+from rlcore.errors import StorageError
 from rlcore.evaluation.records import as_step_record, suite_digest
-from rlcore.files import write_json_atomically
 from rlcore.segment.spec import SegmentManifest
-from rlcore.specs import EvaluateSpec
+from rlcore.specs import EvaluateSpec, EvaluationPart
 from tasks.driver.jobs import new_result_path, run_job
 from tasks.experiments import load_experiment
 from tasks.retries import step
 from tasks.run import Run, tracker_of
-from tasks.store.made import content_key, made
+from tasks.store.made import content_key, fetch, made
 
 _REPORT = "report.json"
 CODE = (
@@ -66,27 +67,42 @@ def evaluate_policy(
     experiment: ExperimentConfig, policy: CheckpointRef | ModelRef, base: ModelRef, dataset: DatasetRef
 ) -> EvalReport:
     """pass@1 and mean reward with intervals, and a table of every completion."""
-    settings = Settings()
     key = content_key("evaluate", evaluation_content(experiment, policy, base, dataset), *CODE)
-    out_dir = settings.evaluations_dir / key
+    (report,) = evaluate_parts({key: (experiment, dataset)}, policy, base)
+    return report
 
-    def make() -> EvalReport:
-        if (known := _read_report(out_dir)) is not None:
-            return known
-        spec = EvaluateSpec(
-            result=new_result_path(settings, "evaluate"),
-            experiment=experiment,
-            policy=policy,
-            base=base,
-            dataset=dataset,
-            out_dir=out_dir,
-        )
+
+def evaluate_parts(
+    parts: Mapping[str, tuple[ExperimentConfig, DatasetRef]],
+    policy: CheckpointRef | ModelRef | EndpointRef,
+    base: ModelRef | None,
+) -> list[EvalReport]:
+    """The report of each part, by its key. Those that do not exist yet are made with one start of the engines."""
+    settings = Settings()
+    jobs = {
+        key: EvaluationPart(experiment=experiment, dataset=dataset, out_dir=settings.evaluations_dir / key)
+        for key, (experiment, dataset) in parts.items()
+    }
+    for part in jobs.values():
+        fetch(part.out_dir, settings)
+    missing = tuple(part for part in jobs.values() if _read_report(part.out_dir) is None)
+    if missing:
+        spec = EvaluateSpec(result=new_result_path(settings, "evaluate"), policy=policy, base=base, parts=missing)
         get_logger().info("eval: %s", policy.path)
-        report = run_job("rlcore.jobs.evaluate", spec, EvalReport, settings, quiet=True)
-        write_json_atomically(out_dir / _REPORT, report.model_dump_json(indent=1))
-        return report
+        run_job("rlcore.jobs.evaluate", spec, EvalReports, settings, quiet=True)
+    return [
+        made(key, part.out_dir, partial(_finished_report, part.out_dir), EvalReport).model_copy(
+            update={"policy": policy.path}
+        )
+        for key, part in jobs.items()
+    ]
 
-    return made(key, out_dir, make, EvalReport).model_copy(update={"policy": policy.path})
+
+def _finished_report(out_dir: Path) -> EvalReport:
+    report = _read_report(out_dir)
+    if report is None:
+        raise StorageError(f"{out_dir} lacks the report or the table of a finished evaluation. Run it again.")
+    return report
 
 
 def _read_report(out_dir: Path) -> EvalReport | None:

@@ -58,6 +58,23 @@ class CurriculumConfig(Frozen):
         return self
 
 
+class LayoutConfig(Frozen):
+    """How a published benchmark spreads a problem over columns. Images that the text does not mention come first."""
+
+    problem: str | None = None
+    """Jinja text that makes the problem from the row's columns: ``{{ question }} (Unit: {{ unit }})``. null: the text
+    of ``problem_column``."""
+    id_column: str | None = None
+    """Column of the problem's name. null: problem_id or id."""
+    image_columns: tuple[str, ...] = ()
+    """Columns with one image each, in place of ``images_column``. ``<image 2>`` in a text stands for the second."""
+    choices_column: str | None = None
+    """Column of the choices: a list, or the text of a list. They are added to the problem with the letters A, B, ...,
+    and graders find them as ``choices``."""
+    choice_given_as: Literal["letter", "text"] = "letter"
+    """What ``answer_column`` holds for a problem with choices: the letter, or the text of the right choice."""
+
+
 class DataConfig(Frozen):
     train: str = "synthetic-geometry@train"
     """A Hugging Face id with split (``hiyouga/geometry3k@train``), a local file or folder (parquet, jsonl), an fsspec
@@ -72,6 +89,8 @@ class DataConfig(Frozen):
     """Column of lists of images: bytes, or paths relative to the source. May be missing for text."""
     videos_column: str = "videos"
     """Column of videos, each a list of frames. A ``<video>`` marker becomes one image per frame."""
+    layout: LayoutConfig | None = None
+    """Further columns, of a published benchmark. null: the problem is in the columns above."""
     max_images: int = Field(8, ge=1)
     """Problems with more images, including frames, are rejected."""
     template: str = "math"

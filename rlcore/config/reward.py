@@ -109,6 +109,13 @@ class MultipleChoiceReward(FormattedReward):
     name: Literal["multiple_choice"] = "multiple_choice"
 
 
+class ChoiceOrValueReward(FormattedReward):
+    """For benchmarks that mix kinds of problems. The answer is in a box, answer tags or an "Answer:" line. With choices
+    it is a letter or the text of a choice; otherwise MathRuler compares it. Format as ``math`` or ``r1v``."""
+
+    name: Literal["choice_or_value"] = "choice_or_value"
+
+
 class UserReward(_Reward):
     """Your own function in a Python file. It runs in the same grading processes."""
 
@@ -231,6 +238,7 @@ FunctionReward = (
     | ClevrCountReward
     | GeoqaReward
     | MultipleChoiceReward
+    | ChoiceOrValueReward
     | UserReward
 )
 RewardConfig = Annotated[

@@ -102,6 +102,25 @@ def load_prompts(config: ExperimentConfig, model: Path) -> PromptBuilder:
     return PromptBuilder(processor, config.data)
 
 
+class MessageBuilder:
+    """The messages of a problem, as ``data`` configures them.
+
+    Raises:
+        ConfigError: the template does not exist, does not parse, or uses other variables than ``content``.
+    """
+
+    def __init__(self, data: DataConfig) -> None:
+        self._template = _compile(data.template)
+        self._system_prompt = data.system_prompt
+
+    def messages(self, question: str, context: Sequence[Message] = ()) -> list[Message]:
+        """Context and question, with one marker per image. The template wraps only the question."""
+        messages = [*context, Message("user", self._template.render(content=question))]
+        if self._system_prompt is not None and messages[0].role != "system":
+            messages.insert(0, Message("system", self._system_prompt))
+        return messages
+
+
 class PromptBuilder:
     """Prompts of one model, as ``data`` configures them.
 
@@ -116,11 +135,10 @@ class PromptBuilder:
 
     def __init__(self, processor: Any, data: DataConfig) -> None:
         self.tokenizer = processor.tokenizer
-        self._system_prompt = data.system_prompt
         self._arguments = data.chat_template_arguments
         _require_mentioned(self._arguments, str(processor.chat_template or processor.tokenizer.chat_template))
         self._processor = processor
-        self._template = _compile(data.template)
+        self._messages = MessageBuilder(data)
         self._bounds = (data.min_pixels, data.max_pixels)
         images = processor.image_processor
         self._resizing = None if images is None else resizing_of(images)
@@ -175,9 +193,7 @@ class PromptBuilder:
         Raises:
             DataError: context and rendered question do not have ``num_images`` markers together.
         """
-        messages = [*context, Message("user", self._template.render(content=question))]
-        if self._system_prompt is not None and messages[0].role != "system":
-            messages.insert(0, Message("system", self._system_prompt))
+        messages = self._messages.messages(question, context)
         markers = sum(message.text.count(IMAGE_MARKER) for message in messages)
         if markers != num_images:
             raise DataError(

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, cast
 
-from rlcore.config import ExperimentConfig
+from rlcore.config import DataConfig, ExperimentConfig
 from rlcore.distributed.tensor_parallel import Answer, answers
 from rlcore.distributed.trace import Trace
 from rlcore.errors import SamplerError
@@ -259,6 +259,15 @@ class RolloutWorker:
     def add_images(self, dataset: Path) -> None:
         """``ImageStore.add``"""
         self._images.add(dataset)
+
+    def read_problems(self, dataset: Path, data: DataConfig) -> None:
+        """Sample problems of this dataset from here on, with prompts as ``data`` says, as if no other was sampled."""
+        from rlcore.data.pixels import ImageStore
+
+        config = self._spec.config.model_copy(update={"data": data})
+        self._images = ImageStore(dataset)
+        self.sampler.read_problems(_prompts(replace(self._spec, config=config)), self._images)
+        self.sampler.reset_caches()
 
     def reset_sampler_caches(self) -> None:
         """``VllmSampler.reset_caches``"""

@@ -37,6 +37,8 @@ class ValidationRecord(BaseModel):
 def suite_digest(experiment: ExperimentConfig, dataset: DatasetRef, base: ModelRef) -> str:
     """Hash of everything besides the weights that the numbers of an evaluation depend on, except code and packages."""
     values = {k: v for k, v in experiment.flat().items() if k.startswith(_GROUPS) and not k.startswith(FREE_SETTINGS)}
+    if experiment.data.layout is None:  # records that were made before this setting existed stay known
+        values.pop("data.layout", None)
     file = own_file(experiment.reward)
     own = None if file is None else hashlib.sha256(file.read_bytes()).hexdigest()
     content = [values, experiment.evaluation.suite(), dataset.digest, base.digest, own]

@@ -1,7 +1,7 @@
 """Rewards that add accuracy and format, both 0 or 1: (1 - format_weight) * accuracy + format_weight * format.
 
-``math``, ``math_verify`` and ``multiple_choice`` expect a think block and a boxed answer; ``r1v``, ``clevr_count`` and
-``geoqa`` a think block and an answer block. The last two, and ``r1v`` itself, follow R1-V (github.com/Deep-Agent/R1-V).
+``math``, ``math_verify``, ``multiple_choice`` and ``choice_or_value`` expect a think block and a boxed answer; ``r1v``,
+``clevr_count`` and ``geoqa`` a think block and an answer block. These three follow R1-V (github.com/Deep-Agent/R1-V).
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from rlcore.rewards.extract import (
     last_boxed,
     only_number,
     stated_truth,
+    whole_number,
 )
 from rlcore.rewards.grading import math_equal, math_verify_equal
 from rlcore.types import FinishReason, Problem, Score
@@ -94,8 +95,8 @@ def _choices(problem: Problem) -> list[str]:
         return []
     if not isinstance(choices, list | tuple) or not all(isinstance(choice, str | int | float) for choice in choices):
         raise RewardError(
-            f"the choices of problem {problem.problem_id} are {choices!r}. The geoqa reward takes a list of texts or "
-            "numbers. Rename or fix the column choices."
+            f"the choices of problem {problem.problem_id} are {choices!r}. The geoqa and choice_or_value rewards "
+            "take a list of texts or numbers. Rename or fix the column choices."
         )
     return [str(choice) for choice in choices]
 
@@ -143,6 +144,61 @@ def _stated_letter(text: str) -> str | None:
     return None
 
 
+def _choice_or_value(text: str, problem: Problem) -> _Judged:
+    """Compares the last box, else the last answer tag, else the last "Answer:" line. The text after the think block is
+    searched first, then the whole text. Well formed as ``multiple_choice``.
+
+    With a column ``choices``, the truth is a letter, and the answer a letter or the text of exactly one choice. Without
+    it two letters are compared as letters, texts without regard to case, and anything else by MathRuler. A column
+    ``precision`` gives the decimals to which both numbers are rounded first, a column ``answers`` more right answers.
+
+    Raises:
+        RewardError: ``choices`` is not a list of values, or the truth names none of them.
+    """
+    well_formed = format_parts(text).well_formed or answer_parts(text).well_formed
+    given = _stated_answer(after_think(text)) or _stated_answer(text)
+    choices = _choices(problem)
+    if choices:
+        truth = _choice_index(problem.answer, choices)
+        if truth is None:
+            raise RewardError(
+                f"the answer of problem {problem.problem_id} is {problem.answer[:200]!r}, which is no letter of its "
+                f"{len(choices)} choices. Set data.layout.choice_given_as to what the answers are, or fix the dataset."
+            )
+        meant = None if given is None else _meant_choice(given, choices)
+        return meant == truth, well_formed, given if meant is None else chr(ord("A") + meant)
+    also = problem.extra.get("answers")
+    truths = [problem.answer, *(str(answer) for answer in also)] if isinstance(also, list | tuple) else [problem.answer]
+    decimals = problem.extra.get("precision")
+    right = given is not None and any(_equal_value(given, truth, decimals) for truth in truths)
+    return right, well_formed, given
+
+
+def _stated_answer(text: str) -> str | None:
+    answers = (last_boxed(text), last_answer(text), answer_line(text, MAX_CHOICE_CHARS))
+    return next((answer for answer in answers if answer), None)
+
+
+def _meant_choice(given: str, choices: list[str]) -> int | None:
+    """The index of the choice that an answer names by its letter, or else by its text if only one choice has it."""
+    index = _choice_index(given, choices)
+    if index is not None:
+        return index
+    equal = [number for number, choice in enumerate(choices) if _equal_value(given, choice, None)]
+    return equal[0] if len(equal) == 1 else None
+
+
+def _equal_value(given: str, truth: str, decimals: object) -> bool:
+    given, truth = given.strip(), truth.strip()
+    if (wanted := choice_letter(truth)) is not None and (letter := choice_letter(given)) is not None:
+        return letter == wanted
+    if isinstance(decimals, int | float):
+        left, right = whole_number(given), whole_number(truth)
+        if left is not None and right is not None:
+            return round(left, int(decimals)) == round(right, int(decimals))
+    return given.casefold() == truth.casefold() or math_equal(given.replace("°", ""), truth.replace("°", ""))
+
+
 _JUDGES: Mapping[str, Callable[[str, Problem], _Judged]] = {
     "math": partial(_boxed, equal=math_equal),
     "math_verify": partial(_boxed, equal=math_verify_equal),
@@ -150,6 +206,7 @@ _JUDGES: Mapping[str, Callable[[str, Problem], _Judged]] = {
     "clevr_count": _clevr_count,
     "geoqa": _geoqa,
     "multiple_choice": _multiple_choice,
+    "choice_or_value": _choice_or_value,
 }
 """By reward.name."""
 

@@ -149,6 +149,10 @@ class VllmSampler:
             )
         return prompt
 
+    def read_problems(self, prompts: PromptBuilder, images: ImageStore) -> None:
+        """Take later requests from another dataset. ``prompts`` are of the same model."""
+        self._prompts, self._images = prompts, images
+
     def reset_caches(self) -> None:
         """Drop everything that earlier requests left, as a weight sync does: later ones are computed as after it."""
         self._engine.reset_caches()

@@ -96,7 +96,7 @@ def graded_ranks(
     """
     address = cluster_address()
     imports = in_background(_import_slow_modules)
-    grading = in_background(lambda: _grader(config, model, verdicts, on_progress))
+    grading = in_background(lambda: make_grader(config, model, verdicts, on_progress))
     try:
         with making_what_stays():
             start_ray(address, num_cpus=config.resources.devices)
@@ -131,7 +131,7 @@ def graded_samplers(
         return
     device = pick_device(config)
     os.environ.update(worker_environment(device, config.resources))
-    grader = _grader(config, model, verdicts)
+    grader = make_grader(config, model, verdicts)
     try:
         with making_what_stays():
             sampler = make(WorkerSpec.alone(model, dataset, config, device))
@@ -145,9 +145,19 @@ def _import_slow_modules() -> None:
         importlib.import_module(module)
 
 
-def _grader(
+def make_grader(
     config: ExperimentConfig, model: Path, verdicts: Path, on_progress: Callable[[], None] = lambda: None
 ) -> Grader:
+    """The grader of an experiment for the model in this folder.
+
+    Args:
+        verdicts: folder of the journal of a judge.
+        on_progress: called by a judge, as ``JudgeGrader`` says.
+
+    Raises:
+        RewardError: the reward cannot be loaded.
+        ConfigError: it cannot find the end of this model's thoughts.
+    """
     from rlcore.rewards import environment_of, length_rule, make_reward, thought_rule
     from rlcore.rewards.judge import JudgeGrader
     from rlcore.rewards.pool import GradingPool

@@ -84,6 +84,15 @@ def setting_names(incomplete: str) -> list[str]:
     return [f"{key}=" for key in sorted(keys) if key.startswith(incomplete)]
 
 
+def suite_names(incomplete: str) -> list[str]:
+    """For the shell's completion: suites and groups of them."""
+    from rlcore.evaluation.suites import all_suites
+
+    suites = all_suites()
+    groups = {group for suite in suites.values() for group in suite.groups}
+    return [name for name in [*suites, *sorted(groups)] if name.startswith(incomplete)]
+
+
 Experiment = Annotated[
     str, typer.Argument(metavar="EXPERIMENT", help="A name in prefect.yaml.", autocompletion=experiment_names)
 ]
@@ -317,7 +326,15 @@ def migrate(
 
 @app.command(cls=Command, rich_help_panel=MODELS)
 def evaluate(
-    run: Run,
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="A run. With --suite also a model folder, a Hugging Face id (owner/name), or the address of an "
+            "OpenAI-compatible server (http://HOST:PORT/v1).",
+            autocompletion=run_names,
+        ),
+    ],
     on: Annotated[
         str | None,
         typer.Option(
@@ -326,23 +343,67 @@ def evaluate(
             autocompletion=experiment_names,
         ),
     ] = None,
+    suite: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="SUITE",
+            help="A benchmark suite or a group of them, such as math-vl; may be repeated.",
+            autocompletion=suite_names,
+        ),
+    ] = None,
+    problems: Annotated[
+        int | None, typer.Option(min=1, help="Evaluate only the first so many problems of each suite.")
+    ] = None,
+    served_name: Annotated[
+        str | None, typer.Option("--model", metavar="NAME", help="The model's name at the address.")
+    ] = None,
+    key_variable: Annotated[
+        str, typer.Option(metavar="VARIABLE", help="Environment variable with the key of the address.")
+    ] = "OPENAI_API_KEY",
+    concurrency: Annotated[int, typer.Option(min=1, help="Requests to the address at a time.")] = 16,
     overrides: Overrides = None,
-    data: Data = None,
+    data: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Folder with train and validation files, or its URI (s3://bucket/folder), instead of the named "
+            "datasets. With --suite: a folder with one folder or file per suite.",
+        ),
+    ] = None,
 ) -> None:
-    """Evaluate the newest whole checkpoint of a run.
+    """Evaluate the newest whole checkpoint of a run, or any model on benchmark suites.
 
     \b
     rlflow evaluate RUN
     rlflow evaluate RUN --on grpo-math12k --set evaluation.samples=4
+    rlflow evaluate RUN --suite math-text --suite mmmu --problems 100
+    rlflow evaluate ./FOLDER --suite gsm8k --data FOLDER
+    rlflow evaluate http://HOST:8000/v1 --model NAME --suite aime
     """
-    from flows.evaluate import evaluate_run
     from tasks.cli.foreground import overrides_of, run_once, say_how_to_continue
+
+    if suite:
+        if on is not None:
+            raise typer.BadParameter("--on and --suite exclude each other: both say which problems are evaluated")
+        from flows.evaluate import evaluate_suites
+        from tasks.suites import SuiteOptions, base_experiment, suite_experiments
+
+        options = SuiteOptions(
+            model=model, suites=tuple(suite), served_name=served_name, key_variable=key_variable,
+            concurrency=concurrency, problems=problems, data=data, overrides=tuple(overrides or ()),
+        )  # fmt: skip
+        suite_experiments(options, base_experiment(options, Settings()))
+        run_once(lambda: evaluate_suites(options), say_how_to_continue)
+        return
+    if problems is not None or served_name is not None:
+        raise typer.BadParameter("--problems and --model need --suite (without it: --set evaluation.problems=100)")
+    from flows.evaluate import evaluate_run
     from tasks.evaluate import suite_of
     from tasks.run import existing_run
 
     given = overrides_of(overrides, data)
-    suite_of(existing_run(run, Settings()), on, given)
-    run_once(lambda: evaluate_run(run, on, given), say_how_to_continue)
+    suite_of(existing_run(model, Settings()), on, given)
+    run_once(lambda: evaluate_run(model, on, given), say_how_to_continue)
 
 
 @app.command(cls=Command, rich_help_panel=MODELS)

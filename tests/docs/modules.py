@@ -9,7 +9,7 @@ import io
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import redirect_stderr, suppress
+from contextlib import chdir, nullcontext, redirect_stderr, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
@@ -22,6 +22,7 @@ from prefect.utilities.callables import get_call_parameters
 from typer.main import get_command
 
 from rlcore.errors import ConfigError
+from rlcore.evaluation.suites import all_suites
 from tasks.cli import app, estimate, foreground
 from tasks.experiments import load_experiment
 from tests.docs.finding import Finding
@@ -81,15 +82,20 @@ def check_rlflow(words: Sequence[str]) -> dict[str, Any]:
 
 def _call(words: Sequence[str], parameters: Mapping[str, Any]) -> None:
     said = io.StringIO()
+    copies = parameters.get("data") if parameters.get("suite") else None
     with (
         tempfile.TemporaryDirectory() as folder,
+        chdir(folder) if copies else nullcontext(),
         patch.dict(os.environ, {"RLFLOW_DATA_DIR": folder, "RLFLOW_STORE": ""}),
         patch.object(foreground, "run_once", lambda call, *_: call()),
         patch.object(estimate, "run_job", _end_of_command),
         patch.object(Flow, "__call__", _bind),
         redirect_stderr(said),
     ):
-        if run_id := parameters.get("run") or parameters.get("run_id"):
+        for suite in all_suites() if copies else ():
+            (Path(folder) / str(copies) / suite).mkdir(parents=True)
+        run_id = parameters.get("run") or parameters.get("run_id") or parameters.get("model")
+        if run_id and "/" not in run_id:  # what rlflow evaluate takes is a run, a path or an address
             run_dir = Path(folder) / "runs" / run_id
             run_dir.mkdir(parents=True)
             with suppress(ConfigError):  # the command itself refuses the name

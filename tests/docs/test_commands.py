@@ -131,7 +131,7 @@ def test_the_tutorial_is_run_in_order() -> None:
         (".venv/bin/prefect deployment run grpo-geo3k -p step=4", "unexpected keyword argument 'step'"),
         (".venv/bin/prefect deployment run merge", "missing a required argument: 'run_id'"),
         (".venv/bin/prefect deployment run grpo-geo3k -p steps=four", "unable to parse string as an integer"),
-        (".venv/bin/rlflow evaluate --on NAME", "Missing argument 'RUN'"),
+        (".venv/bin/rlflow evaluate --on NAME", "Missing argument 'MODEL'"),
         (".venv/bin/rlflow evaluate RUN --on NAME --steps 4", "No such option: --steps"),
         (".venv/bin/rlflow merge NAME RUN", "unexpected extra argument"),
         (".venv/bin/rlflow merge RUN --set rollout.group_size=4", "No such option: --set"),

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from rlcore.artifacts import CheckpointRef, CheckRow, DatasetRef, EvalReport, ModelCheck, ModelRef
+from rlcore.artifacts import CheckpointRef, CheckRow, DatasetRef, EvalReport, EvalReports, ModelCheck, ModelRef
 from rlcore.config import ExperimentConfig
 from rlcore.errors import HealthError, RollbackError
 from rlcore.evaluation.records import (
@@ -105,8 +105,13 @@ def _model(folder: Path, source: str) -> ModelRef:
 
 def evaluate(spec: EvaluateSpec) -> BaseModel:
     step = spec.policy.step if isinstance(spec.policy, CheckpointRef) else 0
-    note(spec.out_dir.parent.parent, f"evaluate {step}")
-    return _report(spec.experiment, step, spec.dataset, spec.policy.path, spec.out_dir / "table.parquet")
+    note(spec.parts[0].out_dir.parent.parent, f"evaluate {step}")
+    reports = []
+    for part in spec.parts:
+        table = part.out_dir / "table.parquet"
+        reports.append(_report(part.experiment, step, part.dataset, spec.policy.path, table))
+        (part.out_dir / "report.json").write_text(reports[-1].model_dump_json())
+    return EvalReports(reports=tuple(reports))
 
 
 def _report(experiment: ExperimentConfig, step: int, dataset: DatasetRef, policy: str, table: Path) -> EvalReport:

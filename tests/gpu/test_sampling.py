@@ -10,8 +10,8 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from rlcore.artifacts import DatasetRef, EvalReport, ModelRef
-from rlcore.specs import EvaluateSpec
+from rlcore.artifacts import DatasetRef, EvalReports, ModelRef
+from rlcore.specs import EvaluateSpec, EvaluationPart
 from tests.docs.pages import ROOT
 from tests.integration.tiny_run import CORRECTED, ON_A_GPU, PARTIAL, experiment, journal, run
 
@@ -25,22 +25,21 @@ def test_an_evaluation_needs_no_cluster_and_gives_the_same_rows_twice(
     model = ModelRef(path=str(tiny_model), digest="tiny", source="tiny", num_parameters=0)
     counts = {"num_problems": 0, "num_rejected": 0, "num_images": 0, "max_prompt_tokens": 200}
     prepared = DatasetRef(path=str(dataset), digest="tiny", source="tiny", **counts)
+    config = experiment(**ON_A_GPU, **{"evaluation.samples": 2})
     tables, ray = [], tmp_path / "ray"
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
         spec = EvaluateSpec(
             result=tmp_path / name / "result.json",
-            experiment=experiment(**ON_A_GPU, **{"evaluation.samples": 2}),
             policy=model,
             base=model,
-            dataset=prepared,
-            out_dir=tmp_path / name,
+            parts=(EvaluationPart(experiment=config, dataset=prepared, out_dir=tmp_path / name),),
         )
         (tmp_path / name / "spec.json").write_text(spec.model_dump_json())
         command = [sys.executable, "-m", "rlcore.jobs.evaluate", str(tmp_path / name / "spec.json")]
         subprocess.run(command, check=True, cwd=ROOT, env=os.environ | {"RAY_TMPDIR": str(ray)})
         assert not ray.exists()  # a Ray of its own keeps its session there
-        report = EvalReport.model_validate_json(spec.result.read_text())
+        (report,) = EvalReports.model_validate_json(spec.result.read_text()).reports
         assert report.num_problems > 0
         tables.append(pq.read_table(report.table))
     assert tables[0].num_rows == tables[1].num_rows > 0

@@ -48,7 +48,7 @@ def trainer(spec: Path) -> None:
         on_progress: Callable[[], None],
     ) -> Iterator[Any]:
         ranks = ForkedRanks(make, model=model, dataset=dataset, config=config, device="cpu")
-        grader = assemble._grader(config, model, verdicts, on_progress)
+        grader = assemble.make_grader(config, model, verdicts, on_progress)
         try:
             yield ranks, grader
         finally:

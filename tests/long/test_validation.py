@@ -21,7 +21,7 @@ from rlcore.failures import EXIT_DONE
 from rlcore.segment.lease import Control
 from rlcore.segment.spec import SegmentSpec
 from rlcore.segment.store import LocalCheckpointStore
-from rlcore.specs import EvaluateSpec
+from rlcore.specs import EvaluateSpec, EvaluationPart
 from tasks.fork import fork_run
 from tasks.run import Run
 from tests.integration.tiny_run import ALONE, APART, CORRECTED, PARTIAL, experiment, numbers, prepared, run
@@ -144,8 +144,8 @@ def _evaluated_alone(folder: Path, spec: SegmentSpec, policy: CheckpointRef) -> 
     assert spec.validation is not None
     folder.mkdir()
     job = EvaluateSpec(
-        result=folder / "result.json", experiment=spec.experiment, policy=policy, base=spec.model,
-        dataset=spec.validation, out_dir=folder,
+        result=folder / "result.json", policy=policy, base=spec.model,
+        parts=(EvaluationPart(experiment=spec.experiment, dataset=spec.validation, out_dir=folder),),
     )  # fmt: skip
     (folder / "spec.json").write_text(job.model_dump_json())
     command = [sys.executable, "-m", "rlcore.jobs.evaluate", str(folder / "spec.json")]

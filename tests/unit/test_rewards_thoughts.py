@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,7 @@ from rlcore.errors import ConfigError
 from rlcore.rewards import make_reward
 from rlcore.rewards.extract import ThoughtParts, opens_thought, thought_parts
 from rlcore.rewards.pool import GradingPool
-from rlcore.training.assemble import _grader
+from rlcore.training.assemble import make_grader
 from rlcore.types import Completion, Problem, Score
 
 # How each reward states the answer: right, and wrong.
@@ -209,7 +210,7 @@ def test_a_run_finds_out_whether_its_chat_template_opens_a_thought(tmp_path, end
     template.write_text(template.read_text() + ending)
     data = {"chat_template_arguments": arguments}
     config = build_experiment({"name": "x", "reward": {"thoughts": "strip"}, "data": data})
-    with _grader(config, tmp_path) as pool:
+    with closing(make_grader(config, tmp_path, tmp_path / "verdicts")) as pool:
         (score,) = pool.submit([Problem("p", "?", (), "5", "test")], [completion(r"\boxed{5}")]).result(60)
     assert score.parts == {"accuracy": not opened, "format": 0, "unclosed_thought": opened}
 
@@ -220,4 +221,4 @@ def test_think_tags_that_completions_lose_are_refused(tmp_path):
     processor.save_pretrained(tmp_path)
     config = build_experiment({"name": "x", "reward": {"thoughts": "strip"}})
     with pytest.raises(ConfigError, match=r"tokenizer has </think> as special tokens.*Set reward\.thoughts=keep"):
-        _grader(config, tmp_path)
+        make_grader(config, tmp_path, tmp_path / "verdicts")

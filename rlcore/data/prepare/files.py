@@ -40,7 +40,8 @@ def source_files(path: Path, split: str) -> list[Path]:
     """The data files of a local source, in order: the file itself, or those of a folder.
 
     Of a folder, only the files of its best format count (parquet, then jsonl, then json). If file or folder names name
-    splits, only those of ``split`` are used, so that no test split is trained on by mistake.
+    splits, only those of ``split`` are used, so that no test split is trained on by mistake. A split of another name
+    than train, validation and test, such as testmini, is known by that name.
 
     Raises:
         DataError: no such path, no data file, or none of this split; lists what exists.
@@ -55,7 +56,7 @@ def source_files(path: Path, split: str) -> list[Path]:
     files = next((group for group in by_format if group), [])
     if not files:
         raise DataError(f"{path} holds no {', '.join(_SUFFIXES)} file. {_POINT} a folder that does.")
-    splits = {file: _split_of(file.relative_to(path)) for file in files}
+    splits = {file: _split_of(file.relative_to(path), split) for file in files}
     if not any(splits.values()):
         return files
     wanted = [file for file in files if splits[file] == split]
@@ -128,9 +129,10 @@ def images_of(value: object, base: Path) -> Iterator[bytes | Path | None]:
         yield None
 
 
-def _split_of(relative: Path) -> str | None:
+def _split_of(relative: Path, wanted: str) -> str | None:
     words = re.split(r"[^a-z]+", str(relative.with_suffix("")).lower())
-    return next((split for word in words for split, names in _SPLIT_WORDS.items() if word in names), None)
+    known = _SPLIT_WORDS if wanted in _SPLIT_WORDS else {**_SPLIT_WORDS, wanted: (wanted.lower(),)}
+    return next((split for word in words for split, names in known.items() if word in names), None)
 
 
 def _open_parquet(path: Path) -> Table:

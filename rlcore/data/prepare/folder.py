@@ -63,6 +63,8 @@ def dataset_key(spec: PrepareSpec) -> str:
         "max_prompt_tokens": data.max_prompt_tokens,
         "model": _model_content(spec.model),
     }
+    if data.layout is not None:  # datasets that were prepared before this setting existed keep their name
+        settings["layout"] = data.layout.model_dump(mode="json")
     return _digest(settings)
 
 

@@ -15,6 +15,7 @@ from typing import Any, cast
 from rlcore.config import DataConfig
 from rlcore.data.pixels import IMAGE_MARKER
 from rlcore.data.prepare.files import BATCH_ROWS, Row, Table, cell, images_of, open_file, source_files, videos_of
+from rlcore.data.prepare.layout import columns_of, lay_out
 from rlcore.data.rejects import Reason, Unusable
 from rlcore.data.synthetic.sources import SYNTHETIC_SOURCES, write_synthetic
 from rlcore.errors import DataError, ServerError
@@ -132,6 +133,8 @@ def _arrow_rows(dataset: Any) -> Iterator[Row]:
 
 def _check_columns(table: Table, data: DataConfig) -> None:
     wanted = {"data.problem_column": data.problem_column, "data.answer_column": data.answer_column}
+    if data.layout is not None:
+        wanted = {"data.answer_column": data.answer_column, **columns_of(data)}
     missing = {key: name for key, name in wanted.items() if not {name, name.partition(".")[0]} & set(table.columns)}
     if missing and table.columns:  # an empty file has no columns; it is reported as a dataset without rows
         raise DataError(
@@ -142,7 +145,9 @@ def _check_columns(table: Table, data: DataConfig) -> None:
 
 
 def _source_row(index: int, row: Row, base: Path, data: DataConfig) -> SourceRow:
-    id_column = next((name for name in _ID_COLUMNS if row.get(name) not in (None, "")), None)
+    row = lay_out(row, data)
+    own = data.layout.id_column if data.layout is not None else None
+    id_column = next((name for name in ((own,) if own else _ID_COLUMNS) if row.get(name) not in (None, "")), None)
     used = {data.problem_column, data.answer_column, data.images_column, data.videos_column, id_column}
     return SourceRow(
         index=index,
