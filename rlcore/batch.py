@@ -32,7 +32,7 @@ from rlcore.types import Bools, Floats, ImageRef, TrainingSample
 class ImageFeatures:
     """One image as the vision tower takes it, and the tower's output if it is cached."""
 
-    pixel_values: Tensor  # [patches, channels * temporal * patch * patch]
+    pixel_values: Tensor  # [patches, channels * temporal * patch * patch], or [tiles, channels, height, width]
     grid_thw: Grid
     embedded: Tensor | None = None  # [patches / merge^2, F]
 
@@ -75,7 +75,7 @@ class Microbatch:
     truncation_logprobs: Tensor | None  # [N]
     ref_logprobs: Tensor | None  # [N]
     high_entropy: Tensor | None  # [N] bool: tokens that an entropy mask keeps; None: all
-    pixel_values: Tensor | None  # [patches of I images, ...]
+    pixel_values: Tensor | None  # [patches, or tiles, of I images, ...]
     image_grid_thw: Tensor | None  # [I, 3], on the CPU
     image_features: Tensor | None  # [R, F] if they are cached; then the two above are None
     image_index: Tensor  # [M] int64: position in the row of each image token

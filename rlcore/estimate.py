@@ -220,8 +220,7 @@ def _activations(model: Architecture, plan: Plan) -> int:
     tower, shape = 0, model.shape.tower
     if shape is not None and shape.trains and plan.image_size is not None:
         images = tokens / (plan.prompt_tokens + plan.group_size * plan.completion_tokens)
-        width, height = plan.image_size
-        patches = images * (width // shape.patch_size) * (height // shape.patch_size)
+        patches = images * shape.patches(*plan.image_size)
         per_patch = 3 * model.tower_intermediate + 7 * model.tower_hidden
         tower = int(patches * model.tower_layers * _COMPUTE)
         inputs += tower * model.tower_hidden

@@ -27,6 +27,12 @@ class TowerShape:
     window_layers: int
     window: int  # patches of a window
     trains: bool
+    overview: bool = False  # an image of several windows passes the tower once more, as one window
+
+    def patches(self, width: int, height: int) -> int:
+        """Of a resized image."""
+        of_image = (width // self.patch_size) * (height // self.patch_size)
+        return of_image + (self.window if self.overview and of_image > self.window else 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +122,7 @@ def _pairs(group: GroupSize, window: int | None) -> float:
 
 
 def _tower_flops(tower: TowerShape, width: int, height: int) -> float:
-    patches = (width // tower.patch_size) * (height // tower.patch_size)
+    patches = tower.patches(width, height)
     seen = tower.full_layers * patches + tower.window_layers * min(tower.window, patches)
     return (
         2.0 * patches * (tower.parameters + tower.merger_parameters / tower.merged) + 4.0 * tower.width * patches * seen

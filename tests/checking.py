@@ -17,6 +17,7 @@ from transformers import (
     Gemma2Config,
     Gemma3TextConfig,
     GraniteConfig,
+    InternVLConfig,
     LlamaConfig,
     MistralConfig,
     Olmo2Config,
@@ -33,6 +34,7 @@ from transformers import (
 from rlcore.artifacts import ModelCheck, ModelRef
 from rlcore.config import build_experiment
 from rlcore.data.tiny import build_processor, build_text_tokenizer
+from rlcore.families import FAMILIES as TABLE
 from rlcore.models.loading import save_published
 from rlcore.models.tiny import sampling_defaults
 from rlcore.specs import CheckModelSpec
@@ -142,6 +144,25 @@ def _with_images(
     return make
 
 
+def _with_tiles(decoder: str) -> Callable[..., Any]:
+    """
+    Args:
+        decoder: its model type.
+    """
+
+    def make(size: Size, **changes: Any) -> Any:
+        tower = {"hidden_size": size.width, "intermediate_size": 3 * size.width // 2, "image_size": [56, 56]}
+        return InternVLConfig(
+            text_config={**_decoder(size), "model_type": decoder, "head_dim": size.head, **changes},
+            vision_config={"num_hidden_layers": 2, "num_attention_heads": 2, **tower},
+            image_token_id=build_processor("internvl").image_token_id,
+            image_seq_length=4,
+            tie_word_embeddings=False,
+        )
+
+    return make
+
+
 def _qwen3_tower(width: int) -> dict[str, Any]:
     return {
         "hidden_size": width,
@@ -200,8 +221,14 @@ FAMILIES: dict[str, Callable[..., Any]] = {
         lambda size: _experts(size) | {"moe_intermediate_size": 3 * size.width // 2},
         mrope_interleaved=True,
     ),
+    "internvl": _with_tiles("qwen3"),
+    "internvl, older decoder": _with_tiles("qwen2"),
 }
 """Name -> size and further fields of the decoder -> configuration. The name starts with the model type."""
+
+
+def takes_images(name: str) -> bool:
+    return TABLE[name.partition(",")[0]].images is not None
 
 
 def make_model(folder: Path, name: str, **changes: Any) -> Path:
@@ -211,7 +238,7 @@ def make_model(folder: Path, name: str, **changes: Any) -> Path:
         changes: fields of its text configuration.
     """
     model_type = name.partition(",")[0]
-    with_images = "_vl" in model_type
+    with_images = takes_images(name)
     processor: Any = build_processor(model_type) if with_images else build_text_tokenizer()
     tokenizer = processor.tokenizer if with_images else processor
     config = FAMILIES[name](for_vllm(len(tokenizer)), **changes)

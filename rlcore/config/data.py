@@ -102,9 +102,11 @@ class DataConfig(Frozen):
     """Variables of the model's chat template, such as ``{"enable_thinking": false}``. A variable that the template does
     not mention is an error."""
     min_pixels: int = Field(56 * 56, ge=1)
-    """Smaller images are scaled up to this number of pixels."""
+    """Smaller images are scaled up to this number of pixels. A model that cuts images into tiles of one size, such as
+    448 x 448 pixels, takes at least as many tiles as hold this number."""
     max_pixels: int = Field(1024 * 1024, ge=1)
-    """Larger images are scaled down to this number of pixels. The number of image tokens grows with it."""
+    """Larger images are scaled down to this number of pixels. The number of image tokens grows with it. Tiles: at most
+    as many as fit into this number, and at most the image processor's own ``max_patches``."""
     max_prompt_tokens: int = Field(2048, ge=1)
     """Problems with a longer prompt, including image tokens, are rejected, never cut."""
     synthetic_seed: int = 0

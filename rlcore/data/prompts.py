@@ -23,7 +23,7 @@ import numpy.typing as npt
 from rlcore.config import DataConfig, ExperimentConfig, ModelConfig
 from rlcore.data.pixels import IMAGE_MARKER, stable_target_size
 from rlcore.errors import ConfigError, DataError, ModelError
-from rlcore.families import PLACEHOLDERS, resizing_of
+from rlcore.families import PLACEHOLDERS, images_of
 from rlcore.process import make_transformers_lean
 from rlcore.types import ImageRef, Ints, Message, Problem
 
@@ -140,8 +140,9 @@ class PromptBuilder:
         self._processor = processor
         self._messages = MessageBuilder(data)
         self._bounds = (data.min_pixels, data.max_pixels)
-        images = processor.image_processor
-        self._resizing = None if images is None else resizing_of(images)
+        images = None if processor.image_processor is None else images_of(processor)
+        self._resizing = None if images is None else images.resizing(processor)
+        self._around = [] if images is None else self.tokenizer.convert_tokens_to_ids(list(images.around))
         self.image_token_id: int | None = None if images is None else processor.image_token_id
         """Id of the image placeholder; None if the model takes no images."""
         self._special = {str(t): i for i, t in self.tokenizer.added_tokens_decoder.items() if t.special}
@@ -251,10 +252,17 @@ class PromptBuilder:
             return [text for part in pool.map(decode, parts) for text in part]
 
     def expand(self, tokens: Ints, images: Sequence[ImageRef]) -> Ints:
-        """Repeat the placeholder of each image once per token of the image."""
+        """Repeat the placeholder of each image once per token of the image, and put the tokens around it that the
+        model's processor writes."""
+        is_image = self._is_image(tokens)
         repeats = np.ones(len(tokens), dtype=np.int64)
-        repeats[self._is_image(tokens)] = [self.image_tokens(image.width, image.height) for image in images]
-        return np.repeat(tokens, repeats)
+        repeats[is_image] = [self.image_tokens(image.width, image.height) for image in images]
+        expanded = np.repeat(tokens, repeats)
+        if not self._around:
+            return expanded
+        ends = np.cumsum(repeats)[is_image]
+        places = np.stack([ends - repeats[is_image], ends], axis=1).flatten()
+        return np.insert(expanded, places, self._around * len(images))
 
     def _is_image(self, tokens: Ints) -> npt.NDArray[np.bool_]:
         return np.equal(tokens, -1 if self.image_token_id is None else self.image_token_id)

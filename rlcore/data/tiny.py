@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    GotOcr2ImageProcessor,
+    InternVLProcessor,
+    InternVLVideoProcessor,
     PreTrainedTokenizerFast,
     Qwen2_5_VLProcessor,
     Qwen2VLImageProcessor,
@@ -15,7 +19,7 @@ from transformers import (
     Qwen3VLVideoProcessor,
 )
 
-PictureProcessor = Qwen2_5_VLProcessor | Qwen3VLProcessor
+PictureProcessor = Qwen2_5_VLProcessor | Qwen3VLProcessor | InternVLProcessor
 
 # Qwen2.5-VL's special tokens, then Qwen3's thinking marks, which are ordinary text and stay in decoded text.
 SPECIAL_TOKENS = (
@@ -23,6 +27,13 @@ SPECIAL_TOKENS = (
     "<|box_end|>", "<|quad_start|>", "<|quad_end|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>",
     "<|image_pad|>", "<|video_pad|>",
 )  # fmt: skip
+# InternVL's, by the names under which its processor asks the tokenizer for them
+TILE_TOKENS = {
+    "start_image_token": "<img>",
+    "end_image_token": "</img>",
+    "context_image_token": "<IMG_CONTEXT>",
+    "video_token": "<video>",
+}
 TEXT_TOKENS = ("<think>", "</think>")
 END_OF_TURN = "<|im_end|>"
 PAD = "<|endoftext|>"
@@ -49,13 +60,20 @@ CHAT_TEMPLATE = """\
 """
 
 
-def build_tokenizer(text_tokens: tuple[str, ...] = TEXT_TOKENS) -> PreTrainedTokenizerFast:
-    """One token per byte and no merges, so that it encodes any text without a vocabulary file."""
+def build_tokenizer(
+    text_tokens: tuple[str, ...] = TEXT_TOKENS, named_tokens: Mapping[str, str] = MappingProxyType({})
+) -> PreTrainedTokenizerFast:
+    """One token per byte and no merges, so that it encodes any text without a vocabulary file.
+
+    Args:
+        named_tokens: further special tokens, each of which is an attribute of the tokenizer.
+    """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={symbol: rank for rank, symbol in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    specials = [AddedToken(text, special=True, normalized=False) for text in SPECIAL_TOKENS]
+    texts = (*SPECIAL_TOKENS, *named_tokens.values())
+    specials = [AddedToken(text, special=True, normalized=False) for text in texts]
     tokenizer.add_special_tokens(specials)
     tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in text_tokens])
     make_tokenizer: Callable[..., PreTrainedTokenizerFast] = PreTrainedTokenizerFast  # not annotated
@@ -67,6 +85,7 @@ def build_tokenizer(text_tokens: tuple[str, ...] = TEXT_TOKENS) -> PreTrainedTok
         clean_up_tokenization_spaces=False,
         model_max_length=4096,
         chat_template=CHAT_TEMPLATE,
+        **({"extra_special_tokens": dict(named_tokens)} if named_tokens else {}),
     )
 
 
@@ -83,6 +102,8 @@ def build_processor(family: str | None = None) -> PictureProcessor:
         family: ``model.tiny.family``.
     """
     look: dict[str, Any] = {"image_mean": _IMAGE_MEAN, "image_std": _IMAGE_STD}
+    if family == "internvl":
+        return _build_tile_processor(look)
     make_processor: Callable[..., PictureProcessor] = Qwen2_5_VLProcessor
     make_video_processor: Callable[..., Any] = Qwen2VLVideoProcessor
     if family in ("qwen3_vl", "qwen3_vl_moe"):
@@ -93,6 +114,23 @@ def build_processor(family: str | None = None) -> PictureProcessor:
         tokenizer=build_tokenizer(),
         video_processor=make_video_processor(**look, size=_PIXELS),
         chat_template=CHAT_TEMPLATE,
+    )
+
+
+_TILE = 56  # pixels per side; 4 x 4 patches of 14 pixels, merged into 2 x 2 tokens
+_TILE_TOKENS = 4
+
+
+def _build_tile_processor(look: Mapping[str, Any]) -> InternVLProcessor:
+    size = {"height": _TILE, "width": _TILE}
+    make_processor: Callable[..., InternVLProcessor] = InternVLProcessor
+    make_video_processor: Callable[..., Any] = InternVLVideoProcessor
+    return make_processor(
+        image_processor=GotOcr2ImageProcessor(**look, size=size),
+        tokenizer=build_tokenizer(named_tokens=TILE_TOKENS),
+        video_processor=make_video_processor(**look, size=size),
+        image_seq_length=_TILE_TOKENS,
+        chat_template=CHAT_TEMPLATE.replace("<|vision_start|><|image_pad|><|vision_end|>", "<IMG_CONTEXT>"),
     )
 
 

@@ -101,6 +101,7 @@ class Worker:
             load_hf_config(spec.model, config.model.trust_remote_code),
             sequence_parallel=config.training.sequence_parallel,
             tensor_parallel=config.rollout.tensor_parallel,
+            lora=config.model.lora,
         )
         self._prompts = prompts = _prompts(spec)
         self._images = ImageStore(spec.dataset)

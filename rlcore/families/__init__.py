@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from rlcore.errors import ModelError
-from rlcore.families import qwen2, qwen2_vl, qwen3_moe, qwen3_vl, qwen3_vl_moe
-from rlcore.families.protocol import Family, Images, Resizing
+from rlcore.families import internvl, qwen2, qwen2_vl, qwen3_moe, qwen3_vl, qwen3_vl_moe
+from rlcore.families.protocol import Family, Images
 
 FAMILIES: Mapping[str, Family] = {
     "qwen2": qwen2.FAMILY,
@@ -30,6 +30,7 @@ FAMILIES: Mapping[str, Family] = {
     "qwen2_5_vl": qwen2_vl.FAMILY,
     "qwen3_vl": qwen3_vl.FAMILY,
     "qwen3_vl_moe": qwen3_vl_moe.FAMILY,
+    "internvl": internvl.FAMILY,
 }
 _IMAGES = [family.images for family in FAMILIES.values() if family.images is not None]
 
@@ -87,16 +88,19 @@ def _config_in(folder: Path) -> Mapping[str, Any]:
     return config
 
 
-def resizing_of(image_processor: Any) -> Resizing:
-    """The size rule of an image processor. Families with the same image processor have the same rule.
+def images_of(processor: Any) -> Images:
+    """How the family of a processor takes images. Families with the same image processor do so in the same way.
+
+    Args:
+        processor: with an ``image_processor``.
 
     Raises:
         ModelError: no family in the table uses an image processor of this class.
     """
-    name = type(image_processor).__name__
+    name = type(processor.image_processor).__name__
     for images in _IMAGES:
         if name in images.processors:
-            return images.resizing(image_processor)
+            return images
     supported = dict.fromkeys(known for images in _IMAGES for known in images.processors)
     raise ModelError(
         f"{name} is the image processor of no supported family. Supported are {', '.join(supported)}. Set "

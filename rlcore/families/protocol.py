@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from PIL import Image
     from torch import Tensor, nn
 
-Grid = tuple[int, int, int]  # one image in patches, before merging: frames (or tiles), rows, columns
+Grid = tuple[int, int, int]
+"""One image in patches, before merging: frames, rows, columns. Of an image in tiles: the number of tiles, and the rows
+and columns of pixels of a tile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,24 +79,38 @@ class Images(Protocol):
     def placeholders(self) -> tuple[str, ...]:
         """Special tokens that stand for images and videos. The sampler may not generate them."""
 
+    @property
+    def around(self) -> tuple[str, ...]:
+        """The special token before and the one after an image's tokens, where the family's processor writes them
+        together with those. Empty: the chat template has written them, or there are none."""
+
     # --- before training: sizes and tokens, without torch ---
 
-    def resizing(self, image_processor: Any) -> Resizing:
-        """The size rule of a loaded image processor."""
+    def resizing(self, processor: Any) -> Resizing:
+        """The size rule of a loaded processor, which has the ``image_processor``."""
 
     def layout(self, config: Any) -> ImageLayout:
         """Where a model of this configuration has images among its tokens."""
 
-    def engine_options(self, min_pixels: int, max_pixels: int) -> dict[str, Any]:
+    def engine_options(self, image_processor: Any, min_pixels: int, max_pixels: int) -> dict[str, Any]:
         """vLLM's ``mm_processor_kwargs``."""
 
     # --- the vision tower ---
+
+    @property
+    def takes_tiles(self) -> bool:
+        """Whether the tower's input is a batch of tiles of one size, each of which attends to itself alone. Else it is
+        one row with the patches of all images, whose bounds ``tower_arguments`` gives."""
 
     def owns(self, tensor: str) -> bool:
         """Whether a tensor of this name belongs to the vision tower, in memory or in a safetensors file."""
 
     def tower(self, hf: Any) -> Any:
         """The module that turns patches into features."""
+
+    @property
+    def adapts_tower(self) -> bool:
+        """Whether vLLM has adapters for the tower's linear layers."""
 
     def tower_blocks(self, tower: Any) -> Sequence[nn.Module]:
         """The tower's layers: units of sharding, compilation and activation checkpointing."""
@@ -152,7 +168,7 @@ class Resizing(Protocol):
 
     @property
     def factor(self) -> int:
-        """Pixels per side that become one token."""
+        """Both sides of a resized image are multiples of this number of pixels."""
 
     def target_size(self, width: int, height: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
         """Width and height that the processor resizes an image of this size to.

@@ -37,13 +37,17 @@ class Qwen2VLImages:
         "<|video_pad|>",
     )
 
-    def resizing(self, image_processor: Any) -> GridResizing:
-        return GridResizing(image_processor)
+    around: tuple[str, ...] = ()
+    takes_tiles: bool = False
+    adapts_tower: bool = True
+
+    def resizing(self, processor: Any) -> GridResizing:
+        return GridResizing(processor.image_processor)
 
     def layout(self, config: Any) -> GridLayout:
         return GridLayout(image_token_id=config.image_token_id, merge_size=config.vision_config.spatial_merge_size)
 
-    def engine_options(self, min_pixels: int, max_pixels: int) -> dict[str, Any]:
+    def engine_options(self, image_processor: Any, min_pixels: int, max_pixels: int) -> dict[str, Any]:
         return {"size": _size(min_pixels, max_pixels)}
 
     def owns(self, tensor: str) -> bool:
@@ -88,8 +92,7 @@ class Qwen2VLImages:
         return (side * side, _patch_width(config)), (1, side, side)
 
     def decoder_inputs(self, embeddings: Tensor, features: Tensor, index: Tensor, rows: Tensor) -> dict[str, Any]:
-        placed = features.index_select(0, rows).to(embeddings.dtype)  # [M, H]
-        return {"inputs_embeds": embeddings.index_copy(0, index, placed)[None]}
+        return with_features(embeddings, features, index, rows)
 
     def plain_arguments(self, layout: ImageLayout, token_ids: Tensor, pixels: Tensor, grids: Tensor) -> dict[str, Any]:
         is_image = (token_ids == layout.image_token_id).int()
@@ -118,6 +121,12 @@ class Qwen2VLImages:
     def head_counts_and_widths(self, config: Any) -> list[int]:
         vision = config.vision_config
         return [getattr(vision, name) for name in ("num_heads", "intermediate_size") if hasattr(vision, name)]
+
+
+def with_features(embeddings: Tensor, features: Tensor, index: Tensor, rows: Tensor) -> dict[str, Any]:
+    """``Images.decoder_inputs`` of families whose features are the input of the first decoder layer alone."""
+    placed = features.index_select(0, rows).to(embeddings.dtype)  # [M, H]
+    return {"inputs_embeds": embeddings.index_copy(0, index, placed)[None]}
 
 
 def _width(config: Any) -> int:

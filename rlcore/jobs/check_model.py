@@ -134,6 +134,7 @@ def examine(spec: CheckModelSpec, scratch: Path) -> ModelCheck:
         load_hf_config(folder, trusted),
         sequence_parallel=config.training.sequence_parallel,
         tensor_parallel=config.rollout.tensor_parallel,
+        lora=config.model.lora,
     )
     device = pick_device(config)
     where = Where(device, compute_dtype(config, device), _engine_dtype(config, device), trusted)

@@ -1,8 +1,9 @@
 """Attention over packed rows, registered with transformers as one implementation for text and vision.
 
 This file alone decides which kernel runs. In a text row a completion attends to its prompt and itself only. In a vision
-row a patch attends to its own image, or to its window of it. The sliding window of a decoder layer counts positions
-inside a sequence: a completion's first token still sees the end of its prompt, wherever that lies in the row.
+row a patch attends to its own image, to its window of it, or to its own tile. The sliding window of a decoder layer
+counts positions inside a sequence: a completion's first token still sees the end of its prompt, wherever that lies in
+the row.
 
 On CUDA this is one FlashAttention call. The keys of each completion are gathered: its prompt's, then its own. The
 causal mask is aligned to their end (FlashAttention 2.1 and later; arXiv:2307.08691). The backward pass adds the
@@ -28,6 +29,7 @@ from rlcore.models.sequence import SequenceGroup, heads_of_all_tokens, tokens_of
 
 # transformers passes the vision tower's cu_seqlens in one call only if the name contains "flash"
 PACKED = "rlflow_packed_flash"
+TILES = "rlflow_tiles"
 
 # Keywords that transformers passes and that do not change softmax attention.
 _WITHOUT_EFFECT = frozenset(
@@ -53,6 +55,16 @@ def use_packed_attention(model: nn.Module) -> None:
         config = getattr(module, "config", None)
         if config is not None:
             config._attn_implementation = PACKED
+
+
+def use_tile_attention(tower: nn.Module) -> None:
+    """Switch a vision tower whose input is a batch of tiles to attention within each tile."""
+    AttentionInterface.register(TILES, tile_attention)
+    AttentionMaskInterface.register(TILES, lambda *_args, **_kwargs: None)
+    for module in tower.modules():
+        config = getattr(module, "config", None)
+        if config is not None:
+            config._attn_implementation = TILES
 
 
 def packed_attention(
@@ -84,18 +96,12 @@ def packed_attention(
         ValueError: neither ``segments`` nor ``cu_seq_lens_q`` was given: sequences would see each other.
         ModelError: a keyword changes the result and is not implemented here, such as a soft cap or sinks.
     """
-    refused = {name: value for name, value in others.items() if value is not None and name not in _WITHOUT_EFFECT}
-    if dropout:
-        refused["dropout"] = dropout
+    refused = _refused(others, dropout)
     if segments is not None and is_causal is False:
         refused["is_causal"] = is_causal
     if sliding_window is not None and segments is None:
         refused["sliding_window"] = sliding_window
-    if refused:
-        raise ModelError(
-            f"{type(module).__name__} calls attention with {', '.join(sorted(refused))}, which the packed attention "
-            "does not compute. Choose a model without it."
-        )
+    _require_none(module, refused)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, H, D]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if segments is not None and sequence is not None:
@@ -109,6 +115,50 @@ def packed_attention(
             "packed attention was called without segments or cu_seq_lens_q: sequences would see each other"
         )
     return full_attention(q, k, v, cu_seq_lens_q, max_length_q, scale)[None], None
+
+
+def tile_attention(
+    module: nn.Module,
+    query: Tensor,  # [B, H, S, D]: S patches of each of B tiles
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    dropout: float = 0.0,
+    **others: object,
+) -> tuple[Tensor, None]:
+    """Softmax attention of each patch to all of its tile.
+
+    Returns:
+        ([B, S, H, D], None), as transformers expects.
+
+    Raises:
+        ModelError: attention is causal, or a keyword changes the result and is not implemented here.
+    """
+    refused = _refused(others, dropout)
+    if is_causal is not False:
+        refused["is_causal"] = is_causal
+    _require_none(module, refused)
+    tiles, _, patches, size = query.shape
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))  # [B * S, H, D]
+    bounds = torch.arange(tiles + 1, device=query.device, dtype=torch.int32) * patches
+    out = full_attention(q, k, v, bounds, patches, size**-0.5 if scaling is None else scaling)
+    return out.unflatten(0, (tiles, patches)), None  # type: ignore[no-untyped-call]
+
+
+def _refused(others: dict[str, object], dropout: float) -> dict[str, object]:
+    """The keywords of a call that change the result and are not implemented here."""
+    refused = {name: value for name, value in others.items() if value is not None and name not in _WITHOUT_EFFECT}
+    return refused | {"dropout": dropout} if dropout else refused
+
+
+def _require_none(module: nn.Module, refused: dict[str, object]) -> None:
+    if refused:
+        raise ModelError(
+            f"{type(module).__name__} calls attention with {', '.join(sorted(refused))}, which the packed attention "
+            "does not compute. Choose a model without it."
+        )
 
 
 def shared_prompt_attention(

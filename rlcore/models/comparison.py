@@ -15,11 +15,11 @@ import numpy.typing as npt
 import torch
 from PIL import Image
 from torch import Tensor, nn
-from transformers import AutoImageProcessor
+from transformers import AutoProcessor
 
 from rlcore.algorithms.logprobs import logprobs_and_entropy
 from rlcore.batch import trained_positions
-from rlcore.families import family_of, resizing_of
+from rlcore.families import family_of, images_of
 from rlcore.families.protocol import Resizing
 from rlcore.models.lora import decoder_of
 from rlcore.models.probe import ProbeSequence
@@ -96,7 +96,7 @@ def difference(exact: Sequence[Values], actual: Sequence[Values]) -> Difference:
 def image_reader(
     model_dir: Path, read_image: Callable[[ImageRef], Image.Image], min_pixels: int, max_pixels: int
 ) -> ReadImages:
-    """Reads images with the image processor of a model folder.
+    """Reads images with the processor of a model folder.
 
     Args:
         read_image: reads an image of the prepared dataset.
@@ -104,8 +104,8 @@ def image_reader(
 
     @cache  # a text model has none
     def resizing() -> Resizing:
-        processor = AutoImageProcessor.from_pretrained(model_dir, local_files_only=True)  # type: ignore[no-untyped-call]
-        return resizing_of(processor)
+        processor = AutoProcessor.from_pretrained(model_dir, local_files_only=True)  # type: ignore[no-untyped-call]
+        return images_of(processor).resizing(processor)
 
     def read(images: Sequence[ImageRef]) -> tuple[Tensor, Tensor]:
         pixels, grids = resizing().read([read_image(image) for image in images], min_pixels, max_pixels)

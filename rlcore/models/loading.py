@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
+from rlcore.config import LoraConfig
 from rlcore.errors import ModelError
 from rlcore.families import family_of
 
@@ -143,7 +144,9 @@ def auto_class(config: Any) -> Any:
     return AutoModelForCausalLM if family_of(config).images is None else AutoModelForImageTextToText
 
 
-def require_supported(model: Any, *, sequence_parallel: int, tensor_parallel: int = 1) -> None:
+def require_supported(
+    model: Any, *, sequence_parallel: int, tensor_parallel: int = 1, lora: LoraConfig | None = None
+) -> None:
     """Refuse a model that the packed forward pass or the engine cannot compute exactly.
 
     Args:
@@ -153,7 +156,7 @@ def require_supported(model: Any, *, sequence_parallel: int, tensor_parallel: in
 
     Raises:
         ModelError: no supported family; heads or widths that do not divide evenly over the ranks; layers without
-            attention; soft caps or scales of logits.
+            attention; soft caps or scales of logits; adapters in a tower for which the engine has none.
     """
     family, name = family_of(model), model.model_type
     heads = model.get_text_config().num_attention_heads
@@ -166,6 +169,11 @@ def require_supported(model: Any, *, sequence_parallel: int, tensor_parallel: in
         raise ModelError(
             f"rollout.tensor_parallel is {tensor_parallel}, and the heads and widths of {name} do not divide evenly "
             f"over as many ranks. Allowed are {allowed}."
+        )
+    if lora is not None and lora.vision_tower and family.images is not None and not family.images.adapts_tower:
+        raise ModelError(
+            f"model.lora.vision_tower is true, and vLLM has no adapters for the vision tower of {name}. Set it to "
+            "false: adapters then reach the language model alone."
         )
     family.require_plain(model)
     kinds = dict.fromkeys(mask.kind for mask in family.masks(model))

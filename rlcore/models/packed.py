@@ -14,7 +14,7 @@ from rlcore.errors import ModelError
 from rlcore.families import family_of
 from rlcore.families.protocol import Images
 from rlcore.flops import ModelShape
-from rlcore.models.attention import use_packed_attention
+from rlcore.models.attention import use_packed_attention, use_tile_attention
 from rlcore.models.lora import decoder_of, is_adapter, vision_tower
 from rlcore.models.sequence import SequenceGroup, gather_rows, gather_trained
 from rlcore.models.vision import tower_arguments
@@ -52,6 +52,8 @@ class PackedModel(nn.Module):
         self.images = family_of(hf.config).images
         self.image_layout = None if self.images is None else self.images.layout(hf.config)
         self.decoder, tower = decoder_of(hf), vision_tower(hf)
+        if self.images is not None and tower is not None and self.images.takes_tiles:
+            use_tile_attention(tower)
         self.tower_trains = tower is not None and any(p.requires_grad for p in tower.parameters())
         self.shape = model_shape(hf)
         self.banned: Tensor

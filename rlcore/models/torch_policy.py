@@ -63,7 +63,7 @@ class TorchPolicy:
             mesh: all ranks, in one dimension. Consecutive ranks form the sequence groups.
             features: reads one image of the prepared dataset.
         """
-        require_supported(hf.config, sequence_parallel=config.training.sequence_parallel)
+        require_supported(hf.config, sequence_parallel=config.training.sequence_parallel, lora=config.model.lora)
         self.config = config
         on_gpu = mesh.device_type == "cuda"
         self.device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device(mesh.device_type)
@@ -73,7 +73,7 @@ class TorchPolicy:
         _convert((p for p in hf.parameters() if p.requires_grad), master_dtype(config))
         self._frozen_tower = frozen_tower(hf)
         with_reference = config.algorithm.kl.coefficient > 0 and config.model.lora is None
-        shared = {} if self._frozen_tower is None else {id(self._frozen_tower): self._frozen_tower}
+        shared = {} if self._frozen_tower is None else {id(part): part for part in self._frozen_tower.modules()}
         reference = copy.deepcopy(hf, shared) if with_reference else None
         self._sequence = sequence_group(mesh, config.training.sequence_parallel)
         packed = partial(

@@ -61,6 +61,7 @@ class Engine:
         """
         set_engine_environment(device)
         with importing_vllm():
+            from transformers import AutoImageProcessor
             from vllm import LLM
 
         rollout, self.config, self.device, self._folder = config.rollout, config, device, model
@@ -73,7 +74,11 @@ class Engine:
         options: dict[str, Any] = {}
         if (images := images_in(model)) is not None:
             options["limit_mm_per_prompt"] = {"image": config.data.max_images, "video": 0}
-            options["mm_processor_kwargs"] = images.engine_options(config.data.min_pixels, config.data.max_pixels)
+            options["mm_processor_kwargs"] = images.engine_options(
+                AutoImageProcessor.from_pretrained(model, local_files_only=True),  # type: ignore[no-untyped-call]
+                config.data.min_pixels,
+                config.data.max_pixels,
+            )
             options["skip_mm_profiling"] = True
         if device == "cpu":
             options["kv_cache_memory_bytes"] = rollout.kv_cache_mib << 20
@@ -118,6 +123,8 @@ class Engine:
                 distributed_executor_backend="mp" if starts_workers else _launcher() if gloo else "external_launcher",
                 **options,
             )
+        around = [] if images is None else list(images.around)
+        self._around: list[int] = self.llm.get_tokenizer().convert_tokens_to_ids(around)
 
     @cached_property
     def family(self) -> Family:
@@ -151,7 +158,8 @@ class Engine:
     ) -> list[list[float]]:
         """Log-probs (nats, temperature 1) of each sequence's completion tokens."""
         prompts = [
-            engine_prompt(collapse_images(s.token_ids, self.image_token_id), s.images, images) for s in sequences
+            engine_prompt(collapse_images(s.token_ids, self.image_token_id, self._around), s.images, images)
+            for s in sequences
         ]
         params = sampling_params(max_tokens=1, temperature=0, prompt_logprobs=0, detokenize=False)
         outputs: list[Any] = self.llm.generate(cast(Any, prompts), params, use_tqdm=False, lora_request=adapter)
@@ -397,9 +405,24 @@ def vllm_sequence_logprobs(
     return engine.prompt_logprobs(sequences, ImageStore(dataset))
 
 
-def collapse_images(token_ids: Sequence[int], image_token_id: int | None) -> list[int]:
-    """One placeholder per run of image tokens, as vLLM takes prompts."""
-    return [t for i, t in enumerate(token_ids) if t != image_token_id or i == 0 or token_ids[i - 1] != image_token_id]
+def collapse_images(token_ids: Sequence[int], image_token_id: int | None, around: Sequence[int] = ()) -> list[int]:
+    """One placeholder per run of image tokens, as vLLM takes prompts.
+
+    Args:
+        around: the token before and the one after each run, which vLLM writes together with it; or none.
+    """
+    collapsed: list[int] = []
+    follows_image = False
+    for token in token_ids:
+        is_image = token == image_token_id
+        if is_image and not follows_image:
+            if around:
+                collapsed.pop()
+            collapsed.append(token)
+        elif not is_image and not (follows_image and around):
+            collapsed.append(token)
+        follows_image = is_image
+    return collapsed
 
 
 def padded_rank(rank: int) -> int:

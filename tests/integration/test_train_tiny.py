@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tests.integration.tiny_run import experiment, journal, run, tokens_after
+from tests.checking import make_model
+from tests.integration.tiny_run import ALONE, experiment, journal, mixed_problems, run, tokens_after
 
 MEMORIES = {
     "training.mini_batches": 2,
@@ -59,3 +60,15 @@ def test_experts_and_features_that_enter_several_layers_resume_bit_for_bit_too(
     batches = [metrics for metrics in steps if "rollout/rounds" in metrics]
     assert len(batches) == 4
     assert max(metrics["rollout/abs_delta_logprob_mean"] for metrics in batches) < 1e-4
+
+
+def test_pictures_in_tiles_are_the_same_for_sampler_and_trainer(tmp_path: Path) -> None:
+    """Two steps of problems with no picture, one and two. The sampler refuses a prompt that vLLM expands otherwise."""
+    model = make_model(tmp_path / "model", "internvl")
+    config = experiment(**ALONE, **{"model.path": str(model)})
+    (tmp_path / "data").mkdir()
+    run(tmp_path / "out", model, mixed_problems(tmp_path / "data", config), config, until=2)
+    steps = [record.metrics for record in journal(tmp_path / "out")]
+    assert len(steps) == 2
+    assert max(metrics["rollout/abs_delta_logprob_mean"] for metrics in steps) < 1e-4
+    assert all(metrics["optim/grad_norm"] > 0 for metrics in steps)

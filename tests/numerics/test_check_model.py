@@ -94,6 +94,19 @@ def pictures_swapped() -> Iterator[None]:
 
 
 @contextmanager
+def tiles_that_see_each_other() -> Iterator[None]:
+    from rlcore.models import attention
+
+    right = attention.full_attention
+
+    def as_one_row(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, *_: Any) -> Tensor:
+        return right(query, key, value, bounds[[0, -1]], None, query.shape[-1] ** -0.5)
+
+    with mock.patch.object(attention, "full_attention", as_one_row):
+        yield
+
+
+@contextmanager
 def adapters_that_start_with_values() -> Iterator[None]:
     from rlcore.models import checks
 
@@ -160,6 +173,16 @@ CONTROLS: dict[str, tuple[str, dict[str, Any], Callable[[], Any], dict[str, str]
         "qwen2_5_vl",
         {},
         pictures_swapped,
+        {
+            TRAINER: "the features of pictures",
+            ZERO: "the features of pictures",
+            "adapters, merged": "the features of pictures",
+        },
+    ),
+    "tiles that see each other": (
+        "internvl",
+        {},
+        tiles_that_see_each_other,
         {
             TRAINER: "the features of pictures",
             ZERO: "the features of pictures",

@@ -19,7 +19,7 @@ from rlcore.families import FAMILIES
 from rlcore.models.packed import PackedModel
 from rlcore.types import TrainingSample
 from tests.checking import FAMILIES as CONFIGURATIONS
-from tests.checking import Size
+from tests.checking import Size, takes_images
 from tests.numerics import toy
 
 SIZE = Size(head=8, heads=4, vocabulary=50)
@@ -50,7 +50,8 @@ def logprobs(config: Any, samples: list[TrainingSample]) -> tuple[torch.Tensor, 
     return found, torch.cat(expected)
 
 
-WITH_IMAGES = [name for name in CONFIGURATIONS if "_vl" in name]
+WITH_IMAGES = [name for name in CONFIGURATIONS if takes_images(name)]
+WITH_GRIDS = [name for name in WITH_IMAGES if "_vl" in name]
 TEXT = {name: make(SIZE) for name, make in CONFIGURATIONS.items() if name not in WITH_IMAGES} | {
     "qwen2 with windows": CONFIGURATIONS["qwen2"](SIZE, **WINDOWS),
     "mistral with windows": CONFIGURATIONS["mistral"](SIZE, sliding_window=4),
@@ -60,7 +61,8 @@ TEXT = {name: make(SIZE) for name, make in CONFIGURATIONS.items() if name not in
 
 
 def test_every_model_type_of_the_table_is_compared() -> None:
-    assert {config.model_type for config in TEXT.values()} | set(WITH_IMAGES) == set(FAMILIES)
+    with_images = {name.partition(",")[0] for name in WITH_IMAGES}
+    assert {config.model_type for config in TEXT.values()} | with_images == set(FAMILIES)
 
 
 @pytest.mark.parametrize("config", TEXT.values(), ids=TEXT)
@@ -69,18 +71,21 @@ def test_the_packed_pass_is_transformers_own(config: Any) -> None:
     assert_close(*logprobs(config, [sample(4, 5, 0), sample(2, 3, 1)]), rtol=1e-4, atol=1e-5)
 
 
-def small_with_images(model_type: str) -> Any:
-    config = CONFIGURATIONS[model_type](replace(SIZE, vocabulary=len(toy.PROCESSOR.tokenizer)))
+def small_with_images(name: str) -> Any:
+    processor = toy.PROCESSORS.get(name.partition(",")[0], toy.PROCESSOR)
+    config = CONFIGURATIONS[name](replace(SIZE, vocabulary=len(processor.tokenizer)))
     config.vision_config.initializer_range = 0.3
     return config
 
 
-@pytest.mark.parametrize("model_type", WITH_IMAGES)
-def test_the_packed_pass_with_pictures_is_transformers_own(model_type: str) -> None:
+@pytest.mark.parametrize("name", WITH_IMAGES)
+def test_the_packed_pass_with_pictures_is_transformers_own(name: str) -> None:
     torch.manual_seed(0)
-    model = AutoModelForImageTextToText.from_config(small_with_images(model_type)).eval()
-    samples = [*toy.samples(4, group=2), *toy.samples(1, text_only=True, seed=1)]
-    features = partial(toy.features, model_type=model_type)
+    config = small_with_images(name)
+    model = AutoModelForImageTextToText.from_config(config).eval()
+    pictures, text = toy.samples(4, group=2, model_type=config.model_type), toy.samples(1, text_only=True, seed=1)
+    samples = [*pictures, *text]
+    features = partial(toy.features, model_type=config.model_type)
     packed = PackedModel(copy.deepcopy(model), temperature=1.0, banned_token_ids=())
     with torch.no_grad():
         found, _, _ = packed(pack(samples, layout=packed.image_layout, features=features))
@@ -90,7 +95,7 @@ def test_the_packed_pass_with_pictures_is_transformers_own(model_type: str) -> N
     assert float((blind - expected).abs().max()) > 1e-2  # the pictures are looked at
 
 
-@pytest.mark.parametrize("model_type", WITH_IMAGES)
+@pytest.mark.parametrize("model_type", WITH_GRIDS)
 def test_positions_are_transformers_own(model_type: str) -> None:
     """Text around three pictures, of which two stand almost side by side."""
     config = small_with_images(model_type)
@@ -105,6 +110,17 @@ def test_positions_are_transformers_own(model_type: str) -> None:
     types = (ids == config.image_token_id).int()
     expected, _ = model.get_rope_index(ids, mm_token_type_ids=types, image_grid_thw=torch.tensor(grids))
     np.testing.assert_array_equal(found, expected[:, 0].numpy())
+
+
+def test_an_image_in_tiles_has_a_tile_of_the_whole_image_and_equally_many_tokens_for_each() -> None:
+    layout = FAMILIES["internvl"].images.layout(small_with_images("internvl"))
+    grids = [(1, 56, 56), (7, 56, 56)]
+    assert [layout.num_inputs(grid) for grid in grids] == [1, 7]
+    assert [layout.num_rows(grid) for grid in grids] == [4, 28]  # (56 / 14)^2 / 4 a tile
+    tokens = np.array([1, *[layout.image_token_id] * 4, 2, *[layout.image_token_id] * 28])
+    assert layout.positions(tokens, grids).tolist() == list(range(34))
+    with pytest.raises(ValueError, match="32 image tokens, and the 1 images of the sequence have 28"):
+        layout.positions(tokens, grids[1:])
 
 
 def test_the_features_of_each_deepstack_layer_count() -> None:
@@ -126,11 +142,9 @@ def of_transformers(model: torch.nn.Module, item: TrainingSample, brightness: fl
     inputs: dict[str, torch.Tensor] = {}
     if item.images:
         (image,) = (toy.features(image, model.config.model_type) for image in item.images)
-        inputs = {
-            "pixel_values": brightness * image.pixel_values,
-            "image_grid_thw": torch.tensor([image.grid_thw]),
-            "mm_token_type_ids": (tokens == model.config.image_token_id).int()[None],
-        }
+        images = FAMILIES[model.config.model_type].images
+        pixels, grids = brightness * image.pixel_values, torch.tensor([image.grid_thw])
+        inputs = images.plain_arguments(images.layout(model.config), tokens, pixels, grids)
     values = model(input_ids=tokens[None], **inputs).logits[0].log_softmax(-1)[:-1].gather(1, tokens[1:, None])[:, 0]
     return values[torch.from_numpy(item.loss_mask[1:])]
 

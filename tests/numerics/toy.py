@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from rlcore.batch import ImageFeatures, prompt_key
 from rlcore.config import DataConfig, ExperimentConfig, build_experiment
+from rlcore.data.pixels import IMAGE_MARKER
 from rlcore.data.prompts import PromptBuilder
 from rlcore.data.synthetic.geometry import draw_problem
 from rlcore.data.tiny import build_processor
@@ -24,11 +25,14 @@ from rlcore.distributed.group import SequenceSize, plan_microbatches
 from rlcore.models.loading import empty_hf_model
 from rlcore.models.stored_weights import StoredWeights, Values
 from rlcore.models.torch_policy import TorchPolicy
-from rlcore.types import ImageRef, TrainingSample
+from rlcore.types import ImageRef, Problem, TrainingSample
 
 PROCESSOR = build_processor()
-PROCESSORS = dict.fromkeys(("qwen3_vl", "qwen3_vl_moe"), build_processor("qwen3_vl"))  # by model type, where another
-BANNED = list(PromptBuilder(PROCESSOR, DataConfig(template="tiny")).banned_token_ids)
+# by model type, where it is another
+PROCESSORS = {name: build_processor(name) for name in ("qwen3_vl", "internvl")}
+PROCESSORS["qwen3_vl_moe"] = PROCESSORS["qwen3_vl"]
+GRIDS, TILES = (PromptBuilder(p, DataConfig(template="tiny")) for p in (PROCESSOR, PROCESSORS["internvl"]))
+BANNED = list(GRIDS.banned_token_ids)
 PICTURES: dict[str, Image.Image] = {}
 
 
@@ -47,26 +51,35 @@ def config(**algorithm: object) -> ExperimentConfig:
 
 def features(image: ImageRef, model_type: str = "") -> ImageFeatures:
     """Pixels and grid as models of this type take them. The number of tokens of these pictures is the same for all."""
-    out = PROCESSORS.get(model_type, PROCESSOR).image_processor(images=[PICTURES[image.sha256]], return_tensors="pt")
+    picture = PICTURES[image.sha256]
+    if model_type == "internvl":
+        return ImageFeatures(*TILES.read(picture))
+    out = PROCESSORS.get(model_type, PROCESSOR).image_processor(images=[picture], return_tensors="pt")
     time, height, width = out["image_grid_thw"][0].tolist()
     return ImageFeatures(out["pixel_values"], (time, height, width))
 
 
-def samples(count: int = 8, *, group: int = 4, seed: int = 0, text_only: bool = False) -> list[TrainingSample]:
-    """Ragged sequences; ``group`` of them share a picture. Random completions, advantages of either sign."""
+def samples(
+    count: int = 8, *, group: int = 4, seed: int = 0, text_only: bool = False, model_type: str = ""
+) -> list[TrainingSample]:
+    """Ragged sequences; ``group`` of them share a picture. Random completions, advantages of either sign.
+
+    Args:
+        model_type: with pictures and tokens as models of this type take them. Those of other types than InternVL are
+            the same for all.
+    """
     random = np.random.default_rng(seed)
-    tokenizer = PROCESSOR.tokenizer
+    prompts = TILES if model_type == "internvl" else GRIDS
     found = []
     for index in range(count):
         problem = draw_problem("train", index // group, seed)
-        image = Image.fromarray(np.asarray(problem.picture.convert("RGB")))
+        picture = problem.picture.convert("RGB")
+        image = picture.resize(prompts.target_size(*picture.size))
         sha = hashlib.sha256(image.tobytes()).hexdigest()
         PICTURES[sha] = image
-        num_image = 0 if text_only else (image.width // 28) * (image.height // 28)
-        pad = "<|image_pad|>" * num_image
-        content = f"<|vision_start|>{pad}<|vision_end|>{problem.question}"
-        text = f"<|im_start|>user\n{content}<|im_end|>\n<|im_start|>assistant\n"
-        prompt = np.asarray(tokenizer.encode(text, add_special_tokens=False), np.int32)
+        images = () if text_only else (ImageRef(sha, image.width, image.height),)
+        before = "<|vision_start|><|vision_end|>" if text_only else IMAGE_MARKER
+        prompt = prompts.tokens(Problem(str(index), before + problem.question, images, "", "toy"))
         answer = random.integers(0, 256, random.integers(3, 30)).astype(np.int32)
         mask = np.zeros(len(prompt) + len(answer), np.bool_)
         mask[len(prompt) :] = True
@@ -76,7 +89,7 @@ def samples(count: int = 8, *, group: int = 4, seed: int = 0, text_only: bool = 
                 loss_mask=mask,
                 sampler_logprobs=np.where(mask, random.normal(-5, 0.1, len(mask)), 0).astype(np.float32),
                 advantages=np.where(mask, random.normal(), 0).astype(np.float32),
-                images=() if text_only else (ImageRef(sha, image.width, image.height),),
+                images=images,
                 policy_version=0,
             )
         )

@@ -16,6 +16,7 @@ from PIL import Image
 
 from rlcore.data.pixels import Header, load_rgb, read_header, stable_target_size
 from rlcore.data.rejects import Reason, Unusable
+from rlcore.families.internvl import TileResizing, tile_grid
 from rlcore.families.qwen2_vl import GridResizing, target_size
 
 SIDES = st.integers(1, 6000)
@@ -23,6 +24,11 @@ SIDES = st.integers(1, 6000)
 
 def grid(factor: int) -> GridResizing:
     return GridResizing(SimpleNamespace(patch_size=factor // 2, merge_size=2))
+
+
+def tiles(most: int = 12) -> TileResizing:
+    processor = SimpleNamespace(size={"height": 448, "width": 448}, min_patches=1, max_patches=most)
+    return TileResizing(SimpleNamespace(image_processor=processor, image_seq_length=256))
 
 
 def encode(image: Image.Image, format: str = "PNG", **options) -> bytes:
@@ -100,6 +106,42 @@ def test_every_ordinary_image_has_a_size_that_a_second_pass_leaves_alone(width, 
 )
 def test_a_size_that_a_second_pass_would_change_is_refused(width, height, low, high):
     assert reason_of(stable_target_size, width, height, grid(28), low, high) == Reason.IMAGE_SHAPE
+
+
+def test_a_grid_of_tiles_worked_out_by_hand():
+    assert tile_grid(800, 500, 448, 1, 12) == (3, 2)  # 1.6: 3/2 is nearer than 4/3 and 2/1; 5/3 has too many
+    assert tile_grid(800, 800, 448, 1, 12) == (2, 2)  # 640,000 is more than half of 4 tiles, less than half of 9
+    assert tile_grid(100, 100, 448, 1, 12) == (1, 1)
+    assert tile_grid(100, 100, 448, 2, 12) == (2, 2)  # one tile is not enough
+    assert tile_grid(1, 9000, 448, 1, 6) == (1, 6)
+    with pytest.raises(ValueError, match="at least 1 and at most 0 tiles of 448x448"):
+        tile_grid(100, 100, 448, 1, 0)
+
+
+@settings(max_examples=400)
+@given(SIDES, SIDES, st.sampled_from([56, 448]), st.integers(1, 4), st.integers(4, 40))
+def test_the_grid_of_tiles_is_that_of_the_model_s_processor(width, height, side, fewest, most):
+    from transformers.models.got_ocr2.image_processing_got_ocr2 import get_optimal_tiled_canvas
+
+    expected = get_optimal_tiled_canvas((height, width), (side, side), fewest, most)
+    assert tile_grid(width, height, side, fewest, most) == expected
+
+
+def test_bounds_on_pixels_are_bounds_on_tiles():
+    """A tile has 200,704 pixels, so a million holds five."""
+    assert tiles().target_size(2000, 1000, 1, 10**6) == (896, 448)
+    assert tiles().target_size(2000, 1000, 1, 10**7) == (4 * 448, 2 * 448)
+    assert tiles(most=4).target_size(2000, 1000, 1, 10**7) == (896, 448)  # the processor's own bound
+    assert tiles().target_size(100, 100, 200_705, 10**7) == (896, 896)  # at least two tiles
+    assert [tiles().num_tokens(448 * columns, 448) for columns in (1, 2)] == [256, 3 * 256]  # with the whole image
+    assert reason_of(stable_target_size, 100, 100, tiles(), 1, 200_703) == Reason.IMAGE_SHAPE
+
+
+@settings(max_examples=200)
+@given(SIDES, SIDES, st.integers(1, 12))
+def test_every_image_has_tiles_that_a_second_pass_leaves_alone(width, height, most):
+    size = stable_target_size(width, height, tiles(most), 1, 10**7)
+    assert tiles(most).target_size(*size, 1, 10**7) == size
 
 
 RED, HALF_BLACK = (255, 0, 0), (0, 0, 0, 128)

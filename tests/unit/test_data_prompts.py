@@ -18,7 +18,9 @@ from pydantic import ValidationError
 
 from rlcore.config import DataConfig, ModelConfig, TinyModelConfig, build_experiment
 from rlcore.data.prompts import PromptBuilder, TextProcessor, load_processor
+from rlcore.data.tiny import build_processor
 from rlcore.errors import ConfigError, DataError, ModelError
+from rlcore.sampler.engine import collapse_images
 from rlcore.types import ImageRef, Message, Problem
 
 LOW, HIGH = 56 * 56, 512 * 512
@@ -128,6 +130,22 @@ def test_turns_of_an_example_come_before_the_question_which_alone_the_template_w
     first, second = text.replace("<|image_pad|>", "<|image_pad|>" * 4, 1), "<|image_pad|>"
     assert first.count(second) == 5
     assert prompts.tokenizer.decode(prompts.tokens(item)) == first
+
+
+@pytest.mark.parametrize("sizes", [[(300, 170)], [(60, 60), (100, 190)]])
+@pytest.mark.parametrize("family", [None, "internvl"])
+def test_expanded_pictures_are_the_processor_s_own_and_collapse_again(family, sizes):
+    prompts = PromptBuilder(build_processor(family), with_template("tiny"))
+    sizes = [prompts.target_size(*size) for size in sizes]
+    item = problem("<image>" * len(sizes) + "Which?", *sizes)
+    text = prompts.chat_text(item.question, len(sizes))
+    pictures = [Image.new("RGB", size) for size in sizes]
+    expected = build_processor(family)(text=[text], images=pictures, return_tensors="np")["input_ids"][0]
+    expanded = prompts.tokens(item)
+    np.testing.assert_array_equal(expanded, expected)
+    around = [] if family is None else prompts.tokenizer.convert_tokens_to_ids(["<img>", "</img>"])
+    collapsed = collapse_images(expanded.tolist(), prompts.image_token_id, around)
+    np.testing.assert_array_equal(collapsed, prompts.unexpanded(item))
 
 
 def test_a_text_model_gets_the_turns_as_plain_text(plain):

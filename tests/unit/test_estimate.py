@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
+    InternVLConfig,
+    InternVLForConditionalGeneration,
     Qwen2_5_VLConfig,
     Qwen2VLConfig,
     Qwen2VLForConditionalGeneration,
@@ -25,6 +27,7 @@ from transformers import (
 from rlcore.config import LoraConfig, ModelConfig
 from rlcore.errors import ModelError
 from rlcore.estimate import GIB, Architecture, ArchitectureSpec, Efficiency, Plan, estimate_memory, estimate_seconds
+from rlcore.flops import pass_work
 from rlcore.jobs.architecture import architecture, describe
 from tasks.cli import estimate
 from tasks.cli.estimate import compute_estimate, plan_of
@@ -166,6 +169,23 @@ def test_the_width_of_qwen2_vls_tower_is_not_its_hidden_size() -> None:
     assert tower is not None
     # qkv, proj and two matrices of the feed-forward part a block; 3 channels x 2 frames x 14 x 14 pixels a patch
     assert (tower.width, tower.parameters) == (32, 2 * (4 * 32 * 32 + 2 * 32 * 96) + 3 * 2 * 14 * 14 * 32)
+
+
+def test_tiles_count_as_windows_and_the_whole_image_as_one_more() -> None:
+    text = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
+    vision = {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 32, "intermediate_size": 96}
+    config = InternVLConfig(text_config=text, vision_config={**vision, "image_size": [56, 56]})
+    with torch.device("meta"):
+        shape = architecture(InternVLForConditionalGeneration(config), ModelConfig())
+    assert (shape.tower_hidden, shape.tower_intermediate, shape.tower_layers) == (32, 96, 2)
+    tower = shape.shape.tower
+    assert tower is not None
+    assert (tower.width, tower.parameters) == (32, 2 * (4 * 32 * 32 + 2 * 32 * 96) + 3 * 14 * 14 * 32)
+    assert (tower.merged, tower.merger_parameters) == (4, 4 * 32 * 16 + 16 * 16)
+    assert [tower.patches(56, 56), tower.patches(112, 56)] == [16, 3 * 16]
+    one, two = (pass_work(shape.shape, [], [size]).forward_flops for size in [(56, 56), (112, 56)])
+    assert one == 2 * 16 * (tower.parameters + tower.merger_parameters / 4) + 4 * 32 * 16 * 2 * 16
+    assert two == 3 * one
 
 
 A3B = {  # of Qwen3-30B-A3B

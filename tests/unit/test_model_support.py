@@ -1,11 +1,14 @@
 """Models whose packed forward pass would be another model's."""
 
+from typing import Any
+
 import pytest
 from transformers import (
     CohereConfig,
     Gemma2Config,
     Gemma3TextConfig,
     GraniteConfig,
+    InternVLConfig,
     MistralConfig,
     Qwen2Config,
     Qwen3MoeConfig,
@@ -13,6 +16,8 @@ from transformers import (
     Qwen3VLConfig,
 )
 
+from rlcore.config import LoraConfig
+from rlcore.data.tiny import build_processor
 from rlcore.errors import ModelError
 from rlcore.families import family_of
 from rlcore.models.loading import require_supported
@@ -87,6 +92,36 @@ def test_an_engine_that_cannot_be_cut_evenly_is_refused_with_what_is_allowed():
     tiny.vision_config.intermediate_size = 255
     with pytest.raises(ModelError, match=r"Allowed are \[1\]"):
         check(tiny, tensor_parallel=2)
+
+
+def test_adapters_of_a_tower_for_which_the_engine_has_none_are_refused() -> None:
+    lora = LoraConfig(vision_tower=True)
+    require_supported(build_model(build_processor(), 0).config, sequence_parallel=1, lora=lora)
+    with pytest.raises(ModelError, match=r"model\.lora\.vision_tower is true, and vLLM has no adapters .* internvl"):
+        require_supported(InternVLConfig(), sequence_parallel=1, lora=lora)
+    require_supported(InternVLConfig(), sequence_parallel=1, lora=LoraConfig())
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"vision_feature_layer": -2}, "sets vision_feature_layer to -2, which vLLM ignores"),
+        ({"vision_feature_select_strategy": "full"}, "sets vision_feature_select_strategy to 'full', which vLLM"),
+        ({"text_config": {"model_type": "qwen3_moe"}}, "a decoder of type qwen3_moe. Allowed are qwen2 and qwen3"),
+    ],
+)
+def test_tiles_that_vllm_reads_otherwise_and_unknown_decoders_are_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        check(InternVLConfig(**fields))
+
+
+def test_the_engine_cuts_the_feed_forward_layers_of_a_tower_with_tiles() -> None:
+    text = {"num_attention_heads": 6, "num_key_value_heads": 6, "hidden_size": 96, "intermediate_size": 96}
+    config = InternVLConfig(
+        text_config=text, vision_config={"num_attention_heads": 5, "intermediate_size": 64, "hidden_size": 80}
+    )
+    with pytest.raises(ModelError, match=r"tensor_parallel is 3, .* Allowed are \[1, 2\]"):
+        check(config, tensor_parallel=3)
 
 
 @pytest.mark.parametrize(
