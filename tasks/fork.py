@@ -139,7 +139,7 @@ def _copy_steps(trunk: Run, fork: Run, step: int) -> None:
                 shutil.copy2(path, fork.run_dir / folder / path.name)
     for record in read_records(trunk.run_dir):
         if record.report.step <= step:
-            name = record_folder(trunk.run_dir, record.report.step)
-            shutil.copytree(name, record_folder(fork.run_dir, record.report.step))
+            evaluated = record_folder(trunk.run_dir, record.report.step)
+            shutil.copytree(evaluated, record_folder(fork.run_dir, record.report.step))
     records = [record for record in read_journal(trunk.run_dir / "journal.jsonl") if record.step <= step]
     write_json_atomically(fork.run_dir / "journal.jsonl", "".join(record.line() for record in records))

@@ -105,7 +105,8 @@ def image_print(image: Image.Image) -> ImagePrint:
 
 def different_bits(one: Bits, other: Bits) -> npt.NDArray[np.int64]:
     """The number of different bits of hashes [..., 4]."""
-    return np.bitwise_count(one ^ other).sum(-1, dtype=np.int64)
+    count: npt.NDArray[np.int64] = np.bitwise_count(one ^ other).sum(-1, dtype=np.int64)
+    return count
 
 
 def load_prints(dataset: Path, threads: int = 1) -> list[ProblemPrint]:
