@@ -193,9 +193,9 @@ def format_comparisons(comparisons: Sequence[SuiteComparison], *, json: bool = F
 
 
 def _table(comparison: SuiteComparison) -> str:
-    first, *others = comparison.policies
+    _, *others = comparison.policies
     (confidence,) = {f"{item.against_first.confidence:.4g}" for item in others if item.against_first}
-    head = ("policy", "step", "problems", "accuracy", "95 % interval", f"minus {first.policy}",
+    head = ("policy", "step", "problems", "accuracy", "95 % interval", "minus first",
             f"{100 * float(confidence):.4g} % interval", "e-value", "verdict")  # fmt: skip
     rows = [head]
     for item in comparison.policies:
@@ -210,7 +210,7 @@ def _table(comparison: SuiteComparison) -> str:
                 f"{against.difference:+.3f}" if against else "",
                 f"[{against.low:+.3f}, {against.high:+.3f}]" if against else "",
                 f"{against.e_value:.3g}" if against else "",
-                _verdict(item.policy, first.policy, against) if against else "compared with",
+                _verdict(against) if against else "",
             )
         )
     widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
@@ -222,10 +222,9 @@ def _table(comparison: SuiteComparison) -> str:
     return "\n".join([f"suite {comparison.suite}", *lines, about, *(f"note: {note}" for note in comparison.notes)])
 
 
-def _verdict(policy: str, first: str, against: AgainstFirst) -> str:
+def _verdict(against: AgainstFirst) -> str:
     if against.verdict != "undecided":
-        better = policy if against.verdict == "better" else first
-        return f"{better} is better (decided after {against.decided_after} of {against.problems} problems)"
+        return f"{against.verdict} than the first: decided after {against.decided_after} of {against.problems} problems"
     if against.more_problems is None:
         return "undecided: no difference to be seen"
     return f"undecided: about {against.more_problems} more problems like these"

@@ -10,6 +10,8 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from rlcore.types import FinishReason, ImageRef, Problem, Score
 
+MAX_GIVEN_CHARS = 2000  # of the answer that a score tells
+
 Job: TypeAlias = tuple[str, Problem, int, FinishReason]  # the arguments of a RewardFn
 
 
@@ -78,6 +80,8 @@ def answer_from_json(data: bytes) -> Score | str:
             return str(answer["error"])
         parts = {name: _number(part) for name, part in answer["parts"].items()}
         if isinstance(answer["graded"], bool) and isinstance(given := answer.get("answer"), str | None):
+            if given is not None:  # half a surrogate pair cannot be written to a file
+                given = given[:MAX_GIVEN_CHARS].encode(errors="replace").decode()
             return Score(_number(answer["reward"]), parts, answer["graded"], given)
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
         pass

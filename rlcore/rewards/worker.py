@@ -20,13 +20,12 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from rlcore.rewards import sandbox
-from rlcore.rewards.protocol import BatchRewardFn, Job, Reward, answer_to_json, jobs_from_json
+from rlcore.rewards.protocol import MAX_GIVEN_CHARS, BatchRewardFn, Job, Reward, answer_to_json, jobs_from_json
 from rlcore.rewards.user import UserFunction
 from rlcore.types import Score
 
 MEMORY_BYTES = 4 << 30  # per grading; with more, the kernel could kill the trainer instead
 MAX_TRACEBACK_CHARS = 20_000  # from its end
-MAX_GIVEN_CHARS = 2000  # of the answer that a score tells
 HINT = (
     "\nA reward has no network, cannot start processes, and writes only into its temporary folder: "
     "docs/howto/own-reward.md."

@@ -28,6 +28,7 @@ PRODUCED = (
     ),
     *(f"{_RUN}/{name}" for name in ("trainer.log", "origins/NAME", "report/report.html", "report/cost.json")),
     f"{_RUN}/stacks/hang-N/PROCESS",
+    f"{_RUN}/validation/step-N/completions.parquet",
     *(f"{_CHECKPOINT}/{name}" for name in ("groups.parquet", ".sealed.json")),
     *(f"{_ABLATION}/{name}" for name in ("plan.json", "table.md", "results/RESULT", "logs/LOG")),
 )

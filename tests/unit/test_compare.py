@@ -137,7 +137,7 @@ def test_the_table_and_the_json_say_the_same(settings: Settings) -> None:
     found = compare_policies(["run:0", "run"], settings)
     text = format_comparisons(found)
     assert text.splitlines()[0] == "suite validation"
-    assert "run is better (decided after 13 of 20 problems)" in text
+    assert "better than the first: decided after 13 of 20 problems" in text
     assert "An e-value of 20 decides, at whatever" in text
     (suite,) = json.loads(format_comparisons(found, json=True))["suites"]
     assert suite["policies"][1]["against_first"]["decided_after"] == 13

@@ -10,15 +10,43 @@ import pytest
 from rlcore.config.reward import (
     ClevrCountReward,
     CountdownReward,
+    DapoReward,
     GeoqaReward,
     Gsm8kReward,
+    MathReward,
     MultipleChoiceReward,
+    RewardConfig,
 )
 from rlcore.errors import RewardError
 from rlcore.rewards.arithmetic import MAX_EXPRESSION_CHARS, _parse, _value
 from rlcore.rewards.extract import choice_letter, last_number, leading_number, only_number, whole_number
 from rlcore.types import Score
 from tests.unit.scoring import accuracy, score
+
+# the answer that was graded
+
+
+@pytest.mark.parametrize(
+    ("config", "text", "truth", "answer"),
+    [
+        (MathReward(), "<think>x</think> \\boxed{ 1/2 }", "7", "1/2"),
+        (MathReward(), "no box, \\boxed{", "7", None),
+        (MathReward(thoughts="strip"), "<think>\\boxed{3}</think> \\boxed{4}", "7", "4"),
+        (MathReward(), "<think>x</think> \\boxed{}", "7", None),
+        (DapoReward(), "Answer: $1,000$", "7", "1000"),
+        (Gsm8kReward(), "#### 42.0", "7", "42"),
+        (Gsm8kReward(), "42", "7", None),
+        (ClevrCountReward(), "<answer>5 cubes</answer>", "7", "5"),
+        (ClevrCountReward(), "<answer>some</answer>", "7", "some"),
+        (MultipleChoiceReward(), "\\boxed{(B) text}", "C", "B"),
+    ],
+)
+def test_a_score_tells_the_answer_that_was_graded(
+    config: RewardConfig, text: str, truth: str, answer: str | None
+) -> None:
+    found = score(config, text, truth)
+    assert (found.answer, found.parts["accuracy"]) == (answer, 0.0)
+
 
 # gsm8k
 

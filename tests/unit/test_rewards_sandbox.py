@@ -193,6 +193,13 @@ def test_an_answer_travels_as_json(answer):
     assert answer_from_json(answer_to_json(answer)) == answer
 
 
+def test_the_answer_of_a_score_travels_and_can_be_written():
+    for given, arrives in [("1/2", "1/2"), (None, None), ("\ud800", "?"), ("x" * 9999, "x" * 2000)]:
+        found = answer_from_json(answer_to_json(Score(1.0, {}, True, given)))
+        assert isinstance(found, Score)
+        assert found.answer == arrives
+
+
 @pytest.mark.parametrize(
     "data",
     [
