@@ -91,7 +91,7 @@ def _judged(config: JudgeConfig, problem: Problem) -> Score:
             outcome = await endpoint.ask(rubric.question(problem, problem.answer or "An answer.").body())
         finally:
             await endpoint.close()
-        opinion = opinion_in(outcome.text) if isinstance(outcome, Answered) else outcome.why
+        opinion = opinion_in(outcome.text, cut=outcome.cut) if isinstance(outcome, Answered) else outcome.why
         if isinstance(opinion, str):
             raise RewardError(
                 f"the judge {config.model} at {config.url} gave no verdict on the trial before training: {opinion}. It "

@@ -35,6 +35,7 @@ class Answered:
 
     text: str
     tokens: int
+    cut: bool = False  # at reward.judge.max_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,12 +150,12 @@ class Endpoint:
         """An answer of another form has an empty text, which is no valid verdict."""
         try:
             choice = tree["choices"][0]
-            text = choice["message"]["content"] if choice.get("finish_reason") != "length" else ""
+            text, cut = choice["message"]["content"], choice.get("finish_reason") == "length"
             usage = tree.get("usage") or {}
             tokens = int(usage.get("prompt_tokens") or 0) + int(usage.get("completion_tokens") or 0)
         except (KeyError, IndexError, TypeError, AttributeError, ValueError):
             return Answered("", 0)
-        return Answered(self._clean(text if isinstance(text, str) else "", None), tokens)
+        return Answered(self._clean(text if isinstance(text, str) else "", None), tokens, cut)
 
     def _require_access(self, response: httpx.Response) -> None:
         if response.status_code == 200:

@@ -243,8 +243,8 @@ class JudgeGrader:
                 self._silence.broken()
             pause = 0.0
             match outcome:
-                case Answered(text=text):
-                    opinion = opinion_in(text)
+                case Answered(text=text, cut=cut):
+                    opinion = opinion_in(text, cut=cut)
                     if not isinstance(opinion, str):
                         return opinion.score, opinion.reason
                     why, failed = f"invalid answer: {opinion}", failed + 1

@@ -156,8 +156,10 @@ def rubric_text(name_or_path: str) -> str:
     return path.read_text(encoding="utf-8")
 
 
-def opinion_in(text: str) -> Opinion | str:
-    """The answer of a judge, or what is wrong with it."""
+def opinion_in(text: str, *, cut: bool) -> Opinion | str:
+    """The answer of a judge, or what is wrong with it. A cut answer is no opinion, even if it can be read."""
+    if cut:
+        return f"it was cut at reward.judge.max_tokens; the answer begins with {text[:200]!r}"
     try:
         opinion = Opinion.model_validate_json(text)
     except ValidationError as error:

@@ -166,7 +166,7 @@ def test_thoughts_and_length_count_as_for_other_rewards(server: Judge, tmp_path:
         ('{"reason": "good"}', "stop", "invalid answer: score: Field required"),
         ('{"reason": "good", "score": 1.5}', "stop", "invalid answer: score: Input should be less than or equal to 1"),
         ('{"reason": "good", "score": NaN}', "stop", "invalid answer"),
-        ('{"reason": "cut", "score": 1}', "length", "invalid answer"),
+        ('{"reason": "cut", "score": 1}', "length", "invalid answer: it was cut at reward.judge.max_tokens"),
     ],
 )
 def test_an_invalid_answer_is_asked_again_and_then_ungraded_for_good(
