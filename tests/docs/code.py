@@ -29,6 +29,7 @@ PRODUCED = (
     *(f"{_RUN}/{name}" for name in ("trainer.log", "origins/NAME", "report/report.html", "report/cost.json")),
     f"{_RUN}/stacks/hang-N/PROCESS",
     *(f"{_CHECKPOINT}/{name}" for name in ("groups.parquet", ".sealed.json")),
+    "data/evaluations/EVALUATION/completions.parquet",
     *(f"{_ABLATION}/{name}" for name in ("plan.json", "table.md", "results/RESULT", "logs/LOG")),
 )
 _METRIC = re.compile(r"(?:reward|rollout|loss|optim|time|perf|system)/[a-z_0-9]+")
