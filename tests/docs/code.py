@@ -30,6 +30,7 @@ PRODUCED = (
     f"{_RUN}/stacks/hang-N/PROCESS",
     f"{_RUN}/validation/step-N/completions.parquet",
     *(f"{_CHECKPOINT}/{name}" for name in ("groups.parquet", ".sealed.json")),
+    "data/evaluations/EVALUATION/completions.parquet",
     *(f"{_ABLATION}/{name}" for name in ("plan.json", "table.md", "results/RESULT", "logs/LOG")),
 )
 _METRIC = re.compile(r"(?:reward|rollout|loss|optim|time|perf|system|judge)/[a-z_0-9]+")

@@ -275,7 +275,7 @@ def test_a_template_runs_in_a_sandbox(tmp_path):
 
 
 def test_an_unknown_template_lists_the_known_ones():
-    with pytest.raises(ConfigError, match="Allowed: countdown, dapo, gsm8k, math, r1v"):
+    with pytest.raises(ConfigError, match="Allowed: choice, countdown, dapo, gsm8k, math, r1v"):
         builder("maths")
 
 

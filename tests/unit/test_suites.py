@@ -188,6 +188,13 @@ def test_what_belongs_to_the_model_stays() -> None:
     assert of_suite.data.validation == "MathArena/aime_2025@train"
 
 
+def test_an_empty_layout_adds_the_missing_markers() -> None:
+    data = build_experiment({"name": "x"}, ["data.layout={}"]).data
+    row = {"problem": "How many?", "answer": 2, "images": ["a.png", "b.png"]}
+    assert lay_out(row, data)["problem"] == "<image><image>How many?"
+    assert lay_out({**row, "problem": "One <image>, one <image>."}, data)["problem"] == "One <image>, one <image>."
+
+
 def test_sources() -> None:
     suites = all_suites()
     assert suites["countdown"].source(None) == "Jiayi-Pan/Countdown-Tasks-3to4@train[327680:328704]"
