@@ -4,10 +4,10 @@ Texts are compared by the Jaccard index of their word 5-grams, at least 0.8 for 
 data makes language models better" (arXiv:2107.06499) compares the same 5-grams, there estimated by MinHash.
 
 Images are compared by a perceptual hash of 256 bits: the cosine transform of Zauner, "Implementation and benchmarking
-of perceptual image hash functions" (2010), on a larger grid. Near duplicates differ in at most 52 bits, unrelated
-images in about half. Between the training and validation splits of Geometry3K five figures are that near without
-having the same pixels: three are drawn again, one has other letters, and one another number. With 64 bits and a limit
-of 8, eight are near: it finds two more that are drawn again, and two other figures.
+of perceptual image hash functions" (2010), on a larger grid. Near duplicates differ in at most 52 bits, other images in
+about half. Between the training and validation splits of Geometry3K five figures are that near without having the same
+pixels: three are drawn again, one has other letters, and one another number. With 64 bits and a limit of 8, eight are
+near: it finds two more that are drawn again, and two other figures.
 """
 
 from __future__ import annotations
@@ -105,8 +105,8 @@ def image_print(image: Image.Image) -> ImagePrint:
 
 def different_bits(one: Bits, other: Bits) -> npt.NDArray[np.int64]:
     """The number of different bits of hashes [..., 4]."""
-    count: npt.NDArray[np.int64] = np.bitwise_count(one ^ other).sum(-1, dtype=np.int64)
-    return count
+    counts: npt.NDArray[np.int64] = np.bitwise_count(one ^ other).sum(-1, dtype=np.int64)
+    return counts
 
 
 def load_prints(dataset: Path, threads: int = 1) -> list[ProblemPrint]:
