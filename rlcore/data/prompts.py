@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
     from rlcore.families.protocol import Grid, Resizing
 
+_NO_IMAGES = "the model takes no images. Set model.path to a vision-language model."
 _PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 
 
@@ -140,7 +141,7 @@ class PromptBuilder:
         self._processor = processor
         self._messages = MessageBuilder(data)
         self._bounds = (data.min_pixels, data.max_pixels)
-        images = None if processor.image_processor is None else images_of(processor)
+        self._images = images = None if processor.image_processor is None else images_of(processor.image_processor)
         self._resizing = None if images is None else images.resizing(processor)
         self._around = [] if images is None else self.tokenizer.convert_tokens_to_ids(list(images.around))
         self.image_token_id: int | None = None if images is None else processor.image_token_id
@@ -161,7 +162,7 @@ class PromptBuilder:
             ModelError: the model takes no images.
         """
         if self._resizing is None:
-            raise ModelError("the model takes no images. Set model.path to a vision-language model.")
+            raise ModelError(_NO_IMAGES)
         return self._resizing
 
     def target_size(self, width: int, height: int) -> tuple[int, int]:
@@ -173,8 +174,14 @@ class PromptBuilder:
         return stable_target_size(width, height, self.resizing, *self._bounds)
 
     def read(self, image: Image.Image) -> tuple[Tensor, Grid]:
-        """Pixels and grid of a resized image, as the vision tower takes them."""
-        pixels, (grid,) = self.resizing.read([image], *self._bounds)
+        """Pixels and grid of a resized image, as the vision tower takes them.
+
+        Raises:
+            ModelError: the model takes no images.
+        """
+        if self._images is None:
+            raise ModelError(_NO_IMAGES)
+        pixels, (grid,) = self._images.read(self._processor.image_processor, [image], *self._bounds)
         return pixels, grid
 
     def image_tokens(self, width: int, height: int) -> int:

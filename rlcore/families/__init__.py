@@ -88,16 +88,13 @@ def _config_in(folder: Path) -> Mapping[str, Any]:
     return config
 
 
-def images_of(processor: Any) -> Images:
-    """How the family of a processor takes images. Families with the same image processor do so in the same way.
-
-    Args:
-        processor: with an ``image_processor``.
+def images_of(image_processor: Any) -> Images:
+    """How the family of an image processor takes images. Families with the same one do so in the same way.
 
     Raises:
         ModelError: no family in the table uses an image processor of this class.
     """
-    name = type(processor.image_processor).__name__
+    name = type(image_processor).__name__
     for images in _IMAGES:
         if name in images.processors:
             return images

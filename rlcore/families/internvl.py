@@ -73,6 +73,14 @@ class InternVLImages:
     def engine_options(self, image_processor: Any, min_pixels: int, max_pixels: int) -> dict[str, Any]:
         return _options(image_processor, min_pixels, max_pixels)
 
+    def read(
+        self, image_processor: Any, images: Sequence[Image.Image], min_pixels: int, max_pixels: int
+    ) -> tuple[Tensor, list[Grid]]:
+        options = _options(image_processor, min_pixels, max_pixels)
+        out = image_processor(images=list(images), return_tensors="pt", **options)
+        height, width = out["pixel_values"].shape[-2:]
+        return out["pixel_values"], [(int(tiles), height, width) for tiles in out["num_patches"]]
+
     def owns(self, tensor: str) -> bool:
         return _TOWER.search(tensor) is not None
 
@@ -150,12 +158,6 @@ class TileResizing:
     def num_tokens(self, width: int, height: int) -> int:
         tiles = (width // self.factor) * (height // self.factor)
         return int(self.processor.image_seq_length) * (tiles + (tiles > 1))
-
-    def read(self, images: Sequence[Image.Image], min_pixels: int, max_pixels: int) -> tuple[Tensor, list[Grid]]:
-        processor = self.processor.image_processor
-        out = processor(images=list(images), return_tensors="pt", **_options(processor, min_pixels, max_pixels))
-        height, width = out["pixel_values"].shape[-2:]
-        return out["pixel_values"], [(int(tiles), height, width) for tiles in out["num_patches"]]
 
 
 def _side(image_processor: Any) -> int:

@@ -97,6 +97,11 @@ class Images(Protocol):
 
     # --- the vision tower ---
 
+    def read(
+        self, image_processor: Any, images: Sequence[Image.Image], min_pixels: int, max_pixels: int
+    ) -> tuple[Tensor, list[Grid]]:
+        """Pixels as the tower takes them, and the grid of each image."""
+
     @property
     def takes_tiles(self) -> bool:
         """Whether the tower's input is a batch of tiles of one size, each of which attends to itself alone. Else it is
@@ -179,9 +184,6 @@ class Resizing(Protocol):
 
     def num_tokens(self, width: int, height: int) -> int:
         """Placeholder tokens of a resized image."""
-
-    def read(self, images: Sequence[Image.Image], min_pixels: int, max_pixels: int) -> tuple[Tensor, list[Grid]]:
-        """Pixels as the tower takes them, and the grid of each image."""
 
 
 class ImageLayout(Protocol):

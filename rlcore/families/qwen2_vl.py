@@ -50,6 +50,12 @@ class Qwen2VLImages:
     def engine_options(self, image_processor: Any, min_pixels: int, max_pixels: int) -> dict[str, Any]:
         return {"size": _size(min_pixels, max_pixels)}
 
+    def read(
+        self, image_processor: Any, images: Sequence[Image.Image], min_pixels: int, max_pixels: int
+    ) -> tuple[Tensor, list[Grid]]:
+        out = image_processor(images=list(images), size=_size(min_pixels, max_pixels), return_tensors="pt")
+        return out["pixel_values"], [(t, h, w) for t, h, w in out["image_grid_thw"].tolist()]
+
     def owns(self, tensor: str) -> bool:
         return _TOWER.search(tensor) is not None
 
@@ -158,14 +164,6 @@ class GridResizing:
 
     def num_tokens(self, width: int, height: int) -> int:
         return (width // self.factor) * (height // self.factor)
-
-    def read(self, images: Sequence[Image.Image], min_pixels: int, max_pixels: int) -> tuple[Tensor, list[Grid]]:
-        out = self.processor(
-            images=list(images),
-            size=_size(min_pixels, max_pixels),
-            return_tensors="pt",
-        )
-        return out["pixel_values"], [(t, h, w) for t, h, w in out["image_grid_thw"].tolist()]
 
 
 def target_size(width: int, height: int, factor: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:

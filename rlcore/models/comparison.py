@@ -15,12 +15,11 @@ import numpy.typing as npt
 import torch
 from PIL import Image
 from torch import Tensor, nn
-from transformers import AutoProcessor
+from transformers import AutoImageProcessor
 
 from rlcore.algorithms.logprobs import logprobs_and_entropy
 from rlcore.batch import trained_positions
 from rlcore.families import family_of, images_of
-from rlcore.families.protocol import Resizing
 from rlcore.models.lora import decoder_of
 from rlcore.models.probe import ProbeSequence
 from rlcore.types import ImageRef
@@ -96,19 +95,19 @@ def difference(exact: Sequence[Values], actual: Sequence[Values]) -> Difference:
 def image_reader(
     model_dir: Path, read_image: Callable[[ImageRef], Image.Image], min_pixels: int, max_pixels: int
 ) -> ReadImages:
-    """Reads images with the processor of a model folder.
+    """Reads images with the image processor of a model folder.
 
     Args:
         read_image: reads an image of the prepared dataset.
     """
 
     @cache  # a text model has none
-    def resizing() -> Resizing:
-        processor = AutoProcessor.from_pretrained(model_dir, local_files_only=True)  # type: ignore[no-untyped-call]
-        return images_of(processor).resizing(processor)
+    def processor() -> Any:
+        return AutoImageProcessor.from_pretrained(model_dir, local_files_only=True)  # type: ignore[no-untyped-call]
 
     def read(images: Sequence[ImageRef]) -> tuple[Tensor, Tensor]:
-        pixels, grids = resizing().read([read_image(image) for image in images], min_pixels, max_pixels)
+        opened = [read_image(image) for image in images]
+        pixels, grids = images_of(processor()).read(processor(), opened, min_pixels, max_pixels)
         return pixels, torch.tensor(grids)
 
     return read

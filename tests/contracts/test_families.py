@@ -108,7 +108,7 @@ def test_a_config_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 
 def test_an_unknown_image_processor_is_refused() -> None:
     with pytest.raises(ModelError, match=r"object is the image processor of no supported family"):
-        images_of(SimpleNamespace(image_processor=object()))
+        images_of(object())
 
 
 def test_families_with_the_same_image_processor_have_the_same_rule_of_sizes_and_tokens() -> None:
