@@ -55,7 +55,7 @@ def _rows(path: Path, known: set[str]) -> list[EvalRow]:
     except (OSError, pa.ArrowException) as error:
         raise ConfigError(
             f"{path} is no table of completions: {error}. Name a parquet file of an evaluation, such as "
-            "RUN/validation/step-000040.parquet."
+            "completions.parquet in validation/step-000040 of a run."
         ) from error
     others = sorted({row.problem_id for row in rows} - known)
     if others or not rows:
