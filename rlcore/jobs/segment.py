@@ -21,7 +21,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlcore.errors import HealthError, LeaseLostError, WorkerTraceback
-from rlcore.evaluation.records import cut_records, has_plateaued, read_records, suite_digest
+from rlcore.evaluation.records import (
+    cut_records,
+    has_plateaued,
+    journal_with_evaluations,
+    read_records,
+    suite_digest,
+)
 from rlcore.failures import EXIT_DONE, EXIT_PREEMPTED, EXIT_STORAGE, exit_code, with_free_space
 from rlcore.files import write_json_atomically
 from rlcore.jobs import spec_file
@@ -175,7 +181,10 @@ def _train_segments(spec: SegmentSpec, stop: StopRequest, lease: Lease) -> int:
         logger.info("the sampler has the weights of step %d", state.step)
         probe = Probe.of(run.problems, run.workers)
         run = _with_validation(run, spec, stop)
-        with Checkpointer(spec, store, run.workers, probe, start=start, seconds=seconds, lease=lease) as checkpoints:
+        records = partial(journal_with_evaluations, spec.run_dir)
+        with Checkpointer(
+            spec, store, run.workers, probe, start=start, seconds=seconds, lease=lease, records=records
+        ) as checkpoints:
             return _segments_from(start, state, run, stop, checkpoints, health, spec.run_dir)
 
 

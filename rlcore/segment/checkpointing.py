@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict
 from pathlib import Path
@@ -16,10 +17,9 @@ from typing import Any, Protocol
 
 from rlcore.artifacts import CheckpointRef
 from rlcore.errors import LeaseLostError
-from rlcore.evaluation.records import journal_with_evaluations
 from rlcore.files import write_json_atomically
 from rlcore.models.probe import Probe, ProbePolicy
-from rlcore.segment.journal import CheckpointSeconds
+from rlcore.segment.journal import CheckpointSeconds, StepRecord
 from rlcore.segment.lease import Lease
 from rlcore.segment.resume import ResumePoint, pinned, read_segments
 from rlcore.segment.spec import SegmentEnd, SegmentManifest, SegmentSpec, segment_path
@@ -58,10 +58,15 @@ class Checkpointer:
         start: ResumePoint,
         seconds: CheckpointSeconds,
         lease: Lease,
+        records: Callable[[], Sequence[StepRecord]],
     ) -> None:
+        """
+        Args:
+            records: reads the metrics by which the best segments are chosen.
+        """
         self._spec, self._store, self._policy, self._probe = spec, store, policy, probe
         self._last = start.checkpoint  # committed
-        self._seconds, self._lease = seconds, lease
+        self._seconds, self._lease, self._records = seconds, lease, records
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._under_way: Future[float] | None = None
         self._abandoned = False
@@ -144,7 +149,7 @@ class Checkpointer:
         self._end_segment(checkpoint, end)
         logger.info("step %d is committed, %.1f s after its copy", checkpoint.step, time.perf_counter() - started)
         run_dir = spec.run_dir
-        kept = pinned(read_segments(run_dir), journal_with_evaluations(run_dir), spec.experiment.segment)
+        kept = pinned(read_segments(run_dir), self._records(), spec.experiment.segment)
         self._store.prune(spec.experiment.segment.keep_checkpoints, pinned=kept)
         return time.perf_counter() - started
 

@@ -76,7 +76,7 @@ LAYERS = {
         ("run",),
         ("driver",),
         ("experiments", "lineage", "retries"),
-        ("data", "evaluate", "models", "open", "train"),
+        ("data", "evaluate", "fork", "models", "open", "train"),
         ("suites",),
         ("preflight", "report"),
         ("ablation", "champion"),

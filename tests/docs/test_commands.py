@@ -109,7 +109,7 @@ def test_the_tutorial_is_run_in_order() -> None:
         (".venv/bin/rlflow train NAME --set training.step=4", "training.step: unknown key"),
         (".venv/bin/rlflow train NAME --set training.steps=0", "greater than or equal to 1"),
         (".venv/bin/python my_script.py", "no file 'my_script.py'"),
-        (".venv/bin/rlflow trian grpo-geo3k", "No such command 'trian'.*Allowed: train, prepare"),
+        (".venv/bin/rlflow trian grpo-geo3k", "No such command 'trian'.*Allowed: train, fork"),
         (".venv/bin/python -m tests.bench.setp", "no module tests.bench.setp"),
         (".venv/bin/rlflow estimate grpo-geo3k --device H300", "no device 'H300'. Allowed: "),
         (".venv/bin/rlflow ablate grpo-geo3k --gird 'seed=[1]'", "No such option: --gird"),

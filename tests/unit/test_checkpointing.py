@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,7 @@ from rlcore.models.probe import Probe
 from rlcore.rollout.state import RolloutState
 from rlcore.segment import checkpointing
 from rlcore.segment.checkpointing import Checkpointer
-from rlcore.segment.journal import CheckpointSeconds, MetricJournal
+from rlcore.segment.journal import CheckpointSeconds, MetricJournal, read_journal
 from rlcore.segment.lease import Lease
 from rlcore.segment.resume import ResumePoint, find_resume_point, warn_of_changes
 from rlcore.segment.spec import SegmentEnd, SegmentManifest, SegmentSpec, segment_path
@@ -96,6 +97,7 @@ class Trainer:
             start=self.start,
             seconds=self.seconds,
             lease=self if lease is None else lease,
+            records=partial(read_journal, run_dir / "journal.jsonl"),
         )
 
     def renew(self, *, progress: bool = True) -> None:
