@@ -1,4 +1,4 @@
-"""One call of an OpenAI-compatible endpoint, and what its failure means. The only importer of httpx in rlcore.
+"""One call of a judge behind an OpenAI-compatible endpoint, and what its failure means.
 
 The key is sent to the endpoint and goes nowhere else: every text that leaves this module has been searched for it.
 """

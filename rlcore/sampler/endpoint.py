@@ -50,8 +50,8 @@ class EndpointSampler:
         self._endpoint, self._images, self._delays = endpoint, images, delays
         self._max_tokens = config.rollout.max_completion_tokens
         self._messages = MessageBuilder(config.data)
-        key = os.environ.get(endpoint.key_variable, "")
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._key = os.environ.get(endpoint.key_variable, "")
+        headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
         limits = httpx.Limits(max_connections=endpoint.concurrency)
         # trust_env=False: neither a proxy nor .netrc gets to see the key
         self._client = httpx.Client(headers=headers, timeout=_TIMEOUT, limits=limits, trust_env=False)
@@ -92,7 +92,7 @@ class EndpointSampler:
             reason: FinishReason = "length" if choice.get("finish_reason") == "length" else "stop"
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ModelError(
-                f"{self._endpoint.url} answered {str(answer)[:_MAX_SHOWN]!r}, which is no chat completion with one "
+                f"{self._endpoint.url} answered {self._shown(str(answer))!r}, which is no chat completion with one "
                 "choice. Check that the address ends where /chat/completions begins."
             ) from error
         tokens = np.full(count, UNKNOWN_TOKEN, np.int32)
@@ -131,8 +131,8 @@ class EndpointSampler:
                 problem = f"{type(error).__name__}: {error}"
             else:
                 if answer.is_success:
-                    return _json(answer, url)
-                problem = f"HTTP {answer.status_code}: {answer.text[:_MAX_SHOWN]}"
+                    return self._json(answer, url)
+                problem = f"HTTP {answer.status_code}: {self._shown(answer.text)}"
                 if answer.status_code < HTTPStatus.INTERNAL_SERVER_ERROR and answer.status_code not in _PASSING:
                     raise ModelError(
                         f"{url} refuses a request for the model {self._endpoint.model!r}: {problem}. Check the "
@@ -142,9 +142,12 @@ class EndpointSampler:
                 time.sleep(delay * random.uniform(1, 1.5))
         raise ServerError(f"{url} does not answer after {len(self._delays) + 1} tries: {problem}. Check the server.")
 
+    def _json(self, answer: httpx.Response, url: str) -> Any:
+        try:
+            return answer.json()
+        except ValueError:
+            raise ModelError(f"{url} answered {self._shown(answer.text)!r}, which is not JSON.") from None
 
-def _json(answer: httpx.Response, url: str) -> Any:
-    try:
-        return answer.json()
-    except ValueError:
-        raise ModelError(f"{url} answered {answer.text[:_MAX_SHOWN]!r}, which is not JSON.") from None
+    def _shown(self, text: str) -> str:
+        """The beginning of an answer, without the key, which some servers repeat in their errors."""
+        return (text.replace(self._key, "***") if self._key else text)[:_MAX_SHOWN]

@@ -141,8 +141,8 @@ def test_errors_say_what_to_check_and_never_the_key(
     messages = []
     for answers, kind, asked in (
         ([(500, {"error": "busy"})], ServerError, 3),
-        ([(401, {"error": "who?"})], ModelError, 1),
-        ([(200, {"choices": []})], ModelError, 1),
+        ([(401, {"error": f"who? {KEY}"})], ModelError, 1),
+        ([(200, {"choices": [], "sent": KEY})], ModelError, 1),
     ):
         server.answers, server.requests = answers, []
         with pytest.raises(kind) as error:
