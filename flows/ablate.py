@@ -22,13 +22,15 @@ def ablate(
     rungs: form.Rungs = None,
     keep: form.Keep = None,
     retries: form.Retries = None,
+    trunk: form.Trunk = None,
     overrides: form.Overrides = None,
     run_id: form.NewAblation = None,
 ) -> AblationSummary:
     """Compare, or continue the ablation called ``run_id``, which skips the points that have a result."""
     ablation = open_ablation(
-        experiment, overrides, run_id, grid=grid, points=points, seeds=seeds, rungs=rungs, keep=keep, retries=retries
-    )
+        experiment, overrides, run_id, grid=grid, points=points, seeds=seeds, rungs=rungs, keep=keep, retries=retries,
+        trunk=trunk,
+    )  # fmt: skip
     share_inputs(ablation)
     with track_run(ablation.run):
         describe_ablation(ablation)

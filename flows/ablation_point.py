@@ -7,12 +7,12 @@ from prefect import flow
 from rlcore.ablation.plan import Job
 from rlcore.ablation.results import PointResult
 from tasks import experiments as form
-from tasks.ablation.study import describe_point, existing_ablation, note_result, point_name
+from tasks.ablation.study import describe_point, existing_ablation, note_result, open_point, point_name
 from tasks.data import prepare_and_resize
 from tasks.driver.jobs import end_what_is_left
 from tasks.evaluate import evaluate_and_log, log_validation
 from tasks.models import bootstrap_policy, check_model
-from tasks.open import open_run, track_run
+from tasks.open import track_run
 from tasks.preflight import preflight
 from tasks.train import train_all_segments
 
@@ -27,7 +27,7 @@ def ablation_point(
     with study.note_failure(job):
         config = job.point.experiment_of(seed, steps)
         preflight(config)
-        run = open_run(config, study.run_id(job))
+        run = open_point(study, job, config)
         with track_run(run):
             train, validation = prepare_and_resize(config, "train"), prepare_and_resize(config, "validation")
             start = bootstrap_policy(config.model)

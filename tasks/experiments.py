@@ -136,6 +136,7 @@ Seeds = Annotated[list[int] | None, *_of_ablation("seeds")]
 Rungs = Annotated[int | None, *_of_ablation("rungs")]
 Keep = Annotated[float | None, *_of_ablation("keep")]
 Retries = Annotated[int | None, *_of_ablation("retries")]
+Trunk = Annotated[str | None, *_of_ablation("trunk")]
 NewAblation = Annotated[
     str | None,
     Help("Name of a new ablation, or of one to continue; lower case, digits and dashes. Empty: a new one."),

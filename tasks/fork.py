@@ -44,7 +44,7 @@ def fork_run(trunk: Run, step: int | None, run_id: str, settings: Settings) -> R
     restore_run(run_id, settings)
     if folder.exists():
         return _existing(trunk, step, run_id)
-    source = _checkpoint(trunk, step)
+    source = checkpoint_at(trunk, step)
     made = folder.with_name(f".fork-{run_id}")
     shutil.rmtree(made, ignore_errors=True)  # of a killed attempt
     fork = Run(run_id=run_id, run_dir=made, experiment=trunk.experiment)
@@ -68,7 +68,12 @@ def _existing(trunk: Run, step: int | None, run_id: str) -> Run:
     return run
 
 
-def _checkpoint(trunk: Run, step: int | None) -> Path:
+def checkpoint_at(trunk: Run, step: int | None) -> Path:
+    """The folder of the trunk's checkpoint of ``step``; None: of its newest one.
+
+    Raises:
+        CheckpointError: it is not on this machine; lists those that are.
+    """
     there = {int(path.name.removeprefix("step-")): path
              for path in LocalCheckpointStore(trunk.run_dir, trunk.run_id).newest_first()}  # fmt: skip
     if not there or step not in (None, *there):

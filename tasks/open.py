@@ -131,8 +131,10 @@ def _fork_tags(run: Run) -> dict[str, str]:
     origin = read_fork(run)
     if origin is None:
         return {}
-    parent = {"mlflow.parentRunId": origin.mlflow_run_id} if origin.mlflow_run_id else {}
-    return {"rlflow.forked_from": str(origin), **parent}
+    tags = {"rlflow.forked_from": str(origin)}
+    if origin.mlflow_run_id and not run.ablation_marker.exists():  # a point of an ablation stands below the ablation
+        tags["mlflow.parentRunId"] = origin.mlflow_run_id
+    return tags
 
 
 @step("open-tracking")

@@ -72,8 +72,9 @@ class AblationPlan(BaseModel):
 
     def steps(self, point: Point, rung: int) -> int:
         """Optimizer steps that ``point`` has taken at the end of a rung."""
-        training, unit = point.experiment.training, point.experiment.segment.steps
-        return rung_steps(training.steps, unit, self.settings.rungs, self.settings.keep)[rung]
+        before, unit = self.settings.trunk_step, point.experiment.segment.steps
+        steps = point.experiment.training.steps - before
+        return before + rung_steps(steps, unit, self.settings.rungs, self.settings.keep)[rung]
 
     def point(self, name: str) -> Point:
         """
@@ -132,6 +133,7 @@ def make_plan(
         settings=settings,
         points=tuple(points),
     )
+    _require_steps_after_the_trunk(plan)
     _require_rungs_that_fit(plan)
     return plan
 
@@ -191,6 +193,16 @@ def _require_not_own(overrides: Sequence[str]) -> None:
             f"an ablation sets {', '.join(OWN_KEYS)} itself, found an override of {', '.join(found)}. Name the seeds "
             "of the ablation instead."
         )
+
+
+def _require_steps_after_the_trunk(plan: AblationPlan) -> None:
+    for point in plan.points:
+        steps = point.experiment.training.steps
+        if steps <= plan.settings.trunk_step:
+            raise ConfigError(
+                f"the point {point.label} has training.steps={steps}, and the points start from {plan.settings.trunk}. "
+                "Raise training.steps, or fork from an earlier step."
+            )
 
 
 def _require_rungs_that_fit(plan: AblationPlan) -> None:

@@ -257,6 +257,15 @@ class AblationConfig(Frozen):
     """Share of the points (rounded up, without the base) that continues after a rung."""
     retries: int = Field(1, ge=0, le=10)
     """Retries of a failed point. The other points do not wait for it."""
+    trunk: str | None = Field(None, pattern=r"^[^@]+@[0-9]+$")
+    """RUN@STEP: every point with every seed is a fork of this run, from its checkpoint of this step, and has the run's
+    values where the ablation sets none. The seeds then differ in what follows the step. null: points start from the
+    model."""
+
+    @property
+    def trunk_step(self) -> int:
+        """The step from which the points go on. 0: they start from the model."""
+        return 0 if self.trunk is None else int(self.trunk.rpartition("@")[2])
 
     @model_validator(mode="after")
     def _check_points_and_seeds(self) -> Self:

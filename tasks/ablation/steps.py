@@ -146,10 +146,22 @@ def _status(ablation: Ablation, point: Point) -> Status:
 
 
 def _gpu_hours(ablation: Ablation, point: Point) -> float:
-    """Devices times the seconds of all steps and evaluations, including steps that a kill took back."""
+    """Devices times the seconds of all steps and evaluations, including steps that a kill took back, without those of
+    a trunk."""
+    forked, trunk_step = ablation.plan.settings.trunk is not None, ablation.plan.settings.trunk_step
     journals = [path for folder in ablation.run_dirs(point) for path in folder.glob("journal*.jsonl")]
-    steps = sum(record.metrics.get("time/step", 0.0) for path in journals for record in read_journal(path))
-    by_trainer = [record.report for folder in ablation.run_dirs(point) for record in read_records(folder)]
+    steps = sum(
+        record.metrics.get("time/step", 0.0)
+        for path in journals
+        for record in read_journal(path)
+        if record.step > trunk_step
+    )
+    by_trainer = [
+        record.report
+        for folder in ablation.run_dirs(point)
+        for record in read_records(folder)
+        if not forked or record.report.step > trunk_step
+    ]
     results = [item.report for item in _results_of(ablation, point)]
     evaluations = {report.table: report.seconds for report in (*by_trainer, *results)}  # a result may be the trainer's
     return point.experiment.resources.devices * (steps + sum(evaluations.values())) / _SECONDS_PER_HOUR
@@ -187,7 +199,26 @@ def _markdown(ablation: Ablation, rows: Sequence[Row]) -> str:
         f"{markdown_table(rows)}\n\nAccuracy on the validation problems; intervals over seeds and problems; "
         "p by random signs of the problems, and adjusted for the number of points (Benjamini-Hochberg). Dropped points "
         "are compared with the base at the step where they were dropped.\n"
+        + _about_trunk(ablation)
         + (f"\nFailed:\n\n{chr(10).join(failures)}\n" if failures else "")
+    )
+
+
+def _about_trunk(ablation: Ablation) -> str:
+    """Where the points start, and the GPU-hours that this saved."""
+    settings = ablation.plan.settings
+    if settings.trunk is None:
+        return ""
+    folders = [(point, folder) for point in ablation.plan.points for folder in ablation.run_dirs(point)]
+    saved = sum(
+        point.experiment.resources.devices * record.metrics.get("time/step", 0.0) / _SECONDS_PER_HOUR
+        for point, folder in folders
+        for record in read_journal(folder / "journal.jsonl")
+        if record.step <= settings.trunk_step
+    )
+    return (
+        f"\nAll {len(folders)} runs are forks of {settings.trunk}, so their seeds differ in what follows that step. To "
+        f"train each of them from the first step would have taken {saved:.3g} GPU-hours more.\n"
     )
 
 

@@ -15,20 +15,21 @@ from pydantic import ValidationError
 
 from infra.logs import redact
 from infra.settings import Settings
-from rlcore.ablation.plan import AblationPlan, Job, Point, make_plan, most_steps
+from rlcore.ablation.plan import AblationPlan, Build, Job, Point, make_plan, most_steps
 from rlcore.ablation.results import PointFailure, PointResult
 from rlcore.artifacts import DatasetRef, EvalReport, ModelRef
-from rlcore.config import AblationConfig
+from rlcore.config import AblationConfig, ExperimentConfig, build_experiment
 from rlcore.errors import ConfigError
 from rlcore.failures import policy_of
 from rlcore.files import write_json_atomically
 from tasks.data import prepare_and_resize
 from tasks.driver.failures import failure_of
 from tasks.experiments import load_experiment
+from tasks.fork import checkpoint_at, fork_run
 from tasks.models import bootstrap_policy, check_model
-from tasks.open import describe_run
+from tasks.open import describe_run, open_run
 from tasks.retries import step
-from tasks.run import ABLATION_ID, Run, flow_run_name, new_run_id, note_driver, tracker_of
+from tasks.run import ABLATION_ID, Run, existing_run, flow_run_name, new_run_id, note_driver, tracker_of
 
 MESSAGE_CHARACTERS = 2000
 
@@ -44,6 +45,11 @@ class Ablation:
     def run(self) -> Run:
         """The parent of all runs in MLflow; its folder is the ablation's."""
         return Run(run_id=self.plan.ablation_id, run_dir=self.folder, experiment=self.plan.points[0].experiment)
+
+    @property
+    def trunk(self) -> Run | None:
+        """The run of which all points are forks."""
+        return trunk_of(self.plan.settings)
 
     def run_id(self, job: Job) -> str:
         return self.plan.run_id(job.point, job.seed)
@@ -132,6 +138,7 @@ def plan_ablation(experiment: str, overrides: Sequence[str] | None, run_id: str 
 
     Raises:
         ConfigError: the settings are invalid, or an ablation of this name has other settings.
+        CheckpointError: the trunk has no checkpoint of its step.
     """
     try:
         wanted = AblationConfig(**{key: value for key, value in settings.items() if value is not None})
@@ -142,7 +149,7 @@ def plan_ablation(experiment: str, overrides: Sequence[str] | None, run_id: str 
     folder = Settings().ablations_dir / name
     request = (experiment, tuple(overrides or ()), wanted)
     if not (folder / "plan.json").exists():
-        return Ablation(make_plan(name, *request, partial(load_experiment, experiment)), folder)
+        return Ablation(make_plan(name, *request, _builder(experiment, wanted)), folder)
     stored = existing_ablation(name)
     if stored.plan.request != request:
         raise ConfigError(
@@ -150,6 +157,28 @@ def plan_ablation(experiment: str, overrides: Sequence[str] | None, run_id: str 
             "Continue it with its own values, or leave the name out to start a new one."
         )
     return stored
+
+
+def trunk_of(settings: AblationConfig) -> Run | None:
+    """
+    Raises:
+        ConfigError: there is no run of this name.
+    """
+    return None if settings.trunk is None else existing_run(settings.trunk.rpartition("@")[0], Settings())
+
+
+def _builder(experiment: str, settings: AblationConfig) -> Build:
+    """What makes experiments from overrides: of the experiment called ``experiment``, or of the trunk's values."""
+    trunk = trunk_of(settings)
+    if trunk is None:
+        return partial(load_experiment, experiment)
+    if trunk.experiment.name != experiment:
+        raise ConfigError(
+            f"the ablation is of {experiment}, and its trunk {trunk.run_id} is a run of {trunk.experiment.name}. Name "
+            "that experiment, or another run."
+        )
+    checkpoint_at(trunk, settings.trunk_step)
+    return partial(build_experiment, trunk.experiment.model_dump(mode="json"))
 
 
 def existing_ablation(name: str) -> Ablation:
@@ -202,6 +231,18 @@ def describe_point(
     place_below(ablation, job, run)
     whole = run.model_copy(update={"experiment": job.point.experiment_of(job.seed)})
     return describe_run(whole, train, validation, start)
+
+
+def open_point(ablation: Ablation, job: Job, experiment: ExperimentConfig) -> Run:
+    """The run of a job. If the ablation has a trunk, a new run is a fork of it.
+
+    Raises:
+        CheckpointError: the trunk's checkpoint is gone.
+    """
+    trunk, run_id = ablation.trunk, ablation.run_id(job)
+    if trunk is not None:
+        fork_run(trunk, ablation.plan.settings.trunk_step, run_id, Settings())
+    return open_run(experiment, run_id, allow_changes=trunk is not None)
 
 
 @step("place-below-ablation")

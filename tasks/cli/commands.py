@@ -234,6 +234,9 @@ def ablate(
     rungs: Annotated[int | None, typer.Option(help="Comparisons; each drops the worse points.")] = None,
     keep: Annotated[float | None, typer.Option(help="Share of the points that continue after a rung.")] = None,
     retries: Annotated[int | None, typer.Option(help="Retries of a failed point.")] = None,
+    trunk: Annotated[
+        str | None, typer.Option("--from", metavar="RUN@STEP", help="Make the points forks of a run, from this step.")
+    ] = None,
     overrides: Overrides = None,
     data: Data = None,
     run_id: Annotated[
@@ -244,6 +247,7 @@ def ablate(
 
     \b
     rlflow ablate grpo-geo3k-tiny --grid 'training.learning_rate=[1e-4, 1e-3]' --seeds 0,1,2
+    rlflow ablate grpo-geo3k-tiny --from RUN@40 --grid 'training.learning_rate=[1e-4, 1e-3]'
     rlflow ablate grpo-gsm8k --point 'algorithm.loss.name=gspo algorithm.aggregation=sequence_mean_token_mean'
     """
     from flows.ablate import ablate as ablate_flow
@@ -261,6 +265,7 @@ def ablate(
         "rungs": rungs,
         "keep": keep,
         "retries": retries,
+        "trunk": trunk,
     }
     plan_ablation(**arguments)
     run_once(lambda: ablate_flow(**arguments), lambda: say_how_to_continue(arguments["run_id"]))
