@@ -112,8 +112,8 @@ def deepstack_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def experts_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same with experts."""
-    return _random_tiny(tmp_path_factory, tied=True, family="qwen3_vl_moe")
+    """The same with experts, and with an LM head of its own: with a tied one the random weights repeat one token."""
+    return _random_tiny(tmp_path_factory, tied=False, family="qwen3_vl_moe")
 
 
 @pytest.fixture(scope="session", params=["tiny_model", "deepstack_model"])

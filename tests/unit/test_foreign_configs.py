@@ -143,7 +143,7 @@ def test_dotted_arguments_count_over_the_file_and_bring_every_choice(easyr1: Pat
     assert found.algorithm.kl.coefficient == 0
     assert found.algorithm.dynamic_sampling is not None
     assert found.algorithm.dynamic_sampling.max_rounds == 20
-    assert found.algorithm.loss.model_dump() == {"name": "cispo", "max_ratio": 5.0}
+    assert found.algorithm.loss.model_dump() == {"name": "cispo", "level": "token", "max_ratio": 5.0}
     assert found.algorithm.aggregation == "sequence_mean_token_mean"
     assert found.model.lora is not None
     assert (found.model.lora.rank, found.model.lora.alpha) == (16, 64)

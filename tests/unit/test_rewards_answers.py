@@ -235,7 +235,7 @@ def test_geoqa_letters_stand_for_their_choice(inside, truth, right):
 
 
 def test_geoqa_refuses_choices_that_are_no_list():
-    with pytest.raises(RewardError, match="takes a list"):
+    with pytest.raises(RewardError, match="take a list"):
         score(GeoqaReward(), "", "5", choices="A 5")
 
 

@@ -69,7 +69,7 @@ def segments(
     checkpoints = Noted()
     start = ResumePoint(segment=0, first_step=0, checkpoint=None)
     health = HealthWatch((), (), Adjustments())
-    code = _segments_from(start, TrainState(), run, stop, checkpoints, health)  # type: ignore[arg-type]
+    code = _segments_from(start, TrainState(), run, stop, checkpoints, health, tmp_path)  # type: ignore[arg-type]
     return code, checkpoints.ends
 
 
