@@ -40,7 +40,7 @@ PROGRAMS: Mapping[str, Program] = {
         ("--tiny", "--counted", "1", "--folder", "OUT"), ("seconds", "generate", "update", "prompt"), signed="power"
     ),
     "guard": Program(("--tiny", "--folder", "OUT")),
-    "large": Program(("--tiny", "--workers", "1", "--folder", "OUT"), ("seconds", "processes_gib")),
+    "large": Program(("--tiny", "--workers", "1", "--folder", "OUT"), ("seconds", "machine_gib")),
     "loading": Program((), ("policy_gib", "reference_gib", "device_gib", "host_gib"), long=False),
     "models": Program(("--tiny", "--out", "OUT/models.md")),
     "placement": Program(

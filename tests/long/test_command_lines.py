@@ -36,5 +36,8 @@ def test_evaluate_merge_and_prepare_data_work_as_the_readme_types_them(data_dir:
     server = {"PREFECT_API_URL": str(PREFECT_API_URL.value())}  # each would start one of its own, as the first has
     assert typed("evaluate", "run", "--set", "evaluation.samples=1", **server)[0]["step"] == 2
     assert typed("merge", "run", **server)[0]["registered_name"] == "grpo-geo3k-tiny"
-    prepared = typed("prepare", "grpo-geo3k-tiny", "--data", str(data_dir), **server)[0]
+    rows = data_dir.parent / "rows"
+    rows.mkdir()
+    (rows / "all.jsonl").write_text("{}\n")
+    prepared = typed("prepare", "grpo-geo3k-tiny", "--data", str(rows), **server)[0]
     assert prepared.keys() == {"train", "validation"}

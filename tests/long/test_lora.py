@@ -28,7 +28,7 @@ def _evaluated(config: ExperimentConfig, dataset: Path, checkpoint: Path, model:
     from rlcore.distributed.worker import WorkerSpec, evaluation_worker
 
     spec = WorkerSpec.alone(model, dataset, config, "cpu")
-    worker = evaluation_worker(spec, checkpoint=checkpoint, version=7, temperature=0.8, top_p=1.0)
+    worker = evaluation_worker(spec, checkpoint=checkpoint, version=7)
 
     import numpy as np
 

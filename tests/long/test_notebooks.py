@@ -117,7 +117,7 @@ def test_the_pages_show_the_ablation(place: Place) -> None:
         chromium = playwright.chromium.launch(executable_path=browser, args=["--no-sandbox"])
         page = logged_in(chromium, login_of(place.stack.settings), {"width": 1500, "height": 1700}).new_page()
         page.goto(f"{place.mlflow}/#/compare-runs?runs={ids}&experiments={experiments}")
-        for text in ("base, seed 0", "learning_rate=0.001, seed 0", "algorithm.advantage.name", "reward/accuracy"):
+        for text in ("base, seed 0", "learning_rate=0.001, seed 0", "algorithm.advantage.name", "eval/accuracy"):
             page.get_by_text(text).first.wait_for(timeout=60_000)
         page.get_by_role("switch").first.click()  # show only the parameters that differ
         page.get_by_text("algorithm.advantage.name").first.wait_for(state="hidden")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from rlcore.artifacts import DatasetRef, ModelRef
+from rlcore.artifacts import DatasetRef, EvalReport, ModelRef
 from rlcore.config import ExperimentConfig, build_experiment
 from rlcore.evaluation.rows import read_rows
 from rlcore.evaluation.suites import all_suites
@@ -15,6 +17,7 @@ from rlcore.jobs.prepare import prepare
 from rlcore.jobs.resize import resize
 from rlcore.sampler.engine import Engine
 from rlcore.specs import EvaluateSpec, EvaluationPart, PrepareSpec, ResizeSpec
+from tests.integration.engine_bench import measured
 from tests.published_layouts import NAMES, write_suites
 
 
@@ -27,18 +30,21 @@ def _dataset(folder: Path, name: str, experiment: ExperimentConfig) -> DatasetRe
     return resize(ResizeSpec(dataset=prepare(spec), datasets_dir=folder / "datasets", processes=1, **common))
 
 
-@pytest.mark.timeout(300)
-def test_every_suite_with_one_start_of_the_engine(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    starts: list[Path] = []
+def _evaluated(spec: EvaluateSpec, model: Path) -> dict[str, Any]:
+    """The reports, and the model of each start of an engine."""
+    starts: list[str] = []
     start = Engine.__init__
 
     def counted(engine: Engine, model: Path, *args: object, **options: object) -> None:
-        starts.append(model)
+        starts.append(str(model))
         start(engine, model, *args, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(Engine, "__init__", counted)
+    Engine.__init__ = counted  # type: ignore[method-assign]
+    return {"starts": starts, "reports": [report.model_dump(mode="json") for report in run(spec).reports]}
+
+
+@pytest.mark.timeout(300)
+def test_every_suite_with_one_start_of_the_engine(tiny_model: Path, tmp_path: Path) -> None:
     write_suites(tmp_path / "copies")
     base = build_experiment(
         {
@@ -58,8 +64,9 @@ def test_every_suite_with_one_start_of_the_engine(
         parts.append(EvaluationPart(experiment=experiment, dataset=dataset, out_dir=tmp_path / f"{place}-{name}"))
     model = ModelRef(path=str(tiny_model), digest="tiny", source="tiny", num_parameters=0)
     spec = EvaluateSpec(result=tmp_path / "result.json", policy=model, base=model, parts=tuple(parts))
-    reports = run(spec).reports
-    assert starts == [tiny_model]
+    result = measured(partial(_evaluated, spec), tiny_model)
+    assert result["starts"] == [str(tiny_model)]
+    reports = [EvalReport.model_validate(report) for report in result["reports"]]
     for part, report in zip(parts, reports, strict=True):
         rows = read_rows(Path(report.table))
         assert len(rows) == 2 * part.experiment.evaluation.samples == 2 * report.samples_per_problem
