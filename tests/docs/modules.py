@@ -94,10 +94,13 @@ def _call(words: Sequence[str], parameters: Mapping[str, Any]) -> None:
     ):
         for suite in all_suites() if copies else ():
             (Path(folder) / str(copies) / suite).mkdir(parents=True)
-        run_id = parameters.get("run") or parameters.get("run_id") or parameters.get("model")
+        trunk, _, step = (parameters.get("trunk") or "").partition("@")
+        run_id = parameters.get("run") or parameters.get("run_id") or trunk or parameters.get("model")
         if run_id and "/" not in run_id:  # what rlflow evaluate takes is a run, a path or an address
             run_dir = Path(folder) / "runs" / run_id
             run_dir.mkdir(parents=True)
+            if trunk:
+                (run_dir / "checkpoints" / f"step-{int(step):06d}").mkdir(parents=True)
             with suppress(ConfigError):  # the command itself refuses the name
                 experiment = load_experiment(parameters.get("experiment", TINY))
                 (run_dir / "experiment.json").write_text(experiment.model_dump_json())
