@@ -1,8 +1,8 @@
 """InternVL3 and InternVL3.5 in transformers' format (arXiv:2504.10479, arXiv:2508.18265): images cut into tiles.
 
 An image becomes a grid of square tiles of one size, and if it has several, one more tile with the whole image. Every
-tile becomes equally many tokens. The decoder is a Qwen2 or a Qwen3, with positions that count tokens. A video is a list
-of images here: the family's own video input is not used.
+tile becomes the same number of tokens. The decoder is a Qwen2 or a Qwen3, with positions that count tokens. A video is
+a list of images here: the family's own video input is not used.
 """
 
 from __future__ import annotations
@@ -213,7 +213,7 @@ def _grids(fewest: int, most: int) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True, slots=True)
 class TileLayout:
-    """Implements ``ImageLayout``: equally many tokens for each tile, at positions that count tokens."""
+    """Implements ``ImageLayout``: each tile has the same number of tokens, at positions that count tokens."""
 
     image_token_id: int
     tokens_of_tile: int

@@ -14,6 +14,7 @@ microbatch and compiles kernels for each shape. ``flash.flash_kernel`` selects t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -49,22 +50,22 @@ _WITHOUT_EFFECT = frozenset(
 
 def use_packed_attention(model: nn.Module) -> None:
     """Switch every sub-configuration of ``model`` to packed attention."""
-    AttentionInterface.register(PACKED, packed_attention)
-    AttentionMaskInterface.register(PACKED, lambda *_args, **_kwargs: None)
-    for module in model.modules():
-        config = getattr(module, "config", None)
-        if config is not None:
-            config._attn_implementation = PACKED
+    _switch(model, PACKED, packed_attention)
 
 
 def use_tile_attention(tower: nn.Module) -> None:
     """Switch a vision tower whose input is a batch of tiles to attention within each tile."""
-    AttentionInterface.register(TILES, tile_attention)
-    AttentionMaskInterface.register(TILES, lambda *_args, **_kwargs: None)
-    for module in tower.modules():
+    _switch(tower, TILES, tile_attention)
+
+
+def _switch(model: nn.Module, name: str, attention: Callable[..., Any]) -> None:
+    """Register ``attention``, which needs no mask, under ``name`` and let every configuration of ``model`` name it."""
+    AttentionInterface.register(name, attention)
+    AttentionMaskInterface.register(name, lambda *_args, **_kwargs: None)
+    for module in model.modules():
         config = getattr(module, "config", None)
         if config is not None:
-            config._attn_implementation = TILES
+            config._attn_implementation = name
 
 
 def packed_attention(

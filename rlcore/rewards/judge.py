@@ -347,7 +347,7 @@ def _verdict(key: str, score: float | None, reason: str, question: Question, cos
 
 
 def _delay(failures: int) -> float:
-    """Seconds before the next try: doubled each time, and spread so that not all come back at once."""
+    """Seconds before the next try: doubled each time. A random factor keeps requests from coming at the same time."""
     return float(min(LONGEST_DELAY, FIRST_DELAY * 2 ** min(failures, 10)) * random.uniform(0.5, 1.0))
 
 

@@ -33,18 +33,13 @@ with making_what_stays():
     from rlcore.training.run import TrainingRun, TrainState
     from rlcore.types import Completion, Problem, Score
     from tests.integration.forked_ranks import ForkedRanks
+    from tests.quiet_grader import QuietGrader
     from tests.train_states import load_full_weights
 
 
-class LetterGrader:
+class LetterGrader(QuietGrader):
     def __init__(self, coarse: bool) -> None:
         self._coarse = coarse
-
-    def last_failures(self) -> list[str]:
-        return []
-
-    def take_metrics(self) -> dict[str, float]:
-        return {}
 
     def submit(self, problems: Sequence[Problem], completions: Sequence[Completion]) -> Future[list[Score]]:
         future: Future[list[Score]] = Future()
@@ -54,9 +49,6 @@ class LetterGrader:
             rewards = [float(n % 3 == 0) for n in letters]
         future.set_result([Score(r, {"accuracy": r}, graded=True) for r in rewards])
         return future
-
-    def close(self) -> None:
-        return
 
 
 def main(settings: dict[str, object]) -> None:

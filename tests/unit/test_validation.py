@@ -25,6 +25,7 @@ from rlcore.evaluation.validation import Validation
 from rlcore.training.loop import train
 from rlcore.training.run import TrainState
 from rlcore.types import Completion, Problem, SampledGroup, SampleRequest, Score
+from tests.quiet_grader import QuietGrader
 from tests.unit import toy_run as toy
 
 PROBLEMS = [Problem(f"v{index}", f"question {index}", (), "1", "test") for index in range(4)]
@@ -52,19 +53,11 @@ class Engine:
         self.calls.append("reset")
 
 
-class Grader:
-    def last_failures(self) -> list[str]:
-        return []
-
-    def take_metrics(self) -> dict[str, float]:
-        return {}
-
+class Grader(QuietGrader):
     def submit(self, problems: Sequence[Problem], completions: Sequence[Completion]) -> Future[list[Score]]:
         future: Future[list[Score]] = Future()
         future.set_result([Score(r, {"accuracy": r}, True) for r in (float(c.text == "v0") for c in completions)])
         return future
-
-    def close(self) -> None: ...
 
 
 def validation(run_dir: Path, engine: Engine, stops: Sequence[bool] = ()) -> Validation:

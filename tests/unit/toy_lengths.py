@@ -15,6 +15,7 @@ from rlcore.rollout.collect import RolloutBatch
 from rlcore.rollout.groups import Group
 from rlcore.training.run import TrainingRun, TrainState
 from rlcore.types import Completion, Problem, SampledGroup, SampleRequest, Score, ScoredTokens, TrainingSample
+from tests.quiet_grader import QuietGrader
 from tests.unit.toy_run import collect, with_prefetched
 
 PROBLEMS = [Problem(f"p{i}", "?", (), str(i), "test") for i in range(24)]
@@ -61,18 +62,12 @@ class Workers:
         return [ScoredTokens(np.zeros(s.num_tokens, np.float32), np.zeros(s.num_tokens, np.float32)) for s in samples]
 
 
-class Grader:
+class Grader(QuietGrader):
     """The reward of completion i is i, or 0 for ``equal`` problems; counts what it is asked for."""
 
     def __init__(self, equal: Collection[str] = ()) -> None:
         self.asked: Counter[str] = Counter()
         self.equal = equal
-
-    def last_failures(self) -> list[str]:
-        return []
-
-    def take_metrics(self) -> dict[str, float]:
-        return {}
 
     def submit(self, problems: Sequence[Problem], completions: Sequence[Completion]) -> Future[list[Score]]:
         future: Future[list[Score]] = Future()
@@ -83,9 +78,6 @@ class Grader:
         ]
         future.set_result([Score(reward, {"accuracy": reward}, graded=True) for reward in rewards])
         return future
-
-    def close(self) -> None:
-        return
 
 
 def config(partial: dict[str, object] | None, staleness: int = 1, **parts: dict[str, object]) -> ExperimentConfig:

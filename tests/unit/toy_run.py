@@ -23,6 +23,7 @@ from rlcore.rollout.groups import Group
 from rlcore.segment.journal import MetricJournal, read_journal
 from rlcore.training.run import TrainingRun, TrainState
 from rlcore.types import Completion, Problem, SampledGroup, SampleRequest, Score, ScoredTokens, TrainingSample
+from tests.quiet_grader import QuietGrader
 
 
 def result(abs_delta: float) -> UpdateResult:
@@ -101,17 +102,11 @@ def _zeros(sample: TrainingSample) -> np.ndarray:
     return np.zeros(sample.num_tokens, np.float32)
 
 
-class Grader:
+class Grader(QuietGrader):
     """``rewards[problem id]`` in order; the greedy completion gets 0.5."""
 
     def __init__(self, rewards: dict[str, list[float]]) -> None:
         self.rewards = rewards
-
-    def last_failures(self) -> list[str]:
-        return []
-
-    def take_metrics(self) -> dict[str, float]:
-        return {}
 
     def submit(self, problems: Sequence[Problem], completions: Sequence[Completion]) -> Future[list[Score]]:
         future: Future[list[Score]] = Future()
@@ -122,9 +117,6 @@ class Grader:
             found.append(Score(value, {"accuracy": value}, graded=True))
         future.set_result(found)
         return future
-
-    def close(self) -> None:
-        return
 
 
 def config(**parts: object) -> ExperimentConfig:
