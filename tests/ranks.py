@@ -12,6 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch import Tensor
+
+from rlcore.models.sharding import gather_whole
 
 FORKED = multiprocessing.get_context("forkserver")
 FORKED.set_forkserver_preload(["tests.preloaded"])
@@ -32,3 +35,14 @@ def _joined(rank: int, world: int, meeting: str, measure: Callable[..., None], a
     # Not through finalisation: a gloo thread that drops its last work there needs the GIL, is ended by
     # Python 3.11 instead of getting it, and takes the process down with SIGABRT, one time in five.
     os._exit(0)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A copy of the whole tensor, from the shards of all ranks if it is sharded.
+
+    ``DTensor.full_tensor()`` would do the same with torch's functional collectives. With gloo these can free a tensor
+    twice: a rank that gathered 2,500 gradients in that way ended once with SIGSEGV, in the destructor of a collective
+    that had ended (torch 2.13).
+    """
+    ((_, value),) = gather_whole([("", tensor)], None, bucket_bytes=1)
+    return value.detach().clone()

@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 from transformers import AutoModelForImageTextToText, Qwen2Config, Qwen2ForCausalLM
 
 from rlcore.algorithms.loss import StepTotals
@@ -25,7 +24,7 @@ from rlcore.models.lora import A, AdaptedLinear, B, choose_trainable, draw_adapt
 from rlcore.models.torch_policy import TorchPolicy
 from rlcore.types import TrainingSample
 from tests.numerics import toy
-from tests.ranks import on_ranks
+from tests.ranks import on_ranks, whole
 from tests.train_states import load_full_weights
 
 LORA = LoraConfig(rank=4, alpha=12.0)
@@ -57,10 +56,6 @@ def train(policy: TorchPolicy, steps: int, rate: float = 1e-2) -> None:
     for step in range(steps):
         samples = toy.samples(6, group=3, seed=step)
         policy.update([samples[:4], samples[4:]], totals(samples), rate, kl_coefficient=0.0)
-
-
-def whole(value: Tensor) -> Tensor:
-    return (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
 
 
 def state(policy: TorchPolicy) -> dict[str, Tensor]:

@@ -26,6 +26,7 @@ from rlcore.models.loading import empty_hf_model
 from rlcore.models.stored_weights import StoredWeights, Values
 from rlcore.models.torch_policy import TorchPolicy
 from rlcore.types import ImageRef, Problem, TrainingSample
+from tests.ranks import whole
 
 PROCESSOR = build_processor()
 # by model type, where it is another
@@ -163,7 +164,7 @@ def keep_gradients(policy: TorchPolicy, *, then_step: bool) -> dict[str, Tensor]
 
     def keep() -> None:
         named = policy.model.named_parameters()
-        kept.update({name: p.grad.full_tensor().cpu().clone() for name, p in named if p.grad is not None})
+        kept.update({name: whole(p.grad).cpu() for name, p in named if p.grad is not None})
         if then_step:
             step()
 

@@ -12,13 +12,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 
 from rlcore.errors import CheckpointError, StorageError
 from rlcore.models import checkpoint
 from rlcore.models.checkpoint import BackgroundSaver, load_train_state, page_locked
 from rlcore.models.optimizer import KahanAdamW
-from tests.ranks import on_ranks
+from tests.ranks import on_ranks, whole
 from tests.train_states import load_full_weights, save_train_state
 
 ELASTIC = [(0, False), (3, False), (0, True), (3, True)]  # steps trained, all in bfloat16
@@ -62,16 +61,12 @@ def _train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> No
         optimizer.zero_grad()
 
 
-def _whole(value: Tensor) -> Tensor:
-    return (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
-
-
 def _snapshot(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Every number that training depends on, unsharded, by name."""
-    tensors = {name: _whole(value) for name, value in model.state_dict().items()}
+    tensors = {name: whole(value) for name, value in model.state_dict().items()}
     for name, parameter in model.named_parameters():
         for key, value in optimizer.state.get(parameter, {}).items():
-            tensors[f"{name}/{key}"] = _whole(value)
+            tensors[f"{name}/{key}"] = whole(value)
     return tensors
 
 
