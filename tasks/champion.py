@@ -134,8 +134,8 @@ def note_evaluation(run: Run, done: Evaluation) -> None:
 
 
 def promote(todo: Todo, done: Evaluation, confidence: float) -> None:
-    """Make the checkpoint its experiment's champion if it is better than the old champion by more than chance, on the
-    first benchmark of the experiment. A champion is merged, verified and registered like the end of a run."""
+    """Make the checkpoint its experiment's champion if the sequential test calls it better than the old champion, on
+    the first benchmark of the experiment. A champion is merged, verified and registered like the end of a run."""
     if deciding_benchmark(todo.run.experiment.name) == todo.benchmark.name and judge(todo, done, confidence).promote:
         run, base = todo.run, bootstrap_policy(todo.run.experiment.model)
         train = prepare_and_resize(run.experiment, "train")
@@ -152,7 +152,11 @@ class Verdict:
 
 @step("judge-champion", timeout_seconds=12 * 3600)  # it may evaluate the old champion
 def judge(todo: Todo, done: Evaluation, confidence: float) -> Verdict:
-    """Compare with the old champion, paired over the problems of the benchmark."""
+    """Compare with the old champion, paired over the problems of the benchmark.
+
+    Args:
+        confidence: 1 - the error rate of the sequential test, whose verdict decides.
+    """
     verdict = _compare_with_champion(todo, done, confidence)
     name = f"{todo.run.experiment.name}, step {todo.checkpoint.step} of {todo.run.run_id}"
     get_logger().log(logging.INFO if verdict.compared else logging.WARNING, "champion: %s: %s", name, verdict.reason)
@@ -160,24 +164,30 @@ def judge(todo: Todo, done: Evaluation, confidence: float) -> Verdict:
 
 
 def _compare_with_champion(todo: Todo, done: Evaluation, confidence: float) -> Verdict:
-    from rlcore.evaluation.intervals import compare
+    from rlcore.evaluation.comparison import Evaluated, compare_on_suite, compare_pair
     from rlcore.evaluation.rows import accuracy_per_problem, read_rows
 
     settings, name = Settings(), todo.run.experiment.name
     tags = tracker_of(todo.run, settings).tags_at(name, CHAMPION)
     if tags is None:
         return Verdict(True, "the first champion")
-    after = accuracy_per_problem(read_rows(Path(done.report.table)))
+    rows = read_rows(Path(done.report.table))
     champion = Champion.of(tags)
     table = _table_of(champion, todo, settings)
     if table is not None:
-        comparison = compare(accuracy_per_problem(read_rows(table)), after, confidence)
-        return Verdict(comparison.better, f"{comparison} against the champion, {champion}")
+        old, new = (
+            Evaluated(policy, done.benchmark, dataset_digest="", step=None, rows=found)
+            for policy, found in ((str(champion), read_rows(table)), (todo.run.run_id, rows))
+        )
+        result = compare_on_suite(old, [new], 1 - confidence).policies[1].against_first
+        assert result is not None  # of the second policy
+        return Verdict(result.verdict == "better", f"{result} against the champion, {champion}")
     if champion.accuracy is not None and champion.dataset_digest == done.report.dataset_digest:
-        comparison = compare(dict.fromkeys(after, champion.accuracy), after, confidence)
+        after = accuracy_per_problem(rows)
+        result = compare_pair(dict.fromkeys(after, champion.accuracy), after, 1 - confidence)
         return Verdict(
-            comparison.better,
-            f"{comparison} against the champion's recorded accuracy, because neither the run nor the merged model of "
+            result.verdict == "better",
+            f"{result} against the champion's recorded accuracy, because neither the run nor the merged model of "
             f"{champion} is on this machine",
         )
     return Verdict(

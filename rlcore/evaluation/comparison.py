@@ -44,6 +44,13 @@ class AgainstFirst(Artifact):
     sequence_high: float
     more_problems: int | None  # until a verdict, if further problems are like these
 
+    def __str__(self) -> str:
+        known = f"decided after {self.decided_after}" if self.decided_after else "undecided"
+        return (
+            f"{self.difference:+.3f} [{self.low:+.3f}, {self.high:+.3f}] on {self.problems} problems "
+            f"(e-value {self.e_value:.3g}, {known})"
+        )
+
 
 class PolicyOnSuite(Artifact):
     """One line of the table."""
@@ -77,7 +84,7 @@ def compare_on_suite(first: Evaluated, others: Sequence[Evaluated], alpha: float
     lines = [_line(first, None)]
     for other in others:
         before, after = _common(first, other)
-        lines.append(_line(other, _against(before, after, alpha / len(others))))
+        lines.append(_line(other, compare_pair(before, after, alpha / len(others))))
     return SuiteComparison(suite=first.suite, policies=tuple(lines), notes=tuple(notes))
 
 
@@ -96,7 +103,8 @@ def _line(evaluated: Evaluated, against: AgainstFirst | None) -> PolicyOnSuite:
     )
 
 
-def _against(before: Mapping[str, float], after: Mapping[str, float], alpha: float) -> AgainstFirst:
+def compare_pair(before: Mapping[str, float], after: Mapping[str, float], alpha: float) -> AgainstFirst:
+    """Compare two policies by their accuracies per problem id, which are the same problems."""
     paired = compare(before, after, confidence=1 - alpha)
     test = sequential_test(np.array([after[name] - before[name] for name in random_order(before)]), alpha)
     return AgainstFirst(

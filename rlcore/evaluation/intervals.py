@@ -71,11 +71,6 @@ class Comparison:
     high: float
     num_problems: int
 
-    @property
-    def better(self) -> bool:
-        """Whether the whole interval is above 0."""
-        return self.low > 0
-
     def __str__(self) -> str:
         return f"{self.difference:+.3f} [{self.low:+.3f}, {self.high:+.3f}] on {self.num_problems} problems"
 

@@ -116,14 +116,16 @@ def evaluate(spec: EvaluateSpec) -> BaseModel:
 
 def _report(experiment: ExperimentConfig, step: int, dataset: DatasetRef, policy: str, table: Path) -> EvalReport:
     """Of 8 problems ``FAKE_RIGHT`` (JSON, by step, or by step and learning rate: "4 0.001") says how many are right;
-    else 2 at step 0, 6 later."""
+    else 2 at step 0, 6 later. ``FAKE_REPEATED``: how often there are these 8."""
     from rlcore.evaluation.rows import EvalRow, write_rows
 
     told, rate = json.loads(os.environ.get("FAKE_RIGHT", "{}")), experiment.training.learning_rate
     right = told.get(f"{step} {rate:g}", told.get(str(step), 2 if step == 0 else 6))
+    repeated = int(os.environ.get("FAKE_REPEATED", "1"))
     rows = [
-        EvalRow(f"p{index}", 0, "q", "a", "c", float(index < right), float(index < right), None, True, "stop", 3)
+        EvalRow(f"p{index}-{copy}", 0, "q", "a", "c", float(index < right), float(index < right), None, True, "stop", 3)
         for index in range(8)
+        for copy in range(repeated)
     ]
     write_rows(rows, table)
     accuracy = right / 8
@@ -131,7 +133,7 @@ def _report(experiment: ExperimentConfig, step: int, dataset: DatasetRef, policy
         policy=policy,
         step=step,
         dataset_digest=dataset.digest,
-        num_problems=8,
+        num_problems=len(rows),
         samples_per_problem=1,
         accuracy=accuracy,
         accuracy_low=accuracy - 0.1,

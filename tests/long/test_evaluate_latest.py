@@ -39,7 +39,8 @@ def champion_step() -> str:
 def test_the_newest_comes_first_once_and_only_more_than_chance_makes_a_champion(
     data_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # the first seen, step 4, is champion: step 2 is worse; 6 is better by chance; 8 by six problems of eight
+    # the first seen, step 4, is champion: step 2 is worse; 6 is better by chance; 8 by 30 problems of 40
+    monkeypatch.setenv("FAKE_REPEATED", "5")
     monkeypatch.setenv("FAKE_RIGHT", json.dumps({"2": 1, "4": 2, "6": 3, "8": 8}))
     summary = train_grpo("grpo-geo3k-tiny", steps=4, overrides=SMALL, run_id="run")
     before = len(evaluated(data_dir))
@@ -103,6 +104,7 @@ def test_a_champion_whose_run_is_gone_is_evaluated_again_or_taken_at_its_recorde
     data_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, get_logger().name)
+    monkeypatch.setenv("FAKE_REPEATED", "5")
     monkeypatch.setenv("FAKE_RIGHT", json.dumps({"0": 1, "2": 2, "4": 8}))  # "0" is a merged model's as well
     train_grpo("grpo-geo3k-tiny", steps=2, overrides=SMALL, run_id="old")
     evaluate_latest(benchmarks=["tiny-geometry"])

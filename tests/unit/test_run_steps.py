@@ -428,7 +428,8 @@ def test_the_newest_checkpoint_is_evaluated_first_and_a_champion_replaced_by_mor
     data_dir: Path, steps: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    # Step 6, seen first, is champion; step 4 is better by chance, and step 2 by six problems of eight.
+    # Step 6, seen first, is champion; step 4 is better by chance, and step 2 by 30 problems of 40.
+    monkeypatch.setenv("FAKE_REPEATED", "5")
     monkeypatch.setenv("FAKE_RIGHT", json.dumps({"2": 8, "4": 3, "6": 2}))
     run = trained("run", "training.steps=6")
     benchmarks = load_benchmarks(["tiny-geometry"])
@@ -480,6 +481,7 @@ def test_a_champion_whose_run_is_gone_is_judged_by_what_is_left_of_it(
     data_dir: Path, steps: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
+    monkeypatch.setenv("FAKE_REPEATED", "5")
     monkeypatch.setenv("FAKE_RIGHT", json.dumps({"0": 1, "2": 2, "4": 8}))  # "0" is a merged model's as well
     trained("old", "training.steps=2")
     evaluated()
