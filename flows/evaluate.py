@@ -11,7 +11,16 @@ from tasks.data import prepare_and_resize
 from tasks.evaluate import evaluate_and_log, suite_of
 from tasks.models import bootstrap_policy
 from tasks.open import find_checkpoint, find_run
-from tasks.suites import SuiteOptions, base_experiment, evaluate_on, find_policy, log_suites, suite_experiments
+from tasks.suites import (
+    CONCURRENCY,
+    KEY_VARIABLE,
+    SuiteOptions,
+    base_experiment,
+    evaluate_on,
+    find_policy,
+    log_suites,
+    suite_experiments,
+)
 
 
 @flow(name="evaluate", flow_run_name="evaluate-{run_id}")
@@ -26,9 +35,21 @@ def evaluate_run(
     return evaluate_and_log(run, suite, find_checkpoint(run), base, validation, experiment)
 
 
-@flow(name="evaluate-suites")
-def evaluate_suites(options: SuiteOptions) -> SuiteReports:
+@flow(name="evaluate-suites", flow_run_name="suites-{model}")
+def evaluate_suites(
+    model: form.EvaluatedModel,
+    suites: form.Suites,
+    problems: form.ProblemsOfSuite = None,
+    data: form.SuiteData = None,
+    served_name: form.ServedName = None,
+    key_variable: form.KeyVariable = KEY_VARIABLE,
+    concurrency: form.Concurrency = CONCURRENCY,
+    overrides: form.Overrides = None,
+) -> SuiteReports:
     """All suites with one start of the engines. The numbers go to MLflow."""
+    options = SuiteOptions(
+        model=model, suites=tuple(suites), problems=problems, data=data, served_name=served_name,
+        key_variable=key_variable, concurrency=concurrency, overrides=tuple(overrides or ()))  # fmt: skip
     base = base_experiment(options, Settings())
     experiments = suite_experiments(options, base)
     policy = find_policy(options, base)

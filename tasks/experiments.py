@@ -124,6 +124,19 @@ EvaluateOn = Annotated[
     str | None, Help("Experiment whose validation problems and evaluation settings are used. Empty: the run's own.")
 ]
 Benchmarks = Annotated[list[str] | None, Help("Names of benchmarks of prefect.yaml. Empty: all.")]
+EvaluatedModel = Annotated[
+    Text,
+    Help(
+        "Name of a run, a model's folder, a Hugging Face id (owner/name), or the address of an OpenAI-compatible "
+        "server (http://HOST:PORT/v1)."
+    ),
+]
+Suites = Annotated[list[str], Help("Benchmark suites or groups of them, such as math-vl."), Field(min_length=1)]
+ProblemsOfSuite = Annotated[int | None, Help("Evaluate only the first so many of each suite. Empty: all."), Field(ge=1)]
+SuiteData = Annotated[Text | None, Help("Folder with one folder or file per suite. Empty: the hub's datasets.")]
+ServedName = Annotated[str | None, Help("The model's name at the address. Empty: the model is no address.")]
+KeyVariable = Annotated[str, Help("Environment variable of the worker with the key of the address.")]
+Concurrency = Annotated[int, Help("Requests to the address at a time."), Field(ge=1)]
 Confidence = Annotated[float, Help("Confidence level at which a new champion must be better."), Field(ge=0.5, lt=1)]
 ExistingRun = Annotated[str, Help("Name of a run: the name of its folder."), Field(pattern=f"^{RUN_ID}$")]
 AllowChanges = Annotated[

@@ -398,7 +398,7 @@ def evaluate(
             concurrency=concurrency, problems=problems, data=data, overrides=tuple(overrides or ()),
         )  # fmt: skip
         suite_experiments(options, base_experiment(options, Settings()))
-        run_once(lambda: evaluate_suites(options), say_how_to_continue)
+        run_once(lambda: evaluate_suites(**options.model_dump(mode="json")), say_how_to_continue)
         return
     if problems is not None or served_name is not None:
         raise typer.BadParameter("--problems and --model need --suite (without it: --set evaluation.problems=100)")

@@ -79,6 +79,7 @@ def test_the_form_shows_the_bounds_of_the_setting() -> None:
 
 ASKED_FOR: dict[str, dict[str, Any]] = {  # deployment to the parameters that whoever runs it has to give
     "evaluate": {"run_id": "grpo-geo3k-20260101-120000-ab12"},
+    "evaluate-suites": {"model": "grpo-geo3k-20260101-120000-ab12", "suites": ["math-vl"]},
     "merge": {"run_id": "grpo-geo3k-20260101-120000-ab12"},
     "ablation-point": {"ablation": "grpo-geo3k-20260101-120000-ab12", "point": "p01", "seed": 0, "steps": 40},
 }
