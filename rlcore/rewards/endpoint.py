@@ -202,6 +202,10 @@ class Silence:
             self._logged = now
             logger.warning("%s. Training waits, for up to %g minutes.", where, self._config.outage_minutes)
 
+    @property
+    def lasts(self) -> bool:
+        return self._since is not None
+
     def broken(self) -> None:
         """The judge has answered."""
         if self._logged is not None and self._since is not None:

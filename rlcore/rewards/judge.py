@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 FIRST_DELAY = 0.5  # seconds before the first retry; doubled for each further one
 LONGEST_DELAY = 10.0
+_WATCH_SECONDS = 1.0
 
 
 class JudgeGrader:
@@ -45,6 +46,7 @@ class JudgeGrader:
         thoughts: ThoughtRule | None = None,
         length: LengthRule | None = None,
         on_progress: Callable[[], None] = lambda: None,
+        on_retry: Callable[[], None] = lambda: None,
     ) -> None:
         """
         Args:
@@ -53,6 +55,8 @@ class JudgeGrader:
             length: penalty that is added to the judge's score.
             on_progress: called while the judge answers, and while the run waits for it. Whatever it raises ends all
                 gradings.
+            on_retry: called once a second while a call is repeated or the judge is away. Whatever it raises ends all
+                gradings, and calls under way are cut off if the judge is away.
 
         Raises:
             RewardError: the rubric or the key cannot be used.
@@ -61,10 +65,12 @@ class JudgeGrader:
         self._config = config
         self._rubric = Rubric(config)
         self._key = key_of(config)
-        self._thoughts, self._length, self._on_progress = thoughts, length, on_progress
+        self._thoughts, self._length = thoughts, length
+        self._on_progress, self._on_retry = on_progress, on_retry
         self._journal = VerdictJournal(folder)
         self._calls, self._tokens = self._journal.calls, self._journal.tokens  # spent by the run
         self._in_flight = 0
+        self._repeated = 0  # calls that wait for their next try
         self._silence = Silence(config)
         self._asking: dict[str, asyncio.Task[Verdict]] = {}
         self._unwritten: list[tuple[Verdict, asyncio.Future[None]]] = []
@@ -89,6 +95,7 @@ class JudgeGrader:
         self._endpoint = Endpoint(self._config, self._key)
         self._slots = asyncio.Semaphore(self._config.concurrency)
         self._changed = asyncio.Condition()
+        self._watcher = asyncio.create_task(self._watch())
 
     def last_failures(self) -> list[str]:
         """Why the latest ungraded completions are ungraded, oldest first."""
@@ -157,7 +164,7 @@ class JudgeGrader:
 
     async def _stop(self) -> None:
         self._fatal = self._fatal or RewardError("the judge's grader was closed while this was being graded.")
-        for task in self._asking.values():
+        for task in (*self._asking.values(), self._watcher):
             task.cancel()
         others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
         await asyncio.gather(*others, return_exceptions=True)
@@ -300,9 +307,27 @@ class JudgeGrader:
     async def _sleep(self, seconds: float) -> None:
         """Sleep in short pieces, so that the driver sees a trainer that waits for its judge as alive."""
         until = time.monotonic() + seconds
-        while (left := until - time.monotonic()) > 0:
-            self._progress()
-            await asyncio.sleep(min(left, 1.0))
+        self._repeated += 1
+        try:
+            while (left := until - time.monotonic()) > 0:
+                self._progress()
+                await asyncio.sleep(min(left, 1.0))
+        finally:
+            self._repeated -= 1
+
+    async def _watch(self) -> None:
+        """End all gradings when ``on_retry`` raises. Calls of a judge that is away may last until their time limit."""
+        while self._fatal is None:
+            await asyncio.sleep(_WATCH_SECONDS)
+            if not (self._repeated or self._silence.lasts):
+                continue
+            try:
+                self._on_retry()
+            except Exception as error:  # noqa: BLE001 - each grading raises it
+                self._fatal = self._fatal or error
+                if self._silence.lasts:
+                    for task in self._asking.values():
+                        task.cancel()
 
     def _progress(self) -> None:
         if self._fatal is not None:
