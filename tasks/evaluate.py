@@ -26,7 +26,14 @@ from tasks.store.made import content_key, fetch, made
 
 _REPORT = "report.json"
 CODE = (
-    *("rlcore/jobs/evaluate.py", "rlcore/evaluation", "rlcore/sampler", "rlcore/rollout", "rlcore/rewards"),
+    *(
+        "rlcore/jobs/evaluate.py",
+        "rlcore/endpoint.py",
+        "rlcore/evaluation",
+        "rlcore/sampler",
+        "rlcore/rollout",
+        "rlcore/rewards",
+    ),
     *("rlcore/models", "rlcore/families", "rlcore/data"),
 )
 _CONFIG = {"seed", "rollout", "data", "resources", "model"}

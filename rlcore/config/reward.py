@@ -23,7 +23,8 @@ class OverlongPenalty(Frozen):
 
 class _AnyReward(Frozen):
     max_ungraded_share: float = Field(0.5, ge=0, le=1)
-    """The step fails if more than this share of a round could not be graded."""
+    """The step fails if more than this share of a round could not be graded. The evaluation of an endpoint fails if the
+    endpoint fails more than this share of the requests."""
     thoughts: Literal["keep", "strip"] = "keep"
     """keep: grade the whole completion. strip: grade only the text after ``</think>``, for models that think. A
     thought that is never closed then counts as an empty, wrong answer; their share is logged as ``unclosed_thought``. A

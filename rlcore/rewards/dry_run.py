@@ -8,9 +8,10 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 import numpy as np
 
 from rlcore.config.reward import FunctionReward, JudgeConfig, JudgeReward, RewardConfig, UserReward
+from rlcore.endpoint import Answered, Away, Denied
 from rlcore.errors import JudgeAwayError, RewardError
 from rlcore.rewards import environment_of, make_reward
-from rlcore.rewards.endpoint import Answered, Endpoint, key_of
+from rlcore.rewards.judge_endpoint import judge_denied, judge_endpoint, judge_key
 from rlcore.rewards.pool import GradingPool
 from rlcore.rewards.protocol import BatchRewardFn
 from rlcore.rewards.rubric import Rubric, opinion_in
@@ -73,15 +74,18 @@ def _judged(config: JudgeConfig, problem: Problem) -> Score:
         RewardError: rubric, key, endpoint, model or answer are not usable.
         JudgeAwayError: the endpoint does not answer.
     """
-    rubric, key = Rubric(config), key_of(config)
+    rubric, key = Rubric(config), judge_key(config)
 
     async def ask() -> Score:
-        endpoint = Endpoint(config, key)
+        endpoint = judge_endpoint(config, key)
         try:
             listed = await endpoint.models()
-            if listed is None:
+            if isinstance(listed, Denied):
+                raise judge_denied(config, listed)
+            if isinstance(listed, Away):
                 raise JudgeAwayError(
-                    f"nothing answers at reward.judge.url {config.url}. Start the judge, or set the url to its address."
+                    f"nothing answers at reward.judge.url {config.url} ({listed.why}). Start the judge, or set the url "
+                    "to its address."
                 )
             if config.model not in listed:
                 raise RewardError(
@@ -91,7 +95,12 @@ def _judged(config: JudgeConfig, problem: Problem) -> Score:
             outcome = await endpoint.ask(rubric.question(problem, problem.answer or "An answer.").body())
         finally:
             await endpoint.close()
-        opinion = opinion_in(outcome.text, cut=outcome.cut) if isinstance(outcome, Answered) else outcome.why
+        if isinstance(outcome, Denied):
+            raise judge_denied(config, outcome)
+        if isinstance(outcome, Answered):
+            opinion = outcome.flaw or opinion_in(outcome.text, cut=outcome.cut)
+        else:
+            opinion = outcome.why
         if isinstance(opinion, str):
             raise RewardError(
                 f"the judge {config.model} at {config.url} gave no verdict on the trial before training: {opinion}. It "
