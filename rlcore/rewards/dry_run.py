@@ -7,7 +7,7 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 
 import numpy as np
 
-from rlcore.config.reward import FunctionReward, JudgeConfig, JudgeReward, RewardConfig, UserReward
+from rlcore.config.reward import FunctionReward, JudgeConfig, JudgeReward, ModelReward, RewardConfig, UserReward
 from rlcore.endpoint import Answered, Away, Denied
 from rlcore.errors import JudgeAwayError, RewardError
 from rlcore.rewards import environment_of, make_reward
@@ -15,6 +15,7 @@ from rlcore.rewards.judge_endpoint import judge_denied, judge_endpoint, judge_ke
 from rlcore.rewards.pool import GradingPool
 from rlcore.rewards.protocol import BatchRewardFn
 from rlcore.rewards.rubric import Rubric, opinion_in
+from rlcore.rewards.scoring import require_scoring_model
 from rlcore.types import Completion, Problem, Score
 
 START_SECONDS = 60.0  # ends a user's file that never returns; a built-in reward loads in about a second
@@ -32,7 +33,7 @@ LETTER_SAMPLE = Problem("dry-run", "Which is 2 + 3? (A) 4 (B) 5", (), "B", "dry 
 
 def dry_run(config: RewardConfig, *, max_completion_tokens: int, problem: Problem | None = None) -> tuple[Score, ...]:
     """Grade three made-up completions: one in the right format, an empty one, and one of 10,000 characters. A judge is
-    asked once, about the right answer.
+    asked once, about the right answer. Of a reward model only the files are checked, without its weights.
 
     Takes about two seconds, and at most the start plus ``deadline_seconds`` (six times that for a batch reward), since
     it stops at the first completion that cannot be graded.
@@ -44,6 +45,9 @@ def dry_run(config: RewardConfig, *, max_completion_tokens: int, problem: Proble
     Raises:
         RewardError: the reward does not load, or a completion could not be graded; with the traceback, if any.
     """
+    if isinstance(config, ModelReward):  # its weights are loaded where it runs
+        require_scoring_model(config.model)
+        return ()
     if isinstance(config, JudgeReward):
         return (_judged(config.judge, problem or SAMPLE),)
     reward = make_reward(config, max_completion_tokens=max_completion_tokens)

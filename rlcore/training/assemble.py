@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from rlcore.adjustments import Adjustments
 from rlcore.config import ExperimentConfig
-from rlcore.config.reward import JudgeReward
+from rlcore.config.reward import JudgeReward, ModelReward
 from rlcore.data.table import load_problems
 from rlcore.distributed.actors import RayRanks, start_ranks, worker_environment
 from rlcore.distributed.cluster import cluster_address, has_gpus, pick_device, start_ray, stop_ray
@@ -168,6 +168,7 @@ def make_grader(
     """
     from rlcore.rewards import environment_of, length_rule, make_reward, thought_rule
     from rlcore.rewards.judge import JudgeGrader
+    from rlcore.rewards.model_grader import ModelGrader
     from rlcore.rewards.pool import GradingPool
 
     reward, budget = config.reward, config.rollout.max_completion_tokens
@@ -180,6 +181,15 @@ def make_grader(
             length=length_rule(reward, budget),
             on_progress=on_progress,
             on_retry=on_retry,
+        )
+    if isinstance(reward, ModelReward):
+        return ModelGrader(
+            reward.model,
+            verdicts,
+            first_free_gpu=None if config.resources.device == "cpu" else config.resources.devices,
+            thoughts=thought_rule(reward, prompt_opens_thought=opens),
+            length=length_rule(reward, budget),
+            on_progress=on_progress,
         )
     return GradingPool(
         make_reward(reward, max_completion_tokens=budget, prompt_opens_thought=opens),

@@ -6,15 +6,12 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any, Literal
 
-from rlcore.config import ExperimentConfig
 from rlcore.failures import EXIT_BAD_CONFIG, EXIT_DONE, EXIT_PREEMPTED
 from rlcore.rewards.verdicts import VerdictJournal
 from rlcore.segment.journal import read_journal
@@ -23,6 +20,7 @@ from rlcore.specs import JobError
 from tests.integration.tiny_run import ALONE, experiment, numbers
 from tests.integration.trainer_process import log_of, manifests, spec_of
 from tests.judge_server import MODEL, Judge, judge_server
+from tests.long.graded_trainer import run_trainer
 from tests.ranks import FORKED
 from tests.train_states import load_full_weights
 
@@ -89,39 +87,10 @@ def kill_itself(when: Kill) -> None:
 
 
 def trainer(spec: Path, kill: Kill | None) -> None:
-    """In a process of its own: the trainer, with forked ranks in place of Ray's."""
-    import rlcore.training.assemble as assemble
-    from rlcore.jobs.segment import main
-    from tests.integration.forked_ranks import ForkedRanks
-
-    @contextmanager
-    def graded_ranks(
-        config: ExperimentConfig,
-        make: Any,
-        *,
-        model: Path,
-        dataset: Path,
-        verdicts: Path,
-        stacks: Path,
-        on_progress: Callable[[], None],
-        on_retry: Callable[[], None],
-    ) -> Iterator[Any]:
-        ranks = ForkedRanks(make, model=model, dataset=dataset, config=config, device="cpu")
-        grader = assemble.make_grader(config, model, verdicts, on_progress, on_retry)
-        try:
-            yield ranks, grader
-        finally:
-            grader.close()
-            ranks.close()
-
     os.environ["MY_JUDGE_KEY"] = KEY
-    log = (spec.parent / "trainer.log").open("ab")
-    os.dup2(log.fileno(), 1)
-    os.dup2(log.fileno(), 2)
-    assemble.graded_ranks = graded_ranks
     if kill is not None:
         kill_itself(kill)
-    sys.exit(main(spec))
+    run_trainer(spec)
 
 
 def start(
