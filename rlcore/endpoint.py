@@ -166,12 +166,12 @@ class Endpoint:
             (choice,) = tree["choices"]
             text, cut = choice["message"].get("content") or "", choice.get("finish_reason") == "length"
             usage = tree.get("usage") or {}
-            tokens = [int(usage.get(name) or 0) for name in ("prompt_tokens", "completion_tokens")]
+            asked, given = int(usage.get("prompt_tokens") or 0), int(usage.get("completion_tokens") or 0)
         except (KeyError, TypeError, AttributeError, ValueError):
             return Answered("", flaw=f"{self._clean(response.text)!r}, which is no chat completion with one choice")
         if not isinstance(text, str):
-            return Answered("", *tokens, flaw=f"{self._clean(response.text)!r}, whose content is no text")
-        return Answered(self._clean(text, None), *tokens, cut)
+            return Answered("", asked, given, flaw=f"{self._clean(response.text)!r}, whose content is no text")
+        return Answered(self._clean(text, None), asked, given, cut)
 
     def _detail(self, response: httpx.Response) -> str:
         return self._clean(f"HTTP {response.status_code}: {response.text}")
