@@ -68,7 +68,7 @@ class TrainerFailedError(RlflowError):
 
 
 class PreemptedError(TrainerFailedError):
-    """The trainer committed a checkpoint and stopped, because it was told to."""
+    """The trainer stopped because it was told to."""
 
 
 class HangError(TrainerFailedError):

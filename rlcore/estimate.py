@@ -19,6 +19,7 @@ GIB = 2**30
 _COMPUTE = 2  # bytes of bfloat16, for forward, backward and sampling
 _LOGITS = 3 * GIB  # algorithms.logprobs.LOGIT_BYTES of float32 logits, and half as much for their gradient
 _TEMPORARIES = 2 * GIB  # one block's forward and backward, and fragmentation
+_SCORER = 2 * GIB  # CUDA and a batch of a reward model's process; an assumption, not measured
 _ENGINE = 2 * GIB  # vLLM's activations and CUDA graphs
 _PROCESS = 4 * GIB  # host memory of a worker before it holds any tensor: torch, vLLM, CUDA's own
 _STACK_COPIES = 3  # of a layer's experts while they are stacked: as stored, each kind stacked, all joined
@@ -95,6 +96,7 @@ class Plan:
     in_flight: float  # unfinished sequences per sequence of a batch; above 1 with partial rollouts
     overlapped: bool  # other GPUs sample the next batch while this one trains
     device: str  # a key of MEMORY
+    reward_model: int = 0  # bytes of a reward model on the policy's first GPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,11 +120,12 @@ class MemoryEstimate:
     host_checkpoint: int  # a worker's copy of its part of the train state, written in the background
     host_offload: int
     host_sampler: int  # weights of an engine that sleeps and keeps them, as one with adapters does
+    reward_model: int = 0  # in a process of its own on the same GPU, with what that process needs
 
     @property
     def loading(self) -> int:
         """While the policy is loaded: a worker reads its own rows, one tensor at a time."""
-        return self.weights + self.reference + self.largest_tensor + _ENGINE
+        return self.weights + self.reference + self.largest_tensor + _ENGINE + self.reward_model
 
     @property
     def host(self) -> int:
@@ -134,12 +137,12 @@ class MemoryEstimate:
     def training(self) -> int:
         """During an update, while the engine sleeps."""
         parts = (self.weights, self.gradients, self.optimizer, self.whole_copy, self.reference, self.activations)
-        return sum(parts) + self.head + self.temporaries
+        return sum(parts) + self.head + self.temporaries + self.reward_model
 
     def sampling(self, offload: bool) -> int:
         """During sampling, on a GPU that also trains."""
         trainer = 0 if offload else self.weights + self.optimizer + self.reference
-        return trainer + self.sampler_weights + max(0, self.kv_cache) + _ENGINE
+        return trainer + self.sampler_weights + max(0, self.kv_cache) + _ENGINE + self.reward_model
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +205,7 @@ def estimate_memory(model: Architecture, plan: Plan) -> MemoryEstimate:
         host_checkpoint=(saved + whole_state) // plan.workers,
         host_offload=weights + reference + whole_state // plan.workers if plan.offload else 0,
         host_sampler=sampler if plan.sleeps and plan.adapters else 0,
+        reward_model=plan.reward_model + _SCORER if plan.reward_model else 0,
     )
 
 

@@ -184,6 +184,7 @@ class SampledGroup:
 
     prompt_token_ids: Ints  # [P], image tokens expanded; without the continued tokens
     completions: tuple[Completion, ...]
+    failure: str = ""  # why an endpoint gave no completion; empty: it did, or there is no endpoint
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -21,7 +21,7 @@ from infra.settings import Settings
 from infra.tracking.results import find_model, read_text
 from rlcore.artifacts import CheckpointRef, DatasetRef, ModelRef
 from rlcore.config import read_experiment
-from rlcore.config.reward import own_file
+from rlcore.config.reward import ModelReward, own_digest, own_file
 from rlcore.data.prompts import template_text
 from rlcore.data.table import PreparedRow, load_rows
 from rlcore.errors import StorageError
@@ -253,6 +253,8 @@ def _origin_rows(origin: Origin, run_dir: str) -> Iterator[tuple[str, str]]:
     yield "started from", f"{origin.base.source}, {origin.base.path} ({origin.base.digest[:_HASH_SHOWN]})"
     reward = f"; reward {folder / origin.reward}" if origin.reward else ""
     yield "prompt template", f"{folder / origin.template}{reward}"
+    if origin.reward_model:
+        yield "reward model", f"fingerprint {origin.reward_model[:_HASH_SHOWN]}"
 
 
 def _versions(versions: dict[str, str]) -> str:
@@ -277,6 +279,7 @@ class Origin(BaseModel):
     train: DatasetRef
     validation: DatasetRef
     base: ModelRef
+    reward_model: str | None = None  # fingerprint of the reward model's folder
 
     @property
     def files(self) -> list[str]:
@@ -288,7 +291,8 @@ def record_origin(
 ) -> Origin:
     """Record the origin of this start, unless an earlier start had the same."""
     folder = origins_dir(run.run_dir)
-    own = own_file(run.experiment.reward)
+    reward = run.experiment.reward
+    own = own_file(reward)
     origin = Origin(
         at=datetime.now(UTC).isoformat(timespec="seconds"),
         commit=facts.commit,
@@ -303,6 +307,7 @@ def record_origin(
         train=train,
         validation=validation,
         base=base,
+        reward_model=own_digest(reward) if isinstance(reward, ModelReward) else None,
     )
     known = [item.model_copy(update={"at": origin.at}) for item in read_origins(run.run_dir)]
     if origin not in known:

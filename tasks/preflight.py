@@ -23,7 +23,7 @@ from infra.store import download
 from infra.tracking.extra import check_installed
 from infra.tracking.tracker import check_reachable
 from rlcore.config import ExperimentConfig, ModelConfig
-from rlcore.config.reward import JudgeReward
+from rlcore.config.reward import JudgeReward, ModelReward
 from rlcore.data.prepare.sources import ImageCell, open_source, parse_source
 from rlcore.data.prompts import template_text
 from rlcore.data.rejects import Unusable
@@ -236,6 +236,8 @@ def _reward(experiment: ExperimentConfig, settings: Settings) -> str:
         scores = dry_run(reward, max_completion_tokens=budget, problem=problem)
     if isinstance(reward, JudgeReward):
         return f"judge {reward.judge.model} at {reward.judge.url}, {scores[0].reward:g} for a right answer"
+    if isinstance(reward, ModelReward):
+        return f"model {reward.model.path}: one label, a chat template"
     if scores:
         return f"{experiment.reward.name}, {len(scores)} made-up completions graded"
     return f"{experiment.reward.name}, loaded; it is tried once the data is prepared"

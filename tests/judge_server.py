@@ -35,12 +35,17 @@ class Judge:
         self.answer: Answer = at_random
         self.seconds = 0.0  # of one answer
         self.away = threading.Event()  # answers nothing but 503 while it is set
+        self.holds = threading.Event()  # answers nothing at all while it is set
         self.keys: set[str | None] = set()
         self.most_at_once = 0
         self.asked: Counter[str] = Counter()  # calls that were answered with 200, by their text
         self.requests: list[dict[str, Any]] = []
         self._at_once = 0
         self._lock = threading.Lock()
+
+    def wait(self) -> None:
+        while self.holds.is_set():
+            time.sleep(0.02)
 
     def reply(self, request: dict[str, Any], key: str | None) -> tuple[int, Any]:
         with self._lock:
@@ -49,6 +54,7 @@ class Judge:
             self.most_at_once = max(self.most_at_once, self._at_once)
         try:
             time.sleep(self.seconds)
+            self.wait()
             if self.away.is_set():
                 return 503, {"error": "starting"}
             status, tree = self.answer(request)
@@ -68,6 +74,7 @@ def judge_server(port: int = 0) -> Iterator[Judge]:
         protocol_version = "HTTP/1.1"
 
         def do_GET(self) -> None:
+            judge.wait()
             if judge.away.is_set():
                 self._send(503, {"error": "starting"})
             else:

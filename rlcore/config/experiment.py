@@ -27,6 +27,7 @@ FREE_SETTINGS = (
     "resources.", "segment.", "evaluation.", "recovery.", "health", "reward.processes",
     "reward.judge.url", "reward.judge.key_variable", "reward.judge.budget", "reward.judge.concurrency",
     "reward.judge.retries", "reward.judge.timeout_seconds", "reward.judge.outage_minutes",
+    "reward.model.device", "reward.model.batch_size",
     "model.gradient_checkpointing", "model.check",
     "training.tokens_per_microbatch", "training.compile_blocks", "training.reshard_after_forward",
     "training.sequence_parallel", "training.offload",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
@@ -23,7 +25,8 @@ class OverlongPenalty(Frozen):
 
 class _AnyReward(Frozen):
     max_ungraded_share: float = Field(0.5, ge=0, le=1)
-    """The step fails if more than this share of a round could not be graded."""
+    """The step fails if more than this share of a round could not be graded. The evaluation of an endpoint fails if the
+    endpoint fails more than this share of the requests."""
     thoughts: Literal["keep", "strip"] = "keep"
     """keep: grade the whole completion. strip: grade only the text after ``</think>``, for models that think. A
     thought that is never closed then counts as an empty, wrong answer; their share is logged as ``unclosed_thought``. A
@@ -224,6 +227,46 @@ class JudgeReward(_AnyReward):
     judge: JudgeConfig
 
 
+class ScoringModelConfig(Frozen):
+    """A reward model of Hugging Face, and how its score becomes a reward."""
+
+    path: Path
+    """Folder of a sequence-classification model with one label, its tokenizer and chat template. A relative path starts
+    at the current directory."""
+    device: str = Field("auto", pattern=r"^(auto|cpu|cuda:\d+)$")
+    """auto: the first GPU that the run does not use, else the CPU. cpu, or a GPU such as cuda:0, which may be one
+    of the policy's if both fit."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Data type of the weights."""
+    batch_size: int = Field(8, ge=1)
+    """Most conversations in one pass. The size changes a score by rounding only."""
+    max_tokens: int = Field(8192, ge=1)
+    """Longest conversation in tokens. A completion of a longer one is ungraded."""
+    mean: float = 0.0
+    """Subtracted from the model's score."""
+    std: float = Field(1.0, gt=0)
+    """The difference is divided by it."""
+    scale: Literal["raw", "sigmoid"] = "raw"
+    """raw: the result is the score. sigmoid: 1 / (1 + exp(-result)), between 0 and 1."""
+    format: Literal["math", "r1v"] = "math"
+    """Whose format counts: that of the reward ``math`` or ``r1v``."""
+    format_weight: float = Field(0.0, ge=0, le=1)
+    """The reward is (1 - format_weight) * score + format_weight * format."""
+
+    @field_validator("path")
+    @classmethod
+    def _make_absolute(cls, path: Path) -> Path:
+        """So that every process uses the same folder."""
+        return path.expanduser().absolute()
+
+
+class ModelReward(_AnyReward):
+    """The score of a reward model, which runs in a process of its own (docs/howto/reward-model.md)."""
+
+    name: Literal["model"] = "model"
+    model: ScoringModelConfig
+
+
 def _is_variable(name: str) -> bool:
     return name.isascii() and name.isidentifier()
 
@@ -242,7 +285,7 @@ FunctionReward = (
     | UserReward
 )
 RewardConfig = Annotated[
-    FunctionReward | JudgeReward,
+    FunctionReward | JudgeReward | ModelReward,
     Field(discriminator="name"),
     named_by_default("math"),
 ]
@@ -256,3 +299,32 @@ def own_file(reward: RewardConfig) -> Path | None:
         case JudgeReward() if Path(reward.judge.rubric).is_absolute():
             return Path(reward.judge.rubric)
     return None
+
+
+def own_digest(reward: RewardConfig) -> str | None:
+    """Hash of the user's own files that the reward depends on, if any: a file, or the folder of a reward model.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    if isinstance(reward, ModelReward):
+        return folder_fingerprint(reward.model.path)
+    file = own_file(reward)
+    return None if file is None else hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+def folder_fingerprint(folder: Path) -> str:
+    """Hash of the names and contents of a folder's files, without hidden ones. Changed files are read again."""
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and not path.name.startswith(".")]
+    states = [(path, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+    return _content_hash(folder, tuple(states))
+
+
+@cache
+def _content_hash(folder: Path, states: tuple[tuple[Path, int, int], ...]) -> str:
+    digest = hashlib.sha256()
+    for path, _, _ in states:
+        with path.open("rb") as file:
+            digest.update(f"{path.relative_to(folder).as_posix()} ".encode())
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()

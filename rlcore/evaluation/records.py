@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict
 from rlcore.artifacts import DatasetRef, EvalReport, ModelRef
 from rlcore.config import ExperimentConfig
 from rlcore.config.experiment import FREE_SETTINGS
-from rlcore.config.reward import own_file
+from rlcore.config.reward import own_digest
 from rlcore.files import write_json_atomically
 from rlcore.segment.journal import StepRecord, read_journal
 
@@ -39,9 +39,7 @@ def suite_digest(experiment: ExperimentConfig, dataset: DatasetRef, base: ModelR
     values = {k: v for k, v in experiment.flat().items() if k.startswith(_GROUPS) and not k.startswith(FREE_SETTINGS)}
     if experiment.data.layout is None:  # records that were made before this setting existed stay known
         values.pop("data.layout", None)
-    file = own_file(experiment.reward)
-    own = None if file is None else hashlib.sha256(file.read_bytes()).hexdigest()
-    content = [values, experiment.evaluation.suite(), dataset.digest, base.digest, own]
+    content = [values, experiment.evaluation.suite(), dataset.digest, base.digest, own_digest(experiment.reward)]
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:24]
 
 

@@ -37,6 +37,7 @@ class EvalRow:
     num_tokens: int
     group: str | None = None  # the problem's value in ``evaluation.group_column``
     given: str | None = None  # the answer that was graded; None: there is none, or the reward tells none
+    failure: str | None = None  # why an endpoint gave no completion; the row is ungraded
 
 
 _TEXT = ("str", "str | None", "FinishReason")
@@ -46,7 +47,7 @@ _SCHEMA = pa.schema([(column.name, _TYPES.get(str(column.type), pa.float64())) f
 
 def evaluate(sampler: Sampler, grader: Grader, problems: Sequence[Problem], config: EvaluationConfig) -> list[EvalRow]:
     """``config.samples`` completions of each of the first ``config.problems`` problems, graded while others are
-    sampled.
+    sampled. A request that an endpoint fails gives an ungraded row with its message.
 
     Rows are ordered by problem, then by sample.
 
@@ -64,14 +65,20 @@ def evaluate(sampler: Sampler, grader: Grader, problems: Sequence[Problem], conf
         for problem, sample in pairs
     ]
     completions: dict[int, Completion] = {}
+    failures: dict[int, str] = {}
     gradings: list[tuple[list[int], Future[list[Score]]]] = []
     for ended in sampler.generate(requests):
-        completions |= {place: group.completions[0] for place, group in ended.items()}
-        places = list(ended)
+        failures |= {place: group.failure for place, group in ended.items() if group.failure}
+        places = [place for place in ended if place not in failures]
+        if not places:
+            continue
+        completions |= {place: ended[place].completions[0] for place in places}
         gradings.append((places, grader.submit([pairs[i][0] for i in places], [completions[i] for i in places])))
     scores = {i: score for places, grading in gradings for i, score in zip(places, grading.result(), strict=True)}
     return [
-        _row(problem, sample, completions[i], scores[i], groups.get(problem.problem_id))
+        _failed_row(problem, sample, failures[i], groups.get(problem.problem_id))
+        if i in failures
+        else _row(problem, sample, completions[i], scores[i], groups.get(problem.problem_id))
         for i, (problem, sample) in enumerate(pairs)
     ]
 
@@ -117,6 +124,24 @@ def _row(problem: Problem, sample: int, completion: Completion, score: Score, gr
         num_tokens=len(completion.token_ids),
         group=group,
         given=score.answer,
+    )
+
+
+def _failed_row(problem: Problem, sample: int, failure: str, group: str | None) -> EvalRow:
+    return EvalRow(
+        problem_id=problem.problem_id,
+        sample=sample,
+        question=problem.conversation,
+        answer=problem.answer,
+        completion="",
+        reward=0.0,
+        accuracy=None,
+        format=None,
+        graded=False,
+        finish_reason="stop",
+        num_tokens=0,
+        group=group,
+        failure=failure,
     )
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Protocol
 
 from rlcore.config import EvaluationConfig
+from rlcore.errors import PreemptedError
 from rlcore.evaluation.records import TABLE, ValidationRecord, read_records, record_folder, write_record
 from rlcore.evaluation.report import summarise
 from rlcore.evaluation.rows import evaluate, write_rows
@@ -60,7 +61,7 @@ class Validation:
         started = time.perf_counter()
         try:
             rows = evaluate(_Stoppable(self.sampler, self.should_stop), self.grader, self.problems, self.config)
-        except StoppedError:
+        except (StoppedError, PreemptedError):
             logger.info("the evaluation of step %d is left to the next trainer: this one has to stop", step)
             return False
         self.sampler.reset_sampler_caches()

@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlcore.errors import HealthError, LeaseLostError, WorkerTraceback
+from rlcore.errors import HealthError, LeaseLostError, PreemptedError, WorkerTraceback
 from rlcore.evaluation.records import (
     cut_records,
     has_plateaued,
@@ -102,6 +102,16 @@ class StopRequest:
             return True
         return self._heartbeat.seconds(state.heartbeat) > self._deadline
 
+    def end_waiting(self) -> None:
+        """Called while the trainer waits for a judge that does not answer, which may take longer than a stop leaves it.
+
+        Raises:
+            PreemptedError: the trainer has to stop.
+            LeaseLostError: another trainer has taken over: stop without writing anything.
+        """
+        if self.preempted():
+            raise PreemptedError("the trainer was told to stop while it waited for the judge. Continue the run.")
+
     def begin_segment(self, minutes: float | None) -> None:
         """Start the clock of a segment. It ends with the first batch that finishes after ``minutes``."""
         self._segment_ends_at = None if minutes is None else self._now() + 60 * minutes
@@ -168,6 +178,7 @@ def _train_segments(spec: SegmentSpec, stop: StopRequest, lease: Lease) -> int:
         sink=TrainerSink(journal, seconds, health),
         on_batch=partial(write_batch, spec.run_dir),
         on_progress=stop.progress,
+        on_retry=stop.end_waiting,
         adjustments=spec.adjustments,
         run_dir=spec.run_dir,
         stacks=live_stacks(spec.run_dir),

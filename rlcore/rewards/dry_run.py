@@ -7,13 +7,15 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 
 import numpy as np
 
-from rlcore.config.reward import FunctionReward, JudgeConfig, JudgeReward, RewardConfig, UserReward
+from rlcore.config.reward import FunctionReward, JudgeConfig, JudgeReward, ModelReward, RewardConfig, UserReward
+from rlcore.endpoint import Answered, Away, Denied
 from rlcore.errors import JudgeAwayError, RewardError
 from rlcore.rewards import environment_of, make_reward
-from rlcore.rewards.endpoint import Answered, Endpoint, key_of
+from rlcore.rewards.judge_endpoint import judge_denied, judge_endpoint, judge_key
 from rlcore.rewards.pool import GradingPool
 from rlcore.rewards.protocol import BatchRewardFn
 from rlcore.rewards.rubric import Rubric, opinion_in
+from rlcore.rewards.scoring import require_scoring_model
 from rlcore.types import Completion, Problem, Score
 
 START_SECONDS = 60.0  # ends a user's file that never returns; a built-in reward loads in about a second
@@ -31,7 +33,7 @@ LETTER_SAMPLE = Problem("dry-run", "Which is 2 + 3? (A) 4 (B) 5", (), "B", "dry 
 
 def dry_run(config: RewardConfig, *, max_completion_tokens: int, problem: Problem | None = None) -> tuple[Score, ...]:
     """Grade three made-up completions: one in the right format, an empty one, and one of 10,000 characters. A judge is
-    asked once, about the right answer.
+    asked once, about the right answer. Of a reward model only the files are checked, without its weights.
 
     Takes about two seconds, and at most the start plus ``deadline_seconds`` (six times that for a batch reward), since
     it stops at the first completion that cannot be graded.
@@ -43,6 +45,9 @@ def dry_run(config: RewardConfig, *, max_completion_tokens: int, problem: Proble
     Raises:
         RewardError: the reward does not load, or a completion could not be graded; with the traceback, if any.
     """
+    if isinstance(config, ModelReward):  # its weights are loaded where it runs
+        require_scoring_model(config.model)
+        return ()
     if isinstance(config, JudgeReward):
         return (_judged(config.judge, problem or SAMPLE),)
     reward = make_reward(config, max_completion_tokens=max_completion_tokens)
@@ -73,15 +78,18 @@ def _judged(config: JudgeConfig, problem: Problem) -> Score:
         RewardError: rubric, key, endpoint, model or answer are not usable.
         JudgeAwayError: the endpoint does not answer.
     """
-    rubric, key = Rubric(config), key_of(config)
+    rubric, key = Rubric(config), judge_key(config)
 
     async def ask() -> Score:
-        endpoint = Endpoint(config, key)
+        endpoint = judge_endpoint(config, key)
         try:
             listed = await endpoint.models()
-            if listed is None:
+            if isinstance(listed, Denied):
+                raise judge_denied(config, listed)
+            if isinstance(listed, Away):
                 raise JudgeAwayError(
-                    f"nothing answers at reward.judge.url {config.url}. Start the judge, or set the url to its address."
+                    f"nothing answers at reward.judge.url {config.url} ({listed.why}). Start the judge, or set the url "
+                    "to its address."
                 )
             if config.model not in listed:
                 raise RewardError(
@@ -91,7 +99,12 @@ def _judged(config: JudgeConfig, problem: Problem) -> Score:
             outcome = await endpoint.ask(rubric.question(problem, problem.answer or "An answer.").body())
         finally:
             await endpoint.close()
-        opinion = opinion_in(outcome.text, cut=outcome.cut) if isinstance(outcome, Answered) else outcome.why
+        if isinstance(outcome, Denied):
+            raise judge_denied(config, outcome)
+        if isinstance(outcome, Answered):
+            opinion = outcome.flaw or opinion_in(outcome.text, cut=outcome.cut)
+        else:
+            opinion = outcome.why
         if isinstance(opinion, str):
             raise RewardError(
                 f"the judge {config.model} at {config.url} gave no verdict on the trial before training: {opinion}. It "

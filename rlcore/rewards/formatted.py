@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from decimal import Decimal
 from functools import partial
+from typing import Literal
 
 from rlcore.errors import RewardError
 from rlcore.rewards.dapo import answer_line
@@ -209,6 +210,11 @@ _JUDGES: Mapping[str, Callable[[str, Problem], _Judged]] = {
     "choice_or_value": _choice_or_value,
 }
 """By reward.name."""
+
+
+def is_well_formed(text: str, name: Literal["math", "r1v"]) -> bool:
+    """Whether a completion has the format of this reward."""
+    return (format_parts(text) if name == "math" else answer_parts(text)).well_formed
 
 
 def formatted_reward(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 import threading
 import time
 from collections import Counter, deque
@@ -19,9 +18,10 @@ from pathlib import Path
 from typing import Any, Self
 
 from rlcore.config.reward import JudgeConfig
+from rlcore.endpoint import Answered, Away, Denied, Failed, Refused, delay_before
 from rlcore.errors import BudgetSpentError, RewardError
 from rlcore.rewards.dapo import LengthRule
-from rlcore.rewards.endpoint import Answered, Away, Endpoint, Failed, Refused, Silence, key_of
+from rlcore.rewards.judge_endpoint import judge_denied, judge_endpoint, judge_key, judge_silence
 from rlcore.rewards.pool import UNGRADED
 from rlcore.rewards.rubric import Question, Rubric, opinion_in
 from rlcore.rewards.thoughts import ThoughtRule
@@ -30,8 +30,7 @@ from rlcore.types import Completion, Problem, Score
 
 logger = logging.getLogger(__name__)
 
-FIRST_DELAY = 0.5  # seconds before the first retry; doubled for each further one
-LONGEST_DELAY = 10.0
+_WATCH_SECONDS = 1.0
 
 
 class JudgeGrader:
@@ -45,6 +44,7 @@ class JudgeGrader:
         thoughts: ThoughtRule | None = None,
         length: LengthRule | None = None,
         on_progress: Callable[[], None] = lambda: None,
+        on_retry: Callable[[], None] = lambda: None,
     ) -> None:
         """
         Args:
@@ -53,6 +53,8 @@ class JudgeGrader:
             length: penalty that is added to the judge's score.
             on_progress: called while the judge answers, and while the run waits for it. Whatever it raises ends all
                 gradings.
+            on_retry: called once a second while a call is repeated or the judge is away. Whatever it raises ends all
+                gradings, and calls under way are cut off if the judge is away.
 
         Raises:
             RewardError: the rubric or the key cannot be used.
@@ -60,12 +62,14 @@ class JudgeGrader:
         """
         self._config = config
         self._rubric = Rubric(config)
-        self._key = key_of(config)
-        self._thoughts, self._length, self._on_progress = thoughts, length, on_progress
+        self._key = judge_key(config)
+        self._thoughts, self._length = thoughts, length
+        self._on_progress, self._on_retry = on_progress, on_retry
         self._journal = VerdictJournal(folder)
         self._calls, self._tokens = self._journal.calls, self._journal.tokens  # spent by the run
         self._in_flight = 0
-        self._silence = Silence(config)
+        self._repeated = 0  # calls that wait for their next try
+        self._silence = judge_silence(config)
         self._asking: dict[str, asyncio.Task[Verdict]] = {}
         self._unwritten: list[tuple[Verdict, asyncio.Future[None]]] = []
         self._writer: asyncio.Task[None] | None = None
@@ -86,9 +90,10 @@ class JudgeGrader:
             )
 
     async def _open(self) -> None:
-        self._endpoint = Endpoint(self._config, self._key)
+        self._endpoint = judge_endpoint(self._config, self._key)
         self._slots = asyncio.Semaphore(self._config.concurrency)
         self._changed = asyncio.Condition()
+        self._watcher = asyncio.create_task(self._watch())
 
     def last_failures(self) -> list[str]:
         """Why the latest ungraded completions are ungraded, oldest first."""
@@ -157,7 +162,7 @@ class JudgeGrader:
 
     async def _stop(self) -> None:
         self._fatal = self._fatal or RewardError("the judge's grader was closed while this was being graded.")
-        for task in self._asking.values():
+        for task in (*self._asking.values(), self._watcher):
             task.cancel()
         others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
         await asyncio.gather(*others, return_exceptions=True)
@@ -243,20 +248,22 @@ class JudgeGrader:
                 self._silence.broken()
             pause = 0.0
             match outcome:
-                case Answered(text=text, cut=cut):
-                    opinion = opinion_in(text, cut=cut)
+                case Answered(text=text, cut=cut, flaw=flaw):
+                    opinion = flaw or opinion_in(text, cut=cut)
                     if not isinstance(opinion, str):
                         return opinion.score, opinion.reason
                     why, failed = f"invalid answer: {opinion}", failed + 1
                 case Refused(why=detail):
                     return None, f"refused: {detail}"
+                case Denied():
+                    raise judge_denied(self._config, outcome)
                 case Failed(why=detail):
                     why, failed = f"failed: {detail}", failed + 1
                 case Away(why=detail, seconds=seconds):
                     pause = seconds
                     self._silence.note(detail)
             if failed <= self._config.retries:
-                await self._sleep(max(pause, _delay(delays)))
+                await self._sleep(max(pause, delay_before(delays)))
                 delays += 1
         return None, why
 
@@ -300,9 +307,27 @@ class JudgeGrader:
     async def _sleep(self, seconds: float) -> None:
         """Sleep in short pieces, so that the driver sees a trainer that waits for its judge as alive."""
         until = time.monotonic() + seconds
-        while (left := until - time.monotonic()) > 0:
-            self._progress()
-            await asyncio.sleep(min(left, 1.0))
+        self._repeated += 1
+        try:
+            while (left := until - time.monotonic()) > 0:
+                self._progress()
+                await asyncio.sleep(min(left, 1.0))
+        finally:
+            self._repeated -= 1
+
+    async def _watch(self) -> None:
+        """End all gradings when ``on_retry`` raises. Calls of a judge that is away may last until their time limit."""
+        while self._fatal is None:
+            await asyncio.sleep(_WATCH_SECONDS)
+            if not (self._repeated or self._silence.lasts):
+                continue
+            try:
+                self._on_retry()
+            except Exception as error:  # noqa: BLE001 - each grading raises it
+                self._fatal = self._fatal or error
+                if self._silence.lasts:
+                    for task in self._asking.values():
+                        task.cancel()
 
     def _progress(self) -> None:
         if self._fatal is not None:
@@ -344,11 +369,6 @@ class JudgeGrader:
 def _verdict(key: str, score: float | None, reason: str, question: Question, cost: Mapping[str, int]) -> Verdict:
     now = time.time_ns() // 1_000_000
     return Verdict(key, score, reason, question.problem_id, cost.get("calls", 0), cost.get("tokens", 0), now)
-
-
-def _delay(failures: int) -> float:
-    """Seconds before the next try: doubled each time. A random factor keeps requests from coming at the same time."""
-    return float(min(LONGEST_DELAY, FIRST_DELAY * 2 ** min(failures, 10)) * random.uniform(0.5, 1.0))
 
 
 def _limit(number: int | None) -> str:

@@ -6,32 +6,33 @@ counted.
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import io
-import os
-import random
-import time
+import json
+import logging
+import threading
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict
-from http import HTTPStatus
+from queue import SimpleQueue
 from typing import Any
 
-import httpx
 import numpy as np
 
 from rlcore.artifacts import EndpointRef
 from rlcore.config import ExperimentConfig
 from rlcore.data.pixels import IMAGE_MARKER, ImageStore
 from rlcore.data.prompts import MessageBuilder
+from rlcore.endpoint import Answered, Away, Denied, Endpoint, Failed, Refused, delay_before, key_in
 from rlcore.errors import ModelError, ServerError
-from rlcore.types import Completion, FinishReason, ImageRef, SampledGroup, SampleRequest
+from rlcore.types import Completion, ImageRef, SampledGroup, SampleRequest
 
 UNKNOWN_TOKEN = -1
-DELAYS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)  # seconds before each retry, times 1 to 1.5
-_TIMEOUT = httpx.Timeout(1800.0, connect=20.0)  # a long completion of a busy server takes minutes
-_PASSING = (HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.CONFLICT, HTTPStatus.TOO_EARLY, HTTPStatus.TOO_MANY_REQUESTS)
-_MAX_SHOWN = 500  # characters of a server's answer in an error
+RETRIES = 9  # of one request; together they wait for about a minute
+_TIMEOUT_SECONDS = 1800.0  # a long completion of a busy server takes minutes
+_MAX_LOGGED = 10  # failures of one evaluation
+
+logger = logging.getLogger(__name__)
 
 
 class EndpointSampler:
@@ -41,62 +42,131 @@ class EndpointSampler:
         images: of the dataset that the problems come from.
 
     Raises:
-        ConfigError: as ``MessageBuilder``.
+        ConfigError: as ``MessageBuilder``, or the key cannot be sent.
     """
 
     def __init__(
-        self, endpoint: EndpointRef, config: ExperimentConfig, images: ImageStore, delays: Sequence[float] = DELAYS
+        self, endpoint: EndpointRef, config: ExperimentConfig, images: ImageStore, retries: int = RETRIES
     ) -> None:
-        self._endpoint, self._images, self._delays = endpoint, images, delays
+        self._ref, self._images, self._retries = endpoint, images, retries
         self._max_tokens = config.rollout.max_completion_tokens
+        self._max_failed_share = config.reward.max_ungraded_share
         self._messages = MessageBuilder(config.data)
-        self._key = os.environ.get(endpoint.key_variable, "")
-        headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
-        limits = httpx.Limits(max_connections=endpoint.concurrency)
-        # trust_env=False: neither a proxy nor .netrc gets to see the key
-        self._client = httpx.Client(headers=headers, timeout=_TIMEOUT, limits=limits, trust_env=False)
+        self._key = key_in(endpoint.key_variable)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="endpoint", daemon=True)
+        self._thread.start()
+        asyncio.run_coroutine_threadsafe(self._open(), self._loop).result()
+
+    async def _open(self) -> None:
+        concurrency = self._ref.concurrency
+        self._endpoint = Endpoint(self._ref.url, self._key, timeout_seconds=_TIMEOUT_SECONDS, concurrency=concurrency)
+        self._slots = asyncio.Semaphore(concurrency)
 
     def generate(self, requests: Sequence[SampleRequest]) -> Iterator[dict[int, SampledGroup]]:
-        """Yields each group as it comes (``types.Sampler``); at most ``concurrency`` requests run at a time.
+        """Yields each group as it comes (``types.Sampler``); at most ``concurrency`` requests run at a time. The group
+        of a request that the server refuses has a ``failure`` and no completion.
 
         Raises:
-            ModelError: the server refuses a request.
+            ModelError: the server refuses the key, the address or the model, or it fails more than
+                ``reward.max_ungraded_share`` of the requests.
             ServerError: the server does not answer, also after all retries.
         """
-        pool = ThreadPoolExecutor(self._endpoint.concurrency)
+        results: SimpleQueue[tuple[int, Completion | str | Exception]] = SimpleQueue()
+        work = asyncio.run_coroutine_threadsafe(self._sample_all(requests, results), self._loop)
+        failed = 0
         try:
-            places = {pool.submit(self._sample, request): index for index, request in enumerate(requests)}
-            for ended in as_completed(places):
-                yield {places[ended]: SampledGroup(np.zeros(0, np.int32), (ended.result(),))}
+            for _ in requests:
+                index, result = results.get()
+                if isinstance(result, Exception):
+                    raise result
+                if isinstance(result, str):
+                    failed += 1
+                    self._note_failure(requests[index].problem.problem_id, result, failed, len(requests))
+                    yield {index: SampledGroup(np.zeros(0, np.int32), (), result)}
+                else:
+                    yield {index: SampledGroup(np.zeros(0, np.int32), (result,))}
         finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+            work.cancel()
+        if failed:
+            logger.warning("%d of %d requests failed; they count as ungraded", failed, len(requests))
 
     def close(self) -> None:
-        self._client.close()
+        asyncio.run_coroutine_threadsafe(self._endpoint.close(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
 
-    def _sample(self, request: SampleRequest) -> Completion:
+    def _note_failure(self, problem_id: str, why: str, failed: int, requests: int) -> None:
+        """
+        Raises:
+            ModelError: too many requests have failed.
+        """
+        if failed <= _MAX_LOGGED:
+            logger.warning("problem %s has no completion: %s", problem_id, why)
+        if failed > self._max_failed_share * requests:
+            raise ModelError(
+                f"{self._ref.url} failed {failed} of {requests} requests for the model {self._ref.model!r}, allowed is "
+                f"a share of {self._max_failed_share:g} (reward.max_ungraded_share). The last one: {why}. Check the "
+                "address, the model's name and the server's limits."
+            )
+
+    async def _sample_all(
+        self, requests: Sequence[SampleRequest], results: SimpleQueue[tuple[int, Completion | str | Exception]]
+    ) -> None:
+        async def sample(index: int, request: SampleRequest) -> None:
+            try:
+                async with self._slots:
+                    results.put((index, await self._sample(request)))
+            except Exception as error:  # noqa: BLE001 - generate raises it
+                results.put((index, error))
+
+        await asyncio.gather(*(sample(index, request) for index, request in enumerate(requests)))
+
+    async def _sample(self, request: SampleRequest) -> Completion | str:
+        """The completion, or why there is none.
+
+        Raises:
+            ModelError: the server refuses the key, the address or the model.
+            ServerError: the server does not answer.
+        """
+        body = await asyncio.to_thread(self._body, request)
+        why = ""
+        for retry in range(self._retries + 1):
+            pause = 0.0
+            match outcome := await self._endpoint.ask(body):
+                case Answered(flaw=""):
+                    return _completion(outcome)
+                case Answered(flaw=flaw):
+                    return f"the answer is {flaw}"
+                case Refused(why=why):
+                    return why
+                case Denied(why=why):
+                    raise ModelError(
+                        f"{self._ref.url} refuses a request for the model {self._ref.model!r}: {why}. Check the "
+                        f"address, the model's name, the key in ${self._ref.key_variable}, and the server's limits."
+                    )
+                case Away(why=why, seconds=pause):
+                    pass
+                case Failed(why=why):
+                    pass
+            if retry < self._retries:
+                await asyncio.sleep(max(pause, delay_before(retry)))
+        if isinstance(outcome, Failed):
+            return why
+        raise ServerError(f"{self._ref.url} does not answer after {self._retries + 1} tries: {why}. Check the server.")
+
+    def _body(self, request: SampleRequest) -> bytes:
         decoding = {} if request.decoding is None else asdict(request.decoding)
-        answer = self._post(
+        return json.dumps(
             {
-                "model": self._endpoint.model,
+                "model": self._ref.model,
                 "messages": self._chat(request),
                 "max_tokens": self._max_tokens,
                 "seed": request.seed,
                 **decoding,
             }
-        )
-        try:
-            (choice,) = answer["choices"]
-            text = choice["message"].get("content") or ""
-            count = int((answer.get("usage") or {}).get("completion_tokens") or 0)
-            reason: FinishReason = "length" if choice.get("finish_reason") == "length" else "stop"
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise ModelError(
-                f"{self._endpoint.url} answered {self._shown(str(answer))!r}, which is no chat completion with one "
-                "choice. Check that the address ends where /chat/completions begins."
-            ) from error
-        tokens = np.full(count, UNKNOWN_TOKEN, np.int32)
-        return Completion.one_turn(tokens, np.zeros(count, np.float32), text, reason, 0)
+        ).encode()
 
     def _chat(self, request: SampleRequest) -> list[dict[str, Any]]:
         problem = request.problem
@@ -121,33 +191,8 @@ class EndpointSampler:
         self._images.read(image).save(buffer, "PNG")
         return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
 
-    def _post(self, body: dict[str, Any]) -> Any:
-        url, variable = f"{self._endpoint.url.rstrip('/')}/chat/completions", self._endpoint.key_variable
-        problem = ""
-        for delay in (*self._delays, None):
-            try:
-                answer = self._client.post(url, json=body)
-            except httpx.TransportError as error:
-                problem = f"{type(error).__name__}: {error}"
-            else:
-                if answer.is_success:
-                    return self._json(answer, url)
-                problem = f"HTTP {answer.status_code}: {self._shown(answer.text)}"
-                if answer.status_code < HTTPStatus.INTERNAL_SERVER_ERROR and answer.status_code not in _PASSING:
-                    raise ModelError(
-                        f"{url} refuses a request for the model {self._endpoint.model!r}: {problem}. Check the "
-                        f"address, the model's name, the key in ${variable}, and the server's limits."
-                    )
-            if delay is not None:
-                time.sleep(delay * random.uniform(1, 1.5))
-        raise ServerError(f"{url} does not answer after {len(self._delays) + 1} tries: {problem}. Check the server.")
 
-    def _json(self, answer: httpx.Response, url: str) -> Any:
-        try:
-            return answer.json()
-        except ValueError:
-            raise ModelError(f"{url} answered {self._shown(answer.text)!r}, which is not JSON.") from None
-
-    def _shown(self, text: str) -> str:
-        """The beginning of an answer, without the key, which some servers repeat in their errors."""
-        return (text.replace(self._key, "***") if self._key else text)[:_MAX_SHOWN]
+def _completion(answer: Answered) -> Completion:
+    count = answer.completion_tokens
+    tokens = np.full(count, UNKNOWN_TOKEN, np.int32)
+    return Completion.one_turn(tokens, np.zeros(count, np.float32), answer.text, "length" if answer.cut else "stop", 0)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from rlcore.adjustments import Adjustments
 from rlcore.config import ExperimentConfig
-from rlcore.config.reward import JudgeReward
+from rlcore.config.reward import JudgeReward, ModelReward
 from rlcore.data.table import load_problems
 from rlcore.distributed.actors import RayRanks, start_ranks, worker_environment
 from rlcore.distributed.cluster import cluster_address, has_gpus, pick_device, start_ray, stop_ray
@@ -43,6 +43,7 @@ def training_run(
     sink: MetricSink,
     on_batch: OnBatch,
     on_progress: Callable[[], None],
+    on_retry: Callable[[], None],
     adjustments: Adjustments,
     run_dir: Path,
     stacks: Path,
@@ -51,6 +52,7 @@ def training_run(
 
     Args:
         on_progress: called whenever a rank or the judge has finished something, and while the run waits for the judge.
+        on_retry: called while calls of a judge are repeated, as ``JudgeGrader`` says.
         run_dir: folder in which traces are requested and written, and verdicts of a judge are journaled.
         stacks: folder for the stacks of a worker that gets SIGUSR1.
     """
@@ -62,6 +64,7 @@ def training_run(
         verdicts=run_dir / VERDICTS,
         stacks=stacks,
         on_progress=on_progress,
+        on_retry=on_retry,
     ) as (ranks, grader):
         from rlcore.distributed.group import WorkerGroup
         from rlcore.training.run import TrainingRun
@@ -87,16 +90,17 @@ def graded_ranks(
     verdicts: Path,
     stacks: Path | None = None,
     on_progress: Callable[[], None] = lambda: None,
+    on_retry: Callable[[], None] = lambda: None,
 ) -> Iterator[tuple[RayRanks, Grader]]:
     """Start Ray, its workers and the grader. All stop on exit, except a cluster that was already running.
 
     Args:
         verdicts: folder of the journal of a judge.
-        on_progress: called by a judge, as ``JudgeGrader`` says.
+        on_progress, on_retry: called by a judge, as ``JudgeGrader`` says.
     """
     address = cluster_address()
     imports = in_background(_import_slow_modules)
-    grading = in_background(lambda: make_grader(config, model, verdicts, on_progress))
+    grading = in_background(lambda: make_grader(config, model, verdicts, on_progress, on_retry))
     try:
         with making_what_stays():
             start_ray(address, num_cpus=config.resources.devices)
@@ -146,13 +150,17 @@ def _import_slow_modules() -> None:
 
 
 def make_grader(
-    config: ExperimentConfig, model: Path, verdicts: Path, on_progress: Callable[[], None] = lambda: None
+    config: ExperimentConfig,
+    model: Path,
+    verdicts: Path,
+    on_progress: Callable[[], None] = lambda: None,
+    on_retry: Callable[[], None] = lambda: None,
 ) -> Grader:
     """The grader of an experiment for the model in this folder.
 
     Args:
         verdicts: folder of the journal of a judge.
-        on_progress: called by a judge, as ``JudgeGrader`` says.
+        on_progress, on_retry: called by a judge, as ``JudgeGrader`` says.
 
     Raises:
         RewardError: the reward cannot be loaded.
@@ -160,6 +168,7 @@ def make_grader(
     """
     from rlcore.rewards import environment_of, length_rule, make_reward, thought_rule
     from rlcore.rewards.judge import JudgeGrader
+    from rlcore.rewards.model_grader import ModelGrader
     from rlcore.rewards.pool import GradingPool
 
     reward, budget = config.reward, config.rollout.max_completion_tokens
@@ -168,6 +177,16 @@ def make_grader(
         return JudgeGrader(
             reward.judge,
             verdicts,
+            thoughts=thought_rule(reward, prompt_opens_thought=opens),
+            length=length_rule(reward, budget),
+            on_progress=on_progress,
+            on_retry=on_retry,
+        )
+    if isinstance(reward, ModelReward):
+        return ModelGrader(
+            reward.model,
+            verdicts,
+            first_free_gpu=None if config.resources.device == "cpu" else config.resources.devices,
             thoughts=thought_rule(reward, prompt_opens_thought=opens),
             length=length_rule(reward, budget),
             on_progress=on_progress,

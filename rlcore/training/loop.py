@@ -9,6 +9,7 @@ arithmetic; ``rlcore/jobs/segment.py`` has stopping, checkpoints and segments.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -16,7 +17,7 @@ from dataclasses import replace
 from rlcore.algorithms.divergence import next_coefficient
 from rlcore.config import TrainingConfig
 from rlcore.config.algorithm import KlConfig
-from rlcore.errors import DivergedError
+from rlcore.errors import DivergedError, PreemptedError
 from rlcore.flops import NOTHING
 from rlcore.process import Clock
 from rlcore.rollout.advantages import attach_advantages
@@ -30,10 +31,13 @@ from rlcore.training.metrics import (
 )
 from rlcore.training.run import TrainingRun, TrainState
 
+logger = logging.getLogger(__name__)
+
 
 def train(run: TrainingRun, state: TrainState, *, until_step: int, should_stop: Callable[[], bool]) -> TrainState:
     """Train until optimizer step ``until_step``, or to the end of the rollout batch in which ``should_stop`` becomes
-    true. The sampler must have the weights of ``state.step``.
+    true. The sampler must have the weights of ``state.step``. A batch whose collection ends with PreemptedError is
+    dropped: the next trainer collects it again.
 
     ``rlcore/rollout/schedule.py`` decides when groups are sampled and trained: dynamic sampling, prefetching and
     partial rollouts.
@@ -42,6 +46,8 @@ def train(run: TrainingRun, state: TrainState, *, until_step: int, should_stop: 
         DivergedError: more non-finite gradients in a row than the config allows.
         StarvedError: dynamic sampling found too few groups with signal, and the config ends the run in that case.
         UngradedError: a larger share of a rollout batch than the config allows could not be graded.
+        PreemptedError: while a prefetched batch was graded. The steps since the last checkpoint are lost, because
+            they cannot be repeated without that batch.
     """
     config, workers = run.config, run.workers
     training, kl = config.training, config.algorithm.kl
@@ -50,7 +56,11 @@ def train(run: TrainingRun, state: TrainState, *, until_step: int, should_stop: 
     while state.step < until_step and not should_stop():
         clock = Clock()
         kl_coefficient = kl.coefficient if state.kl_coefficient is None else state.kl_coefficient
-        batch = collect(run, state.rollouts, state.step, clock)
+        try:
+            batch = collect(run, state.rollouts, state.step, clock)
+        except PreemptedError:
+            logger.info("the batch after step %d is left to the next trainer: this one has to stop", state.step)
+            return state
         state = replace(state, rollouts=batch.rollouts)
         advantages = attach_advantages(batch.groups, config.algorithm, kl_coefficient=kl_coefficient)
 

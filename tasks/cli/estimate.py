@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict
 
 from infra.settings import Settings
 from rlcore.config import ExperimentConfig
+from rlcore.config.reward import ModelReward
 from rlcore.errors import ConfigError
 from rlcore.estimate import (
     BANDWIDTH,
@@ -21,6 +22,7 @@ from rlcore.estimate import (
     estimate_seconds,
 )
 from rlcore.flops import PEAK_BF16
+from rlcore.rewards.scoring import require_scoring_model, weight_bytes
 from tasks.driver.jobs import new_result_path, run_job
 
 MEAN_SHARE = 0.5
@@ -120,6 +122,8 @@ def compute_estimate(experiment: ExperimentConfig, model: Architecture, device: 
         "sampler weights": memory.sampler_weights,
         "sampler KV cache": memory.kv_cache,
     }
+    if memory.reward_model:
+        parts["reward model, in its own process"] = memory.reward_model
     return DryRun(
         experiment=experiment.name,
         device=device,
@@ -156,6 +160,7 @@ def plan_of(experiment: ExperimentConfig, model: Architecture, device: str) -> P
     earlier = algorithm.kl.place == "reward" or algorithm.entropy_mask is not None
     old = training.steps_per_batch > 1 or algorithm.recompute_old_logprobs or earlier
     return Plan(
+        reward_model=_reward_model_bytes(experiment),
         workers=resources.workers,
         rollout_workers=resources.rollout_workers,
         engine_workers=rollout.tensor_parallel,
@@ -194,3 +199,18 @@ def _image_size(experiment: ExperimentConfig, model: Architecture) -> tuple[int,
     unit = round((tower.patch_size**2 * tower.merged) ** 0.5)
     side = max(1, int(pixels**0.5) // unit) * unit
     return side, side
+
+
+def _reward_model_bytes(experiment: ExperimentConfig) -> int:
+    """Weights of a reward model on a GPU that trains; 0 if it has another place.
+
+    Raises:
+        RewardError: the folder is no reward model.
+    """
+    reward = experiment.reward
+    if not isinstance(reward, ModelReward) or not reward.model.device.startswith("cuda:"):
+        return 0
+    if int(reward.model.device.partition(":")[2]) >= experiment.resources.devices:
+        return 0
+    require_scoring_model(reward.model)
+    return weight_bytes(reward.model.path, reward.model.dtype)

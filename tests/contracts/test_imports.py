@@ -35,7 +35,7 @@ HOMES = {
     "s3fs": ("infra/store/bucket.py",),
     "botocore": ("infra/store/s3_errors.py",),
     "vllm": ("rlcore/sampler/",),
-    "httpx": ("rlcore/sampler/endpoint.py", "rlcore/rewards/endpoint.py", "tasks/driver/outbox.py"),
+    "httpx": ("rlcore/endpoint.py", "tasks/driver/outbox.py"),
     "ray": ("rlcore/distributed/",),
     "mathruler": ("rlcore/rewards/grading.py",),
     "math_verify": ("rlcore/rewards/grading.py",),
@@ -47,7 +47,7 @@ HOMES = {
 LAYERS = {
     "rlcore": (
         ("types", "errors"),
-        ("artifacts", "files", "flops", "process"),
+        ("artifacts", "endpoint", "files", "flops", "process"),
         ("config", "families"),
         ("adjustments", "batch", "failures", "specs"),
         ("algorithms", "estimate", "rewards"),
@@ -87,7 +87,7 @@ LAYERS = {
 NO_TORCH = tuple(
     f"rlcore/{name}"
     for name in (
-        *("types.py", "errors.py", "artifacts.py", "files.py", "flops.py", "config/", "migrate/"),
+        *("types.py", "errors.py", "artifacts.py", "endpoint.py", "files.py", "flops.py", "config/", "migrate/"),
         *("adjustments.py", "failures.py", "specs.py", "estimate.py", "rewards/"),
     )
 )

@@ -314,6 +314,7 @@ def _builds(overrides: list[str]) -> bool:
         [],
         ["reward.name=user", "reward.file=reward.py"],
         ["reward.name=judge", "reward.judge.url=http://judge/v1", "reward.judge.model=judge"],
+        ["reward.name=model", "reward.model.path=model"],
         ["algorithm.correction.name=truncate"],
     ]
     choices += [

@@ -6,7 +6,8 @@ import base64
 import io
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -15,12 +16,16 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from rlcore import endpoint
 from rlcore.artifacts import EndpointRef
-from rlcore.config import build_experiment
+from rlcore.config import EvaluationConfig, build_experiment
 from rlcore.data.pixels import ImageStore
 from rlcore.errors import ModelError, ServerError
+from rlcore.evaluation.report import summarise
+from rlcore.evaluation.rows import evaluate, read_rows, write_rows
 from rlcore.sampler.endpoint import EndpointSampler
-from rlcore.types import Decoding, ImageRef, Message, Problem, SampleRequest
+from rlcore.types import Completion, Decoding, ImageRef, Message, Problem, SampleRequest, Score
+from tests.unit.toy_run import Grader
 
 KEY = "sk-not-to-be-shown"
 
@@ -35,6 +40,7 @@ class Server:
     keys: set[str | None] = field(default_factory=set)
     at_once: int = 0
     most_at_once: int = 0
+    models_status: int = 503
     hold: Callable[[], object] = lambda: None
 
 
@@ -44,10 +50,16 @@ def completion(text: str | None, tokens: int = 3, reason: str = "stop") -> tuple
 
 
 @pytest.fixture
-def server() -> Iterator[Server]:
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    monkeypatch.setattr(endpoint, "FIRST_DELAY", 0.0)
     state, lock = Server(), threading.Lock()
 
     class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(state.models_status)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             with lock:
@@ -76,16 +88,23 @@ def server() -> Iterator[Server]:
 
 
 def sampler(server: Server, images: Path, concurrency: int = 2, **data: object) -> EndpointSampler:
-    endpoint = EndpointRef(url=server.url, model="m", key_variable="SUITE_KEY", concurrency=concurrency)
+    ref = EndpointRef(url=server.url, model="m", key_variable="SUITE_KEY", concurrency=concurrency)
     config = build_experiment(
         {"name": "x", "data": {"template": "r1v", **data}, "rollout": {"max_completion_tokens": 7}}, []
     )
-    return EndpointSampler(endpoint, config, ImageStore(images), delays=(0.0, 0.0))
+    return EndpointSampler(ref, config, ImageStore(images), retries=2)
 
 
 def request(question: str = "1 + 1?", images: tuple[ImageRef, ...] = (), seed: int = 5, **more: Any) -> SampleRequest:
     problem = Problem("p", question, images, "2", "source", **more)
     return SampleRequest(problem, 1, seed, decoding=Decoding(0.6, 0.95))
+
+
+class Right(Grader):
+    def submit(self, problems: Sequence[Problem], completions: Sequence[Completion]) -> Future[list[Score]]:
+        future: Future[list[Score]] = Future()
+        future.set_result([Score(1.0, {"accuracy": 1.0}, graded=True) for _ in problems])
+        return future
 
 
 def test_what_is_asked_and_what_comes_back(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,3 +179,37 @@ def test_nobody_listens(server: Server, tmp_path: Path, refusing_port: int) -> N
     server.url = f"http://127.0.0.1:{refusing_port}/v1"
     with pytest.raises(ServerError, match="ConnectError"):
         list(sampler(server, tmp_path).generate([request()]))
+
+
+def test_a_refused_request_is_a_failure_of_its_problem_alone(server: Server, tmp_path: Path) -> None:
+    """Refused at once, or failed each time by a server that is up. The rest is answered."""
+    server.models_status = 404  # such a server is up as well
+    for answers, asked in ([(400, {"error": "too long"})], 1), ([(500, {"error": "too long"})] * 3, 3):
+        server.answers, server.requests = [*answers, completion("yes")], []
+        groups: dict[int, Any] = {}
+        for group in sampler(server, tmp_path, concurrency=1).generate([request(seed=seed) for seed in range(4)]):
+            groups |= group
+        assert [len(groups[index].completions) for index in range(4)] == [0, 1, 1, 1]
+        assert "too long" in groups[0].failure
+        assert not any(groups[index].failure for index in (1, 2, 3))
+        assert len(server.requests) == asked + 3
+
+
+def test_too_many_refused_requests_end_the_evaluation(server: Server, tmp_path: Path) -> None:
+    server.answers = [(400, {"error": "no such option"})]
+    asking = sampler(server, tmp_path, concurrency=1).generate([request(seed=seed) for seed in range(40)])
+    with pytest.raises(ModelError, match=r"(?s)failed 21 of 40 requests.*share of 0\.5.*no such option"):
+        list(asking)
+    assert len(server.requests) < 40
+
+
+def test_rows_tell_which_requests_failed_and_why(server: Server, tmp_path: Path) -> None:
+    server.answers = [(400, {"error": "too long"}), completion("<answer>2</answer>")]
+    problems = [Problem(f"p{number}", "1 + 1?", (), "2", "source") for number in range(3)]
+    rows = evaluate(sampler(server, tmp_path, concurrency=1), Right({}), problems, EvaluationConfig(samples=1))
+    assert [row.graded for row in rows] == [False, True, True]
+    assert [row.failure is not None and "too long" in row.failure for row in rows] == [True, False, False]
+    write_rows(rows, tmp_path / "rows.parquet")
+    assert read_rows(tmp_path / "rows.parquet") == rows
+    report = summarise(rows, policy="p", step=0, dataset_digest="d", table="t", seconds=1.0, at=0.0)
+    assert (report.accuracy, report.ungraded) == (pytest.approx(2 / 3), pytest.approx(1 / 3))

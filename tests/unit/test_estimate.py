@@ -107,6 +107,15 @@ def test_memory_follows_what_it_must(models: dict[str, Architecture]) -> None:
     assert estimate_memory(model, one).sampling(offload=True) < estimate_memory(model, one).sampling(offload=False)
 
 
+def test_a_reward_model_on_the_policy_s_gpu_takes_its_memory_all_the_time(models: dict[str, Architecture]) -> None:
+    alone = estimate_memory(models["text"], kept_plan())
+    beside = estimate_memory(models["text"], replace(kept_plan(), reward_model=6 * GIB))
+    assert (alone.reward_model, beside.reward_model) == (0, 8 * GIB)  # 2 GiB for its process
+    for phase in ("loading", "training"):
+        assert getattr(beside, phase) - getattr(alone, phase) == 8 * GIB
+    assert beside.sampling(offload=False) - alone.sampling(offload=False) == 8 * GIB
+
+
 def test_workers_that_hold_one_sampler_share_its_memory_and_its_time(models: dict[str, Architecture]) -> None:
     model = models["text"]
     each = replace(kept_plan(), workers=4)

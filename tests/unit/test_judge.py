@@ -16,12 +16,13 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
+from rlcore import endpoint
 from rlcore.config import ExperimentConfig, build_experiment
 from rlcore.config.experiment import changes
 from rlcore.config.reward import JudgeConfig, own_file
-from rlcore.errors import BudgetSpentError, JudgeAwayError, LeaseLostError, RewardError, StorageError
+from rlcore.errors import BudgetSpentError, JudgeAwayError, LeaseLostError, PreemptedError, RewardError, StorageError
 from rlcore.failures import Failure, classify
-from rlcore.rewards import endpoint, judge
+from rlcore.rewards import judge
 from rlcore.rewards.dapo import LengthRule
 from rlcore.rewards.dry_run import dry_run
 from rlcore.rewards.judge import JudgeGrader
@@ -37,9 +38,9 @@ PROBLEM = Problem("p1", "2 + 3 = ?", (), "5", "test", {"level": "easy"})
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Judge]:
-    monkeypatch.setattr(judge, "FIRST_DELAY", 0.01)
-    monkeypatch.setattr(judge, "LONGEST_DELAY", 0.05)
-    monkeypatch.setattr(endpoint, "_SILENT_SECONDS", 0.1)
+    monkeypatch.setattr(endpoint, "FIRST_DELAY", 0.01)
+    monkeypatch.setattr(endpoint, "LONGEST_DELAY", 0.05)
+    monkeypatch.setattr(endpoint, "SILENT_SECONDS", 0.1)
     with judge_server() as running:
         yield running
 
@@ -359,7 +360,7 @@ def test_an_outage_is_waited_for_and_told(server: Judge, tmp_path: Path, caplog:
     assert metrics["judge/ungraded"] == 0
     told = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert len([line for line in told if "not answered for" in line and "waits, for up to 30 min" in line]) == 1
-    assert len([line for line in told if "the judge answers again, after" in line]) == 1
+    assert len([line for line in told if "answers again, after" in line]) == 1
     assert len(beats) > 5  # the driver sees that the trainer is alive
 
 
@@ -377,7 +378,7 @@ def test_an_outage_that_lasts_too_long_ends_the_run_for_another_try(server: Judg
 
 
 def test_a_server_that_is_started_again_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(judge, "LONGEST_DELAY", 0.1)
+    monkeypatch.setattr(endpoint, "LONGEST_DELAY", 0.1)
     with judge_server() as first:
         settings = config(first)
         port = int(first.url.rpartition(":")[2].partition("/")[0])
@@ -396,6 +397,54 @@ def test_a_trainer_that_lost_its_run_stops_waiting(server: Judge, tmp_path: Path
     server.away.set()
     with JudgeGrader(config(server), tmp_path, on_progress=lost) as grader, pytest.raises(LeaseLostError):
         grade(grader, "five")
+
+
+@pytest.mark.parametrize("how", ["refuses", "holds"])
+def test_a_trainer_that_has_to_stop_stops_waiting_for_a_judge_that_is_away(
+    server: Judge, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """Also if the judge takes a call and never answers it. What was judged stays in the journal."""
+    monkeypatch.setattr(judge, "_WATCH_SECONDS", 0.05)
+    stop = threading.Event()
+
+    def told() -> None:
+        if stop.is_set():
+            raise PreemptedError("stop")
+
+    with JudgeGrader(config(server, timeout_seconds=60), tmp_path, on_retry=told) as grader:
+        stop.set()
+        grade(grader, "before")  # by a judge that answers
+        stop.clear()
+        server.away.set()
+        future = grader.submit([PROBLEM], [completion("during")])
+        time.sleep(0.3)
+        if how == "holds":
+            server.holds.set()
+            time.sleep(0.3)
+        assert not future.done()
+        stop.set()
+        with pytest.raises(PreemptedError):
+            future.result(5)
+        with pytest.raises(PreemptedError):
+            grade(grader, "later")
+    server.holds.clear()
+    assert len(lines(tmp_path)) == 1
+
+
+def test_a_trainer_that_has_to_stop_stops_repeating_a_call(
+    server: Judge, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(judge, "_WATCH_SECONDS", 0.02)
+    monkeypatch.setattr(endpoint, "LONGEST_DELAY", 60.0)
+    monkeypatch.setattr(endpoint, "FIRST_DELAY", 60.0)
+
+    def told() -> None:
+        raise PreemptedError("stop")
+
+    server.answer = says("no verdict")
+    with JudgeGrader(config(server), tmp_path, on_retry=told) as grader, pytest.raises(PreemptedError):
+        grade(grader, "five")
+    assert [(line["key"], line["calls"]) for line in lines(tmp_path)] == [("", 1)]  # it is paid for
 
 
 def test_closing_fails_what_is_not_graded(server: Judge, tmp_path: Path) -> None:

@@ -6,12 +6,14 @@ from __future__ import annotations
 import dataclasses
 import signal
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
 
 from rlcore.adjustments import Adjustments
 from rlcore.config import ExperimentConfig
+from rlcore.errors import PreemptedError
 from rlcore.failures import EXIT_DONE, EXIT_PREEMPTED
 from rlcore.jobs.segment import StopRequest, _segments_from
 from rlcore.rollout.groups import Group
@@ -20,6 +22,7 @@ from rlcore.segment.lease import Control, Lease
 from rlcore.segment.resume import ResumePoint
 from rlcore.segment.spec import SegmentEnd
 from rlcore.training.run import TrainState
+from rlcore.types import Completion, Grader, Problem, Score
 from tests.unit import toy_run as toy
 from tests.unit.toy_run import with_updates
 
@@ -54,6 +57,7 @@ def segments(
     *,
     deadline: float = LONG,
     on_batch: Callable[[Control, StopRequest], object] = lambda control, stop: None,
+    grader: Callable[[StopRequest], Grader] | None = None,
 ) -> tuple[int, list[tuple[int, SegmentEnd]]]:
     """Exit code, and each checkpoint's step and segment."""
     lease, control = Lease(tmp_path / "lease.json"), Control(tmp_path / "control.json")
@@ -66,6 +70,8 @@ def segments(
         on_batch(control, stop)
 
     run = dataclasses.replace(run, on_batch=told)
+    if grader is not None:
+        run = dataclasses.replace(run, grader=grader(stop))
     checkpoints = Noted()
     start = ResumePoint(segment=0, first_step=0, checkpoint=None)
     health = HealthWatch((), (), Adjustments())
@@ -125,4 +131,30 @@ def test_a_stop_that_is_asked_for_ends_the_segment_after_its_batch(tmp_path: Pat
         signal.raise_signal(signal.SIGTERM) if how == "signal" else control.beat(99, stop=True)
 
     code, ends = segments(tmp_path, config(6, steps=6), on_batch=after)
+    assert (code, ends) == (EXIT_PREEMPTED, [(1, SegmentEnd(0, 0, False))])
+
+
+class Waiting(toy.Grader):
+    """Answers at first. Then it waits, as for a judge that is away, and the trainer is told to stop."""
+
+    def __init__(self, stop: StopRequest) -> None:
+        super().__init__({})
+        self.stop, self.groups = stop, 0
+
+    def submit(self, problems: Sequence[Problem], completions: Sequence[Completion]) -> Future[list[Score]]:
+        self.groups += len(problems) // 2
+        if self.groups <= 4:
+            return super().submit(problems, completions)
+        self.stop.end_waiting()
+        signal.raise_signal(signal.SIGTERM)
+        future: Future[list[Score]] = Future()
+        try:
+            self.stop.end_waiting()
+        except PreemptedError as error:
+            future.set_exception(error)
+        return future
+
+
+def test_a_stop_that_ends_the_waiting_for_a_judge_commits_the_last_batch(tmp_path: Path) -> None:
+    code, ends = segments(tmp_path, config(6, steps=6), grader=Waiting)
     assert (code, ends) == (EXIT_PREEMPTED, [(1, SegmentEnd(0, 0, False))])
