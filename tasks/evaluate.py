@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -13,9 +12,8 @@ from infra.settings import Settings
 from rlcore.artifacts import CheckpointRef, DatasetRef, EndpointRef, EvalReport, EvalReports, ModelRef
 from rlcore.config import ExperimentConfig, build_experiment
 from rlcore.config.experiment import FREE_SETTINGS
-from rlcore.config.reward import own_file
 from rlcore.errors import StorageError
-from rlcore.evaluation.records import as_step_record, suite_digest
+from rlcore.evaluation.records import as_step_record, own_digest, suite_digest
 from rlcore.segment.spec import SegmentManifest
 from rlcore.specs import EvaluateSpec, EvaluationPart
 from tasks.driver.jobs import new_result_path, run_job
@@ -57,9 +55,7 @@ def evaluation_content(
     # Without the free ones, so that a raised budget of a judge continues the evaluation that it ended.
     reward = {key: value for key, value in experiment.flat().items() if key.startswith("reward.")}
     config |= {key: value for key, value in reward.items() if not key.startswith(FREE_SETTINGS)}
-    file = own_file(experiment.reward)
-    own = None if file is None else hashlib.sha256(file.read_bytes()).hexdigest()
-    return json.dumps([which, base.digest, dataset.digest, config, own], sort_keys=True)
+    return json.dumps([which, base.digest, dataset.digest, config, own_digest(experiment)], sort_keys=True)
 
 
 @step("evaluate-policy", others=(10,), timeout_seconds=12 * 3600)

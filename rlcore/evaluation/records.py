@@ -37,12 +37,25 @@ class ValidationRecord(BaseModel):
 def suite_digest(experiment: ExperimentConfig, dataset: DatasetRef, base: ModelRef) -> str:
     """Hash of everything besides the weights that the numbers of an evaluation depend on, except code and packages."""
     values = {k: v for k, v in experiment.flat().items() if k.startswith(_GROUPS) and not k.startswith(FREE_SETTINGS)}
-    if experiment.data.layout is None:  # records that were made before this setting existed stay known
+    # records that were made before these settings existed stay known
+    if experiment.data.layout is None:
         values.pop("data.layout", None)
-    file = own_file(experiment.reward)
-    own = None if file is None else hashlib.sha256(file.read_bytes()).hexdigest()
+    if not experiment.data.mixture:
+        values.pop("data.mixture", None)
+    for name in experiment.data.mixture:
+        del values[f"data.mixture.{name}.weight"]  # of training
+    own = own_digest(experiment)
     content = [values, experiment.evaluation.suite(), dataset.digest, base.digest, own]
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:24]
+
+
+def own_digest(experiment: ExperimentConfig) -> str | None:
+    """Hash of the user's files that rewards depend on. None: there are none."""
+    files = {name: file for name, reward in experiment.rewards.items() if (file := own_file(reward)) is not None}
+    digests = {name: hashlib.sha256(file.read_bytes()).hexdigest() for name, file in files.items()}
+    if list(digests) == [""]:
+        return digests[""]
+    return json.dumps(digests, sort_keys=True) if digests else None
 
 
 def record_folder(run_dir: Path, step: int) -> Path:
