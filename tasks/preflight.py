@@ -110,11 +110,18 @@ def check(experiment: ExperimentConfig, settings: Settings) -> PreflightReport:
 def _of_sources(
     what: str, experiment: ExperimentConfig, look: Callable[[ExperimentConfig], str], split: Split
 ) -> dict[str, Callable[[], str]]:
-    """The check of a single source, or one per source of a mixture."""
-    return {
-        f"{what}, {name}" if name else what: partial(look, own)
-        for name, own in source_experiments(experiment, split).items()
-    }
+    """The check of a single source, or one per source of a mixture, whose errors name it."""
+
+    def look_at(name: str, own: ExperimentConfig) -> str:
+        try:
+            return look(own)
+        except (RlflowError, InfraError) as error:
+            raise type(error)(f"data.mixture.{name}: {error}") from error
+
+    sources = source_experiments(experiment, split)
+    if "" in sources:
+        return {what: partial(look, experiment)}
+    return {f"{what}, {name}": partial(look_at, name, own) for name, own in sources.items()}
 
 
 def _template(experiment: ExperimentConfig) -> str:
