@@ -11,6 +11,16 @@ class Artifact(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
+class SourceRows(Artifact):
+    """What one source of a mixture gave to a dataset."""
+
+    name: str
+    source: str
+    digest: str  # of the source's own dataset
+    num_problems: int
+    num_rejected: int
+
+
 class DatasetRef(Artifact):
     """A prepared dataset: ``problems.parquet``, ``rejects.jsonl``, ``report.json`` and ``images/`` in one folder."""
 
@@ -21,6 +31,7 @@ class DatasetRef(Artifact):
     num_rejected: int
     num_images: int  # distinct
     max_prompt_tokens: int  # longest prompt kept, image tokens included
+    sources: tuple[SourceRows, ...] = ()  # of a mixture
 
 
 class ModelRef(Artifact):

@@ -44,6 +44,14 @@ class ResizeSpec(JobSpec):
     processes: int
 
 
+class MixSpec(JobSpec):
+    """rlcore.jobs.mix: the resized dataset of each source of a mixture -> one DatasetRef."""
+
+    parts: dict[str, DatasetRef]  # by name of the source
+    data: DataConfig
+    datasets_dir: Path
+
+
 class BootstrapSpec(JobSpec):
     """rlcore.jobs.bootstrap: ModelConfig -> ModelRef, a local folder."""
 

@@ -62,6 +62,7 @@ class Problem:
     source: str
     extra: Mapping[str, object] = field(default_factory=dict)  # every other column of the source, JSON values
     context: tuple[Message, ...] = ()
+    source_name: str = ""  # in ``data.mixture``; empty: the data has a single source
 
     @property
     def conversation(self) -> str:

@@ -10,17 +10,24 @@ from infra.settings import Settings
 from infra.store.download import forget_unused, localize
 from rlcore.artifacts import DatasetRef
 from rlcore.config import ExperimentConfig
-from rlcore.data.prepare.folder import dataset_key, prepared_folder, resized_folder, resized_key
+from rlcore.data.prepare.folder import (
+    dataset_key,
+    mixed_folder,
+    mixed_key,
+    prepared_folder,
+    resized_folder,
+    resized_key,
+)
 from rlcore.data.prepare.sources import parse_source
 from rlcore.errors import DataError
-from rlcore.specs import PrepareSpec, ResizeSpec
+from rlcore.specs import MixSpec, PrepareSpec, ResizeSpec
 from tasks.driver.jobs import new_result_path, run_job
 from tasks.retries import step
 from tasks.store.made import content_key, made
 
 Split = Literal["train", "validation"]
 CODE = (
-    *("rlcore/jobs/prepare.py", "rlcore/jobs/resize.py"),
+    *("rlcore/jobs/prepare.py", "rlcore/jobs/resize.py", "rlcore/jobs/mix.py"),
     *("rlcore/data", "rlcore/families", "rlcore/config", "rlcore/specs.py"),
 )
 _TIMEOUT_SECONDS = 6 * 3600
@@ -84,8 +91,42 @@ def resize_images(experiment: ExperimentConfig, split: Split, dataset: DatasetRe
     return ready
 
 
+@step("mix-datasets", task_run_name="mix-{split}", others=(2, 20), timeout_seconds=_TIMEOUT_SECONDS)
+def mix_datasets(experiment: ExperimentConfig, split: Split, parts: dict[str, DatasetRef]) -> DatasetRef:
+    """The datasets of a mixture's sources as one."""
+    settings = Settings()
+    spec = MixSpec(
+        result=new_result_path(settings, f"mix-{split}"),
+        parts=parts,
+        data=experiment.data,
+        datasets_dir=settings.datasets_dir,
+    )
+    key = content_key("mix", mixed_key(spec), *CODE)
+    mixed = made(key, mixed_folder(spec), lambda: run_job("rlcore.jobs.mix", spec, DatasetRef, settings), DatasetRef)
+    counts = ", ".join(f"{part.num_problems} of {part.name}" for part in mixed.sources)
+    get_logger().info("data: %s: %d problems: %s", split, mixed.num_problems, counts)
+    return mixed
+
+
+def source_experiments(experiment: ExperimentConfig, split: Split) -> dict[str, ExperimentConfig]:
+    """The experiment of each source that ``split`` has, by its name. A single source: the experiment itself as ""."""
+    sources = experiment.data.sources(split)
+    if not sources:
+        return {"": experiment}
+    rewards = experiment.rewards
+    return {
+        name: experiment.model_copy(update={"data": data, "reward": rewards.get(name, experiment.reward)})
+        for name, data in sources.items()
+    }
+
+
 def prepare_and_resize(experiment: ExperimentConfig, split: Split) -> DatasetRef:
-    return resize_images(experiment, split, prepare_dataset(experiment, split))
+    """The problems of ``split``. The sources of a mixture are prepared and cached each on its own."""
+    parts = {
+        name: resize_images(own, split, prepare_dataset(own, split))
+        for name, own in source_experiments(experiment, split).items()
+    }
+    return mix_datasets(experiment, split, parts) if experiment.data.sources(split) else parts[""]
 
 
 def _require_problems(dataset: DatasetRef) -> DatasetRef:

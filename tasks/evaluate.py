@@ -12,9 +12,8 @@ from infra.settings import Settings
 from rlcore.artifacts import CheckpointRef, DatasetRef, EndpointRef, EvalReport, EvalReports, ModelRef
 from rlcore.config import ExperimentConfig, build_experiment
 from rlcore.config.experiment import FREE_SETTINGS
-from rlcore.config.reward import own_digest
 from rlcore.errors import StorageError
-from rlcore.evaluation.records import as_step_record, suite_digest
+from rlcore.evaluation.records import as_step_record, own_digests, suite_digest
 from rlcore.segment.spec import SegmentManifest
 from rlcore.specs import EvaluateSpec, EvaluationPart
 from tasks.driver.jobs import new_result_path, run_job
@@ -63,7 +62,7 @@ def evaluation_content(
     # Without the free ones, so that a raised budget of a judge continues the evaluation that it ended.
     reward = {key: value for key, value in experiment.flat().items() if key.startswith("reward.")}
     config |= {key: value for key, value in reward.items() if not key.startswith(FREE_SETTINGS)}
-    return json.dumps([which, base.digest, dataset.digest, config, own_digest(experiment.reward)], sort_keys=True)
+    return json.dumps([which, base.digest, dataset.digest, config, own_digests(experiment)], sort_keys=True)
 
 
 @step("evaluate-policy", others=(10,), timeout_seconds=12 * 3600)

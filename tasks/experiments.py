@@ -193,4 +193,20 @@ def configure(
     given = [f"{SETTINGS[name]}={json.dumps(value)}" for name, value in parameters.items() if value is not None]
     words = [*given, *(overrides or [])]
     own = experiment_of_run(run_id, experiment)
-    return load_experiment(experiment, words) if own is None else build_experiment(own.model_dump(mode="json"), words)
+    config = load_experiment(experiment, words) if own is None else build_experiment(own.model_dump(mode="json"), words)
+    _require_used(config.data, words)
+    return config
+
+
+def _require_used(data: DataConfig, overrides: Sequence[str]) -> None:
+    """
+    Raises:
+        ConfigError: an override names a single source, and the mixture stands in its place.
+    """
+    unused = [f"data.{split}" for split in ("train", "validation")
+              if data.sources(split) and any(word.startswith(f"data.{split}=") for word in overrides)]  # fmt: skip
+    if unused:
+        raise ConfigError(
+            f"{' and '.join(unused)} is given, and the experiment has data.mixture with {', '.join(data.mixture)}, "
+            "which stands in its place. Add the source to data.mixture, or set data.mixture={} for a single source."
+        )

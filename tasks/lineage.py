@@ -20,7 +20,7 @@ from infra.logs import redact
 from infra.settings import Settings
 from infra.tracking.results import find_model, read_text
 from rlcore.artifacts import CheckpointRef, DatasetRef, ModelRef
-from rlcore.config import read_experiment
+from rlcore.config import ExperimentConfig, read_experiment
 from rlcore.config.reward import ModelReward, own_digest, own_file
 from rlcore.data.prompts import template_text
 from rlcore.data.table import PreparedRow, load_rows
@@ -250,11 +250,19 @@ def _origin_rows(origin: Origin, run_dir: str) -> Iterator[tuple[str, str]]:
             f"{dataset.source}: {dataset.num_problems} rows, {dataset.num_rejected} rejected, {dataset.num_images} "
             f"images; digest {dataset.digest[:_HASH_SHOWN]}, {dataset.path}",
         )
+        for part in dataset.sources:
+            yield (
+                f"data, {name}, {part.name}",
+                f"{part.source}: {part.num_problems} rows, {part.num_rejected} rejected; digest "
+                f"{part.digest[:_HASH_SHOWN]}",
+            )
     yield "started from", f"{origin.base.source}, {origin.base.path} ({origin.base.digest[:_HASH_SHOWN]})"
     reward = f"; reward {folder / origin.reward}" if origin.reward else ""
     yield "prompt template", f"{folder / origin.template}{reward}"
-    if origin.reward_model:
-        yield "reward model", f"fingerprint {origin.reward_model[:_HASH_SHOWN]}"
+    for name, fingerprint in sorted(origin.reward_models.items()):
+        yield "reward model" + (f", {name}" if name else ""), f"fingerprint {fingerprint[:_HASH_SHOWN]}"
+    for name, file in sorted(origin.of_sources.items()):
+        yield name, str(folder / file)
 
 
 def _versions(versions: dict[str, str]) -> str:
@@ -279,11 +287,13 @@ class Origin(BaseModel):
     train: DatasetRef
     validation: DatasetRef
     base: ModelRef
-    reward_model: str | None = None  # fingerprint of the reward model's folder
+    reward_models: dict[str, str] = {}  # fingerprints of their folders by source; "": of all other problems
+    of_sources: dict[str, str] = {}  # "prompt template, NAME" or "reward, NAME" -> file of ``origins/``
 
     @property
     def files(self) -> list[str]:
-        return [name for name in (self.patch, self.environment, self.reward, self.template) if name is not None]
+        own = (self.patch, self.environment, self.reward, self.template, *self.of_sources.values())
+        return list(dict.fromkeys(name for name in own if name is not None))
 
 
 def record_origin(
@@ -307,12 +317,27 @@ def record_origin(
         train=train,
         validation=validation,
         base=base,
-        reward_model=own_digest(reward) if isinstance(reward, ModelReward) else None,
+        reward_models={
+            name: digest
+            for name, item in run.experiment.rewards.items()
+            if isinstance(item, ModelReward) and (digest := own_digest(item)) is not None
+        },
+        of_sources=dict(_source_files(folder, run.experiment)),
     )
     known = [item.model_copy(update={"at": origin.at}) for item in read_origins(run.run_dir)]
     if origin not in known:
         append_line(run.run_dir / "origins.jsonl", origin.model_dump_json())
     return origin
+
+
+def _source_files(folder: Path, experiment: ExperimentConfig) -> Iterator[tuple[str, str]]:
+    """What the sources of a mixture have of their own: name in ``Origin.of_sources``, and the stored file."""
+    for name, source in sorted(experiment.data.mixture.items()):
+        if source.template is not None:
+            text = template_text(source.template)
+            yield f"prompt template, {name}", _store_text(folder, "template.jinja", text)
+        if source.reward is not None and (own := own_file(source.reward)) is not None:
+            yield f"reward, {name}", _store_text(folder, f"reward{own.suffix}", redact(own.read_text()))
 
 
 def read_origins(run_dir: Path) -> list[Origin]:

@@ -7,6 +7,7 @@ import math
 import tempfile
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from prefect.artifacts import create_markdown_artifact
@@ -32,7 +33,7 @@ from rlcore.errors import ConfigError, DataError, ModelError, RlflowError
 from rlcore.failures import OUTAGES
 from rlcore.families import family_in, is_of_tower
 from rlcore.types import ImageRef, Problem
-from tasks.data import Split, prepare_spec
+from tasks.data import Split, prepare_spec, source_experiments
 from tasks.driver.failures import failure_of
 from tasks.driver.outbox import prefect_outage_named
 from tasks.experiments import deciding_benchmark
@@ -80,12 +81,10 @@ def check(experiment: ExperimentConfig, settings: Settings) -> PreflightReport:
     checks: dict[str, Callable[[], str]] = {
         "machine": lambda: _machine(experiment, settings),
         "model": lambda: _model(experiment.model),
-        "training data": lambda: _data(experiment, "train", settings),
-        "validation data": lambda: _data(experiment, "validation", settings),
-        "prompt template": lambda: (
-            f"{experiment.data.template}, {len(template_text(experiment.data.template))} characters"
-        ),
-        "reward": lambda: _reward(experiment, settings),
+        **_of_sources("training data", experiment, lambda own: _data(own, "train", settings), "train"),
+        **_of_sources("validation data", experiment, lambda own: _data(own, "validation", settings), "validation"),
+        **_of_sources("prompt template", experiment, _template, "train"),
+        **_of_sources("reward", experiment, lambda own: _reward(own, settings), "train"),
         "disk": lambda: _disk(experiment, settings),
         "host memory": lambda: _host_memory(experiment, settings),
         "store": lambda: _store(settings),
@@ -106,6 +105,28 @@ def check(experiment: ExperimentConfig, settings: Settings) -> PreflightReport:
     if findings:
         raise _combine(findings)
     return PreflightReport(facts=facts)
+
+
+def _of_sources(
+    what: str, experiment: ExperimentConfig, look: Callable[[ExperimentConfig], str], split: Split
+) -> dict[str, Callable[[], str]]:
+    """The check of a single source, or one per source of a mixture, whose errors name it."""
+
+    def look_at(name: str, own: ExperimentConfig) -> str:
+        try:
+            return look(own)
+        except (RlflowError, InfraError) as error:
+            raise type(error)(f"data.mixture.{name}: {error}") from error
+
+    sources = source_experiments(experiment, split)
+    if "" in sources:
+        return {what: partial(look, experiment)}
+    return {f"{what}, {name}": partial(look_at, name, own) for name, own in sources.items()}
+
+
+def _template(experiment: ExperimentConfig) -> str:
+    template = experiment.data.template
+    return f"{template}, {len(template_text(template))} characters"
 
 
 def _combine(findings: list[Error]) -> Error:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator, Mapping
 from typing import Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from rlcore.config.base import Frozen
+from rlcore.config.reward import MathReward, RewardConfig
 
 # Parameters of apply_chat_template, and variables that every template gets.
 _NOT_TEMPLATE_VARIABLES = {
@@ -75,12 +78,43 @@ class LayoutConfig(Frozen):
     """What ``answer_column`` holds for a problem with choices: the letter, or the text of the right choice."""
 
 
+class SourceConfig(Frozen):
+    """One source of a mixture. What it leaves null is as for a single source."""
+
+    source: str
+    """As ``data.train``."""
+    weight: float = Field(1.0, gt=0, allow_inf_nan=False)
+    """Of the sampled problems, weight / the sum of all weights are from this source."""
+    validation: str | None = None
+    """As ``data.validation``: problems of the same kind. If any source names some, these are the run's validation
+    problems, in place of ``data.validation``."""
+    template: str | None = None
+    """In place of ``data.template``."""
+    problem_column: str | None = None
+    """In place of ``data.problem_column``."""
+    answer_column: str | None = None
+    """In place of ``data.answer_column``."""
+    images_column: str | None = None
+    """In place of ``data.images_column``."""
+    layout: LayoutConfig | None = None
+    """In place of ``data.layout``."""
+    reward: RewardConfig | None = None
+    """In place of ``reward``, except ``max_ungraded_share``, which counts the completions of all sources together."""
+
+
+_SOURCE_NAME = r"[A-Za-z0-9][A-Za-z0-9_-]{0,39}"
+_OF_SOURCE = ("template", "problem_column", "answer_column", "images_column", "layout")
+
+
 class DataConfig(Frozen):
     train: str = "synthetic-geometry@train"
     """A Hugging Face id with split (``hiyouga/geometry3k@train``), a local file or folder (parquet, jsonl), an fsspec
     URI, or a synthetic source: synthetic-geometry, countdown or sums, with @train, @validation or @test."""
     validation: str = "synthetic-geometry@validation"
     """As ``train``, for evaluation."""
+    mixture: dict[str, SourceConfig] = {}
+    """Several sources by name, in place of ``train``: ``{geo: {source: hiyouga/geometry3k@train, weight: 2}, sums:
+    {source: sums@train}}``. Empty: the single source ``train``."""
     problem_column: str = "problem"
     """Column of the problem: text, or chat messages. A dotted name, here and below, is a path into nested columns."""
     answer_column: str = "answer"
@@ -137,3 +171,44 @@ class DataConfig(Frozen):
                 "Lower the first or raise the second."
             )
         return self
+
+    @model_validator(mode="after")
+    def _check_mixture(self) -> Self:
+        if broken := list(_broken_mixture_rules(self.mixture)):
+            raise ValueError("\n- ".join(broken))
+        return self
+
+    def sources(self, split: Literal["train", "validation"]) -> dict[str, DataConfig]:
+        """The settings of each source of the mixture that has problems for ``split``, by name, in the order of names.
+        Empty: the split has a single source."""
+        names = [name for name in sorted(self.mixture) if split == "train" or self.mixture[name].validation]
+        return {name: self.of_source(name) for name in names}
+
+    def of_source(self, name: str) -> DataConfig:
+        """The settings of one source of the mixture, as if it were the only one."""
+        source = self.mixture[name]
+        own = {key: value for key in _OF_SOURCE if (value := getattr(source, key)) is not None}
+        validation = source.validation or self.validation
+        return self.model_copy(update={"train": source.source, "validation": validation, "mixture": {}, **own})
+
+
+def _broken_mixture_rules(mixture: Mapping[str, SourceConfig]) -> Iterator[str]:
+    if wrong := [name for name in mixture if not re.fullmatch(_SOURCE_NAME, name)]:
+        yield (
+            f"data.mixture has the names {wrong}, which become parts of problem ids and of metrics. Allowed are up to "
+            "40 letters, digits, _ and -, beginning with a letter or a digit."
+        )
+    unweighted = [(name, source.model_copy(update={"weight": 1.0})) for name, source in sorted(mixture.items())]
+    for place, (name, source) in enumerate(unweighted):
+        if twin := next((other for other, same in unweighted[:place] if same == source), None):
+            yield (
+                f"data.mixture.{twin} and data.mixture.{name} are the same source with the same settings. Keep one of "
+                "them, with the sum of both weights."
+            )
+    default = MathReward().max_ungraded_share
+    for name, source in mixture.items():
+        if source.reward is not None and source.reward.max_ungraded_share != default:
+            yield (
+                f"data.mixture.{name}.reward.max_ungraded_share is set, and the share counts the completions of all "
+                "sources together. Set reward.max_ungraded_share instead."
+            )

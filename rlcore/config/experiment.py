@@ -79,6 +79,14 @@ class ExperimentConfig(Frozen):
         return self.training.max_staleness > 0 if partial is None else partial.prefetch
 
     @property
+    def rewards(self) -> dict[str, RewardConfig]:
+        """The rewards in use, by name of a source of ``data.mixture``. "": of all other problems."""
+        sources = self.data.mixture
+        own = {name: source.reward for name, source in sorted(sources.items()) if source.reward is not None}
+        elsewhere = len(own) < len(sources) or not self.data.sources("validation")
+        return {"": self.reward, **own} if elsewhere else own
+
+    @property
     def num_segments(self) -> int:
         return -(-self.training.steps // self.segment.steps)
 
@@ -133,12 +141,15 @@ def _broken_batch_rules(config: ExperimentConfig) -> Iterator[str]:
 
 
 def _broken_length_rules(config: ExperimentConfig) -> Iterator[str]:
-    overlong, budget = config.reward.overlong, config.rollout.max_completion_tokens
-    if overlong is not None and overlong.buffer_tokens > budget:
-        yield (
-            f"reward.overlong.buffer_tokens ({overlong.buffer_tokens}) is above rollout.max_completion_tokens "
-            f"({budget}): every completion would be punished. Set it to at most {budget}."
-        )
+    budget = config.rollout.max_completion_tokens
+    for source, reward in config.rewards.items():
+        overlong = reward.overlong
+        if overlong is not None and overlong.buffer_tokens > budget:
+            key = f"data.mixture.{source}.reward" if source else "reward"
+            yield (
+                f"{key}.overlong.buffer_tokens ({overlong.buffer_tokens}) is above rollout.max_completion_tokens "
+                f"({budget}): every completion would be punished. Set it to at most {budget}."
+            )
     longest = config.max_sequence_tokens
     if longest > config.training.tokens_per_row:
         yield (

@@ -109,7 +109,7 @@ class EvaluationConfig(Frozen):
     """Sampling seed."""
     group_column: str | None = None
     """Column of the validation data, such as data_source or category: accuracy is also reported for each of its values.
-    null: for all problems together only."""
+    null: for each source of ``data.mixture`` that has validation problems, if there are any."""
     every_steps: Annotated[int, Field(ge=1)] | Literal["segment"] | None = "segment"
     """When the trainer evaluates, with its own samplers. segment: before step 1 and at the end of each segment. A
     number: before step 1, after each rollout batch that reaches a multiple of this number of steps, and after the last

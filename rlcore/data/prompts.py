@@ -112,11 +112,14 @@ class MessageBuilder:
 
     def __init__(self, data: DataConfig) -> None:
         self._template = _compile(data.template)
+        self._of_source = {name: _compile(own.template) for name, own in data.sources("train").items()}
         self._system_prompt = data.system_prompt
 
-    def messages(self, question: str, context: Sequence[Message] = ()) -> list[Message]:
-        """Context and question, with one marker per image. The template wraps only the question."""
-        messages = [*context, Message("user", self._template.render(content=question))]
+    def messages(self, question: str, context: Sequence[Message] = (), source_name: str = "") -> list[Message]:
+        """Context and question, with one marker per image. The template, which a source of a mixture may have of its
+        own, wraps only the question."""
+        template = self._of_source.get(source_name, self._template)
+        messages = [*context, Message("user", template.render(content=question))]
         if self._system_prompt is not None and messages[0].role != "system":
             messages.insert(0, Message("system", self._system_prompt))
         return messages
@@ -192,16 +195,17 @@ class PromptBuilder:
         """Special tokens that a text spells out. The tokenizer would treat them as real ones."""
         return [token for token in self._special if token in text]
 
-    def chat_text(self, question: str, num_images: int, context: Sequence[Message] = ()) -> str:
+    def chat_text(self, question: str, num_images: int, context: Sequence[Message] = (), source_name: str = "") -> str:
         """The prompt as text, up to the start of the answer, with one placeholder per image.
 
         Args:
             context: messages before the question. The prompt template wraps only the question.
+            source_name: of the problem, in ``data.mixture``.
 
         Raises:
             DataError: context and rendered question do not have ``num_images`` markers together.
         """
-        messages = self._messages.messages(question, context)
+        messages = self._messages.messages(question, context, source_name)
         markers = sum(message.text.count(IMAGE_MARKER) for message in messages)
         if markers != num_images:
             raise DataError(
@@ -223,13 +227,15 @@ class PromptBuilder:
         parts = [part for piece in texts for part in ({"type": "image"}, piece)][1:]
         return [part for part in parts if part.get("text") != ""]
 
-    def unexpanded_tokens(self, question: str, num_images: int, context: Sequence[Message] = ()) -> Ints:
+    def unexpanded_tokens(
+        self, question: str, num_images: int, context: Sequence[Message] = (), source_name: str = ""
+    ) -> Ints:
         """``chat_text`` as token ids, as vLLM takes them.
 
         Raises:
             DataError: as ``chat_text``, or the question spells out the model's image placeholder.
         """
-        text = self.chat_text(question, num_images, context)
+        text = self.chat_text(question, num_images, context, source_name)
         # verbose=False: a prompt above the model's length is rejected later and needs no warning
         ids = self.tokenizer.encode(text, add_special_tokens=False, verbose=False)
         tokens = np.asarray(ids, dtype=np.int32)
@@ -242,7 +248,7 @@ class PromptBuilder:
 
     def unexpanded(self, problem: Problem) -> Ints:
         """The prompt of a problem, as vLLM takes it."""
-        return self.unexpanded_tokens(problem.question, len(problem.images), problem.context)
+        return self.unexpanded_tokens(problem.question, len(problem.images), problem.context, problem.source_name)
 
     def tokens(self, problem: Problem) -> Ints:
         """[P] token ids with every image expanded, as the model sees them."""

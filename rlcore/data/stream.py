@@ -27,17 +27,19 @@ class ProblemStream:
 
     Args:
         taken: indices that an earlier process has taken.
+        indices: of the problems in the dataset. None: 0 to num_problems - 1.
 
     Raises:
         ValueError: num_problems below 1.
     """
 
-    def __init__(self, num_problems: int, seed: int, taken: int = 0) -> None:
+    def __init__(self, num_problems: int, seed: int, taken: int = 0, indices: Sequence[int] | None = None) -> None:
         if num_problems < 1:
             raise ValueError(f"num_problems is {num_problems}: there is nothing to train on. Prepare a dataset first.")
         self.num_problems = num_problems
         self.taken = taken  # indices taken so far, over all epochs
         self._seed = seed
+        self._indices = indices
         self._order = lru_cache(maxsize=2)(self._epoch_order)
 
     def take(self, n: int) -> list[int]:
@@ -47,7 +49,7 @@ class ProblemStream:
         while self.taken < end:
             epoch, start = divmod(self.taken, self.num_problems)
             part = self._order(epoch)[start : start + end - self.taken]
-            indices += part.tolist()
+            indices += part.tolist() if self._indices is None else [self._indices[place] for place in part]
             self.taken += len(part)
         return indices
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
+from rlcore.artifacts import SourceRows
 from rlcore.errors import StorageError
 from rlcore.types import ImageRef, Message, Problem
 
@@ -60,6 +61,7 @@ class DatasetReport(BaseModel):
     prompts: PromptStats
     min_pixels: int  # the bounds that image sizes were computed with
     max_pixels: int
+    sources: tuple[SourceRows, ...] = ()  # of a mixture
 
 
 def load_rows(folder: Path) -> list[PreparedRow]:
@@ -87,6 +89,7 @@ def load_rows(folder: Path) -> list[PreparedRow]:
                 source=row["source"],
                 extra=json.loads(row["extra"]),
                 context=tuple(Message(**message) for message in row["context"]),
+                source_name=row.get("source_name", ""),  # only mixtures have the column
             ),
             row=row["row"],
             prompt_tokens=row["prompt_tokens"],
@@ -112,11 +115,16 @@ def write_rows(folder: Path, rows: Sequence[PreparedRow]) -> None:
         "images": pa.array([[_image(image) for image in p.images] for p in problems], images),
         "extra": pa.array([json.dumps(p.extra) for p in problems], text),
         "context": pa.array([[asdict(message) for message in p.context] for p in problems], messages),
+        **({"source_name": pa.array([p.source_name for p in problems], text)} if _mixed(problems) else {}),
         "row": pa.array([row.row for row in rows], pa.int64()),
         "prompt_tokens": pa.array([row.prompt_tokens for row in rows], number),
         "image_tokens": pa.array([row.image_tokens for row in rows], number),
     }
     pq.write_table(pa.table(columns), folder / PROBLEMS, compression="zstd")
+
+
+def _mixed(problems: Sequence[Problem]) -> bool:
+    return any(problem.source_name for problem in problems)
 
 
 def _file(folder: Path, sha256: str) -> str | None:

@@ -37,10 +37,23 @@ class ValidationRecord(BaseModel):
 def suite_digest(experiment: ExperimentConfig, dataset: DatasetRef, base: ModelRef) -> str:
     """Hash of everything besides the weights that the numbers of an evaluation depend on, except code and packages."""
     values = {k: v for k, v in experiment.flat().items() if k.startswith(_GROUPS) and not k.startswith(FREE_SETTINGS)}
-    if experiment.data.layout is None:  # records that were made before this setting existed stay known
+    # records that were made before these settings existed stay known
+    if experiment.data.layout is None:
         values.pop("data.layout", None)
-    content = [values, experiment.evaluation.suite(), dataset.digest, base.digest, own_digest(experiment.reward)]
+    if not experiment.data.mixture:
+        values.pop("data.mixture", None)
+    for name in experiment.data.mixture:
+        del values[f"data.mixture.{name}.weight"]  # of training
+    content = [values, experiment.evaluation.suite(), dataset.digest, base.digest, own_digests(experiment)]
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:24]
+
+
+def own_digests(experiment: ExperimentConfig) -> str | None:
+    """Hash of the user's files that rewards depend on, reward models included. None: there are none."""
+    own = {name: digest for name, reward in experiment.rewards.items() if (digest := own_digest(reward)) is not None}
+    if list(own) == [""]:
+        return own[""]
+    return json.dumps(own, sort_keys=True) if own else None
 
 
 def record_folder(run_dir: Path, step: int) -> Path:

@@ -84,9 +84,9 @@ def evaluate(sampler: Sampler, grader: Grader, problems: Sequence[Problem], conf
 
 
 def _groups(problems: Sequence[Problem], column: str | None) -> dict[str, str]:
-    """The value of each problem in ``column``, by the problem's id."""
+    """The value of each problem in ``column``, by the problem's id. None: the name of its source, if it has one."""
     if column is None:
-        return {}
+        return {problem.problem_id: problem.source_name for problem in problems if problem.source_name}
     groups = {problem.problem_id: str(problem.extra[column]) for problem in problems if column in problem.extra}
     if not groups:
         known = ", ".join(sorted({name for problem in problems for name in problem.extra})) or "none"

@@ -37,7 +37,7 @@ DEFAULTS: Mapping[str, Any] = {
 """What EasyR1 takes for a key that is not given, for the keys that an experiment of ours depends on."""
 
 _TAKEN = {
-    "data.train_files": "data.train", "data.val_files": "data.validation", "data.answer_key": "data.answer_column",
+    "data.answer_key": "data.answer_column",
     "data.min_pixels": "data.min_pixels", "data.max_pixels": "data.max_pixels",
     "worker.actor.model.model_path": "model.path",
     "worker.actor.model.freeze_vision_tower": "model.freeze_vision_tower",
@@ -68,6 +68,7 @@ def from_easyr1(given: Mapping[str, Any], rows: int | None = None) -> Translatio
     """
     ledger, lora, optim = Ledger(given, DEFAULTS), "worker.actor.model.lora.", "worker.actor.optim."
     ledger.take(_TAKEN)
+    foreign.sources(ledger)
     foreign.data(ledger)
     foreign.batches(ledger, "data.rollout_batch_size", "worker.actor.global_batch_size", "worker.actor.ppo_epochs")
     foreign.steps(ledger, rows, "trainer.max_steps")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, Literal
 
 from rlcore.config.base import flatten
@@ -90,6 +91,10 @@ class Ledger:
             self.put(ours, choice, key)
         return choice
 
+    def translated(self, key: str, *, text: str) -> None:
+        """For a key that ``out`` has in another form."""
+        self._note((key,), "translated", text)
+
     def same(self, *keys: str, text: str = "") -> None:
         self._note(keys, "same", text)
 
@@ -173,6 +178,55 @@ def data(ledger: Ledger) -> None:
     ledger.same_if("data.filter_overlong_prompts", True, otherwise="longer prompts are always set aside, never cut")
 
 
+def sources(ledger: Ledger) -> list[str]:
+    """Set the training and validation data. Several training files become a mixture, whose names are returned.
+
+    A validation file belongs to the training file whose name it has, in the way that ``_source_name`` names files."""
+    train, validation = _files(ledger.get("data.train_files")), _files(ledger.get("data.val_files"))
+    named = {_source_name(file): file for file in train}
+    if len(train) < 2 or len(named) < len(train):
+        text = f"the first of {len(train)} files, whose names do not tell them apart" if len(train) > 1 else ""
+        ledger.put("data.train", train[0] if train else "", "data.train_files", text=text)
+        text = f"the first of {len(validation)} files" if len(validation) > 1 else ""
+        ledger.put("data.validation", validation[0] if validation else "", "data.val_files", text=text)
+        return []
+    for name, file in named.items():
+        ledger.out[f"data.mixture.{name}.source"] = file
+        ledger.out[f"data.mixture.{name}.weight"] = 1.0
+    text = (
+        f"data.mixture: {', '.join(named)}. The other trainer joins the files: for its proportions, set each weight to "
+        "the number of the source's problems"
+    )
+    ledger.translated("data.train_files", text=text)
+    held_out = {_source_name(file): file for file in validation}
+    if validation and held_out.keys() <= named.keys() and len(held_out) == len(validation):
+        for name, file in held_out.items():
+            ledger.out[f"data.mixture.{name}.validation"] = file
+        ledger.translated("data.val_files", text="data.mixture.NAME.validation")
+    else:
+        text = f"the first of {len(validation)} files; their names are not those of the training files"
+        first = validation[0] if validation else ""
+        ledger.put("data.validation", first, "data.val_files", text=text if len(validation) > 1 else "")
+    return list(named)
+
+
+def _files(value: object) -> list[str]:
+    return [str(file) for file in value] if isinstance(value, list) else [str(value)] if value else []
+
+
+def _source_name(file: str) -> str:
+    """gsm8k of data/gsm8k/train.parquet, rows of data/rows.parquet, geometry3k of hiyouga/geometry3k@test."""
+    path = PurePath(file.partition("@")[0])
+    own = path.stem if path.suffix in (".parquet", ".json", ".jsonl") else path.name
+    splits = ("train", "test", "val", "validation", "dev")
+    return (
+        re.sub(r"[^A-Za-z0-9_-]", "-", path.parent.name if own in splits and path.parent.name else own).lstrip("_-")[
+            :40
+        ]
+        or "data"
+    )
+
+
 def batches(ledger: Ledger, batch: str, mini_batch: str, ppo_epochs: str) -> None:
     """The sizes of batches, from these keys."""
     problems = int(ledger.get(batch))
@@ -184,7 +238,7 @@ def batches(ledger: Ledger, batch: str, mini_batch: str, ppo_epochs: str) -> Non
 def steps(ledger: Ledger, rows: int | None, limit: str) -> None:
     """training.steps from ``limit``, a number of rollout batches, or else from trainer.total_epochs over the rows."""
     epochs = "trainer.total_epochs"
-    rows = KNOWN_ROWS.get(str(ledger.out["data.train"])) if rows is None else rows
+    rows = KNOWN_ROWS.get(str(ledger.out.get("data.train"))) if rows is None else rows
     if ledger.get(limit):
         count = int(ledger.get(limit)) * ledger.steps_per_batch
         ledger.put("training.steps", count, limit, text="rollout batches times updates")

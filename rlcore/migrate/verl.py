@@ -89,20 +89,20 @@ def from_verl(given: Mapping[str, Any], rows: int | None = None) -> Translation:
 
 
 def _data(ledger: Ledger) -> None:
-    for key, ours in (("data.train_files", "data.train"), ("data.val_files", "data.validation")):
-        files = ledger.get(key)
-        if isinstance(files, list) and files:
-            ledger.put(ours, str(files[0]), key, text="the first file")
-        else:
-            ledger.put(ours, str(files or ""), key)
+    names = foreign.sources(ledger)
     ledger.put("data.answer_column", "reward_model.ground_truth")  # where verl's files have it
     ledger.put("data.template", PASS_THROUGH)  # verl's files hold the whole prompt
     _chat_template_arguments(ledger)
     ledger.same_if("data.truncation", "error", otherwise="longer prompts are always set aside, never cut")
     ledger.same("data.seed", "data.val_batch_size", "data.filter_overlong_prompts_workers",
                 "data.dataloader_num_workers", text=_BY_ITSELF)  # fmt: skip
-    name = next((ours for word, ours in _REWARDS.items() if word in ledger.out["data.train"].lower()), None)
     own = "custom_reward_function.path"
+    rewards = {part: _reward_of(ledger.out[f"data.mixture.{part}.source"]) for part in names}
+    if names and None not in rewards.values() and not ledger.get(own):
+        ledger.out |= {f"data.mixture.{part}.reward.name": reward for part, reward in rewards.items()}
+        name = rewards[names[0]]
+    else:
+        name = None if names else _reward_of(ledger.out["data.train"])
     if ledger.get(own) or name is None:
         ledger.listed(own, text=OWN_REWARD)
         ledger.listed("custom_reward_function.name", text="reward.function")
@@ -110,6 +110,11 @@ def _data(ledger: Ledger) -> None:
         ledger.put("reward.name", name)
         ledger.same(own, "custom_reward_function.name", text="none")
     ledger.same_if("reward_model.enable", False, otherwise="rewards are functions: reward.name")
+
+
+def _reward_of(file: str) -> str | None:
+    """The reward that verl has for the data of this name."""
+    return next((ours for word, ours in _REWARDS.items() if word in file.lower()), None)
 
 
 def _chat_template_arguments(ledger: Ledger) -> None:

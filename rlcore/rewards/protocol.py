@@ -41,7 +41,10 @@ def jobs_to_json(jobs: Sequence[Job]) -> bytes:
         [
             (
                 text,
-                (p.problem_id, p.question, [astuple(image) for image in p.images], p.answer, p.source, dict(p.extra)),
+                (
+                    *(p.problem_id, p.question, [astuple(image) for image in p.images], p.answer, p.source),
+                    *(dict(p.extra), p.source_name),
+                ),
                 num_tokens,
                 finish_reason,
             )
@@ -55,9 +58,16 @@ def jobs_from_json(data: bytes) -> list[Job]:
 
 
 def _problem(
-    problem_id: str, question: str, images: list[list[Any]], answer: str, source: str, extra: dict[str, object]
+    problem_id: str,
+    question: str,
+    images: list[list[Any]],
+    answer: str,
+    source: str,
+    extra: dict[str, object],
+    source_name: str,
 ) -> Problem:
-    return Problem(problem_id, question, tuple(ImageRef(*image) for image in images), answer, source, extra)
+    refs = tuple(ImageRef(*image) for image in images)
+    return Problem(problem_id, question, refs, answer, source, extra, source_name=source_name)
 
 
 def answer_to_json(answer: Score | str) -> bytes:

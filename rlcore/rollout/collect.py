@@ -16,6 +16,7 @@ from typing import Protocol
 from rlcore.adjustments import Adjustments
 from rlcore.config import ExperimentConfig
 from rlcore.config.algorithm import RemaxAdvantage
+from rlcore.data.mixture import MixturePosition, next_of_mixture, source_sizes
 from rlcore.data.stream import ProblemStream, next_problems
 from rlcore.distributed.group import WorkerGroup
 from rlcore.errors import StarvedError, UngradedError
@@ -235,19 +236,43 @@ def _next_groups(
     Args:
         others: groups whose problems are avoided as far as possible.
     """
-    data, epoch = run.config.data, state.problems_seen // len(run.problems)
-    stream = ProblemStream(len(run.problems), data.shuffle_seed, taken=state.problems_seen)
-    avoid = {group.index for group in others}
-    chosen = next_problems(stream, count, state.pass_rates, data.curriculum, postponed=state.postponed, avoid=avoid)
+    state, chosen = _next_problems(run, state, count, avoid={group.index for group in others})
     groups = new_groups(
-        [(index, run.problems[index]) for index in chosen.indices],
+        [(index, run.problems[index]) for index, _ in chosen],
         run.config.rollout.group_size,
         batch=batch,
-        epoch=epoch,
+        epoch=0,
         policy_version=version,
         taken=[group.key for group in others],
     )
-    return replace(state, problems_seen=stream.taken, postponed=chosen.postponed), groups
+    return state, [replace(group, epoch=epoch) for group, (_, epoch) in zip(groups, chosen, strict=True)]
+
+
+def _next_problems(
+    run: RolloutRun, state: RolloutState, count: int, avoid: Collection[int]
+) -> tuple[RolloutState, list[tuple[int, int]]]:
+    """The index of each next problem, and the epoch of the stream that it comes from."""
+    data, rates, postponed = run.config.data, state.pass_rates, state.postponed
+    if not data.mixture:
+        stream = ProblemStream(len(run.problems), data.shuffle_seed, taken=state.problems_seen)
+        epoch = stream.taken // stream.num_problems
+        chosen = next_problems(stream, count, rates, data.curriculum, postponed=postponed, avoid=avoid)
+        state = replace(state, problems_seen=stream.taken, postponed=chosen.postponed)
+        return state, [(index, epoch) for index in chosen.indices]
+    weights = {name: source.weight for name, source in data.mixture.items()}
+    at = state.mixture or MixturePosition.start(weights, source_sizes(run.problems))
+    mixed = next_of_mixture(
+        run.problems,
+        at.with_weights(weights),
+        count,
+        rates,
+        data.curriculum,
+        seed=data.shuffle_seed,
+        postponed=postponed,
+        avoid=avoid,
+    )
+    now = mixed.position
+    return replace(state, problems_seen=now.taken, mixture=now, postponed=mixed.postponed), mixed.problems
 
 
 def _sample(

@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from rlcore.data.mixture import MixturePosition, restored
 from rlcore.data.stream import PassRates
 from rlcore.errors import CheckpointError
 from rlcore.rollout.groups import Group
@@ -24,6 +25,7 @@ GROUPS = "groups.parquet"
 @dataclass(frozen=True, slots=True)
 class RolloutState:
     problems_seen: int = 0  # taken from the stream: trained on, without signal, resting, postponed, or in ``groups``
+    mixture: MixturePosition | None = None  # None: a single source, or no problem is taken yet
     postponed: tuple[int, ...] = ()  # indices of problems that the stream repeated too early for the last batch
     pass_rates: PassRates = PassRates()
     groups: tuple[Group, ...] = ()  # not trained yet: ready ones in training order, then others in stream order
@@ -55,6 +57,7 @@ class RolloutState:
         """Read what ``save`` wrote. Arguments and errors as ``TrainState.load``."""
         return cls(
             problems_seen=scalars["problems_seen"],
+            mixture=restored(scalars.get("mixture"), problems, seen=scalars["problems_seen"]),
             postponed=tuple(scalars.get("postponed", ())),  # older checkpoints have none
             pass_rates=PassRates.from_json((folder / PASS_RATES).read_text()),
             groups=tuple(_groups(folder, scalars["step"], problems, mask_truncated)),

@@ -173,7 +173,7 @@ class EndpointSampler:
         images = iter(problem.images)
         return [
             {"role": message.role, "content": self._content(message.text, images)}
-            for message in self._messages.messages(problem.question, problem.context)
+            for message in self._messages.messages(problem.question, problem.context, problem.source_name)
         ]
 
     def _content(self, text: str, images: Iterator[ImageRef]) -> str | list[dict[str, Any]]:

@@ -10,13 +10,13 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlcore.adjustments import Adjustments
 from rlcore.config import ExperimentConfig
-from rlcore.config.reward import JudgeReward, ModelReward
+from rlcore.config.reward import JudgeReward, ModelReward, RewardConfig
 from rlcore.data.table import load_problems
 from rlcore.distributed.actors import RayRanks, start_ranks, worker_environment
 from rlcore.distributed.cluster import cluster_address, has_gpus, pick_device, start_ray, stop_ray
@@ -159,19 +159,40 @@ def make_grader(
     """The grader of an experiment for the model in this folder.
 
     Args:
-        verdicts: folder of the journal of a judge.
+        verdicts: folder of the journal of a judge; that of a source's own judge is a folder below it.
         on_progress, on_retry: called by a judge, as ``JudgeGrader`` says.
 
     Raises:
         RewardError: the reward cannot be loaded.
         ConfigError: it cannot find the end of this model's thoughts.
     """
+    from rlcore.rewards.mixture import MixtureGrader
+
+    if list(config.rewards) == [""]:
+        return _make_grader(config.reward, config, model, verdicts, on_progress, on_retry)
+    with ExitStack() as opened:
+        graders = {}
+        for name, reward in config.rewards.items():
+            graders[name] = _make_grader(reward, config, model, verdicts / name, on_progress, on_retry)
+            opened.callback(graders[name].close)
+        opened.pop_all()
+    return MixtureGrader(graders)
+
+
+def _make_grader(
+    reward: RewardConfig,
+    config: ExperimentConfig,
+    model: Path,
+    verdicts: Path,
+    on_progress: Callable[[], None],
+    on_retry: Callable[[], None],
+) -> Grader:
     from rlcore.rewards import environment_of, length_rule, make_reward, thought_rule
     from rlcore.rewards.judge import JudgeGrader
     from rlcore.rewards.model_grader import ModelGrader
     from rlcore.rewards.pool import GradingPool
 
-    reward, budget = config.reward, config.rollout.max_completion_tokens
+    budget = config.rollout.max_completion_tokens
     opens = reward.thoughts == "strip" and _prompt_opens_thought(config, model)
     if isinstance(reward, JudgeReward):
         return JudgeGrader(

@@ -13,6 +13,9 @@ Each metric has one denominator, which no other setting changes:
   change the policy. If means included them, ``algorithm.kl.coefficient`` would change the denominator.
 - ``reward/``: the graded completions of the batch; ``reward/ungraded`` and other shares of completions: all of them.
 - Shares of groups: all groups of the batch.
+- ``source/NAME/``, for each source of a mixture: as the metric of the same name without it, over the source's own
+  groups. ``source/NAME/share``: of all groups trained on. ``source/NAME/epochs``: problems taken from the source / its
+  size.
 
 A mean over nothing is left out, never reported as 0.
 """
@@ -118,6 +121,11 @@ def collection_metrics(batch: RolloutBatch, advantages: StepAdvantages) -> dict[
     }
     if advantages.kl_penalty is not None:
         metrics["reward/kl_penalty"] = advantages.kl_penalty
+    if batch.rollouts.mixture is not None:
+        for name, at in batch.rollouts.mixture.sources.items():
+            trained = sum(group.problem.source_name == name for group in batch.groups)
+            metrics[f"source/{name}/share"] = trained / len(batch.groups)
+            metrics[f"source/{name}/epochs"] = at.taken / at.size
     return metrics
 
 
@@ -150,6 +158,7 @@ def rollout_metrics(
     tokens = int(lengths.sum())
     return {
         **known,
+        **_source_metrics(groups, algorithm),
         **_reward_metrics([rollout.score for rollout in rollouts]),
         "rollout/all_right": outcomes.count("all_right") / len(groups),
         "rollout/all_wrong": outcomes.count("all_wrong") / len(groups),
@@ -162,6 +171,25 @@ def rollout_metrics(
         "system/generated_tokens_per_second": sampled
         / (seconds.get("generate", 0.0) + seconds.get("generate_beside", 0.0)),
     }
+
+
+def _source_metrics(groups: Sequence[Group], algorithm: AlgorithmConfig) -> dict[str, float]:
+    """source/ of the sources that ``groups`` have problems of; empty without a mixture."""
+    metrics: dict[str, float] = {}
+    for name in sorted({group.problem.source_name for group in groups} - {""}):
+        own = [group for group in groups if group.problem.source_name == name]
+        rewards = _reward_metrics([rollout.score for group in own for rollout in group.rollouts])
+        rewards["reward/zero_signal"] = sum(not has_signal(group, algorithm) for group in own) / len(own)
+        metrics |= {f"source/{name}/{ours}": rewards[key] for key, ours in _OF_A_SOURCE.items() if key in rewards}
+    return metrics
+
+
+_OF_A_SOURCE = {
+    "reward/mean": "reward_mean",
+    "reward/accuracy": "accuracy",
+    "reward/ungraded": "ungraded",
+    "reward/zero_signal": "zero_signal",
+}
 
 
 def _reward_metrics(scores: Sequence[Score]) -> dict[str, float]:

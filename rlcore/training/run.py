@@ -50,9 +50,11 @@ class TrainState:
 
     def scalars(self) -> dict[str, Any]:
         """The part that fits into JSON; ``save`` writes the rest."""
+        mixture = self.rollouts.mixture
         return {
             "step": self.step,
             "problems_seen": self.rollouts.problems_seen,
+            "mixture": None if mixture is None else mixture.to_json(),
             "postponed": list(self.rollouts.postponed),
             "nonfinite_in_a_row": self.nonfinite_in_a_row,
             "kl_coefficient": self.kl_coefficient,
@@ -72,7 +74,7 @@ class TrainState:
             problems: of the run's dataset.
 
         Raises:
-            CheckpointError: the dataset lacks the problem of a group.
+            CheckpointError: the dataset lacks the problem of a group, or has other sources than the run had.
         """
         return cls(
             step=scalars["step"],

@@ -29,6 +29,8 @@ written `null`. A run may be continued with another value where the last column 
 """
 _COLUMNS = ("key", "type", "default", "what it does", "on continuing")
 _BOUNDS = ((Ge, "ge", ">="), (Gt, "gt", ">"), (Le, "le", "<="), (Lt, "lt", "<"), (MaxLen, "max_length", "length <="))
+_SEVERAL: dict[Any, str] = {tuple: ", a list of these", dict: ", one per name"}
+_SOURCE = "data.mixture.NAME."
 _WORDS = {str: "text", int: "whole number", float: "number", bool: "true / false", Path: "path"}
 
 
@@ -43,18 +45,22 @@ def _group(model: type[BaseModel], prefix: str, title: str, level: int) -> Itera
     if text := _text(model.__doc__ or ""):
         yield f"{text}\n"
     fields = [item for item in model.model_fields.items() if item[0] != "name" or not prefix]
-    rows = [_row(f"{prefix}{name}", field) for name, field in fields if not _models(field.annotation)]
+    rows = [_row(f"{prefix}{name}", field) for name, field in fields if _is_row(prefix, field)]
     if rows:
         yield _table(_COLUMNS, rows)
     for name, field in fields:
-        choices = _models(field.annotation)
+        choices = _models(field.annotation) if prefix != _SOURCE else []  # those of a source are shown elsewhere
         for choice in choices:
-            key = f"{prefix}{name}"
+            key = f"{prefix}{name}.NAME" if get_origin(field.annotation) is dict else f"{prefix}{name}"
             named = f"`{key}: {{name: {_tag(choice)}}}`" if _tag(choice) else f"`{key}`"
-            listed = ", a list of these" if get_origin(field.annotation) is tuple else ""
+            listed = _SEVERAL.get(get_origin(field.annotation), "")
             off = " (or null)" if NoneType in get_args(field.annotation) else ""
             by_default = ", the default" if len(choices) > 1 and isinstance(field.default, choice) else ""
             yield from _group(choice, f"{key}.", f"{named}{listed}{off}{by_default}", min(level + 1, 4))
+
+
+def _is_row(prefix: str, field: FieldInfo) -> bool:
+    return prefix == _SOURCE or get_origin(field.annotation) is dict or not _models(field.annotation)
 
 
 def _machine() -> str:
@@ -100,18 +106,22 @@ def _named(annotation: Any) -> str:
     if annotation is NoneType:
         return "null"
     origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is dict:
+        return "mapping"
+    if len(_models(annotation)) > 1:
+        return "as `reward`"
+    if _models(annotation):
+        return "as `data.layout`"
     if origin is Annotated:
         inner = [item for field in arguments[1:] for item in field.metadata]
         return " ".join([_named(arguments[0]), *_bounds(inner)])
     if origin is Literal:
         return " / ".join(str(item) for item in arguments)
     if origin in (Union, UnionType):
-        return " or ".join(map(_named, arguments))
+        return " or ".join(dict.fromkeys(_named(item) for item in arguments))
     if origin in (tuple, list):
         listed = arguments[:-1] if arguments[-1] is Ellipsis else arguments
         return f"list of {' and '.join(dict.fromkeys(map(_named, listed)))}"
-    if origin is dict:
-        return "mapping"
     return _WORDS.get(annotation) or str(annotation.__name__)
 
 

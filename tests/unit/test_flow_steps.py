@@ -103,6 +103,24 @@ def test_data_are_prepared_then_resized(tmp_path: Path, monkeypatch: pytest.Monk
     assert resize.calls == [(EXPERIMENT, "train", raw)]
 
 
+def test_the_sources_of_a_mixture_are_prepared_one_by_one_and_mixed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mixture = {"b": {"source": "b@train", "template": "math"}, "a": {"source": "a@train", "reward": {"name": "gsm8k"}}}
+    config = load_experiment("grpo-geo3k-tiny", [f"data.mixture={json.dumps(mixture)}"])
+    ready = [dataset(tmp_path / name) for name in ("a", "b", "mixed", "validation")]
+    prepare, resize, mix = Step(*ready[:2], ready[3]), Step(*ready[:2], ready[3]), Step(ready[2])
+    monkeypatch.setattr(data, "prepare_dataset", prepare)
+    monkeypatch.setattr(data, "resize_images", resize)
+    monkeypatch.setattr(data, "mix_datasets", mix)
+    assert data.prepare_and_resize(config, "train") == ready[2]
+    assert mix.calls == [(config, "train", {"a": ready[0], "b": ready[1]})]
+    own = [(call[0].data.train, call[0].data.template, call[0].reward.name) for call in prepare.calls]
+    assert own == [("a@train", "tiny", "gsm8k"), ("b@train", "math", "math")]
+    assert data.prepare_and_resize(config, "validation") == ready[3], "no source has validation problems"
+    assert prepare.calls[2] == (config, "validation")
+
+
 def report_at(table: Path) -> EvalReport:
     return EvalReport(
         policy="p", step=8, dataset_digest="d", num_problems=1, samples_per_problem=1, accuracy=0, accuracy_low=0,

@@ -203,6 +203,33 @@ def test_verls_arguments_of_the_chat_template() -> None:
     assert not from_verl(empty, rows=9).experiment.data.chat_template_arguments
 
 
+def test_several_files_become_a_mixture() -> None:
+    given = {
+        "data.train_files": ["/d/gsm8k/train.parquet", "/d/geo3k/train.parquet"],
+        "data.val_files": ["/d/gsm8k/test.parquet", "/d/geo3k/test.parquet"],
+        "actor_rollout_ref.rollout.n": 4,
+    }
+    translation = from_verl(given, rows=7473)
+    mixture = translation.experiment.data.mixture
+    assert {name: (item.source, item.validation, item.weight) for name, item in mixture.items()} == {
+        "gsm8k": ("/d/gsm8k/train.parquet", "/d/gsm8k/test.parquet", 1.0),
+        "geo3k": ("/d/geo3k/train.parquet", "/d/geo3k/test.parquet", 1.0),
+    }
+    assert {name: reward.name for name, reward in translation.experiment.rewards.items()} == {
+        "gsm8k": "gsm8k",
+        "geo3k": "math",
+    }
+    notes = {note.key: note.text for note in translation.having("translated")}
+    assert "set each weight to the number of the source's problems" in notes["data.train_files"]
+    assert build_experiment({"name": "x", **translation.values}).data == translation.experiment.data
+
+    held_out = from_verl({**given, "data.val_files": "/d/aime.parquet"}, rows=9).experiment.data
+    assert (held_out.validation, held_out.sources("validation")) == ("/d/aime.parquet", {})
+    alike = from_verl({**given, "data.train_files": ["/a/rows.parquet", "/b/rows.parquet"]}, rows=9)
+    assert (alike.experiment.data.train, alike.experiment.data.mixture) == ("/a/rows.parquet", {})
+    assert "the first of 2 files" in {note.key: note.text for note in alike.notes}["data.train_files"]
+
+
 def test_epochs_of_unknown_data_ask_for_the_number_of_rows(easyr1: Path) -> None:
     found = from_easyr1(read_foreign(easyr1, ["data.train_files=my.parquet"]))
     (note,) = [note for note in found.having("listed") if note.key == "trainer.total_epochs"]

@@ -13,6 +13,7 @@ import torch
 from rlcore.adjustments import Adjustments
 from rlcore.algorithms.objective import StepSums, UpdateResult
 from rlcore.config import AlgorithmConfig, build_experiment
+from rlcore.data.mixture import MixturePosition, SourcePosition
 from rlcore.flops import Work
 from rlcore.jobs.segment import TrainerSink
 from rlcore.rollout.advantages import StepAdvantages
@@ -134,6 +135,36 @@ def test_every_metric_of_what_was_kept_by_name_and_number() -> None:
     assert collection_metrics(batch, advantages) == expected
     with_kl = dataclasses.replace(advantages, kl_penalty=0.25)
     assert collection_metrics(batch, with_kl) == {**expected, "reward/kl_penalty": 0.25}
+
+
+def of_source(name: str, item: Group) -> Group:
+    return dataclasses.replace(item, problem=dataclasses.replace(item.problem, source_name=name))
+
+
+def test_each_source_of_a_mixture_has_its_own_numbers() -> None:
+    a, b = [of_source("a", item) for item in (RIGHT, MIXED, WRONG)], [of_source("b", SILENT)]
+    found = rollout_metrics([a[0], b[0], *a[1:]], AlgorithmConfig(), 30, {"step": 4.0, "generate": 2.0}, 0)
+    # a: rewards 2 2 2 0 0 0, accuracies half of them, and two of three groups without signal; b: one graded, 2
+    assert {key: value for key, value in found.items() if key.startswith("source/")} == pytest.approx(
+        {
+            "source/a/reward_mean": 1.0, "source/a/accuracy": 0.5, "source/a/ungraded": 0.0,
+            "source/a/zero_signal": 2 / 3,
+            "source/b/reward_mean": 2.0, "source/b/accuracy": 1.0, "source/b/ungraded": 0.5,
+            "source/b/zero_signal": 1.0,
+        }
+    )  # fmt: skip
+    whole = rollout_metrics([RIGHT, SILENT, MIXED, WRONG], AlgorithmConfig(), 30, {"step": 4.0, "generate": 2.0}, 0)
+    assert {key: value for key, value in found.items() if not key.startswith("source/")} == whole
+
+
+def test_shares_are_of_what_was_trained_and_epochs_of_what_was_taken() -> None:
+    position = MixturePosition({"a": 1, "b": 1}, {"a": SourcePosition(4, taken=6), "b": SourcePosition(10, taken=5)})
+    trained = [of_source(name, MIXED) for name in "aaab"]
+    batch = RolloutBatch(trained, trained, Counts(), RolloutState(problems_seen=11, mixture=position))
+    found = collection_metrics(batch, StepAdvantages([], signal=[True] * 4, kl_penalty=None))
+    assert {key: value for key, value in found.items() if key.startswith("source/")} == {
+        "source/a/share": 0.75, "source/a/epochs": 1.5, "source/b/share": 0.25, "source/b/epochs": 0.5,
+    }  # fmt: skip
 
 
 def test_performance_counts_computed_tokens_and_knows_only_chips_of_the_table() -> None:

@@ -19,7 +19,7 @@ from safetensors.numpy import save_file
 from infra.errors import ServerError, StorageError
 from infra.settings import Settings
 from rlcore.config import ExperimentConfig, build_experiment
-from rlcore.errors import ConfigError, DataError, ModelError, RewardError
+from rlcore.errors import ConfigError, DataError, ModelError, RewardError, RlflowError
 from rlcore.specs import BootstrapSpec
 from tasks import preflight
 from tasks.preflight import check
@@ -140,6 +140,23 @@ def test_reward_that_does_not_fit_the_data(settings: Settings, tmp_path: Path) -
     source = parquet(tmp_path / "rows.parquet", problem=["x?"], answer=["x+1"])
     with pytest.raises(RewardError, match=r"(?s)'gsm8k' .*failed on its dry run.*'x\+1'.*needs a number"):
         check(experiment("reward.name=gsm8k", f"data.train={source}"), settings)
+
+
+def test_each_source_of_a_mixture_is_checked_with_its_own_settings(settings: Settings, tmp_path: Path) -> None:
+    right = parquet(tmp_path / "right.parquet", problem=["1+1"], answer=["2"])
+    other = parquet(tmp_path / "other.parquet", question=["1+1"], answer=["x+1"])
+    mixture = {"right": {"source": str(right)}, "other": {"source": str(other), "reward": {"name": "gsm8k"}}}
+    with pytest.raises(RlflowError) as caught:
+        check(experiment(f"data.mixture={json.dumps(mixture)}"), settings)
+    assert "data.mixture.other: " in str(caught.value)
+    assert "Columns found: question, answer" in str(caught.value)
+    assert "data.mixture.right" not in str(caught.value)
+    mixture["other"] |= {"problem_column": "question", "reward": {"name": "math"}, "template": "gsm8k"}
+    facts = check(experiment(f"data.mixture={json.dumps(mixture)}"), settings).facts
+    assert facts["training data, other"] == f"{other}, 1 rows"
+    assert facts["prompt template, other"].startswith("gsm8k, ")
+    assert facts["reward, right"].startswith("math, ")
+    assert "validation data" in facts  # the single one
 
 
 def test_reward_of_the_users_is_tried_on_the_first_row(settings: Settings, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from rlcore.artifacts import DatasetRef
+from rlcore.artifacts import DatasetRef, SourceRows
 from rlcore.config import DataConfig, ModelConfig
 from rlcore.data.prepare.files import image_files, source_files
 from rlcore.data.prepare.sources import parse_source
@@ -22,16 +22,17 @@ from rlcore.data.rejects import Reject, write_rejects
 from rlcore.data.synthetic.sources import COUNTDOWN, SYNTHETIC_SOURCES
 from rlcore.data.table import IMAGES, PROBLEMS, DatasetReport, PreparedRow, prompt_stats, write_rows
 from rlcore.errors import StorageError
-from rlcore.specs import PrepareSpec, ResizeSpec
+from rlcore.specs import MixSpec, PrepareSpec, ResizeSpec
 
 ORIGINALS = "raw_images"  # of a dataset before resizing: the original files, named by their hash
 REJECTS = "rejects.jsonl"
 
 _REPORT = "report.json"
 
-# Raise one of these when the same inputs give another folder: the rules of prepare or of resize have changed.
+# Raise one of these when the same inputs give another folder: the rules of prepare, resize or mix have changed.
 PREPARE_VERSION = 3
 RESIZE_VERSION = 1
+MIX_VERSION = 1
 
 _DATA = Path(__file__).parents[1]
 PROMPT_FILES = (
@@ -81,6 +82,16 @@ def prepared_folder(spec: PrepareSpec) -> Path:
 def resized_folder(spec: ResizeSpec) -> Path:
     """The folder that ``resize`` writes."""
     return spec.datasets_dir / resized_key(spec)
+
+
+def mixed_key(spec: MixSpec) -> str:
+    """Digest of what ``mix`` makes: the names and datasets of its sources."""
+    return _digest({"version": MIX_VERSION, "parts": {name: part.digest for name, part in spec.parts.items()}})
+
+
+def mixed_folder(spec: MixSpec) -> Path:
+    """The folder that ``mix`` writes."""
+    return spec.datasets_dir / mixed_key(spec)
 
 
 def _digest(settings: dict[str, object]) -> str:
@@ -147,6 +158,7 @@ def finish_folder(
     data: DataConfig,
     rows: Sequence[PreparedRow],
     rejects: Sequence[Reject],
+    sources: tuple[SourceRows, ...] = (),
 ) -> DatasetRef:
     """Write table, rejects and report into ``aside``, which already holds the images and will be ``final``."""
     write_rows(aside, rows)
@@ -164,6 +176,7 @@ def finish_folder(
         prompts=prompt_stats(rows),
         min_pixels=data.min_pixels,
         max_pixels=data.max_pixels,
+        sources=sources,
     )
     (aside / _REPORT).write_text(report.model_dump_json(indent=1))
     return _ref(final, report)
@@ -206,4 +219,5 @@ def _ref(folder: Path, report: DatasetReport) -> DatasetRef:
         num_rejected=sum(report.rejected.values()),
         num_images=report.distinct_images,
         max_prompt_tokens=report.prompts.max,
+        sources=report.sources,
     )
