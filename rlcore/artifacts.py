@@ -23,6 +23,31 @@ class DatasetRef(Artifact):
     max_prompt_tokens: int  # longest prompt kept, image tokens included
 
 
+class DuplicatesRef(Artifact):
+    """The problems of an evaluation that training has too."""
+
+    path: str  # duplicates.jsonl, one pair a line
+    digest: str  # of the file
+    train_digest: str
+    evaluation_digest: str
+    problems: int  # of the evaluation
+    exact: int
+    near: int
+    same_images: int
+    exact_only: bool  # all problems are drawn, and near duplicates were not looked for
+
+    @property
+    def found(self) -> int:
+        """Problems of the evaluation with a duplicate of any kind."""
+        return self.exact + self.near + self.same_images
+
+    @property
+    def text(self) -> str:
+        """The counts in words."""
+        kinds = "" if self.exact_only else f", near {self.near}, same_images {self.same_images}"
+        return f"{self.found} of {self.problems} problems: exact {self.exact}{kinds}"
+
+
 class ModelRef(Artifact):
     """A Hugging Face folder: config, safetensors, tokenizer, processor, generation config."""
 

@@ -44,6 +44,15 @@ class ResizeSpec(JobSpec):
     processes: int
 
 
+class DuplicatesSpec(JobSpec):
+    """rlcore.jobs.duplicates: training and evaluation data -> DuplicatesRef."""
+
+    train: DatasetRef
+    evaluation: DatasetRef
+    out_dir: Path
+    threads: int
+
+
 class BootstrapSpec(JobSpec):
     """rlcore.jobs.bootstrap: ModelConfig -> ModelRef, a local folder."""
 

@@ -21,6 +21,7 @@ from rlcore.segment.spec import SegmentManifest
 from tasks import train as training
 from tasks.cli.foreground import was_interrupted
 from tasks.experiments import load_experiment
+from tasks.lineage import find_lineage
 from tasks.run import Run, existing_run, open_run
 from tests.flows.outcome import (
     ORDER,
@@ -71,6 +72,36 @@ def test_evaluations_by_the_trainer_are_not_repeated_unless_they_are_others(data
     assert calls(data_dir) == before
     evaluate_run("own", overrides=["evaluation.samples=3"])
     assert calls(data_dir) == [*before, "evaluate 5"]
+
+
+def test_the_accuracy_without_duplicates_is_reported_beside_the_whole(
+    data_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 8 problems, p0 and p1 are right before training and p0 to p5 after it. Training has p0 and p7 too."""
+    monkeypatch.setenv("FAKE_DUPLICATES", '["p0", "p7"]')
+    summary = train_grpo("grpo-geo3k-tiny", overrides=SMALL, run_id="shared")
+    client = MlflowClient(tracking_uri=Settings().tracking_uri)
+    clean = client.get_metric_history(summary.mlflow_run_id, "eval/accuracy_clean")
+    assert [(point.step, point.value) for point in clean] == [
+        (0, pytest.approx(1 / 6)), *((step, pytest.approx(5 / 6)) for step in (2, 4, 5)),
+    ]  # fmt: skip
+    metrics = client.get_run(summary.mlflow_run_id).data.metrics
+    assert (metrics["eval/clean_problems"], metrics["eval/duplicates_exact"], metrics["eval/duplicates_near"]) == (
+        6, 2, 0,
+    )  # fmt: skip
+    (pairs,) = client.list_artifacts(summary.mlflow_run_id, "duplicates")
+    assert pairs.path == "duplicates/duplicates.jsonl"
+    page = (data_dir / "runs" / "shared" / "report" / "report.html").read_text()
+    assert re.search(r"<td>accuracy, clean part \[95 %\]</td><td>0\.167 \[.*\] on 6</td><td>0\.833 \[", page)
+    assert "<p>What is 7?</p>answer: 7</td>" in page
+    lineage, _ = find_lineage("grpo-geo3k-tiny", Settings())
+    assert [(found.exact, found.problems, found.digest) for found in lineage.duplicates] == [(2, 8, "pairs")]
+
+    train_grpo("grpo-geo3k-tiny", overrides=[*SMALL, "evaluation.find_duplicates=false"], run_id="unasked")
+    assert not (data_dir / "runs" / "unasked" / "duplicates.jsonl").exists()
+    assert "uplicate" not in (data_dir / "runs" / "unasked" / "report" / "report.html").read_text().replace(
+        "find_duplicates", ""
+    )
 
 
 def test_training_ends_early_and_the_best_checkpoint_is_merged(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
