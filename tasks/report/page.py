@@ -23,6 +23,7 @@ from rlcore.segment.journal import StepRecord
 from rlcore.segment.spec import SegmentManifest
 from tasks.driver.outbox import prefect_outage_named
 from tasks.lineage import Lineage, lineage_of
+from tasks.report.completions import log_completions
 from tasks.report.contamination import Contamination, contamination_of, log_contamination
 from tasks.report.cost import RunCost, run_cost
 from tasks.retries import step
@@ -317,6 +318,7 @@ def report(
         create_markdown_artifact(text, key=f"{run.experiment.name}-report")
     _log(tracker, run, text, samples, segments, model)
     tracker.log_metrics(cost.metrics(), step=records[-1].step, timestamp_ms=records[-1].timestamp_ms)
+    log_completions(tracker, TEMPLATES, validation, evaluations)
     if contamination is not None:
         log_contamination(tracker, contamination, evaluations)
     get_logger().info("report: %s", folder / "report.html")

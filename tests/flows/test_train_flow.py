@@ -53,6 +53,8 @@ def test_steps_run_in_order_and_a_second_run_repeats_only_training(data_dir: Pat
     for point in evaluated:
         tables = client.list_artifacts(summary.mlflow_run_id, f"eval/step-{point.step:06d}")
         assert [Path(table.path).name for table in tables] == ["completions.parquet"]
+    shown_completions = client.list_artifacts(summary.mlflow_run_id, "eval/completions")
+    assert [Path(item.path).name for item in shown_completions] == [f"step-{step:06d}.html" for step in (0, 2, 4, 5)]
     shown = json.loads((data_dir / "runs" / "first" / "report" / "evaluations.json").read_text())
     assert [(item["step"], item["accuracy"]) for item in shown] == [(0, 0.25), (2, 0.75), (4, 0.75), (5, 0.75)]
     run = client.get_run(summary.mlflow_run_id)
