@@ -118,6 +118,7 @@ class SuiteReport(Artifact):
     suite: str
     report: EvalReport
     set_aside: int  # problems that could not be used, such as those whose prompt is too long; they are in no mean
+    clean: dict[str, float] = {}  # accuracy_clean, its _low and _high, clean_problems; empty: training data unknown
 
 
 class SuiteReports(Artifact):
@@ -129,7 +130,11 @@ class SuiteReports(Artifact):
     def markdown(self) -> str:
         """A table with one row per suite."""
         head = ("suite", "accuracy", "95 % interval", "pass@k", "problems", "samples", "set aside", "cut", "tokens")
-        rows = [head, ("---",) * len(head), *map(_suite_row, self.suites)]
+        cells = [_suite_row(item) for item in self.suites]
+        if any(item.clean for item in self.suites):
+            head = (*head, "clean problems", "accuracy, clean", "95 % interval")
+            cells = [(*row, *_clean_cells(item.clean)) for row, item in zip(cells, self.suites, strict=True)]
+        rows = [head, ("---",) * len(head), *cells]
         return f"{self.model}\n\n" + "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
@@ -147,6 +152,14 @@ def _suite_row(item: SuiteReport) -> tuple[str, ...]:
         f"{report.truncated:.1%}",
         f"{report.details['completion_tokens_mean']:.0f}",
     )
+
+
+def _clean_cells(clean: dict[str, float]) -> tuple[str, str, str]:
+    number = f"{clean['clean_problems']:.0f}" if clean else "-"
+    if "accuracy_clean" not in clean:
+        return number, "-", "-"
+    interval = f"{clean['accuracy_clean_low']:.3f} to {clean['accuracy_clean_high']:.3f}"
+    return number, f"{clean['accuracy_clean']:.3f}", interval
 
 
 class CheckRow(Artifact):
