@@ -129,7 +129,9 @@ class SuiteReports(Artifact):
 
     def markdown(self) -> str:
         """A table with one row per suite."""
-        head = ("suite", "accuracy", "95 % interval", "pass@k", "problems", "samples", "set aside", "cut", "tokens")
+        head: tuple[str, ...] = (
+            *("suite", "accuracy", "95 % interval", "pass@k", "problems", "samples", "set aside", "cut", "tokens"),
+        )
         cells = [_suite_row(item) for item in self.suites]
         if any(item.clean for item in self.suites):
             head = (*head, "clean problems", "accuracy, clean", "95 % interval")
