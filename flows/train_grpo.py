@@ -7,7 +7,7 @@ import time
 from prefect import flow
 
 from tasks import experiments as form
-from tasks.data import prepare_and_resize
+from tasks.data import find_duplicates, prepare_and_resize
 from tasks.driver.jobs import end_what_is_left
 from tasks.evaluate import evaluate_and_log, log_validation
 from tasks.models import bootstrap_policy, check_model, merge_checkpoint, register_model
@@ -47,9 +47,11 @@ def train_grpo(
         describe_run(run, train, validation, start)
         if config.evaluation.every_steps is None:  # else the trainer does
             evaluate_and_log(run, config, start, start, validation)
+        duplicates = find_duplicates.submit(run, train, validation)  # while training runs
         with link_trainer(run) as segments:
             while not is_trained(run, segments):
                 segments.append(train_segment(run, train, start, len(segments), validation))
+        duplicates.result()
         log_validation(run, segments)
         chosen = checkpoint_to_merge(run, segments)
         before = evaluate_and_log(run, config, start, start, validation)

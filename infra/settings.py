@@ -84,6 +84,7 @@ class Settings(BaseSettings):
     """Factor on the delays of docs/reliability.md. 0: every retry starts at once."""
 
     datasets_dir: ClassVar = _Folder("datasets")
+    duplicates_dir: ClassVar = _Folder("duplicates")
     models_dir: ClassVar = _Folder("models")
     runs_dir: ClassVar = _Folder("runs")
     # Notes about flow runs that an outage ended before they could open their run.

@@ -34,6 +34,31 @@ class DatasetRef(Artifact):
     sources: tuple[SourceRows, ...] = ()  # of a mixture
 
 
+class DuplicatesRef(Artifact):
+    """The problems of an evaluation that training has too."""
+
+    path: str  # duplicates.jsonl, one pair a line
+    digest: str  # of the file
+    train_digest: str
+    evaluation_digest: str
+    problems: int  # of the evaluation
+    exact: int
+    near: int
+    same_images: int
+    exact_only: bool  # all problems are drawn, and near duplicates were not looked for
+
+    @property
+    def found(self) -> int:
+        """Problems of the evaluation with a duplicate of any kind."""
+        return self.exact + self.near + self.same_images
+
+    @property
+    def text(self) -> str:
+        """The counts in words."""
+        kinds = "" if self.exact_only else f", near {self.near}, same_images {self.same_images}"
+        return f"{self.found} of {self.problems} problems: exact {self.exact}{kinds}"
+
+
 class ModelRef(Artifact):
     """A Hugging Face folder: config, safetensors, tokenizer, processor, generation config."""
 
@@ -104,6 +129,7 @@ class SuiteReport(Artifact):
     suite: str
     report: EvalReport
     set_aside: int  # problems that could not be used, such as those whose prompt is too long; they are in no mean
+    clean: dict[str, float] = {}  # accuracy_clean, its _low and _high, clean_problems; empty: training data unknown
 
 
 class SuiteReports(Artifact):
@@ -114,8 +140,14 @@ class SuiteReports(Artifact):
 
     def markdown(self) -> str:
         """A table with one row per suite."""
-        head = ("suite", "accuracy", "95 % interval", "pass@k", "problems", "samples", "set aside", "cut", "tokens")
-        rows = [head, ("---",) * len(head), *map(_suite_row, self.suites)]
+        head: tuple[str, ...] = (
+            *("suite", "accuracy", "95 % interval", "pass@k", "problems", "samples", "set aside", "cut", "tokens"),
+        )
+        cells = [_suite_row(item) for item in self.suites]
+        if any(item.clean for item in self.suites):
+            head = (*head, "clean problems", "accuracy, clean", "95 % interval")
+            cells = [(*row, *_clean_cells(item.clean)) for row, item in zip(cells, self.suites, strict=True)]
+        rows = [head, ("---",) * len(head), *cells]
         return f"{self.model}\n\n" + "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
@@ -133,6 +165,14 @@ def _suite_row(item: SuiteReport) -> tuple[str, ...]:
         f"{report.truncated:.1%}",
         f"{report.details['completion_tokens_mean']:.0f}",
     )
+
+
+def _clean_cells(clean: dict[str, float]) -> tuple[str, str, str]:
+    number = f"{clean['clean_problems']:.0f}" if clean else "-"
+    if "accuracy_clean" not in clean:
+        return number, "-", "-"
+    interval = f"{clean['accuracy_clean_low']:.3f} to {clean['accuracy_clean_high']:.3f}"
+    return number, f"{clean['accuracy_clean']:.3f}", interval
 
 
 class CheckRow(Artifact):

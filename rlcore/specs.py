@@ -52,6 +52,15 @@ class MixSpec(JobSpec):
     datasets_dir: Path
 
 
+class DuplicatesSpec(JobSpec):
+    """rlcore.jobs.duplicates: training and evaluation data -> DuplicatesRef."""
+
+    train: DatasetRef
+    evaluation: DatasetRef
+    out_dir: Path
+    threads: int
+
+
 class BootstrapSpec(JobSpec):
     """rlcore.jobs.bootstrap: ModelConfig -> ModelRef, a local folder."""
 

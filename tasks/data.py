@@ -1,4 +1,4 @@
-"""The steps that prepare a dataset and resize its images, each cached by content."""
+"""The steps that prepare a dataset, resize its images and compare it with another one, each cached by content."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from infra.logs import get_logger
 from infra.provenance import usable_cores
 from infra.settings import Settings
 from infra.store.download import forget_unused, localize
-from rlcore.artifacts import DatasetRef
+from rlcore.artifacts import DatasetRef, DuplicatesRef
 from rlcore.config import ExperimentConfig
 from rlcore.data.prepare.folder import (
     dataset_key,
@@ -20,9 +20,11 @@ from rlcore.data.prepare.folder import (
 )
 from rlcore.data.prepare.sources import parse_source
 from rlcore.errors import DataError
-from rlcore.specs import MixSpec, PrepareSpec, ResizeSpec
+from rlcore.specs import DuplicatesSpec, MixSpec, PrepareSpec, ResizeSpec
 from tasks.driver.jobs import new_result_path, run_job
+from tasks.lineage import record_duplicates
 from tasks.retries import step
+from tasks.run import Run
 from tasks.store.made import content_key, made
 
 Split = Literal["train", "validation"]
@@ -30,6 +32,7 @@ CODE = (
     *("rlcore/jobs/prepare.py", "rlcore/jobs/resize.py", "rlcore/jobs/mix.py"),
     *("rlcore/data", "rlcore/families", "rlcore/config", "rlcore/specs.py"),
 )
+DUPLICATES_CODE = ("rlcore/jobs/duplicates.py", "rlcore/data", "rlcore/families")
 _TIMEOUT_SECONDS = 6 * 3600
 
 
@@ -127,6 +130,37 @@ def prepare_and_resize(experiment: ExperimentConfig, split: Split) -> DatasetRef
         for name, own in source_experiments(experiment, split).items()
     }
     return mix_datasets(experiment, split, parts) if experiment.data.sources(split) else parts[""]
+
+
+@step("find-duplicates", others=(2, 20), timeout_seconds=_TIMEOUT_SECONDS)
+def find_duplicates(run: Run, train: DatasetRef, validation: DatasetRef) -> DuplicatesRef | None:
+    """The validation problems that training has too, noted in the run's folder. None: the run does not want to know."""
+    if not run.experiment.evaluation.find_duplicates:
+        return None
+    found = duplicates_between(train, validation)
+    record_duplicates(run, found)
+    get_logger().info("data: duplicates of training in validation: %s", found.text)
+    return found
+
+
+def duplicates_between(train: DatasetRef, evaluation: DatasetRef) -> DuplicatesRef:
+    """The problems of an evaluation that training has too, compared once for each pair of datasets.
+
+    Raises:
+        StorageError: a dataset is gone, or an image is missing or damaged.
+    """
+    settings = Settings()
+    key = content_key("duplicates", f"{train.digest} {evaluation.digest}", *DUPLICATES_CODE)
+    spec = DuplicatesSpec(
+        result=new_result_path(settings, "duplicates"),
+        train=train,
+        evaluation=evaluation,
+        out_dir=settings.duplicates_dir / key,
+        threads=usable_cores(),
+    )
+    return made(
+        key, spec.out_dir, lambda: run_job("rlcore.jobs.duplicates", spec, DuplicatesRef, settings), DuplicatesRef
+    )
 
 
 def _require_problems(dataset: DatasetRef) -> DatasetRef:

@@ -19,7 +19,7 @@ from infra.errors import RegistryError
 from infra.logs import redact
 from infra.settings import Settings
 from infra.tracking.results import find_model, read_text
-from rlcore.artifacts import CheckpointRef, DatasetRef, ModelRef
+from rlcore.artifacts import CheckpointRef, DatasetRef, DuplicatesRef, ModelRef
 from rlcore.config import ExperimentConfig, read_experiment
 from rlcore.config.reward import ModelReward, own_digest, own_file
 from rlcore.data.prompts import template_text
@@ -32,6 +32,7 @@ from tasks.driver.failures import FailureLog, FailureRecord
 from tasks.run import Driver, Run, append_line, drivers, read_fork
 
 _HASH_SHOWN = 16
+_DUPLICATES = "duplicates.jsonl"
 
 
 class SegmentLine(BaseModel):
@@ -64,6 +65,7 @@ class Lineage(BaseModel):
     segments: tuple[SegmentLine, ...]
     drivers: tuple[Driver, ...]
     origins: tuple[Origin, ...]
+    duplicates: tuple[DuplicatesRef, ...] = ()  # of the training data in the validation data
     changes: tuple[str, ...]  # lines of changes.jsonl
     experiment: dict[str, str | int | float | bool | None]  # dotted keys
     experiment_digest: str
@@ -80,6 +82,7 @@ class Lineage(BaseModel):
             *((f"segment {item.segment}", _segment(item)) for item in self.segments),
             ("starts", f"{len(self.drivers)}: {'; '.join(map(_driver, self.drivers))}"),
             *(row for origin in self.origins for row in _origin_rows(origin, self.run_dir)),
+            *(("duplicates of training in validation", _duplicates(found)) for found in self.duplicates),
             ("trained with", f"rlcore {self.checkpoint_code_digest}; {_versions(self.checkpoint_versions)}"),
             ("config", f"digest {self.experiment_digest}, {Path(self.run_dir) / 'experiment.json'}"),
             *(("changed during the run", line) for line in self.changes),
@@ -120,6 +123,7 @@ def lineage_of(run: Run, model: ModelRef, checkpoint: CheckpointRef, mlflow_run_
         segments=tuple(_segments(run, checkpoint.step)),
         drivers=tuple(drivers(run)),
         origins=tuple(read_origins(run.run_dir)),
+        duplicates=tuple(read_duplicates(run)),
         changes=tuple(changes.read_text().splitlines()) if changes.exists() else (),
         experiment=run.experiment.flat(),
         experiment_digest=run.experiment.digest(),
@@ -265,6 +269,10 @@ def _origin_rows(origin: Origin, run_dir: str) -> Iterator[tuple[str, str]]:
         yield name, str(folder / file)
 
 
+def _duplicates(found: DuplicatesRef) -> str:
+    return f"{found.text}; {found.path} ({found.digest[:_HASH_SHOWN]})"
+
+
 def _versions(versions: dict[str, str]) -> str:
     return ", ".join(f"{name} {version}" for name, version in sorted(versions.items()))
 
@@ -343,6 +351,18 @@ def _source_files(folder: Path, experiment: ExperimentConfig) -> Iterator[tuple[
 def read_origins(run_dir: Path) -> list[Origin]:
     path = run_dir / "origins.jsonl"
     return [Origin.model_validate_json(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def record_duplicates(run: Run, found: DuplicatesRef) -> None:
+    """Note what training and validation have in common, unless it is noted already."""
+    if found not in read_duplicates(run):
+        append_line(run.run_dir / _DUPLICATES, found.model_dump_json())
+
+
+def read_duplicates(run: Run) -> list[DuplicatesRef]:
+    """What was noted, the newest last; several if the run was continued with other data."""
+    path = run.run_dir / _DUPLICATES
+    return [DuplicatesRef.model_validate_json(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def origins_dir(run_dir: Path) -> Path:

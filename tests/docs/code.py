@@ -26,6 +26,7 @@ PRODUCED = (
         f"{_RUN}/{name}.jsonl"
         for name in ("changes", "drivers", "evaluations", "failures", "journal", "origins", "recoveries")
     ),
+    "data/duplicates/PAIR/duplicates.jsonl",
     *(f"{_RUN}/{name}" for name in ("trainer.log", "origins/NAME", "report/report.html", "report/cost.json")),
     f"{_RUN}/stacks/hang-N/PROCESS",
     f"{_RUN}/validation/step-N/completions.parquet",

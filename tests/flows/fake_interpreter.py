@@ -16,7 +16,16 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from rlcore.artifacts import CheckpointRef, CheckRow, DatasetRef, EvalReport, EvalReports, ModelCheck, ModelRef
+from rlcore.artifacts import (
+    CheckpointRef,
+    CheckRow,
+    DatasetRef,
+    DuplicatesRef,
+    EvalReport,
+    EvalReports,
+    ModelCheck,
+    ModelRef,
+)
 from rlcore.config import ExperimentConfig
 from rlcore.errors import HealthError, RollbackError
 from rlcore.evaluation.records import (
@@ -40,7 +49,16 @@ from rlcore.segment.lease import Control, Lease
 from rlcore.segment.resume import find_resume_point, segment_manifest
 from rlcore.segment.spec import SegmentEnd, SegmentSpec, segment_path
 from rlcore.segment.store import LocalCheckpointStore, read_manifest
-from rlcore.specs import BootstrapSpec, CheckModelSpec, EvaluateSpec, JobError, MergeSpec, PrepareSpec, ResizeSpec
+from rlcore.specs import (
+    BootstrapSpec,
+    CheckModelSpec,
+    DuplicatesSpec,
+    EvaluateSpec,
+    JobError,
+    MergeSpec,
+    PrepareSpec,
+    ResizeSpec,
+)
 
 STEP_SECONDS = float(os.environ.get("FAKE_STEP_SECONDS", "0.02"))
 
@@ -64,6 +82,8 @@ def resize(spec: ResizeSpec) -> BaseModel:
 def _dataset(folder: Path, source: str) -> DatasetRef:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "report.json").write_text("{}")
+    if "FAKE_DUPLICATES" in os.environ:
+        _write_problems(folder)
     return DatasetRef(
         path=str(folder),
         digest=folder.name,
@@ -73,6 +93,27 @@ def _dataset(folder: Path, source: str) -> DatasetRef:
         num_images=8,
         max_prompt_tokens=100,
     )
+
+
+def _write_problems(folder: Path) -> None:
+    from rlcore.data.table import PreparedRow, write_rows
+    from rlcore.types import Problem
+
+    write_rows(folder, [PreparedRow(Problem(f"p{i}", f"What is {i}?", (), str(i), "fake"), i, 5, 0) for i in range(8)])
+
+
+def duplicates(spec: DuplicatesSpec) -> BaseModel:
+    """``FAKE_DUPLICATES`` (JSON) are the problems that training has too; else there are none. Not in the calls, because
+    it runs beside other jobs."""
+    names = json.loads(os.environ.get("FAKE_DUPLICATES", "[]"))
+    spec.out_dir.mkdir(parents=True)
+    path = spec.out_dir / "duplicates.jsonl"
+    pair = {"kind": "exact", "similarity": 1.0, "bits": 0}
+    path.write_text("".join(json.dumps({"evaluation_id": i, "training_id": i, **pair}) + "\n" for i in names))
+    return DuplicatesRef(
+        path=str(path), digest="pairs", train_digest=spec.train.digest, evaluation_digest=spec.evaluation.digest,
+        problems=8, exact=len(names), near=0, same_images=0, exact_only=False,
+    )  # fmt: skip
 
 
 def bootstrap(spec: BootstrapSpec) -> BaseModel:
@@ -290,6 +331,7 @@ def main() -> None:
     run, spec_type = {
         "rlcore.jobs.prepare": (prepare, PrepareSpec),
         "rlcore.jobs.resize": (resize, ResizeSpec),
+        "rlcore.jobs.duplicates": (duplicates, DuplicatesSpec),
         "rlcore.jobs.bootstrap": (bootstrap, BootstrapSpec),
         "rlcore.jobs.check_model": (check_model, CheckModelSpec),
         "rlcore.jobs.evaluate": (evaluate, EvaluateSpec),

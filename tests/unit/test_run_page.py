@@ -9,12 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from rlcore.artifacts import CheckpointRef, DatasetRef, EvalReport, ModelRef
+from rlcore.artifacts import CheckpointRef, DatasetRef, DuplicatesRef, EvalReport, ModelRef
+from rlcore.data.contamination import Duplicate
 from rlcore.errors import ConfigError
+from rlcore.evaluation.report import PartAccuracy
 from rlcore.segment.journal import StepRecord
 from rlcore.segment.spec import SegmentManifest
 from tasks.experiments import load_experiment
 from tasks.lineage import Lineage, SegmentLine
+from tasks.report.contamination import Contamination, ShownPair, ShownProblem
 from tasks.report.cost import RunCost
 from tasks.report.page import Page, data_uri, draw_curves, read_samples, summarize
 from tasks.report.rollouts import as_html, read_groups, sampled_steps
@@ -208,6 +211,61 @@ def test_both_pages_say_the_same_numbers(run: Run, tmp_path: Path) -> None:
     )
     assert f"src='{data_uri(tmp_path / 'curves.png')}'" in page
     assert "&#34;name&#34;: &#34;grpo-geo3k-tiny&#34;" in page
+
+
+def shared(tmp_path: Path, near: int, *, exact_only: bool = False) -> Contamination:
+    """Of 50 problems ``near`` are near to one of training."""
+    for name in ("validation", "training"):
+        (tmp_path / f"{name}.png").write_bytes(name.encode())
+    sides = [
+        ShownProblem(f"{name}/0", f"<b>{name}?", "<i>7", (tmp_path / f"{name}.png",))
+        for name in ("validation", "training")
+    ]
+    found = DuplicatesRef(
+        path="/made/duplicates.jsonl", digest="a" * 20, train_digest="t", evaluation_digest="v", problems=50, exact=0,
+        near=near, same_images=0, exact_only=exact_only,
+    )  # fmt: skip
+    pairs = [ShownPair(Duplicate("validation/0", "training/0", "near", 0.875, 30), *sides)] * bool(near)
+    return Contamination(found, PartAccuracy(46, 0.2, 0.1, 0.3), None, pairs)
+
+
+def test_duplicates_are_shown_side_by_side_and_the_clean_accuracy_beside_the_whole(run: Run, tmp_path: Path) -> None:
+    manifest = SegmentManifest.model_construct(last_step=20, checkpoint=CHECKPOINT)
+    summary = summarize([StepRecord(1, 1, {"reward/mean": 1.0})], BEFORE, AFTER, [manifest], MODEL, CHECKPOINT, 1, "m")
+    (tmp_path / "curves.png").write_bytes(b"curves")
+    shown = Page(
+        run, summary, BEFORE, AFTER, MODEL, DATASET, [], COST, lineage(tmp_path), contamination=shared(tmp_path, 4)
+    )
+    page, text = shown.html(tmp_path / "curves.png"), shown.markdown()
+    row = ("accuracy, clean part [95 %]", "0.200 [0.100, 0.300] on 46", "no clean problem")
+    assert f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" in page
+    assert f"| {' | '.join(row)} |\n" in text
+    for name in ("validation", "training"):
+        uri = f"data:image/png;base64,{base64.b64encode(name.encode()).decode()}"
+        assert (
+            f"<td><small>{name}/0</small><br><img alt='' src='{uri}'>"
+            f"<p>&lt;b&gt;{name}?</p>answer: &lt;i&gt;7</td>" in page
+        )
+    likeness = "near: similarity of texts 0.88, pictures differ in 30 of 256 bits"
+    assert f"<td>{likeness}</td></tr>" in page
+    assert f"| {likeness} | &#60;b&#62;validation? | &#60;b&#62;training? |\n" in text
+    for name, number in (("near: similar text, similar pictures", 4), ("clean", 46)):
+        assert f"<tr><td>{name}</td><td>{number} of 50</td></tr>" in page
+        assert f"| {name} | {number} of 50 |\n" in text
+
+
+def test_a_run_without_duplicates_has_one_line_about_them(run: Run, tmp_path: Path) -> None:
+    manifest = SegmentManifest.model_construct(last_step=20, checkpoint=CHECKPOINT)
+    summary = summarize([StepRecord(1, 1, {"reward/mean": 1.0})], BEFORE, AFTER, [manifest], MODEL, CHECKPOINT, 1, "m")
+    (tmp_path / "curves.png").write_bytes(b"curves")
+    none = shared(tmp_path, 0, exact_only=True)
+    shown = Page(run, summary, BEFORE, AFTER, MODEL, DATASET, [], COST, lineage(tmp_path), contamination=none)
+    page = shown.html(tmp_path / "curves.png")
+    line = "<tr><td>validation problems that training has too</td><td>0 of 50 problems: exact 0</td></tr>"
+    assert line in page
+    assert "clean" not in page
+    assert "Duplicates in training" not in page
+    assert "Duplicates in training" not in shown.markdown()
 
 
 def test_a_long_text_is_cut_on_both_pages(run: Run, tmp_path: Path) -> None:

@@ -7,9 +7,15 @@ from pathlib import Path
 import pytest
 
 from infra.settings import Settings
-from rlcore.artifacts import EvalReport, SuiteReport, SuiteReports
+from rlcore.artifacts import DatasetRef, DuplicatesRef, EvalReport, SuiteReport, SuiteReports
+from rlcore.data.contamination import Duplicate, as_lines
 from rlcore.errors import ConfigError
-from tasks.suites import SuiteOptions, base_experiment, find_policy, suite_experiments
+from rlcore.evaluation.rows import EvalRow, write_rows
+from tasks import suites as suite_steps
+from tasks.experiments import load_experiment
+from tasks.lineage import Origin
+from tasks.run import Run
+from tasks.suites import SuiteOptions, base_experiment, clean_part, find_policy, suite_experiments
 
 ADDRESS = "http://host:8000/v1"
 
@@ -65,3 +71,43 @@ def test_the_table() -> None:
     row = "| gsm8k | 0.250 | 0.100 to 0.500 | 0.400 (k=2), 0.500 (k=4) | 3 | 4 | 7 | 12.5% | 12 |"
     assert text.splitlines()[-1] == row
     assert text.splitlines()[2].count("|") == row.count("|")
+    clean = {"accuracy_clean": 0.5, "accuracy_clean_low": 0.25, "accuracy_clean_high": 0.75, "clean_problems": 2.0}
+    suites = [
+        SuiteReport(suite=name, report=report, set_aside=7, clean=part)
+        for name, part in (("gsm8k", clean), ("aime24", {"clean_problems": 0.0}), ("aime25", {}))
+    ]
+    lines = SuiteReports(model="m", suites=tuple(suites)).markdown().splitlines()
+    assert lines[2].endswith("| tokens | clean problems | accuracy, clean | 95 % interval |")
+    assert [line.partition("| 12 |")[2] for line in lines[4:]] == [
+        " 2 | 0.500 | 0.250 to 0.750 |", " 0 | - | - |", " - | - | - |",
+    ]  # fmt: skip
+
+
+def test_the_clean_part_of_a_suite_is_what_the_run_was_not_trained_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the three problems a is right, and training has b."""
+    rows = [EvalRow(name, 0, "q", "a", "c", 0.0, float(name == "a"), None, True, "stop", 1) for name in ("a", "b", "c")]
+    write_rows(rows, tmp_path / "table.parquet")
+    (tmp_path / "pairs.jsonl").write_text(as_lines([Duplicate("b", "t", "exact", 1.0, 0)]))
+    asked: list[tuple[str, str]] = []
+
+    def between(train: DatasetRef, evaluation: DatasetRef) -> DuplicatesRef:
+        asked.append((train.digest, evaluation.digest))
+        return DuplicatesRef.model_construct(path=str(tmp_path / "pairs.jsonl"))
+
+    train = DatasetRef.model_construct(path=str(tmp_path), digest="train")
+    monkeypatch.setattr(suite_steps, "duplicates_between", between)
+    monkeypatch.setattr(suite_steps, "read_origins", lambda _: [Origin.model_construct(train=train)])
+    dataset = DatasetRef.model_construct(path="/suite", digest="suite")
+    report = EvalReport.model_construct(table=str(tmp_path / "table.parquet"))
+    run = Run(run_id="r", run_dir=tmp_path, experiment=load_experiment("grpo-geo3k-tiny"))
+    clean = clean_part(run, dataset, report)
+    assert (clean["clean_problems"], clean["accuracy_clean"]) == (2, 0.5)
+    assert asked == [("train", "suite")]
+    assert clean_part(None, dataset, report) == {}
+    unasked = load_experiment("grpo-geo3k-tiny", ["evaluation.find_duplicates=false"])
+    assert clean_part(run.model_copy(update={"experiment": unasked}), dataset, report) == {}
+    gone = Origin.model_construct(train=train.model_copy(update={"path": str(tmp_path / "gone")}))
+    monkeypatch.setattr(suite_steps, "read_origins", lambda _: [gone])
+    assert clean_part(run, dataset, report) == {}
