@@ -251,6 +251,8 @@ def _origin_rows(origin: Origin, run_dir: str) -> Iterator[tuple[str, str]]:
             f"images; digest {dataset.digest[:_HASH_SHOWN]}, {dataset.path}",
         )
     yield "started from", f"{origin.base.source}, {origin.base.path} ({origin.base.digest[:_HASH_SHOWN]})"
+    if origin.teacher is not None:
+        yield "teacher", f"{origin.teacher.source}, {origin.teacher.path} ({origin.teacher.digest[:_HASH_SHOWN]})"
     reward = f"; reward {folder / origin.reward}" if origin.reward else ""
     yield "prompt template", f"{folder / origin.template}{reward}"
 
@@ -277,6 +279,7 @@ class Origin(BaseModel):
     train: DatasetRef
     validation: DatasetRef
     base: ModelRef
+    teacher: ModelRef | None = None  # of algorithm.teacher
 
     @property
     def files(self) -> list[str]:
@@ -284,7 +287,12 @@ class Origin(BaseModel):
 
 
 def record_origin(
-    run: Run, facts: provenance.Provenance, train: DatasetRef, validation: DatasetRef, base: ModelRef
+    run: Run,
+    facts: provenance.Provenance,
+    train: DatasetRef,
+    validation: DatasetRef,
+    base: ModelRef,
+    teacher: ModelRef | None = None,
 ) -> Origin:
     """Record the origin of this start, unless an earlier start had the same."""
     folder = origins_dir(run.run_dir)
@@ -303,6 +311,7 @@ def record_origin(
         train=train,
         validation=validation,
         base=base,
+        teacher=teacher,
     )
     known = [item.model_copy(update={"at": origin.at}) for item in read_origins(run.run_dir)]
     if origin not in known:

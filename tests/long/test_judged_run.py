@@ -46,6 +46,7 @@ def trainer(spec: Path) -> None:
         verdicts: Path,
         stacks: Path,
         on_progress: Callable[[], None],
+        teacher: Path | None,
     ) -> Iterator[Any]:
         ranks = ForkedRanks(make, model=model, dataset=dataset, config=config, device="cpu")
         grader = assemble.make_grader(config, model, verdicts, on_progress)

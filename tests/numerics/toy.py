@@ -24,6 +24,7 @@ from rlcore.data.tiny import build_processor
 from rlcore.distributed.group import SequenceSize, plan_microbatches
 from rlcore.models.loading import empty_hf_model
 from rlcore.models.stored_weights import StoredWeights, Values
+from rlcore.models.teacher import Teacher
 from rlcore.models.torch_policy import TorchPolicy
 from rlcore.types import ImageRef, Problem, TrainingSample
 from tests.ranks import whole
@@ -120,9 +121,12 @@ def save(trained: TorchPolicy, folder: Path) -> None:
         time.sleep(0.01)
 
 
-def policy(folder: Path, settings: ExperimentConfig, mesh: object | None = None) -> TorchPolicy:
+def policy(
+    folder: Path, settings: ExperimentConfig, mesh: object | None = None, teacher: Path | None = None
+) -> TorchPolicy:
     torch.set_num_threads(1)
     hf = empty_hf_model(folder)
+    other = None if teacher is None else empty_hf_model(teacher)
     return TorchPolicy(
         hf,
         settings,
@@ -130,6 +134,7 @@ def policy(folder: Path, settings: ExperimentConfig, mesh: object | None = None)
         mesh=mesh or one_rank_mesh(),
         banned_token_ids=BANNED,
         features=partial(features, model_type=hf.config.model_type),
+        teacher=None if teacher is None or other is None else Teacher(other, StoredWeights(teacher, other).read),
     )
 
 
