@@ -13,6 +13,7 @@ from torch import nn
 from rlcore.config import ModelConfig
 from rlcore.data.prompts import load_processor
 from rlcore.errors import ModelError
+from rlcore.families import images_of
 from rlcore.models.loading import load_hf_config
 from rlcore.models.stored_weights import Values
 from rlcore.types import ScoredTokens, TrainingSample
@@ -62,24 +63,24 @@ def require_same_tokens(policy: Path, teacher: Path, *, trust_policy: bool, trus
         return
     if other.image_processor is None:
         raise ModelError(f"the policy {policy} takes images, and the teacher {teacher} takes none. {_ADVICE}")
-    ours, theirs = _reading(own, policy, trust_policy), _reading(other, teacher, trust_teacher)
-    if ours != theirs:
-        names = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
-        listed = ", ".join(f"{name} ({ours.get(name)} and {theirs.get(name)})" for name in names[:_LISTED])
+    reads, teacher_reads = _reading(own), _reading(other)
+    if reads != teacher_reads:
+        names = [name for name, value in reads.items() if teacher_reads[name] != value]
+        listed = ", ".join(f"{name} ({reads[name]} and {teacher_reads[name]})" for name in names[:_LISTED])
         raise ModelError(f"the policy {policy} and the teacher {teacher} read images differently: {listed}. {_ADVICE}")
 
 
-def _reading(processor: Any, folder: Path, trusted: bool) -> dict[str, Any]:
-    """What decides the pixels and tokens of an image. The bounds of its size are settings of data.
-
-    Preparation has resized images, so resizing of the processor itself does not count.
-    """
-    images: Any = processor.image_processor
-    names = ("patch_size", "merge_size", "temporal_patch_size", "image_mean", "image_std", "rescale_factor")
+def _reading(processor: Any) -> dict[str, Any]:
+    """What decides the pixels and tokens of an image. The bounds of its size are settings of data."""
+    settings = processor.image_processor
+    images = images_of(settings)
+    names = ("patch_size", "merge_size", "temporal_patch_size", "rescale_factor")
     return {
-        "model_type": load_hf_config(folder, trusted).model_type,
+        "kind": type(images).__name__,
         "image placeholder": processor.image_token_id,
-        **{name: getattr(images, name, None) for name in names},
+        "tile": str(settings.size) if images.takes_tiles else None,
+        **{name: getattr(settings, name, None) for name in names},
+        **{name: [*map(float, getattr(settings, name))] for name in ("image_mean", "image_std")},
     }
 
 

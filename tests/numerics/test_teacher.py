@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,14 +13,18 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from rlcore.algorithms.divergence import MAX_LOG_RATIO, teacher_signal
 from rlcore.algorithms.loss import StepTotals
-from rlcore.config import AlgorithmConfig, ExperimentConfig, TinyModelConfig, build_experiment
-from rlcore.data.tiny import build_processor
+from rlcore.artifacts import ModelRef
+from rlcore.config import AlgorithmConfig, ExperimentConfig, ModelConfig, TinyModelConfig, build_experiment
+from rlcore.data.tiny import build_processor, build_text_tokenizer
+from rlcore.errors import ModelError
+from rlcore.jobs.bootstrap import bootstrap
 from rlcore.models.loading import save_published
-from rlcore.models.teacher import within_vocabulary, without_unknown
-from rlcore.models.tiny import build_model
+from rlcore.models.teacher import require_same_tokens, within_vocabulary, without_unknown
+from rlcore.models.tiny import build_model, build_text_model
 from rlcore.models.torch_policy import TorchPolicy
 from rlcore.rollout.advantages import attach_advantages
 from rlcore.rollout.groups import Group
+from rlcore.specs import BootstrapSpec
 from rlcore.types import Completion, Problem, Score, ScoredTokens, TrainingSample
 from tests.numerics import toy
 from tests.numerics.test_policy import huggingface_logprobs, step_gradient
@@ -205,3 +210,70 @@ def test_a_teacher_needs_no_setting_of_the_policys_start() -> None:
     assert teacher is not None
     assert teacher.model.path == str(Path("~/models/teacher").expanduser())
     assert teacher.model.tiny == TinyModelConfig(seed=3)
+
+
+# --- which models can be a teacher ---
+
+
+def check(policy: Path, teacher: Path) -> None:
+    require_same_tokens(policy, teacher, trust_policy=False, trust_teacher=False)
+
+
+def text_folder(folder: Path, tokenizer: Any, vocabulary: int | None = None) -> Path:
+    """A text model's folder, as far as the comparison of tokens reads it."""
+    model = build_text_model(tokenizer, seed=0)
+    model.config.vocab_size = vocabulary or model.config.vocab_size
+    model.config.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_a_teacher_with_other_weights_or_more_logits_is_accepted(
+    tiny_model: Path, other_model: Path, tmp_path: Path
+) -> None:
+    check(tiny_model, other_model)
+    tokenizer = build_text_tokenizer()
+    small, padded = (text_folder(tmp_path / str(n), tokenizer, len(tokenizer) + n) for n in (0, 64))
+    check(small, padded)
+    check(padded, small)
+
+
+def test_a_teacher_with_other_tokens_is_refused_with_the_tokens_that_differ(tmp_path: Path) -> None:
+    plain, other = build_text_tokenizer(), build_text_tokenizer()
+    other.add_tokens(["<tool>"])
+    policy, teacher = text_folder(tmp_path / "policy", plain), text_folder(tmp_path / "teacher", other)
+    with pytest.raises(
+        ModelError, match=f"different tokens: 1 of {len(plain)} and .*'<tool>' \\(None and {len(plain)}"
+    ):
+        check(policy, teacher)
+
+
+def test_a_teacher_with_fewer_logits_than_tokens_is_refused(tmp_path: Path) -> None:
+    tokenizer = build_text_tokenizer()
+    policy, teacher = (
+        text_folder(tmp_path / name, tokenizer, size) for name, size in (("policy", None), ("teacher", 100))
+    )
+    with pytest.raises(ModelError, match="has 100 logits"):
+        check(policy, teacher)
+
+
+def test_a_teacher_that_reads_images_otherwise_or_not_at_all_is_refused(
+    tiny_model: Path, deepstack_model: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ModelError, match=r"read images differently: .*patch_size \(14 and 16\)"):
+        check(tiny_model, deepstack_model)
+    blind = text_folder(tmp_path / "blind", build_processor(None).tokenizer)
+    with pytest.raises(ModelError, match="takes images, and the teacher .* takes none"):
+        check(tiny_model, blind)
+    check(blind, tiny_model)  # a policy of text and a teacher that could also see
+
+
+def test_the_job_that_fetches_a_teacher_compares_it_with_the_policy(
+    tiny_model: Path, other_model: Path, deepstack_model: Path, tmp_path: Path
+) -> None:
+    pupil = ModelRef(path=str(tiny_model), digest="", source="", num_parameters=1)
+    spec = BootstrapSpec(result=tmp_path / "r", model=ModelConfig(path=str(other_model)), models_dir=tmp_path)
+    spec = spec.model_copy(update={"pupil": pupil})
+    assert bootstrap(spec).path == str(other_model)
+    with pytest.raises(ModelError, match="read images differently"):
+        bootstrap(spec.model_copy(update={"model": ModelConfig(path=str(deepstack_model))}))
