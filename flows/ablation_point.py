@@ -31,7 +31,7 @@ def ablation_point(
         with track_run(run):
             train, validation = prepare_and_resize(config, "train"), prepare_and_resize(config, "validation")
             start = bootstrap_policy(config.model)
-            teacher = bootstrap_teacher(config, start)
+            teacher = bootstrap_teacher(config, start) if config.algorithm.teacher else None
             check_model(config, start)
             mlflow_run_id = describe_point(study, job, run, train, validation, start, teacher)
             segments = train_all_segments(run, train, start, validation, teacher)

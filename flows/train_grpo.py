@@ -43,7 +43,7 @@ def train_grpo(
     with track_run(run):
         train, validation = prepare_and_resize(config, "train"), prepare_and_resize(config, "validation")
         start = bootstrap_policy(config.model)
-        teacher = bootstrap_teacher(config, start)
+        teacher = bootstrap_teacher(config, start) if config.algorithm.teacher else None
         check_model(config, start)
         describe_run(run, train, validation, start, teacher)
         if config.evaluation.every_steps is None:  # else the trainer does

@@ -75,8 +75,8 @@ def teacher_signal(logprobs: Tensor, teacher_logprobs: Tensor) -> Tensor:
     Args:
         teacher_logprobs: [N], -inf for a token that the teacher lacks.
 
-    Source: MiniLLM, arXiv:2306.08543, eq. 2 and 4, with the first term alone; on-policy GKD, arXiv:2306.13649, section
-    3; Thinking Machines, "On-Policy Distillation", 2025, https://thinkingmachines.ai/blog/on-policy-distillation/.
+    Source: Thinking Machines, "On-Policy Distillation", 2025, https://thinkingmachines.ai/blog/on-policy-distillation/;
+    the reverse KL by policy gradient, without the terms of later tokens: MiniLLM, arXiv:2306.08543, section 2.2.
     """
     return clamped_log_ratio(teacher_logprobs, logprobs).detach()
 

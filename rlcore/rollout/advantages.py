@@ -41,7 +41,7 @@ def has_signal(group: Group, algorithm: AlgorithmConfig) -> bool:
     """Whether this group alone gives any completion an advantage other than 0. Comparisons with other groups and a KL
     in the reward are ignored."""
     penalties = [np.zeros(sample.num_tokens, np.float32) for sample in group.samples]
-    return bool(_estimate([group], penalties, algorithm, kl_coefficient=0.0).signal)
+    return bool(_combined([group], penalties, algorithm, kl_coefficient=0.0).signal)
 
 
 def attach_advantages(groups: Sequence[Group], algorithm: AlgorithmConfig, *, kl_coefficient: float) -> StepAdvantages:
@@ -56,7 +56,7 @@ def attach_advantages(groups: Sequence[Group], algorithm: AlgorithmConfig, *, kl
     penalties = [
         _penalties(sample, algorithm) if in_reward else np.zeros(sample.num_tokens, np.float32) for sample in samples
     ]
-    estimates = _estimate(groups, penalties, algorithm, kl_coefficient)
+    estimates = _combined(groups, penalties, algorithm, kl_coefficient)
     rows, trained = estimates.values.flatten(0, 1), max(1, sum(s.num_trained for s in samples))
     with_advantages = [
         replace(s, advantages=_of_tokens(s, row), teacher_logprobs=None) for s, row in zip(samples, rows, strict=True)
@@ -70,7 +70,7 @@ def attach_advantages(groups: Sequence[Group], algorithm: AlgorithmConfig, *, kl
     return StepAdvantages(with_advantages, estimates.signal.tolist(), mean_penalty, teacher_kl)
 
 
-def _estimate(
+def _combined(
     groups: Sequence[Group], penalties: Sequence[Floats], algorithm: AlgorithmConfig, kl_coefficient: float
 ) -> estimators.Advantages:
     """The advantages of the task's reward, of the teacher, or their sum.
@@ -81,7 +81,7 @@ def _estimate(
     shape = (len(groups), len(groups[0].samples))
     of_task = estimators.Advantages(torch.zeros(shape, dtype=torch.float64))
     if algorithm.trains_on_reward:
-        of_task = _of_reward(groups, penalties, algorithm, kl_coefficient)
+        of_task = _estimate(groups, penalties, algorithm, kl_coefficient)
     if algorithm.teacher is None:
         return of_task
     signals = [_teacher_signal(sample) for group in groups for sample in group.samples]
@@ -98,10 +98,10 @@ def _teacher_signal(sample: TrainingSample) -> Tensor:
     return teacher_signal(own, teacher).double()
 
 
-def _of_reward(
+def _estimate(
     groups: Sequence[Group], penalties: Sequence[Floats], algorithm: AlgorithmConfig, kl_coefficient: float
 ) -> estimators.Advantages:
-    """Arguments as ``_estimate``."""
+    """The advantages of the task's reward. Arguments as ``_combined``."""
     samples = [sample for group in groups for sample in group.samples]
     scores = [[r.score for r in g.rollouts] for g in groups]
     graded = torch.tensor([[score.graded for score in row] for row in scores])

@@ -222,7 +222,8 @@ def share_inputs(ablation: Ablation) -> None:
         prepare_and_resize(experiment, "train")
         prepare_and_resize(experiment, "validation")
         start = bootstrap_policy(experiment.model)
-        bootstrap_teacher(experiment, start)
+        if experiment.algorithm.teacher is not None:
+            bootstrap_teacher(experiment, start)
         check_model(experiment, start)
 
 
