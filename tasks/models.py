@@ -44,7 +44,7 @@ def bootstrap_key(model: ModelConfig) -> str:
 
 def teacher_key(teacher: ModelConfig, pupil: ModelRef) -> str:
     """The comparison of tokens depends on both models."""
-    return content_key("teacher", json.dumps([bootstrap_key(teacher), pupil.digest]), *BOOTSTRAP_CODE)
+    return content_key("model", json.dumps(["teacher", bootstrap_key(teacher), pupil.digest]), *BOOTSTRAP_CODE)
 
 
 def merge_key(checkpoint: CheckpointRef, base: ModelRef) -> str:
