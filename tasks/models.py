@@ -24,7 +24,7 @@ from tasks.store.made import content_key, made
 CHAMPION = "champion"  # alias of the best model of an experiment so far: tasks/champion.py
 ALIAS = "verified"  # alias of a model whose log-probs agree in the trainer, transformers and vLLM
 
-BOOTSTRAP_CODE = ("rlcore/jobs/bootstrap.py", "rlcore/models", "rlcore/families", "rlcore/data")
+BOOTSTRAP_CODE = ("rlcore/jobs/bootstrap.py", "rlcore/models", "rlcore/families", "rlcore/data", "rlcore/batch.py")
 MERGE_CODE = (
     *("rlcore/jobs/merge.py", "rlcore/jobs/bootstrap.py", "rlcore/models", "rlcore/families", "rlcore/sampler"),
     *("rlcore/algorithms/logprobs.py", "rlcore/batch.py"),

@@ -110,7 +110,7 @@ class WorkerGroup:
             self._trainers.each(lambda worker: worker.release_sampler())
 
     def logprobs(self, samples: Sequence[TrainingSample]) -> list[ScoredTokens]:
-        return self._score(samples, lambda worker, own: worker.policy.logprobs(own))
+        return self._score(samples, lambda worker, own: worker.policy.logprobs(own, reference=False))
 
     def reference_logprobs(self, samples: Sequence[TrainingSample]) -> list[ScoredTokens]:
         return self._score(samples, lambda worker, own: worker.policy.logprobs(own, reference=True))

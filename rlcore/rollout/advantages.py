@@ -34,7 +34,7 @@ class StepAdvantages:
     samples: list[TrainingSample]  # in the order of the groups, advantages attached
     signal: list[bool]  # of each group, compared with the others: ``Advantages.signal``
     kl_penalty: float | None  # mean KL in the reward per trained token, nats, before the coefficient
-    teacher_kl: float | None  # mean KL(policy || teacher) per trained token, nats; None: no teacher
+    teacher_kl: float | None = None  # mean KL(policy || teacher) per trained token, nats; None: no teacher
 
 
 def has_signal(group: Group, algorithm: AlgorithmConfig) -> bool:

@@ -27,7 +27,7 @@ from rlcore.rollout.groups import Group
 from rlcore.specs import BootstrapSpec
 from rlcore.types import Completion, Problem, Score, ScoredTokens, TrainingSample
 from tests.numerics import toy
-from tests.numerics.test_policy import huggingface_logprobs, step_gradient
+from tests.numerics.toy import huggingface_logprobs, step_gradient
 from tests.ranks import on_ranks
 
 ALONE = {"path": "tiny", "task_reward": False}
