@@ -11,7 +11,7 @@ from tasks.ablation.study import describe_point, existing_ablation, note_result,
 from tasks.data import prepare_and_resize
 from tasks.driver.jobs import end_what_is_left
 from tasks.evaluate import evaluate_and_log, log_validation
-from tasks.models import bootstrap_policy, check_model
+from tasks.models import bootstrap_policy, bootstrap_teacher, check_model
 from tasks.open import track_run
 from tasks.preflight import preflight
 from tasks.train import train_all_segments
@@ -31,9 +31,10 @@ def ablation_point(
         with track_run(run):
             train, validation = prepare_and_resize(config, "train"), prepare_and_resize(config, "validation")
             start = bootstrap_policy(config.model)
+            teacher = bootstrap_teacher(config, start) if config.algorithm.teacher else None
             check_model(config, start)
-            mlflow_run_id = describe_point(study, job, run, train, validation, start)
-            segments = train_all_segments(run, train, start, validation)
+            mlflow_run_id = describe_point(study, job, run, train, validation, start, teacher)
+            segments = train_all_segments(run, train, start, validation, teacher)
             log_validation(run, segments)
             report = evaluate_and_log(run, config, segments[-1].checkpoint, start, validation)
         return note_result(study, job, run, mlflow_run_id, report)

@@ -10,7 +10,7 @@ from tasks import experiments as form
 from tasks.data import find_duplicates, prepare_and_resize
 from tasks.driver.jobs import end_what_is_left
 from tasks.evaluate import evaluate_and_log, log_validation
-from tasks.models import bootstrap_policy, check_model, merge_checkpoint, register_model
+from tasks.models import bootstrap_policy, bootstrap_teacher, check_model, merge_checkpoint, register_model
 from tasks.open import choose_experiment, describe_run, note_if_unopened, open_run, track_run
 from tasks.preflight import preflight
 from tasks.report.page import RunSummary, report
@@ -43,14 +43,15 @@ def train_grpo(
     with track_run(run):
         train, validation = prepare_and_resize(config, "train"), prepare_and_resize(config, "validation")
         start = bootstrap_policy(config.model)
+        teacher = bootstrap_teacher(config, start) if config.algorithm.teacher else None
         check_model(config, start)
-        describe_run(run, train, validation, start)
+        describe_run(run, train, validation, start, teacher)
         if config.evaluation.every_steps is None:  # else the trainer does
             evaluate_and_log(run, config, start, start, validation)
         duplicates = find_duplicates.submit(run, train, validation)  # while training runs
         with link_trainer(run) as segments:
             while not is_trained(run, segments):
-                segments.append(train_segment(run, train, start, len(segments), validation))
+                segments.append(train_segment(run, train, start, len(segments), validation, teacher))
         duplicates.result()
         log_validation(run, segments)
         chosen = checkpoint_to_merge(run, segments)

@@ -97,6 +97,7 @@ class Plan:
     overlapped: bool  # other GPUs sample the next batch while this one trains
     device: str  # a key of MEMORY
     reward_model: int = 0  # bytes of a reward model on the policy's first GPU
+    teacher: Architecture | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,11 +122,12 @@ class MemoryEstimate:
     host_offload: int
     host_sampler: int  # weights of an engine that sleeps and keeps them, as one with adapters does
     reward_model: int = 0  # in a process of its own on the same GPU, with what that process needs
+    teacher: int = 0
 
     @property
     def loading(self) -> int:
         """While the policy is loaded: a worker reads its own rows, one tensor at a time."""
-        return self.weights + self.reference + self.largest_tensor + _ENGINE + self.reward_model
+        return self.weights + self.reference + self.teacher + self.largest_tensor + _ENGINE + self.reward_model
 
     @property
     def host(self) -> int:
@@ -137,11 +139,11 @@ class MemoryEstimate:
     def training(self) -> int:
         """During an update, while the engine sleeps."""
         parts = (self.weights, self.gradients, self.optimizer, self.whole_copy, self.reference, self.activations)
-        return sum(parts) + self.head + self.temporaries + self.reward_model
+        return sum(parts) + self.teacher + self.head + self.temporaries + self.reward_model
 
     def sampling(self, offload: bool) -> int:
         """During sampling, on a GPU that also trains."""
-        trainer = 0 if offload else self.weights + self.optimizer + self.reference
+        trainer = 0 if offload else self.weights + self.optimizer + self.reference + self.teacher
         return trainer + self.sampler_weights + max(0, self.kv_cache) + _ENGINE + self.reward_model
 
 
@@ -150,7 +152,7 @@ class TimeEstimate:
     """Seconds of one rollout batch."""
 
     generate: float
-    logprobs: float  # old and reference
+    logprobs: float  # old, reference and teacher
     update: float
     weight_sync: float
     sleep_and_wake: float
@@ -187,6 +189,8 @@ def estimate_memory(model: Architecture, plan: Plan) -> MemoryEstimate:
     weights = (trained * master + frozen * _COMPUTE) // plan.workers
     saved = trained * master if plan.adapters else trained * master + frozen * _COMPUTE
     reference = model.parameters * _COMPUTE // plan.workers if plan.reference else 0
+    teacher = plan.teacher.parameters * _COMPUTE // plan.workers if plan.teacher is not None else 0
+    read = [model] if plan.teacher is None else [model, plan.teacher]
     return MemoryEstimate(
         weights=weights,
         gradients=gradients,
@@ -200,12 +204,13 @@ def estimate_memory(model: Architecture, plan: Plan) -> MemoryEstimate:
         kv_cache=int(plan.sampler_share * device) - sampler - _ENGINE,
         kv_cache_wanted=plan.max_sequences * plan.longest * _cache_bytes(model) // plan.engine_workers,
         device=device,
-        largest_tensor=model.largest_parameter * _COMPUTE // plan.workers,
-        host_stack=_STACK_COPIES * model.largest_stack * _COMPUTE,
+        largest_tensor=max(each.largest_parameter for each in read) * _COMPUTE // plan.workers,
+        host_stack=_STACK_COPIES * max(each.largest_stack for each in read) * _COMPUTE,
         host_checkpoint=(saved + whole_state) // plan.workers,
-        host_offload=weights + reference + whole_state // plan.workers if plan.offload else 0,
+        host_offload=weights + reference + teacher + whole_state // plan.workers if plan.offload else 0,
         host_sampler=sampler if plan.sleeps and plan.adapters else 0,
         reward_model=plan.reward_model + _SCORER if plan.reward_model else 0,
+        teacher=teacher,
     )
 
 
@@ -260,10 +265,12 @@ def estimate_seconds(
     share = rate[plan.checkpointing]
     if model.shape.tower is not None and model.shape.tower.trains:
         share *= rates.update_tower
-    passes = int(plan.old_logprobs) + int(plan.reference)
+    scored = (int(plan.old_logprobs) + int(plan.reference)) * work.forward_flops
+    if plan.teacher is not None:
+        scored += batch_work(plan.teacher, plan).forward_flops
     return TimeEstimate(
         generate=_generate(model, plan, peak, bandwidth) / rates.decode,
-        logprobs=passes * work.forward_flops / (plan.workers * peak * rates.forward),
+        logprobs=scored / (plan.workers * peak * rates.forward),
         update=plan.passes * (work.forward_flops + work.backward_flops) / (plan.workers * peak * share),
         weight_sync=model.parameters * _COMPUTE / rates.sync_bytes_per_second,
         sleep_and_wake=0.0 if plan.rollout_workers else rates.sleep_and_wake,

@@ -66,6 +66,8 @@ class BootstrapSpec(JobSpec):
 
     model: ModelConfig
     models_dir: Path
+    pupil: ModelRef | None = None  # the policy that the model teaches: both must have the same tokens
+    trust_pupil: bool = False  # run Python code that comes with the policy
 
 
 class CheckModelSpec(JobSpec):

@@ -141,6 +141,7 @@ class TrainingSample:
     old_logprobs: Floats | None = None  # [L]; None: those of the policy that trains (ratio 1)
     truncation_logprobs: Floats | None = None  # [L], of the old policy; None: as old_logprobs
     ref_logprobs: Floats | None = None  # [L]; None: no KL term
+    teacher_logprobs: Floats | None = None  # [L]; -inf: a token that the teacher lacks; None: no teacher
     entropies: Floats | None = None  # [L], nats, of the old policy; None: not needed
     high_entropy: Bools | None = None  # [L], True on tokens that the entropy mask keeps; None: no mask
 

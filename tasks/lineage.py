@@ -261,6 +261,8 @@ def _origin_rows(origin: Origin, run_dir: str) -> Iterator[tuple[str, str]]:
                 f"{part.digest[:_HASH_SHOWN]}",
             )
     yield "started from", f"{origin.base.source}, {origin.base.path} ({origin.base.digest[:_HASH_SHOWN]})"
+    if origin.teacher is not None:
+        yield "teacher", f"{origin.teacher.source}, {origin.teacher.path} ({origin.teacher.digest[:_HASH_SHOWN]})"
     reward = f"; reward {folder / origin.reward}" if origin.reward else ""
     yield "prompt template", f"{folder / origin.template}{reward}"
     for name, fingerprint in sorted(origin.reward_models.items()):
@@ -295,6 +297,7 @@ class Origin(BaseModel):
     train: DatasetRef
     validation: DatasetRef
     base: ModelRef
+    teacher: ModelRef | None = None  # of algorithm.teacher
     reward_models: dict[str, str] = {}  # fingerprints of their folders by source; "": of all other problems
     of_sources: dict[str, str] = {}  # "prompt template, NAME" or "reward, NAME" -> file of ``origins/``
 
@@ -305,7 +308,12 @@ class Origin(BaseModel):
 
 
 def record_origin(
-    run: Run, facts: provenance.Provenance, train: DatasetRef, validation: DatasetRef, base: ModelRef
+    run: Run,
+    facts: provenance.Provenance,
+    train: DatasetRef,
+    validation: DatasetRef,
+    base: ModelRef,
+    teacher: ModelRef | None = None,
 ) -> Origin:
     """Record the origin of this start, unless an earlier start had the same."""
     folder = origins_dir(run.run_dir)
@@ -325,6 +333,7 @@ def record_origin(
         train=train,
         validation=validation,
         base=base,
+        teacher=teacher,
         reward_models={
             name: digest
             for name, item in run.experiment.rewards.items()

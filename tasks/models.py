@@ -24,7 +24,7 @@ from tasks.store.made import content_key, made
 CHAMPION = "champion"  # alias of the best model of an experiment so far: tasks/champion.py
 ALIAS = "verified"  # alias of a model whose log-probs agree in the trainer, transformers and vLLM
 
-BOOTSTRAP_CODE = ("rlcore/jobs/bootstrap.py", "rlcore/models", "rlcore/families", "rlcore/data")
+BOOTSTRAP_CODE = ("rlcore/jobs/bootstrap.py", "rlcore/models", "rlcore/families", "rlcore/data", "rlcore/batch.py")
 MERGE_CODE = (
     *("rlcore/jobs/merge.py", "rlcore/jobs/bootstrap.py", "rlcore/models", "rlcore/families", "rlcore/sampler"),
     *("rlcore/algorithms/logprobs.py", "rlcore/batch.py"),
@@ -40,6 +40,11 @@ def bootstrap_key(model: ModelConfig) -> str:
     files = sorted(Path(model.path).glob("*")) if Path(model.path).is_dir() else []
     stamps = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     return content_key("model", json.dumps([model.model_dump(mode="json"), stamps]), *BOOTSTRAP_CODE)
+
+
+def teacher_key(teacher: ModelConfig, pupil: ModelRef) -> str:
+    """The comparison of tokens depends on both models."""
+    return content_key("model", json.dumps(["teacher", bootstrap_key(teacher), pupil.digest]), *BOOTSTRAP_CODE)
 
 
 def merge_key(checkpoint: CheckpointRef, base: ModelRef) -> str:
@@ -62,6 +67,33 @@ def bootstrap_policy(model: ModelConfig) -> ModelRef:
         bootstrap_key(model), folder, lambda: run_job("rlcore.jobs.bootstrap", spec, ModelRef, settings), ModelRef
     )
     get_logger().info("model: %s, %.1f M parameters, %s", ref.source, ref.num_parameters / 1e6, ref.path)
+    return ref
+
+
+@step("bootstrap-teacher", others=(5, 60), timeout_seconds=6 * 3600)
+def bootstrap_teacher(experiment: ExperimentConfig, pupil: ModelRef) -> ModelRef | None:
+    """The model of algorithm.teacher in a local folder. None: the experiment has no teacher.
+
+    Args:
+        pupil: the policy to start from.
+
+    Raises:
+        ModelError: the teacher's files are missing or unusable, or it has other tokens than the policy.
+    """
+    if experiment.algorithm.teacher is None:
+        return None
+    settings, model = Settings(), experiment.algorithm.teacher.model
+    spec = BootstrapSpec(
+        result=new_result_path(settings, "bootstrap-teacher"),
+        model=model,
+        models_dir=settings.models_dir,
+        pupil=pupil,
+        trust_pupil=experiment.model.trust_remote_code,
+    )
+    folder = tiny_folder(settings.models_dir, model.tiny) if model.path == "tiny" else None
+    key = teacher_key(model, pupil)
+    ref = made(key, folder, lambda: run_job("rlcore.jobs.bootstrap", spec, ModelRef, settings), ModelRef)
+    get_logger().info("teacher: %s, %.1f M parameters, %s", ref.source, ref.num_parameters / 1e6, ref.path)
     return ref
 
 

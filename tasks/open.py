@@ -92,7 +92,9 @@ def find_checkpoint(run: Run) -> CheckpointRef:
 
 
 @step("describe-run", others=(5, 30))
-def describe_run(run: Run, train: DatasetRef, validation: DatasetRef, model: ModelRef) -> str:
+def describe_run(
+    run: Run, train: DatasetRef, validation: DatasetRef, model: ModelRef, teacher: ModelRef | None = None
+) -> str:
     """Log parameters, tags, datasets and origin of the run to MLflow. Safe to repeat. Returns the MLflow run's id."""
     tracker = tracker_of(run, Settings())
     facts = provenance.collect()
@@ -105,6 +107,7 @@ def describe_run(run: Run, train: DatasetRef, validation: DatasetRef, model: Mod
             "rlflow.validation_digest": validation.digest,
             "rlflow.model": model.path,
             "rlflow.model_digest": model.digest,
+            **({} if teacher is None else {"rlflow.teacher": teacher.path, "rlflow.teacher_digest": teacher.digest}),
             "rlflow.run_dir": str(run.run_dir),
             **_fork_tags(run),
         }
@@ -118,7 +121,7 @@ def describe_run(run: Run, train: DatasetRef, validation: DatasetRef, model: Mod
             profile={"num_problems": dataset.num_problems, "num_images": dataset.num_images},
         )
     tracker.log_text(run.experiment.model_dump_json(indent=1), "experiment.json")
-    origin = record_origin(run, facts, train, validation, model)
+    origin = record_origin(run, facts, train, validation, model, teacher)
     for name in origin.files:
         tracker.log_file(origins_dir(run.run_dir) / name, "origins")
     tracker.log_file(run.run_dir / "origins.jsonl")

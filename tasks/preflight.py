@@ -78,9 +78,11 @@ def preflight(experiment: ExperimentConfig) -> PreflightReport:
 
 def check(experiment: ExperimentConfig, settings: Settings) -> PreflightReport:
     """The checks without Prefect."""
+    teacher = experiment.algorithm.teacher
     checks: dict[str, Callable[[], str]] = {
         "machine": lambda: _machine(experiment, settings),
         "model": lambda: _model(experiment.model),
+        **({} if teacher is None else {"teacher": lambda: _model(teacher.model, "algorithm.teacher")}),
         **_of_sources("training data", experiment, lambda own: _data(own, "train", settings), "train"),
         **_of_sources("validation data", experiment, lambda own: _data(own, "validation", settings), "validation"),
         **_of_sources("prompt template", experiment, _template, "train"),
@@ -166,22 +168,22 @@ def _machine(experiment: ExperimentConfig, settings: Settings) -> str:
     return f"{machine}; {wanted.devices} worker(s) on {wanted.device}"
 
 
-def _model(model: ModelConfig) -> str:
+def _model(model: ModelConfig, setting: str = "model") -> str:
     if model.path == "tiny":
         return "tiny, made and warm-started here"
     folder = Path(model.path)
     if folder.is_dir():
-        parameters = _check_model_folder(folder)
+        parameters = _check_model_folder(folder, setting)
         return f"{folder}, {parameters / 1e6:,.1f} M parameters"
     if download.looks_like_path(model.path) or model.path.count("/") != 1:
         raise ModelError(
-            f"model.path is {model.path!r}, and there is no folder {folder.absolute()}. Allowed are tiny, "
+            f"{setting}.path is {model.path!r}, and there is no folder {folder.absolute()}. Allowed are tiny, "
             "an existing folder with config.json and safetensors, or a Hugging Face id (owner/name)."
         )
     return f"{model.path} from Hugging Face"
 
 
-def _check_model_folder(folder: Path) -> int:
+def _check_model_folder(folder: Path, setting: str) -> int:
     """Number of parameters of the model in a folder.
 
     Raises:
@@ -200,7 +202,7 @@ def _check_model_folder(folder: Path) -> int:
     if missing:
         raise ModelError(
             f"the model folder {folder} has no {' and no '.join(missing)}. "
-            "Copy the missing files from the model's origin, or choose another model.path."
+            f"Copy the missing files from the model's origin, or choose another {setting}.path."
         )
     family_in(folder)
     return sum(math.prod(shape) for path in weights for shape in _tensor_shapes(path).values())

@@ -58,12 +58,18 @@ _MAX_RETRIES = 100  # more than rlcore/failures.py allows, whose counts decide
     retry_condition_fn=worth_retrying,
 )
 def train_segment(
-    run: Run, dataset: DatasetRef, model: ModelRef, index: int, validation: DatasetRef | None = None
+    run: Run,
+    dataset: DatasetRef,
+    model: ModelRef,
+    index: int,
+    validation: DatasetRef | None = None,
+    teacher: ModelRef | None = None,
 ) -> SegmentManifest:
     """Return the manifest of segment ``index`` once it is committed, and publish its steps to MLflow.
 
     Args:
         validation: the problems on which the trainer evaluates while it trains. None: it does not evaluate.
+        teacher: the model of algorithm.teacher.
 
     ``rlcore/failures.py`` says which failure is retried, when, and with what change.
 
@@ -75,7 +81,7 @@ def train_segment(
     if (task_run.run_count or 0) > 1:
         wait_for_next_try(run)
     with handle_failures(run, settings):
-        return _train(run, settings, _Inputs(dataset, model, validation), index)
+        return _train(run, settings, _Inputs(dataset, model, validation, teacher), index)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +91,7 @@ class _Inputs:
     dataset: DatasetRef
     model: ModelRef
     validation: DatasetRef | None
+    teacher: ModelRef | None
 
 
 def _train(run: Run, settings: Settings, inputs: _Inputs, index: int) -> SegmentManifest:
@@ -169,12 +176,16 @@ def checkpoint_to_merge(run: Run, segments: Sequence[SegmentManifest]) -> Checkp
 
 
 def train_all_segments(
-    run: Run, dataset: DatasetRef, model: ModelRef, validation: DatasetRef | None = None
+    run: Run,
+    dataset: DatasetRef,
+    model: ModelRef,
+    validation: DatasetRef | None = None,
+    teacher: ModelRef | None = None,
 ) -> list[SegmentManifest]:
     """The loop of ``flows/train_grpo.py`` in one call."""
     with link_trainer(run) as segments:
         while not is_trained(run, segments):
-            segments.append(train_segment(run, dataset, model, len(segments), validation))
+            segments.append(train_segment(run, dataset, model, len(segments), validation, teacher))
     return segments
 
 
@@ -266,6 +277,7 @@ def _start(run: Run, settings: Settings, inputs: _Inputs, index: int) -> Trainer
         dataset=inputs.dataset,
         model=inputs.model,
         validation=inputs.validation,
+        teacher=inputs.teacher,
         adjustments=read_adjustments(run),
         driver_deadline_seconds=settings.driver_deadline_seconds,
     )

@@ -67,6 +67,20 @@ def k3_weighted(logprobs: Tensor, ref_logprobs: Tensor, ratios: Tensor) -> Tenso
     return ratios * k3(logprobs, ref_logprobs)
 
 
+def teacher_signal(logprobs: Tensor, teacher_logprobs: Tensor) -> Tensor:
+    """[N] log p_teacher - log p of tokens sampled from p: the estimate of -KL(p || teacher) from one sample, clamped to
+    +-``MAX_LOG_RATIO``. As an advantage without a gradient of its own, its mean policy gradient is the gradient of
+    -KL(p || teacher) at each token.
+
+    Args:
+        teacher_logprobs: [N], -inf for a token that the teacher lacks.
+
+    Source: Thinking Machines, "On-Policy Distillation", 2025, https://thinkingmachines.ai/blog/on-policy-distillation/;
+    the reverse KL by policy gradient, without the terms of later tokens: MiniLLM, arXiv:2306.08543, section 2.2.
+    """
+    return clamped_log_ratio(teacher_logprobs, logprobs).detach()
+
+
 def next_coefficient(coefficient: float, kl: float, *, target: float, horizon: int, completions: int) -> float:
     """The adaptive KL coefficient after a step. It changes in proportion to kl / target - 1, clamped to +-20%.
 

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from rlcore.config.base import Frozen, named_by_default
+from rlcore.config.policy import ModelConfig, TinyModelConfig, expand_home
 
 
 class _GroupAdvantage(Frozen):
@@ -281,6 +282,41 @@ class DynamicSamplingConfig(Frozen):
     surplus groups."""
 
 
+class TeacherConfig(Frozen):
+    """On-policy distillation: a frozen second model scores the tokens that the policy sampled, and
+    coefficient * (log p_teacher - log p_policy) is added to the advantage of each token. Teacher and policy must have
+    the same tokenizer and image processor."""
+
+    path: str
+    """The teacher: a Hugging Face id, a folder with config.json and safetensors, or ``tiny``."""
+    revision: str | None = None
+    """Commit, branch or tag of a Hugging Face id. null: its main branch."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the teacher."""
+    tiny: TinyModelConfig = TinyModelConfig()
+    """How a teacher ``tiny`` is made."""
+    coefficient: float = Field(1.0, gt=0)
+    """Weight of the teacher's signal, against a weight of 1 of the task's advantage."""
+    task_reward: bool = True
+    """Also train on the task's reward. false: distillation alone; completions are still graded, for the metrics."""
+
+    @field_validator("path")
+    @classmethod
+    def _expand_home(cls, path: str) -> str:
+        return expand_home(path)
+
+    @property
+    def model(self) -> ModelConfig:
+        """The teacher as a model to fetch, with no check against vLLM: it never samples."""
+        return ModelConfig(
+            path=self.path,
+            revision=self.revision,
+            trust_remote_code=self.trust_remote_code,
+            tiny=self.tiny,
+            check="off",
+        )
+
+
 class AlgorithmConfig(Frozen):
     advantage: Advantage = GrpoAdvantage()
     loss: PolicyLoss = PpoClipLoss()
@@ -297,10 +333,41 @@ class AlgorithmConfig(Frozen):
     """null: policy gradient on all sequences."""
     dynamic_sampling: DynamicSamplingConfig | None = None
     """null: train on every sampled group."""
+    teacher: TeacherConfig | None = None
+    """null: no distillation."""
     mask_truncated: bool = False
     """Do not train on completions that were cut at rollout.max_completion_tokens. They still count in the statistics of
     their group."""
     recompute_old_logprobs: bool = False
     """Always compute the log-probs of the policy that the updates of a batch start from in a separate forward pass. By
     default it is skipped with one update per batch, because they equal the new log-probs. Several updates, KL in the
-    reward, an entropy_mask, and surplus groups of dynamic sampling always need it."""
+    reward, a teacher, an entropy_mask, and surplus groups of dynamic sampling always need it."""
+
+    @property
+    def trains_on_reward(self) -> bool:
+        """False: only a teacher gives advantages."""
+        return self.teacher is None or self.teacher.task_reward
+
+    @model_validator(mode="after")
+    def _check_teacher(self) -> Self:
+        if self.teacher is None:
+            return self
+        by_sequence = isinstance(self.loss, GspoLoss | VespoLoss)
+        if by_sequence or (isinstance(self.loss, CispoLoss | SapoLoss) and self.loss.level == "sequence"):
+            named = self.loss.name if by_sequence else f"{self.loss.name} with level sequence"
+            raise ValueError(
+                f"algorithm.loss is {named}, which weights a whole sequence by one ratio, and algorithm.teacher gives "
+                "each token an advantage of its own. Set algorithm.loss.name to ppo_clip, cispo or sapo (level token), "
+                "or gspo_token."
+            )
+        if self.dynamic_sampling is not None:
+            raise ValueError(
+                "algorithm.dynamic_sampling replaces groups without signal, and with algorithm.teacher every group has "
+                "one. Set one of them to null."
+            )
+        if self.off_policy_mask is not None:
+            raise ValueError(
+                "algorithm.off_policy_mask masks sequences with a negative advantage, and algorithm.teacher gives "
+                "the tokens of a sequence advantages of either sign. Set one of them to null."
+            )
+        return self

@@ -110,13 +110,13 @@ class ExperimentConfig(Frozen):
 def _broken_batch_rules(config: ExperimentConfig) -> Iterator[str]:
     training, group, advantage = config.training, config.rollout.group_size, config.algorithm.advantage
     problems, steps_per_batch = training.problems_per_batch, training.steps_per_batch
-    if group < advantage.min_group_size:
+    if group < advantage.min_group_size and config.algorithm.trains_on_reward:
         yield (
             f"rollout.group_size is {group}: {advantage.name} compares completions of one problem, so a group of one "
             "has no advantage and nothing is learned. Set it to 2 or more, or algorithm.advantage.name to remax or "
             "reinforce_plus_plus."
         )
-    if isinstance(advantage, PassAtKAdvantage) and advantage.k >= group:
+    if isinstance(advantage, PassAtKAdvantage) and advantage.k >= group and config.algorithm.trains_on_reward:
         yield (
             f"algorithm.advantage.k is {advantage.k}, and a group has {group} completions: with one subset nothing is "
             "learned. Lower it, or raise rollout.group_size."

@@ -11,6 +11,12 @@ from pydantic import Field, field_validator, model_validator
 from rlcore.config.base import Frozen
 
 
+def expand_home(path: str) -> str:
+    """A model's path without "~". Called when the experiment is read, so that every process and cache key uses the same
+    folder."""
+    return str(Path(path).expanduser()) if path.startswith("~") else path
+
+
 class TinyModelConfig(Frozen):
     """The built-in default policy: a few million parameters, warm-started on synthetic problems."""
 
@@ -74,8 +80,7 @@ class ModelConfig(Frozen):
     @field_validator("path")
     @classmethod
     def _expand_home(cls, path: str) -> str:
-        """Expanded when the experiment is read, so that every process and cache key uses the same folder."""
-        return str(Path(path).expanduser()) if path.startswith("~") else path
+        return expand_home(path)
 
     @model_validator(mode="after")
     def _check_vision_tower(self) -> Self:

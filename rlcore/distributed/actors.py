@@ -92,12 +92,14 @@ def start_ranks(
     config: ExperimentConfig,
     device: str,
     stacks: Path | None = None,
+    teacher: Path | None = None,
 ) -> RayRanks:
     """Start an actor for each rank, and wait until all have built their workers. Takes minutes.
 
     Args:
         make: builds the worker of an actor; ``make_worker`` for training.
         stacks: folder for the stack traces of an actor that receives SIGUSR1.
+        teacher: folder of algorithm.teacher.
     """
     kills_before = oom_kills()
     group, sizes = placement.reserve(config, device), placement.bundle_sizes(config)
@@ -105,7 +107,7 @@ def start_ranks(
     options["runtime_env"] = {"env_vars": worker_environment(device, config.resources)}
     actor: Any = ray.remote(**options)(WorkerActor)
     actors = [actor.options(scheduling_strategy=each).remote() for each in placement.strategies(group, sizes)]
-    folders = [folder for folder in (model, dataset, stacks) if folder is not None and folder.is_dir()]
+    folders = [folder for folder in (model, dataset, stacks, teacher) if folder is not None and folder.is_dir()]
     shared = {folder: placement.listing(folder) for folder in folders}
     try:
         seats: list[Seat] = ray.get([a.seat.remote(shared) for a in actors])
@@ -114,7 +116,8 @@ def start_ranks(
     placement.check_seats(seats)
     order = placement.by_node([seat.address for seat in seats], sizes, config.resources.workers)
     ranks = RayRanks([actors[i] for i in order], [seats[i] for i in order], kills_before)
-    ranks.build(make, worker_specs(ranks.seats, config, model=model, dataset=dataset, device=device), stacks)
+    specs = worker_specs(ranks.seats, config, model=model, dataset=dataset, device=device, teacher=teacher)
+    ranks.build(make, specs, stacks)
     return ranks
 
 
@@ -218,7 +221,13 @@ class RayRanks:
 
 
 def worker_specs(
-    seats: Sequence[Seat], config: ExperimentConfig, *, model: Path, dataset: Path, device: str
+    seats: Sequence[Seat],
+    config: ExperimentConfig,
+    *,
+    model: Path,
+    dataset: Path,
+    device: str,
+    teacher: Path | None = None,
 ) -> list[WorkerSpec]:
     """What each rank needs to build itself and to connect to the others. ``seats`` are ordered by rank."""
     engine = config.rollout.tensor_parallel
@@ -237,6 +246,7 @@ def worker_specs(
             channel_port=seats[0].ports[1],
             engine_address=seats[rank - rank % engine].address,
             engine_port=seats[rank - rank % engine].ports[0],
+            teacher=teacher,
         )
         for rank in range(len(seats))
     ]

@@ -22,6 +22,9 @@ from rlcore.errors import SamplerError
 from rlcore.flops import NOTHING, GroupSize, ModelShape, Work, pass_work
 from rlcore.types import Floats, Problem, SampledGroup, SampleRequest, ScoredTokens, TrainingSample
 
+_Score = Callable[[Worker, Sequence[Sequence[TrainingSample]]], list[list[ScoredTokens]]]
+"""The log-probs of one rank's microbatches."""
+
 
 class SamplerGroup:
     """The samplers of all ranks. Implements ``types.Sampler``."""
@@ -107,18 +110,18 @@ class WorkerGroup:
             self._trainers.each(lambda worker: worker.release_sampler())
 
     def logprobs(self, samples: Sequence[TrainingSample]) -> list[ScoredTokens]:
-        return self._logprobs(samples, reference=False)
+        return self._score(samples, lambda worker, own: worker.policy.logprobs(own, reference=False))
 
     def reference_logprobs(self, samples: Sequence[TrainingSample]) -> list[ScoredTokens]:
-        return self._logprobs(samples, reference=True)
+        return self._score(samples, lambda worker, own: worker.policy.logprobs(own, reference=True))
 
-    def _logprobs(self, samples: Sequence[TrainingSample], *, reference: bool) -> list[ScoredTokens]:
+    def teacher_logprobs(self, samples: Sequence[TrainingSample]) -> list[ScoredTokens]:
+        return self._score(samples, lambda worker, own: worker.policy.teacher_logprobs(own))
+
+    def _score(self, samples: Sequence[TrainingSample], score: _Score) -> list[ScoredTokens]:
         plan = self._plan(samples)
         self._trace.begin()
-        results = self._trainers.call(
-            lambda worker, microbatches: worker.policy.logprobs(microbatches, reference=reference),
-            self._for_each_rank(samples, plan),
-        )
+        results = self._trainers.call(score, self._for_each_rank(samples, plan))
         values: list[ScoredTokens | None] = [None] * len(samples)
         for rank, result in zip(plan, results[:: self._config.training.sequence_parallel], strict=True):
             for indices, scored in zip(rank, result, strict=True):

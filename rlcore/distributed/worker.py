@@ -48,6 +48,7 @@ class WorkerSpec:
     # where ranks that hold one engine together, and do not train, find each other
     engine_address: str = ""
     engine_port: int = 0
+    teacher: Path | None = None  # of algorithm.teacher
 
     @classmethod
     def alone(
@@ -90,6 +91,7 @@ class Worker:
         from rlcore.data.pixels import ImageStore
         from rlcore.models.loading import empty_hf_model, load_hf_config, require_supported, stores_buffers
         from rlcore.models.stored_weights import StoredWeights
+        from rlcore.models.teacher import Teacher
         from rlcore.models.torch_policy import TorchPolicy
         from rlcore.models.vision import ReadAhead
         from rlcore.sampler.engine import Engine
@@ -117,6 +119,10 @@ class Worker:
             self.sampler = VllmSampler(engine, prompts=prompts, images=self._images)
             self.sampler.memory.sleep()
         torch.set_num_threads(spec.threads)  # vLLM changes it
+        teacher = None
+        if config.algorithm.teacher is not None and spec.teacher is not None:
+            architecture = empty_hf_model(spec.teacher, config.algorithm.teacher.trust_remote_code)
+            teacher = Teacher(architecture, StoredWeights(spec.teacher, architecture).read)
         self.policy = TorchPolicy(
             hf,
             config,
@@ -124,6 +130,7 @@ class Worker:
             mesh=init_device_mesh(spec.device, (spec.world_size,)),
             banned_token_ids=prompts.banned_token_ids,
             features=self._features.of,
+            teacher=teacher,
         )
 
     def _read_features(self, image: ImageRef) -> ImageFeatures:

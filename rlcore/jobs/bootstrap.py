@@ -24,7 +24,8 @@ def bootstrap(spec: BootstrapSpec) -> ModelRef:
     """The initial policy: the embedded tiny one, an existing folder, or a download.
 
     Raises:
-        ModelError: a folder or download without config, safetensors or chat template.
+        ModelError: a folder or download without config, safetensors or chat template; a teacher with other tokens than
+            its pupil.
     """
     model = spec.model
     if model.path == "tiny":
@@ -35,6 +36,11 @@ def bootstrap(spec: BootstrapSpec) -> ModelRef:
         folder = Path(model.path).resolve()
     else:
         folder = _download(model)
+    if spec.pupil is not None:
+        from rlcore.models.teacher import require_same_tokens
+
+        trusted = {"trust_policy": spec.trust_pupil, "trust_teacher": model.trust_remote_code}
+        require_same_tokens(Path(spec.pupil.path), folder, **trusted)
     return ModelRef(
         path=str(folder),
         digest=folder_digest(folder),
@@ -63,7 +69,7 @@ def _download(model: ModelConfig) -> Path:
         return Path(snapshot_download(model.path, revision=model.revision, allow_patterns=list(DOWNLOADED)))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise ModelError(
-            f"model.path {model.path!r} is no folder here and cannot be fetched as a Hugging Face id: {error}. "
+            f"{model.path!r} is no folder here and cannot be fetched as a Hugging Face id: {error}. "
             "Allowed: tiny, an existing folder, or owner/name. Check the spelling, the revision and the network."
         ) from error
 

@@ -341,7 +341,7 @@ def _narrow(config: ExperimentConfig, device: str, longest: int, spec: CheckMode
             dtype=config.rollout.dtype,
             sleep="always",
         ),
-        "algorithm": config.algorithm.model_copy(update={"kl": no_reference}),
+        "algorithm": config.algorithm.model_copy(update={"kl": no_reference, "teacher": None}),
         "training": config.training.model_copy(
             update={"sequence_parallel": 1, "compile_blocks": "off", "offload": False}
         ),

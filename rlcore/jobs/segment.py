@@ -182,6 +182,7 @@ def _train_segments(spec: SegmentSpec, stop: StopRequest, lease: Lease) -> int:
         adjustments=spec.adjustments,
         run_dir=spec.run_dir,
         stacks=live_stacks(spec.run_dir),
+        teacher=None if spec.teacher is None else Path(spec.teacher.path),
     ) as run:
         from rlcore.models.probe import Probe
         from rlcore.segment.checkpointing import Checkpointer

@@ -1,4 +1,4 @@
-"""The policy under training on one rank: an FSDP2 shard, its optimizer, and the frozen reference model.
+"""The policy under training on one rank: an FSDP2 shard, its optimizer, and the frozen models, reference and teacher.
 
 With adapters the reference is the same model with its adapters off. All ranks call the same methods in the same order,
 each with its own microbatches. Nothing here uses Ray or vLLM: one process without them is a complete policy.
@@ -41,6 +41,7 @@ from rlcore.models.packed import PackedModel
 from rlcore.models.sequence import cut, sequence_group
 from rlcore.models.sharding import checkpoint_blocks, compile_blocks, gather_whole, transformer_blocks
 from rlcore.models.stored_weights import Values, load_shards, with_adapters
+from rlcore.models.teacher import Teacher, within_vocabulary, without_unknown
 from rlcore.models.vision import FrozenTower
 from rlcore.types import Floats, ImageRef, ScoredTokens, TrainingSample
 
@@ -55,6 +56,7 @@ class TorchPolicy:
         mesh: DeviceMesh,
         banned_token_ids: Sequence[int],
         features: Callable[[ImageRef], ImageFeatures] | None,
+        teacher: Teacher | None = None,
     ) -> None:
         """
         Args:
@@ -62,6 +64,7 @@ class TorchPolicy:
             weights: their values, such as ``StoredWeights.read``. Each rank reads only its own rows.
             mesh: all ranks, in one dimension. Consecutive ranks form the sequence groups.
             features: reads one image of the prepared dataset.
+            teacher: of ``algorithm.teacher``.
         """
         require_supported(hf.config, sequence_parallel=config.training.sequence_parallel, lora=config.model.lora)
         self.config = config
@@ -83,40 +86,54 @@ class TorchPolicy:
             top_p=config.rollout.top_p,
             top_k=config.rollout.top_k,
             sequence=self._sequence,
-            images_embedded=self._frozen_tower is not None,
         )
+        embedded = self._frozen_tower is not None
         checkpoint_blocks(transformer_blocks(hf), config.model.gradient_checkpointing)
-        self.model = self._shard(packed(hf), mesh)
+        self.model = self._shard(packed(hf, images_embedded=embedded), mesh)
         load_shards(self.model, hf, with_adapters(weights, draw_adapters(hf, config.seed)), self.device)
-        self._features = features
+        self._features = self._pixels = features
         if self._frozen_tower is not None and self.model.images is not None and features is not None:
             dtype = compute_dtype(config, mesh.device_type)
             tower = FrozenTower(self._frozen_tower, self.model.images, features, device=self.device, dtype=dtype)
             self._features = tower.of
         self.model.train()
         _without_dropout(self.model)
-        self.reference = None
+        self.reference = self.teacher = None
         if reference is not None:
             own = set(reference.parameters()) - set(hf.parameters())
-            _convert(own, reference_dtype(config, mesh.device_type))
-            # like the policy in all that a compiled graph depends on, so that one graph without gradient serves both
-            checkpoint_blocks(transformer_blocks(reference), config.model.gradient_checkpointing)
-            self.reference = self._shard(packed(reference), mesh).train()
-            _without_dropout(self.reference)
-            load_shards(self.reference, reference, weights, self.device)
+            self.reference = self._frozen(packed(reference, images_embedded=embedded), own, weights, mesh)
+        if teacher is not None:
+            require_supported(teacher.hf.config, sequence_parallel=config.training.sequence_parallel)
+            own = set(teacher.hf.parameters())
+            self.teacher = self._frozen(packed(teacher.hf), own, teacher.weights, mesh)
         self.optimizer = make_optimizer(self.model.parameters(), config.training)
         self._weights = HostOffload(self.model.parameters)
         self._reference_weights = HostOffload(self._own_of_reference)
+        self._teacher_weights = HostOffload(lambda: [] if self.teacher is None else self.teacher.parameters())
         self._optimizer_state = OffloadedOptimizer(self.optimizer)
         self._saver, self._save_reserved = BackgroundSaver(), False
         self.offload()
+
+    def _frozen(self, model: PackedModel, own: set[nn.Parameter], weights: Values, mesh: DeviceMesh) -> PackedModel:
+        """A sharded model that never trains.
+
+        Args:
+            own: its parameters that the policy does not share.
+        """
+        _convert(own, reference_dtype(self.config, mesh.device_type))
+        # like the policy in all that a compiled graph depends on, so that one graph without gradient serves both
+        checkpoint_blocks(transformer_blocks(model.hf), self.config.model.gradient_checkpointing)
+        sharded = self._shard(model, mesh).train()
+        _without_dropout(sharded)
+        load_shards(sharded, model.hf, weights, self.device)
+        return sharded
 
     def _own_of_reference(self) -> list[nn.Parameter]:
         shared = {id(parameter) for parameter in self.model.parameters()}  # those of a frozen tower
         return [p for p in self.reference.parameters() if id(p) not in shared] if self.reference is not None else []
 
     def _shard(self, model: PackedModel, mesh: DeviceMesh) -> PackedModel:
-        whole = set() if self._frozen_tower is None else set(self._frozen_tower.parameters())
+        whole = set() if self._frozen_tower is None else set(self._frozen_tower.parameters()) & set(model.parameters())
         blocks = [block for block in transformer_blocks(model.hf) if whole.isdisjoint(block.parameters())]
         computes_in = compute_dtype(self.config, mesh.device_type)
         # float32 attention is no single operator, so a compiled block would consist of several graphs
@@ -137,11 +154,11 @@ class TorchPolicy:
                 module.set_gradient_divide_factor(1.0)
         return model
 
-    def _pack(self, samples: Sequence[TrainingSample]) -> Microbatch:
-        if self._frozen_tower is not None:  # packing runs it, for the reference too
+    def _pack(self, samples: Sequence[TrainingSample], model: PackedModel) -> Microbatch:
+        if model.images_embedded:  # packing runs the frozen tower, for the reference too
             self._weights.onload()
-        layout, sequence = self.model.image_layout, self._sequence
-        batch = pack(samples, layout=layout, features=self._features)
+        layout, sequence = model.image_layout, self._sequence
+        batch = pack(samples, layout=layout, features=self._features if model.images_embedded else self._pixels)
         if sequence is not None:
             batch = cut(batch, sequence.rank, sequence.size, layout)
         return on_device(batch, self.device)
@@ -167,6 +184,22 @@ class TorchPolicy:
         return scored
 
     @torch.no_grad()
+    def teacher_logprobs(self, microbatches: Sequence[Sequence[TrainingSample]]) -> list[list[ScoredTokens]]:
+        """As ``logprobs``, of the teacher at the policy's temperature; -inf for tokens that the teacher lacks."""
+        if self.teacher is None:
+            raise ValueError("this policy has no teacher: algorithm.teacher is null")
+        self._teacher_weights.onload()
+        size = self.teacher.hf.lm_head.weight.shape[0]
+        known = [[within_vocabulary(sample, size) for sample in samples] for samples in microbatches]
+        scored = [
+            without_unknown(self._logprobs_of(self.teacher, own), samples, size)
+            for own, samples in zip(known, microbatches, strict=True)
+        ]
+        _reshard(self.teacher)
+        self._offload(self._teacher_weights)
+        return scored
+
+    @torch.no_grad()
     def raw_logprobs(self, samples: Sequence[TrainingSample]) -> list[Floats]:
         """Log-probs [L] of each sample at temperature 1 with no token banned. Computes one microbatch."""
         self._weights.onload()
@@ -177,7 +210,7 @@ class TorchPolicy:
     def _logprobs_of(
         self, model: PackedModel, samples: Sequence[TrainingSample], *, raw: bool = False, with_entropy: bool = False
     ) -> list[ScoredTokens]:
-        values, entropies, kept = model(self._pack(samples or [FILLER]), raw, with_entropy=with_entropy)
+        values, entropies, kept = model(self._pack(samples or [FILLER], model), raw, with_entropy=with_entropy)
         counts = [sample.num_trained for sample in samples]
         parts = np.split(torch.stack([values, kept, entropies]).cpu().numpy(), np.cumsum(counts)[:-1], axis=1)
         return [
@@ -212,7 +245,7 @@ class TorchPolicy:
             last = number == len(microbatches)
             sharded.set_reshard_after_backward(self._reshards or last)
             sharded.set_requires_gradient_sync(self._reshards or last)
-            batch = self._pack(samples or [FILLER])
+            batch = self._pack(samples or [FILLER], self.model)
             tokens = PolicyTokens(*self.model(batch))
             loss, part = microbatch_loss(
                 batch,
@@ -277,7 +310,7 @@ class TorchPolicy:
 
     def offload(self) -> None:
         """With ``training.offload``: move weights and optimizer state to the host until another method needs them."""
-        for part in (self._weights, self._reference_weights, self._optimizer_state):
+        for part in (self._weights, self._reference_weights, self._teacher_weights, self._optimizer_state):
             self._offload(part)
         if self.config.training.offload and self.device.type == "cuda":
             torch.cuda.empty_cache()  # for the sampler, which has another allocator

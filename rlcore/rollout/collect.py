@@ -369,7 +369,7 @@ def require_graded(scores: Sequence[Score], max_share: float, grader: Grader) ->
 
 
 def _with_policy_logprobs(run: RolloutRun, schedule: Schedule, filled: Filled, clock: Clock) -> Filled:
-    """Add old and reference log-probs to the batch, and to its surplus unless the surplus trains asynchronously."""
+    """Add the policies' log-probs to the batch, and to its surplus unless the surplus trains asynchronously."""
     batch, rest = filled.state.groups[: schedule.size], filled.state.groups[schedule.size :]
     groups = _scored_by_policies(run, batch, clock, run.config.training.mini_batches)
     groups += rest if schedule.asynchronous or not rest else _scored_by_policies(run, rest, clock, 1)
@@ -377,8 +377,8 @@ def _with_policy_logprobs(run: RolloutRun, schedule: Schedule, filled: Filled, c
 
 
 def _scored_by_policies(run: RolloutRun, groups: Sequence[Group], clock: Clock, parts: int) -> list[Group]:
-    """Add the old and reference log-probs that the config needs. Samples that already have some keep them, because they
-    come from the policy that sampled.
+    """Add the old, reference and teacher log-probs that the config needs. Samples that already have some keep them,
+    because they come from the policy that sampled.
 
     Args:
         parts: optimizer steps that the groups are split into.
@@ -394,6 +394,9 @@ def _scored_by_policies(run: RolloutRun, groups: Sequence[Group], clock: Clock, 
             samples = [
                 s if s.ref_logprobs is not None else replace(s, ref_logprobs=next(reference).logprobs) for s in samples
             ]
+    if run.config.algorithm.teacher is not None:
+        with clock("teacher_logprobs"):
+            samples = [sample for part in split(samples, parts) for sample in _with_teacher_logprobs(run, part)]
     rest = iter(samples)
     return [replace(group, samples=tuple(next(rest) for _ in group.samples)) for group in groups]
 
@@ -416,12 +419,19 @@ def _with_old_logprobs(run: RolloutRun, update: Sequence[TrainingSample]) -> Seq
     ]
 
 
+def _with_teacher_logprobs(run: RolloutRun, update: Sequence[TrainingSample]) -> list[TrainingSample]:
+    """The samples of one update with the teacher's log-probs. The microbatches are those of the old log-probs, so a
+    teacher with the policy's weights has exactly its log-probs."""
+    scored = run.workers.teacher_logprobs(update)
+    return [replace(sample, teacher_logprobs=s.logprobs) for sample, s in zip(update, scored, strict=True)]
+
+
 def needs_old_logprobs(config: ExperimentConfig) -> bool:
     """Whether the policy that updates may differ from the one that sampled, or its log-probs are needed earlier."""
     schedule, algorithm = Schedule.of(config), config.algorithm
     surplus = schedule.needs_signal and schedule.keeps_surplus and not schedule.asynchronous
     kl_in_reward = algorithm.kl.place == "reward" and algorithm.kl.coefficient > 0
-    earlier = surplus or kl_in_reward or algorithm.entropy_mask is not None
+    earlier = surplus or kl_in_reward or algorithm.teacher is not None or algorithm.entropy_mask is not None
     return config.training.steps_per_batch > 1 or earlier or algorithm.recompute_old_logprobs
 
 

@@ -24,6 +24,8 @@ class SegmentSpec(BaseModel):
     model: ModelRef
     validation: DatasetRef | None = None
     """The problems of ``evaluation``, for evaluations while it trains. None: it makes none."""
+    teacher: ModelRef | None = None
+    """The model of ``algorithm.teacher``."""
     adjustments: Adjustments = Adjustments()
     driver_deadline_seconds: float = 120.0
     """After this time without a heartbeat of the driver, the trainer commits and stops."""

@@ -47,6 +47,7 @@ def training_run(
     adjustments: Adjustments,
     run_dir: Path,
     stacks: Path,
+    teacher: Path | None = None,
 ) -> Iterator[TrainingRun]:
     """A run with started workers. On exit everything that was started here is stopped.
 
@@ -55,6 +56,7 @@ def training_run(
         on_retry: called while calls of a judge are repeated, as ``JudgeGrader`` says.
         run_dir: folder in which traces are requested and written, and verdicts of a judge are journaled.
         stacks: folder for the stacks of a worker that gets SIGUSR1.
+        teacher: folder of algorithm.teacher.
     """
     with graded_ranks(
         config,
@@ -65,6 +67,7 @@ def training_run(
         stacks=stacks,
         on_progress=on_progress,
         on_retry=on_retry,
+        teacher=teacher,
     ) as (ranks, grader):
         from rlcore.distributed.group import WorkerGroup
         from rlcore.training.run import TrainingRun
@@ -91,12 +94,14 @@ def graded_ranks(
     stacks: Path | None = None,
     on_progress: Callable[[], None] = lambda: None,
     on_retry: Callable[[], None] = lambda: None,
+    teacher: Path | None = None,
 ) -> Iterator[tuple[RayRanks, Grader]]:
     """Start Ray, its workers and the grader. All stop on exit, except a cluster that was already running.
 
     Args:
         verdicts: folder of the journal of a judge.
         on_progress, on_retry: called by a judge, as ``JudgeGrader`` says.
+        teacher: folder of algorithm.teacher.
     """
     address = cluster_address()
     imports = in_background(_import_slow_modules)
@@ -108,7 +113,9 @@ def graded_ranks(
             grader = grading.result()  # a reward that cannot be loaded is reported before a model is
             # The driver's own machine may have no GPU while others of the cluster do.
             device = "cuda" if config.resources.device == "auto" and address and has_gpus() else pick_device(config)
-            ranks = start_ranks(make, model=model, dataset=dataset, config=config, device=device, stacks=stacks)
+            ranks = start_ranks(
+                make, model=model, dataset=dataset, config=config, device=device, stacks=stacks, teacher=teacher
+            )
             imports.result()
         # An engine starts before its worker's policy is loaded.
         ready = max(ranks.call(lambda worker, _: getattr(worker.sampler, "ready_at", 0.0), [None] * ranks.size))

@@ -2,12 +2,14 @@
 
 ``reward/`` and ``rollout/`` describe the sampled batch, ``loss/`` and ``optim/`` the optimizer step, ``time/`` the
 seconds per phase, ``perf/`` the work of the updates and their utilisation, ``system/`` the machine. The grader adds
-``judge/``, the calls of a judge (``JudgeGrader.take_metrics``).
+``judge/``, the calls of a judge (``JudgeGrader.take_metrics``). A run with a teacher has ``teacher/``.
 
 Each metric has one denominator, which no other setting changes:
 
 - ``loss/total`` and ``loss/policy``: that of ``algorithm.aggregation``, over all tokens or sequences of the step.
 - ``loss/kl_ref``: all trained tokens of the step.
+- ``teacher/kl``, the mean of log p_policy - log p_teacher in nats, with a token's value clamped to +-20: all trained
+  tokens of the batch. It estimates KL(policy || teacher) per token. log p_policy is of the policy before the updates.
 - Every other token mean, share or maximum of ``update_metrics``: the trained tokens of the step whose advantage is not
   0. Without a KL term and with one update per batch, sequences with advantage 0 are not computed, because they cannot
   change the policy. If means included them, ``algorithm.kl.coefficient`` would change the denominator.
@@ -126,6 +128,8 @@ def collection_metrics(batch: RolloutBatch, advantages: StepAdvantages) -> dict[
             trained = sum(group.problem.source_name == name for group in batch.groups)
             metrics[f"source/{name}/share"] = trained / len(batch.groups)
             metrics[f"source/{name}/epochs"] = at.taken / at.size
+    if advantages.teacher_kl is not None:
+        metrics["teacher/kl"] = advantages.teacher_kl
     return metrics
 
 

@@ -26,7 +26,7 @@ from tasks.data import prepare_and_resize
 from tasks.driver.failures import failure_of
 from tasks.experiments import load_experiment
 from tasks.fork import checkpoint_at, fork_run
-from tasks.models import bootstrap_policy, check_model
+from tasks.models import bootstrap_policy, bootstrap_teacher, check_model
 from tasks.open import describe_run, open_run
 from tasks.retries import step
 from tasks.run import ABLATION_ID, Run, existing_run, flow_run_name, new_run_id, note_driver, tracker_of
@@ -212,17 +212,29 @@ def share_inputs(ablation: Ablation) -> None:
     """Prepare the datasets and policies of all points once, and check the policies, before the points start in
     parallel."""
     distinct = {
-        (point.experiment.data.model_dump_json(), point.experiment.model.model_dump_json()): point.experiment
+        (
+            *(part.model_dump_json() for part in (point.experiment.data, point.experiment.model)),
+            str(point.experiment.algorithm.teacher),
+        ): point.experiment
         for point in ablation.plan.points
     }
     for experiment in distinct.values():
         prepare_and_resize(experiment, "train")
         prepare_and_resize(experiment, "validation")
-        check_model(experiment, bootstrap_policy(experiment.model))
+        start = bootstrap_policy(experiment.model)
+        if experiment.algorithm.teacher is not None:
+            bootstrap_teacher(experiment, start)
+        check_model(experiment, start)
 
 
 def describe_point(
-    ablation: Ablation, job: Job, run: Run, train: DatasetRef, validation: DatasetRef, start: ModelRef
+    ablation: Ablation,
+    job: Job,
+    run: Run,
+    train: DatasetRef,
+    validation: DatasetRef,
+    start: ModelRef,
+    teacher: ModelRef | None = None,
 ) -> str:
     """Describe the run in MLflow, below the ablation's run. Returns the MLflow run's id.
 
@@ -230,7 +242,7 @@ def describe_point(
     """
     place_below(ablation, job, run)
     whole = run.model_copy(update={"experiment": job.point.experiment_of(job.seed)})
-    return describe_run(whole, train, validation, start)
+    return describe_run(whole, train, validation, start, teacher)
 
 
 def open_point(ablation: Ablation, job: Job, experiment: ExperimentConfig) -> Run:

@@ -7,7 +7,7 @@ import sys
 from pydantic import BaseModel, ConfigDict
 
 from infra.settings import Settings
-from rlcore.config import ExperimentConfig
+from rlcore.config import ExperimentConfig, ModelConfig
 from rlcore.config.reward import ModelReward
 from rlcore.errors import ConfigError
 from rlcore.estimate import (
@@ -96,15 +96,22 @@ def dry_run(experiment: ExperimentConfig, device: str) -> DryRun:
     if device not in MEMORY:
         raise ConfigError(f"no device {device!r}. Allowed: {', '.join(sorted(MEMORY))}.")
     settings = Settings()
-    spec = ArchitectureSpec(result=new_result_path(settings, "architecture"), model=experiment.model)
-    model = run_job("rlcore.jobs.architecture", spec, ArchitectureRef, settings, quiet=True).architecture
-    estimate = compute_estimate(experiment, model, device)
+    chosen = experiment.algorithm.teacher
+    teacher = None if chosen is None else _architecture(chosen.model, settings)
+    estimate = compute_estimate(experiment, _architecture(experiment.model, settings), device, teacher)
     sys.stderr.write(f"{estimate.text()}\n")
     return estimate
 
 
-def compute_estimate(experiment: ExperimentConfig, model: Architecture, device: str) -> DryRun:
-    plan = plan_of(experiment, model, device)
+def _architecture(model: ModelConfig, settings: Settings) -> Architecture:
+    spec = ArchitectureSpec(result=new_result_path(settings, "architecture"), model=model)
+    return run_job("rlcore.jobs.architecture", spec, ArchitectureRef, settings, quiet=True).architecture
+
+
+def compute_estimate(
+    experiment: ExperimentConfig, model: Architecture, device: str, teacher: Architecture | None = None
+) -> DryRun:
+    plan = plan_of(experiment, model, device, teacher)
     memory = estimate_memory(model, plan)
     times = estimate_seconds(model, plan, PEAK_BF16[device], BANDWIDTH[device])
     training, sampling = memory.training, memory.sampling(plan.offload)
@@ -116,6 +123,7 @@ def compute_estimate(experiment: ExperimentConfig, model: Architecture, device: 
         "optimizer state": memory.optimizer,
         "weights in the compute dtype": memory.whole_copy,
         "reference policy": memory.reference,
+        **({} if teacher is None else {"teacher (algorithm.teacher.path)": memory.teacher}),
         "activations": memory.activations,
         "logits and their gradients": memory.head,
         "temporaries": memory.temporaries,
@@ -142,7 +150,7 @@ def compute_estimate(experiment: ExperimentConfig, model: Architecture, device: 
         kv_cache_wanted_gib=memory.kv_cache_wanted / GIB,
         seconds={
             "generate": times.generate,
-            "old and reference log-probs": times.logprobs,
+            f"old{'' if teacher is None else ', teacher'} and reference log-probs": times.logprobs,
             "update": times.update,
             "weight sync": times.weight_sync,
             "sleep and wake": times.sleep_and_wake,
@@ -154,10 +162,12 @@ def compute_estimate(experiment: ExperimentConfig, model: Architecture, device: 
     )
 
 
-def plan_of(experiment: ExperimentConfig, model: Architecture, device: str) -> Plan:
+def plan_of(
+    experiment: ExperimentConfig, model: Architecture, device: str, teacher: Architecture | None = None
+) -> Plan:
     training, rollout, data = experiment.training, experiment.rollout, experiment.data
     algorithm, resources = experiment.algorithm, experiment.resources
-    earlier = algorithm.kl.place == "reward" or algorithm.entropy_mask is not None
+    earlier = algorithm.kl.place == "reward" or algorithm.teacher is not None or algorithm.entropy_mask is not None
     old = training.steps_per_batch > 1 or algorithm.recompute_old_logprobs or earlier
     return Plan(
         reward_model=_reward_model_bytes(experiment),
@@ -186,6 +196,7 @@ def plan_of(experiment: ExperimentConfig, model: Architecture, device: str) -> P
         in_flight=rollout.partial.in_flight if rollout.partial is not None else 1.0,
         overlapped=experiment.prefetch and resources.rollout_workers > 0,
         device=device,
+        teacher=teacher,
     )
 
 

@@ -59,7 +59,7 @@ class RunSummary(BaseModel):
 PANELS: Mapping[str, tuple[str, ...]] = {
     "reward": ("reward/mean",),
     "accuracy": ("reward/accuracy", "reward/format"),
-    "KL": ("loss/kl_ref", "loss/kl_old"),
+    "KL": ("loss/kl_ref", "loss/kl_old", "teacher/kl"),
     "clip fraction": ("loss/clip_fraction",),
     "|delta log-prob| sampler to trainer": ("rollout/abs_delta_logprob_mean",),
     "entropy": ("loss/entropy",),

@@ -34,7 +34,7 @@ PRODUCED = (
     "data/evaluations/EVALUATION/completions.parquet",
     *(f"{_ABLATION}/{name}" for name in ("plan.json", "table.md", "results/RESULT", "logs/LOG")),
 )
-_METRIC = re.compile(r"(?:reward|reward_model|rollout|loss|optim|time|perf|system|judge)/[a-z_0-9]+")
+_METRIC = re.compile(r"(?:reward|reward_model|rollout|loss|optim|time|perf|system|judge|teacher)/[a-z_0-9]+")
 
 
 def sources() -> Iterator[Path]:

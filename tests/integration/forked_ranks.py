@@ -37,7 +37,14 @@ class ForkedRanks:
     """Implements ``Ranks``. Make it before this process has threads: a fork copies only the thread that forks."""
 
     def __init__(
-        self, make: Callable[[WorkerSpec], object], *, model: Path, dataset: Path, config: ExperimentConfig, device: str
+        self,
+        make: Callable[[WorkerSpec], object],
+        *,
+        model: Path,
+        dataset: Path,
+        config: ExperimentConfig,
+        device: str,
+        teacher: Path | None = None,
     ) -> None:
         self.size = config.resources.devices
         self._answers: dict[int, Answers] = {_BUILT: SimpleQueue()}
@@ -46,7 +53,7 @@ class ForkedRanks:
         context = multiprocessing.get_context("fork")
         self._pipes: list[Connection] = []
         self._processes = []
-        for spec in worker_specs(seats, config, model=model, dataset=dataset, device=device):
+        for spec in worker_specs(seats, config, model=model, dataset=dataset, device=device, teacher=teacher):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(make, spec, theirs, [*self._pipes, ours]), daemon=True)
             process.start()

@@ -8,7 +8,18 @@ from typing import Any
 
 from rlcore.config import ExperimentConfig
 from tests.checking import make_model
-from tests.integration.tiny_run import ALONE, experiment, journal, mixed_problems, mixture_of_two, run, tokens_after
+from tests.integration.tiny_run import (
+    ALONE,
+    CORRECTED,
+    PARTIAL,
+    experiment,
+    journal,
+    mixed_problems,
+    mixture_of_two,
+    numbers,
+    run,
+    tokens_after,
+)
 
 MEMORIES = {
     "training.mini_batches": 2,
@@ -91,4 +102,27 @@ def test_pictures_in_tiles_are_the_same_for_sampler_and_trainer(tmp_path: Path) 
     steps = [record.metrics for record in journal(tmp_path / "out")]
     assert len(steps) == 2
     assert max(metrics["rollout/abs_delta_logprob_mean"] for metrics in steps) < 1e-4
+    assert all(metrics["optim/grad_norm"] > 0 for metrics in steps)
+
+
+def test_a_teacher_and_partial_rollouts_resume_bit_for_bit(
+    tiny_model: Path, untied_model: Path, mixed_dataset: Path, tmp_path: Path
+) -> None:
+    """Completions that two policies wrote, a teacher of another architecture beside the task's reward, and a KL to the
+    reference in the loss."""
+    config = experiment(
+        **ALONE, **PARTIAL, **CORRECTED, **{"algorithm.teacher.path": "untied", "algorithm.teacher.coefficient": 0.1}
+    )
+    options: dict[str, Any] = {
+        "model": tiny_model, "dataset": mixed_dataset, "config": config, "coarse": True, "teacher": untied_model
+    }  # fmt: skip
+    whole = run(tmp_path / "whole", until=4, cut=2, **options)
+    second = run(tmp_path / "second", until=4, resume=tmp_path / "whole" / "cut", **options)
+    assert second["tokens"] == tokens_after(2, whole) != []
+    assert second["weights"] == whole["weights"] != whole["weights_at_cut"]
+    steps = numbers(tmp_path / "whole")
+    assert numbers(tmp_path / "second") == steps[2:]
+    assert all(metrics["teacher/kl"] > 0.1 for metrics in steps)
+    assert all(metrics["loss/kl_coefficient"] == 0.01 for metrics in steps)
+    assert all(metrics["rollout/trained_zero_signal"] == 0 for metrics in steps)
     assert all(metrics["optim/grad_norm"] > 0 for metrics in steps)

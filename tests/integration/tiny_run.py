@@ -79,6 +79,7 @@ def run(
     coarse: bool = False,
     through_ray: bool = False,
     validation: Path | None = None,
+    teacher: Path | None = None,
 ) -> dict[str, Any]:
     """
     Args:
@@ -91,7 +92,7 @@ def run(
     settings = {
         "experiment": config.model_dump(mode="json"), "model": str(model), "dataset": str(dataset), "out": str(out),
         "until": until, "cut": cut, "resume": str(resume) if resume else None, "coarse": coarse,
-        "validation": str(validation) if validation else None,
+        "validation": str(validation) if validation else None, "teacher": str(teacher) if teacher else None,
         "through_ray": through_ray or config.resources.device == "cuda",
     }  # fmt: skip
     process = FORKED.Process(target=train_tiny.main, args=(settings,))

@@ -69,7 +69,8 @@ def main(settings: dict[str, object]) -> None:
             ends.callback(stop_ray)
         start = start_ranks if settings["through_ray"] else ForkedRanks
         device = config.resources.device
-        ranks = start(make_worker, model=Path(str(settings["model"])), dataset=dataset, config=config, device=device)
+        model, teacher = (Path(str(settings[name])) if settings[name] else None for name in ("model", "teacher"))
+        ranks = start(make_worker, model=model, dataset=dataset, config=config, device=device, teacher=teacher)
         ends.callback(ranks.close)
         workers = WorkerGroup(ranks, config)
         state = TrainState()

@@ -28,6 +28,7 @@ def run_trainer(spec: Path) -> NoReturn:
         stacks: Path,
         on_progress: Callable[[], None],
         on_retry: Callable[[], None],
+        teacher: Path | None,
     ) -> Iterator[Any]:
         ranks = ForkedRanks(make, model=model, dataset=dataset, config=config, device="cpu")
         grader = assemble.make_grader(config, model, verdicts, on_progress, on_retry)

@@ -16,9 +16,9 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from rlcore.algorithms.divergence import effective_sample_size
 from rlcore.algorithms.loss import StepTotals
 from rlcore.config import build_experiment
-from rlcore.models.torch_policy import TorchPolicy
 from rlcore.types import TrainingSample
 from tests.numerics import toy
+from tests.numerics.toy import huggingface_logprobs, step_gradient
 
 MODES = ("token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant")
 ALGORITHMS = (
@@ -29,39 +29,6 @@ ALGORITHMS = (
     ("sapo", "sequence_mean_token_mean"),
     ("vespo", "token_mean"),
 )
-
-
-def huggingface_logprobs(folder: Path, sample: TrainingSample, temperature: float) -> np.ndarray:
-    """One sequence at a time through transformers' own forward, positions and masks."""
-    from transformers import AutoModelForImageTextToText
-
-    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
-    ids = torch.from_numpy(sample.token_ids.astype(np.int64))[None]
-    inputs = {}
-    if sample.images:
-        image = toy.features(sample.images[0], model.config.model_type)
-        inputs = {
-            "pixel_values": image.pixel_values,
-            "image_grid_thw": torch.tensor([image.grid_thw]),
-            "mm_token_type_ids": (ids == model.config.image_token_id).int(),
-        }
-    with torch.no_grad():
-        logits = model(input_ids=ids, **inputs).logits[0] / temperature
-    logits[:, toy.BANNED] = float("-inf")
-    logprobs = logits.log_softmax(-1)[:-1].gather(-1, ids[0, 1:, None])[:, 0]
-    return np.where(sample.loss_mask, np.concatenate([[0.0], logprobs.numpy()]), 0.0)
-
-
-def step_gradient(
-    policy: TorchPolicy, microbatches: list[list[TrainingSample]], kl_coefficient: float = 0.0
-) -> tuple[Tensor, dict[str, float]]:
-    """The whole gradient of one optimizer step as one vector, taken before AdamW sees it."""
-    gradients = toy.keep_gradients(policy, then_step=False)
-    every = [s for m in microbatches for s in m]
-    totals = StepTotals(tokens=sum(s.num_trained for s in every), sequences=len(every))
-    result = policy.update(microbatches, totals, 1e-3, kl_coefficient)
-    factor = max(1.0, result.grad_norm / policy.config.training.max_grad_norm)
-    return toy.in_one_vector(policy, gradients) * factor, {"norm": result.grad_norm}
 
 
 def flat(sample: TrainingSample) -> TrainingSample:

@@ -15,6 +15,7 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from rlcore.algorithms.loss import StepTotals
 from rlcore.batch import ImageFeatures, prompt_key
 from rlcore.config import DataConfig, ExperimentConfig, build_experiment
 from rlcore.data.pixels import IMAGE_MARKER
@@ -24,6 +25,7 @@ from rlcore.data.tiny import build_processor
 from rlcore.distributed.group import SequenceSize, plan_microbatches
 from rlcore.models.loading import empty_hf_model
 from rlcore.models.stored_weights import StoredWeights, Values
+from rlcore.models.teacher import Teacher
 from rlcore.models.torch_policy import TorchPolicy
 from rlcore.types import ImageRef, Problem, TrainingSample
 from tests.ranks import whole
@@ -120,9 +122,12 @@ def save(trained: TorchPolicy, folder: Path) -> None:
         time.sleep(0.01)
 
 
-def policy(folder: Path, settings: ExperimentConfig, mesh: object | None = None) -> TorchPolicy:
+def policy(
+    folder: Path, settings: ExperimentConfig, mesh: object | None = None, teacher: Path | None = None
+) -> TorchPolicy:
     torch.set_num_threads(1)
     hf = empty_hf_model(folder)
+    other = None if teacher is None else empty_hf_model(teacher)
     return TorchPolicy(
         hf,
         settings,
@@ -130,6 +135,7 @@ def policy(folder: Path, settings: ExperimentConfig, mesh: object | None = None)
         mesh=mesh or one_rank_mesh(),
         banned_token_ids=BANNED,
         features=partial(features, model_type=hf.config.model_type),
+        teacher=None if teacher is None or other is None else Teacher(other, StoredWeights(teacher, other).read),
     )
 
 
@@ -170,3 +176,36 @@ def keep_gradients(policy: TorchPolicy, *, then_step: bool) -> dict[str, Tensor]
 
     policy.optimizer.step = keep  # type: ignore[method-assign]
     return kept
+
+
+def huggingface_logprobs(folder: Path, sample: TrainingSample, temperature: float) -> np.ndarray:
+    """One sequence at a time through transformers' own forward, positions and masks."""
+    from transformers import AutoModelForImageTextToText
+
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+    ids = torch.from_numpy(sample.token_ids.astype(np.int64))[None]
+    inputs = {}
+    if sample.images:
+        image = features(sample.images[0], model.config.model_type)
+        inputs = {
+            "pixel_values": image.pixel_values,
+            "image_grid_thw": torch.tensor([image.grid_thw]),
+            "mm_token_type_ids": (ids == model.config.image_token_id).int(),
+        }
+    with torch.no_grad():
+        logits = model(input_ids=ids, **inputs).logits[0] / temperature
+    logits[:, BANNED] = float("-inf")
+    logprobs = logits.log_softmax(-1)[:-1].gather(-1, ids[0, 1:, None])[:, 0]
+    return np.where(sample.loss_mask, np.concatenate([[0.0], logprobs.numpy()]), 0.0)
+
+
+def step_gradient(
+    policy: TorchPolicy, microbatches: list[list[TrainingSample]], kl_coefficient: float = 0.0
+) -> tuple[Tensor, dict[str, float]]:
+    """The whole gradient of one optimizer step as one vector, taken before AdamW sees it."""
+    gradients = keep_gradients(policy, then_step=False)
+    every = [s for m in microbatches for s in m]
+    totals = StepTotals(tokens=sum(s.num_trained for s in every), sequences=len(every))
+    result = policy.update(microbatches, totals, 1e-3, kl_coefficient)
+    factor = max(1.0, result.grad_norm / policy.config.training.max_grad_norm)
+    return in_one_vector(policy, gradients) * factor, {"norm": result.grad_norm}

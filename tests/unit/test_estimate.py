@@ -26,7 +26,16 @@ from transformers import (
 
 from rlcore.config import LoraConfig, ModelConfig
 from rlcore.errors import ModelError
-from rlcore.estimate import GIB, Architecture, ArchitectureSpec, Efficiency, Plan, estimate_memory, estimate_seconds
+from rlcore.estimate import (
+    GIB,
+    Architecture,
+    ArchitectureSpec,
+    Efficiency,
+    Plan,
+    batch_work,
+    estimate_memory,
+    estimate_seconds,
+)
 from rlcore.flops import pass_work
 from rlcore.jobs.architecture import architecture, describe
 from tasks.cli import estimate
@@ -114,6 +123,28 @@ def test_a_reward_model_on_the_policy_s_gpu_takes_its_memory_all_the_time(models
     for phase in ("loading", "training"):
         assert getattr(beside, phase) - getattr(alone, phase) == 8 * GIB
     assert beside.sampling(offload=False) - alone.sampling(offload=False) == 8 * GIB
+
+
+def test_a_teacher_is_one_more_frozen_model_and_one_more_pass(models: dict[str, Architecture]) -> None:
+    model, teacher = models["text"], models["vl"]
+    alone = replace(kept_plan(), workers=4, offload=False)
+    taught = replace(alone, teacher=teacher)
+    before, after = estimate_memory(model, alone), estimate_memory(model, taught)
+    share = 2 * teacher.parameters // 4
+    assert after.teacher == share
+    for moment in ("loading", "training"):
+        assert getattr(after, moment) - getattr(before, moment) >= share
+    assert after.sampling(False) - before.sampling(False) == share
+    assert after.sampling(True) == before.sampling(True)
+    assert (
+        estimate_memory(model, replace(taught, offload=True)).host_offload
+        - estimate_memory(model, replace(alone, offload=True)).host_offload
+        == share
+    )
+    seconds = [estimate_seconds(model, plan, 1e15, 1e12) for plan in (alone, taught)]
+    forward = batch_work(teacher, alone).forward_flops / (4 * 1e15 * Efficiency().forward)
+    assert seconds[1].logprobs - seconds[0].logprobs == pytest.approx(forward)
+    assert seconds[1].update == seconds[0].update
 
 
 def test_workers_that_hold_one_sampler_share_its_memory_and_its_time(models: dict[str, Architecture]) -> None:

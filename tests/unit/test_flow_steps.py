@@ -191,7 +191,7 @@ def test_a_point_is_described_with_the_steps_of_the_whole(
     train, validation = (dataset(tmp_path / name) for name in ("train", "validation"))
     assert ablation.describe_point(study, job, run, train, validation, START) == "mlflow-7"
     whole = run.model_copy(update={"experiment": job.point.experiment_of(job.seed)})
-    assert described.calls == [(whole, train, validation, START)]
+    assert described.calls == [(whole, train, validation, START, None)]
     assert placed.calls == [(study, job, run)]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from rlcore.artifacts import CheckpointRef, DatasetRef, ModelRef
 from tasks.evaluate import evaluation_content
 from tasks.experiments import load_experiment
-from tasks.models import bootstrap_key, merge_key
+from tasks.models import bootstrap_key, merge_key, teacher_key
 from tasks.store.made import content_key
 
 EXPERIMENT = load_experiment("grpo-geo3k-tiny")
@@ -62,6 +62,14 @@ def test_a_merged_model_is_of_a_checkpoint_and_its_place() -> None:
         merge_key(CHECKPOINT, changed(BASE, digest="other")),
     ]
     assert len({first, *others}) == 4
+
+
+def test_a_teacher_is_of_its_settings_and_of_the_policy_that_it_was_compared_with() -> None:
+    first = teacher_key(EXPERIMENT.model, BASE)
+    assert first != bootstrap_key(EXPERIMENT.model)
+    others = [teacher_key(changed(EXPERIMENT.model, path="/other"), BASE)]
+    others.append(teacher_key(EXPERIMENT.model, changed(BASE, digest="other")))
+    assert len({first, *others}) == 3
 
 
 def test_a_policy_is_of_its_settings_and_of_the_files_of_its_folder(tmp_path: Path) -> None:

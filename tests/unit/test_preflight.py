@@ -73,6 +73,14 @@ def test_an_unsupported_family_is_refused_with_what_is_supported(settings: Setti
         check(experiment(f"model.path={folder}"), settings)
 
 
+def test_a_teacher_is_checked_as_the_model_is(settings: Settings, tmp_path: Path) -> None:
+    folder = model_folder(tmp_path / "teacher")
+    assert "0.0 M parameters" in check(experiment(f"algorithm.teacher.path={folder}"), settings).facts["teacher"]
+    assert "teacher" not in check(experiment(), settings).facts
+    with pytest.raises(ModelError, match=r"algorithm\.teacher\.path is '/nowhere', and there is no folder"):
+        check(experiment("algorithm.teacher.path=/nowhere"), settings)
+
+
 @pytest.mark.parametrize("path", ["./nowhere", "/nowhere/model", "qwen"])
 def test_missing_model_folder(settings: Settings, path: str) -> None:
     with pytest.raises(ModelError, match=r"there is no folder .* Allowed are tiny, an existing folder"):

@@ -32,8 +32,8 @@ from tasks.cli import app
 from tasks.data import Split, _require_problems, prepare_dataset, prepare_spec, resize_images, resize_spec
 from tasks.evaluate import evaluate_policy, log_evaluation
 from tasks.experiments import load_benchmarks, load_experiment
-from tasks.lineage import Lineage, artifact_name, find_lineage, read_origins
-from tasks.models import bootstrap_policy, check_key, check_model, merge_checkpoint, register_model
+from tasks.lineage import Lineage, _origin_rows, artifact_name, find_lineage, read_origins
+from tasks.models import bootstrap_policy, bootstrap_teacher, check_key, check_model, merge_checkpoint, register_model
 from tasks.open import describe_run, find_checkpoint, finish_run, open_tracking
 from tasks.report import page as reporting
 from tasks.report.page import report
@@ -88,6 +88,23 @@ def test_data_and_model_are_made_by_their_jobs_below_the_data_folder(data_dir: P
     assert calls(data_dir) == ["prepare validation", "resize raw-validation", "bootstrap"]
     with pytest.raises(DataError, match=r"^files has no usable problem: all 1 were set aside; /train/rejects\.jsonl"):
         _require_problems(DATASET.model_copy(update={"num_problems": 0}))
+
+
+def test_a_teacher_is_made_once_for_a_policy_and_the_trainer_and_the_lineage_get_it(data_dir: Path) -> None:
+    assert bootstrap_teacher.fn(EXPERIMENT, START) is None
+    taught = load_experiment("grpo-geo3k-tiny", ["algorithm.teacher.path=tiny"])
+    teacher = bootstrap_teacher.fn(taught, START)
+    assert teacher is not None
+    assert teacher.path == str(data_dir / "models" / "start")
+    assert bootstrap_teacher.fn(taught, START) == teacher
+    assert calls(data_dir) == ["bootstrap"]
+    bootstrap_teacher.fn(taught, START.model_copy(update={"digest": "other"}))
+    assert calls(data_dir) == ["bootstrap"] * 2
+    run = open_run(taught, "taught", Settings())
+    describe_run.fn(run, DATASET, DATASET, START, teacher)
+    (origin,) = read_origins(run.run_dir)
+    assert origin.teacher == teacher
+    assert f"{teacher.path} ({teacher.digest})" in dict(_origin_rows(origin, str(run.run_dir)))["teacher"]
 
 
 def test_a_model_is_compared_once_for_its_content_and_what_changes_the_comparison(
