@@ -34,7 +34,7 @@ from rlcore.segment.store import move_aside, verify_checkpoint
 from rlcore.specs import JobError
 from tasks.driver.failures import handle_failures, read_adjustments, wait_for_next_try
 from tasks.driver.health import HangWatch, HealthWarnings, announce_on_prefect, end_stuck_trainer
-from tasks.driver.jobs import describe_exit, error_from, worth_retrying
+from tasks.driver.jobs import UNKNOWN_EXIT, describe_exit, error_from, worth_retrying
 from tasks.driver.mirror import safe_step, wait_until_mirrored
 from tasks.driver.outbox import Heartbeat, Outbox, ending
 from tasks.driver.progress import TrainingProgress, announce_checkpoint
@@ -229,10 +229,10 @@ class Trainer:
     child: subprocess.Popen[bytes] | None
 
     def exit_code(self) -> int | None:
-        """None while it runs. -1: it has ended, and only its parent knows the exit code."""
+        """None while it runs. UNKNOWN_EXIT: it has ended, and only its parent knows the exit code."""
         if self.child is not None:
             return self.child.poll()
-        return None if holder_alive(self.lease) else -1
+        return None if holder_alive(self.lease) else UNKNOWN_EXIT
 
 
 # By run folder. Only the parent can read a child's exit code, so children are remembered between tasks.

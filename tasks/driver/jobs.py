@@ -94,7 +94,13 @@ def error_from(report: JobError | None, fallback: str) -> RlflowError:
     return error
 
 
+UNKNOWN_EXIT = -1000
+"""In place of the exit code of a process that another one started, and that nobody here can wait for."""
+
+
 def describe_exit(code: int) -> str:
+    if code == UNKNOWN_EXIT:
+        return "an exit code that only the process that started it knows"
     if code == -9:
         return "SIGKILL (out of memory, or killed by a person)"
     return f"signal {-code}" if code < 0 else f"exit code {code}"

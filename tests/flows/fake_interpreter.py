@@ -164,9 +164,9 @@ def _report(experiment: ExperimentConfig, step: int, dataset: DatasetRef, policy
     right = told.get(f"{step} {rate:g}", told.get(str(step), 2 if step == 0 else 6))
     repeated = int(os.environ.get("FAKE_REPEATED", "1"))
     rows = [
-        EvalRow(f"p{index}-{copy}", 0, "q", "a", "c", float(index < right), float(index < right), None, True, "stop", 3)
+        EvalRow(name, 0, "q", "a", "c", float(index < right), float(index < right), None, True, "stop", 3)
         for index in range(8)
-        for copy in range(repeated)
+        for name in [f"p{index}", *(f"p{index}-{copy}" for copy in range(1, repeated))]
     ]
     write_rows(rows, table)
     accuracy = right / 8

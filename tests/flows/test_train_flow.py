@@ -6,6 +6,7 @@ import json
 import re
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from mlflow import MlflowClient
@@ -239,14 +240,12 @@ def test_an_interrupt_between_two_segments_lets_the_trainer_commit_too(
 ) -> None:
     whole = training.train_segment
 
-    def interrupted(
-        run: Run, dataset: DatasetRef, model: ModelRef, index: int, validation: DatasetRef
-    ) -> SegmentManifest:
+    def interrupted(run: Run, dataset: DatasetRef, model: ModelRef, index: int, *others: Any) -> SegmentManifest:
         if index == 1:
             while len(run.journal()) < 4:  # the trainer has gone on by itself
                 time.sleep(0.05)
             raise KeyboardInterrupt
-        return whole(run, dataset, model, index, validation)
+        return whole(run, dataset, model, index, *others)
 
     monkeypatch.setattr("flows.train_grpo.train_segment", interrupted)
     monkeypatch.setenv("FAKE_STEP_SECONDS", "0.3")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -196,7 +197,8 @@ def test_sharing_changes_neither_loss_nor_gradient_nor_logprobs(each_model: Path
 
 
 def test_a_prompt_is_shared_where_its_tokens_and_images_are_the_same(tiny_model: Path):
-    pack_ = toy.policy(tiny_model, toy.config())._pack
+    policy = toy.policy(tiny_model, toy.config())
+    pack_ = partial(policy._pack, model=policy.model)
     samples = toy.samples(8, group=4)
     row = pack_(samples)
     prompts = {s.token_ids[: s.num_prompt].tobytes(): s.num_prompt for s in samples}
