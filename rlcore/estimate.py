@@ -21,6 +21,7 @@ _LOGITS = 3 * GIB  # algorithms.logprobs.LOGIT_BYTES of float32 logits, and half
 _TEMPORARIES = 2 * GIB  # one block's forward and backward, and fragmentation
 _SCORER = 2 * GIB  # CUDA and a batch of a reward model's process; an assumption, not measured
 _ENGINE = 2 * GIB  # vLLM's activations and CUDA graphs
+_PIXELS = 4 * GIB  # vLLM's cache of processed images, mm_processor_cache_gb
 _PROCESS = 4 * GIB  # host memory of a worker before it holds any tensor: torch, vLLM, CUDA's own
 _STACK_COPIES = 3  # of a layer's experts while they are stacked: as stored, each kind stacked, all joined
 _EAGER = 1.85  # saved activations relative to compiled blocks: norms in float32, every intermediate
@@ -120,7 +121,7 @@ class MemoryEstimate:
     host_stack: int  # while experts are loaded: each worker reads all of a layer, and keeps its own rows
     host_checkpoint: int  # a worker's copy of its part of the train state, written in the background
     host_offload: int
-    host_sampler: int  # weights of an engine that sleeps and keeps them, as one with adapters does
+    host_sampler: int  # weights of an engine that sleeps and keeps them, as one with adapters does; processed images
     reward_model: int = 0  # in a process of its own on the same GPU, with what that process needs
     teacher: int = 0
 
@@ -208,7 +209,7 @@ def estimate_memory(model: Architecture, plan: Plan) -> MemoryEstimate:
         host_stack=_STACK_COPIES * max(each.largest_stack for each in read) * _COMPUTE,
         host_checkpoint=(saved + whole_state) // plan.workers,
         host_offload=weights + reference + teacher + whole_state // plan.workers if plan.offload else 0,
-        host_sampler=sampler if plan.sleeps and plan.adapters else 0,
+        host_sampler=(sampler if plan.sleeps and plan.adapters else 0) + (_PIXELS if model.tower_parameters else 0),
         reward_model=plan.reward_model + _SCORER if plan.reward_model else 0,
         teacher=teacher,
     )

@@ -33,9 +33,11 @@ def bootstrap_interval(
     if values.size == 0:
         raise ValueError("there are no problems to compute an interval of. Evaluate at least one.")
     generator = np.random.default_rng(seed)
-    # One resample at a time: all indices at once would take gigabytes for a large benchmark.
-    means = [values[generator.integers(values.size, size=values.size)].mean() for _ in range(resamples)]
-    low, high = np.quantile(means, [(1 - confidence) / 2, (1 + confidence) / 2])
+    means: list[Values] = []
+    for start in range(0, resamples, _CHUNK):
+        size = (min(_CHUNK, resamples - start), values.size)
+        means.append(values[generator.integers(values.size, size=size)].mean(axis=1))
+    low, high = np.quantile(np.concatenate(means), [(1 - confidence) / 2, (1 + confidence) / 2])
     return float(low), float(high)
 
 

@@ -181,9 +181,9 @@ class Engine:
         outputs.abort_requests(list(outputs.parent_requests), internal=True)
 
     def reset_caches(self) -> None:
-        """Drop everything that was computed with the weights: key-value blocks, images and their features."""
+        """Drop everything that was computed with the weights: key-value blocks and features of images. Processed pixels
+        stay: they depend on the image alone, and each epoch and each evaluation asks for the same images again."""
         self.llm.reset_prefix_cache()
-        self.llm.reset_mm_cache()
         self.llm.llm_engine.reset_encoder_cache()
 
     def install_adapter(self, tensors: Mapping[str, Tensor], rank: int) -> None:
