@@ -106,7 +106,7 @@ def duplicates(spec: DuplicatesSpec) -> BaseModel:
     """``FAKE_DUPLICATES`` (JSON) are the problems that training has too; else there are none. Not in the calls, because
     it runs beside other jobs."""
     names = json.loads(os.environ.get("FAKE_DUPLICATES", "[]"))
-    spec.out_dir.mkdir(parents=True)
+    spec.out_dir.mkdir(parents=True, exist_ok=True)  # it may come from the store
     path = spec.out_dir / "duplicates.jsonl"
     pair = {"kind": "exact", "similarity": 1.0, "bits": 0}
     path.write_text("".join(json.dumps({"evaluation_id": i, "training_id": i, **pair}) + "\n" for i in names))

@@ -40,9 +40,12 @@ def reward(text, problem, num_tokens, finish_reason):
     share = sum(c in "aeiou" for c in text) / max(1, len(text))
     return {"reward": share, "accuracy": share, "format": 0.0}
 """
-# only with algorithm.kl.place=reward, and with reward.thoughts=strip
-ELSEWHERE = {"reward/kl_penalty", "reward/unclosed_thought", "loss/entropy_masked", "loss/off_policy_masked"}
-JUDGE = "judge/"
+# only with other settings: algorithm.kl.place=reward, reward.thoughts=strip, masks, a teacher
+ELSEWHERE = {
+    "reward/kl_penalty", "reward/unclosed_thought", "loss/entropy_masked", "loss/off_policy_masked", "teacher/kl",
+    "time/teacher_logprobs",
+}  # fmt: skip
+OTHER_REWARDS = ("judge/", "reward_model/")
 RUN_BLOCKS = [block for page in PAGES for block in blocks(page) if block.is_run]
 
 
@@ -123,7 +126,7 @@ def test_the_tutorial_does_what_it_says(project: Path) -> None:
     named = {name for page in PAGES for word in code_words(page) for name in code.metrics_in(word)} & code.metrics()
     assert len(named) > 20
     logged = {name for record in journal_with_evaluations(run) for name in record.metrics}
-    named = {name for name in named - ELSEWHERE if not name.startswith(JUDGE)}
+    named = {name for name in named - ELSEWHERE if not name.startswith(OTHER_REWARDS)}
     assert named <= logged, "metrics that pages name and the run does not have"
 
 
