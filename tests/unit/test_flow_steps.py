@@ -12,6 +12,8 @@ import pytest
 from infra.errors import ServerError
 from infra.settings import Settings
 from rlcore.artifacts import CheckpointRef, DatasetRef, EvalReport, ModelRef
+from rlcore.errors import WorkerLostError
+from rlcore.failures import error_of_exit
 from tasks import data
 from tasks import evaluate as evaluation
 from tasks import experiments as benchmarks
@@ -21,6 +23,7 @@ from tasks.ablation.study import Ablation, open_ablation
 from tasks.cli import app
 from tasks.cli import docs as reference
 from tasks.driver import publish as publishing
+from tasks.driver.jobs import UNKNOWN_EXIT, describe_exit
 from tasks.driver.publish import Publisher, Publishers
 from tasks.evaluate import suite_of
 from tasks.experiments import load_experiment
@@ -369,7 +372,10 @@ def test_the_reference_is_written_to_a_file(tmp_path: Path) -> None:
 
 
 def test_a_trainer_of_another_driver_that_is_gone_has_no_exit_code(tmp_path: Path) -> None:
-    assert Trainer(1, tmp_path / "lease.json", None).exit_code() == -1
+    code = Trainer(1, tmp_path / "lease.json", None).exit_code()
+    assert code == UNKNOWN_EXIT
+    assert "signal" not in describe_exit(code)
+    assert isinstance(error_of_exit(code, describe_exit(code)), WorkerLostError)
     child: Any = SimpleNamespace(poll=lambda: 7)
     assert Trainer(1, tmp_path / "lease.json", child).exit_code() == 7
     assert last_words(tmp_path / "trainer.log") == ""
