@@ -121,7 +121,7 @@ class EvaluationConfig(Frozen):
     was not above the highest before them. null: train all steps."""
     find_duplicates: bool = True
     """Find the validation problems that training has too, while training runs. The page and MLflow then have the
-    accuracy on the other problems beside the whole."""
+    accuracy on the other problems too."""
 
     def is_due(self, before: int, after: int) -> bool:
         """Whether the trainer evaluates after a rollout batch that takes the run from step ``before`` to ``after``,
