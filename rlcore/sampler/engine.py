@@ -359,11 +359,12 @@ def sampling_params(**options: Any) -> Any:
 
 
 def engine_prompt(token_ids: Sequence[int], images: Sequence[ImageRef], store: ImageStore) -> dict[str, Any]:
-    """vLLM's input for one prompt: one placeholder token per image, and the images with their hashes as names."""
+    """vLLM's input for one prompt: one placeholder token per image, and the images, named by hash and size."""
     prompt: dict[str, Any] = {"prompt_token_ids": list(token_ids)}
     if images:
         prompt["multi_modal_data"] = {"image": [store.read(image) for image in images]}
-        prompt["multi_modal_uuids"] = {"image": [image.sha256 for image in images]}
+        # two datasets may hold one picture in two sizes
+        prompt["multi_modal_uuids"] = {"image": [f"{i.sha256}-{i.width}x{i.height}" for i in images]}
     return prompt
 
 
