@@ -142,8 +142,19 @@ class Engine:
     def enqueue(
         self, prompts: Sequence[dict[str, Any]], params: Sequence[Any], adapter: LoRARequest | None
     ) -> list[list[str]]:
-        """Add requests to the engine without running it; return the names of the samples of each."""
-        names = self.llm.enqueue(cast(Any, prompts), params, use_tqdm=False, lora_request=adapter)
+        """Add requests to the engine without running it; return the names of the samples of each.
+
+        A prompt that stands in ``prompts`` more than once, as the same object, is processed once.
+        """
+        from vllm.sampling_params import RequestOutputKind
+
+        engine, distinct = self.llm.llm_engine, {id(prompt): prompt for prompt in prompts}
+        inputs = dict(zip(distinct, engine.renderer.render_cmpl(cast(Any, list(distinct.values()))), strict=True))
+        names = []
+        for prompt, of in zip(prompts, params, strict=True):
+            of.output_kind = RequestOutputKind.FINAL_ONLY
+            request = str(next(self.llm.request_counter))
+            names.append(engine.add_request(request, inputs[id(prompt)], of, lora_request=adapter))
         return [
             [name] if of.n == 1 else [f"{sample}_{name}" for sample in range(of.n)]
             for name, of in zip(names, params, strict=True)

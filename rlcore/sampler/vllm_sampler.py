@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -114,14 +114,19 @@ class VllmSampler:
         if self._version is None or self.memory.asleep:
             raise SamplerError("the sampler holds no current weights: call load_weights and wake it before generate")
         params = [sampling_params(n=r.count, **self._params | self._sampling_of(r)) for r in requests]
-        bare = [self._prompts.unexpanded(r.problem) for r in requests]
-        asked = [
-            engine_prompt([*t.tolist(), *r.so_far.tolist()], r.problem.images, self._images)
-            for r, t in zip(requests, bare, strict=True)
-        ]
+        problems = {id(r.problem): r.problem for r in requests}  # an evaluation has a request for each sample
+        bare = {key: self._prompts.unexpanded(problem) for key, problem in problems.items()}
+        asked = {key: engine_prompt(bare[key].tolist(), p.images, self._images) for key, p in problems.items()}
         adapter = None if self._lora is None else adapter_request(self._version)
-        named = self._engine.enqueue(asked, params, adapter)
-        prompts = [self._expanded(r, t, names[0]) for r, t, names in zip(requests, bare, named, strict=True)]
+        named = self._engine.enqueue(
+            [_continued(asked[id(r.problem)], r.so_far) if len(r.so_far) else asked[id(r.problem)] for r in requests],
+            params,
+            adapter,
+        )
+        expanded = {key: self._prompts.expand(bare[key], problem.images) for key, problem in problems.items()}
+        prompts = [expanded[id(r.problem)] for r in requests]
+        for request, prompt, names in zip(requests, prompts, named, strict=True):
+            self._require_same(request, prompt, names[0])
         place = {name: index for index, names in enumerate(named) for name in names}
         missing = [len(names) for names in named]
         done: dict[str, Completion] = {}
@@ -138,16 +143,18 @@ class VllmSampler:
                 yield {i: SampledGroup(prompts[i], tuple(done.pop(name) for name in named[i])) for i in whole}
         self._engine.forget_outputs()
 
-    def _expanded(self, request: SampleRequest, bare: Ints, name: str) -> Ints:
-        prompt, expanded = self._prompts.expand(bare, request.problem.images), self._engine.waiting_prompt(name)
-        expected = np.concatenate([prompt, request.so_far])
+    def _require_same(self, request: SampleRequest, prompt: Ints, name: str) -> None:
+        """
+        Raises:
+            SamplerError: the engine expanded the prompt to other tokens.
+        """
+        expected, expanded = np.concatenate([prompt, request.so_far]), self._engine.waiting_prompt(name)
         if not np.array_equal(expected, expanded):
             raise SamplerError(
                 f"problem {request.problem.problem_id}: vLLM sees a prompt of {len(expanded)} tokens, "
                 f"the trainer one of {len(expected)}. They resize images differently. Set data.min_pixels and "
                 "data.max_pixels to the values that the dataset was prepared with."
             )
-        return prompt
 
     def read_problems(self, prompts: PromptBuilder, images: ImageStore) -> None:
         """Take later requests from another dataset. ``prompts`` are of the same model."""
@@ -263,3 +270,8 @@ class VllmSampler:
 
 def _finish_reason(reason: str | None) -> FinishReason:
     return cast(FinishReason, reason) if reason in ("stop", "length") else "abort"
+
+
+def _continued(prompt: Mapping[str, Any], so_far: Ints) -> dict[str, Any]:
+    """vLLM's input of a completion that goes on after its first tokens."""
+    return {**prompt, "prompt_token_ids": [*prompt["prompt_token_ids"], *so_far.tolist()]}
