@@ -143,7 +143,8 @@ def sampling_seed(seed: int, key: str, problem_id: str) -> int:
 
 
 def joined(before: Completion, piece: Completion) -> Completion:
-    """Append tokens of the policy to a completion. Each token keeps the log-prob that it was sampled with."""
+    """Append tokens of the policy to a completion. Each token keeps the log-prob that it was sampled with. Routes are
+    those of the last policy, which has computed the earlier tokens again."""
     *turns, last = before.turns
     (more,) = piece.turns
     if last.given:
@@ -153,7 +154,7 @@ def joined(before: Completion, piece: Completion) -> Completion:
         extended = Turn(tokens, np.concatenate([last.logprobs, more.logprobs]))
     else:
         extended = more
-    return Completion((*turns, extended), piece.text, piece.finish_reason, before.policy_version)
+    return Completion((*turns, extended), piece.text, piece.finish_reason, before.policy_version, piece.routes)
 
 
 def in_order(ended: Iterable[Mapping[int, SampledGroup]]) -> list[SampledGroup]:
@@ -174,4 +175,5 @@ def to_sample(
         sampler_logprobs=np.concatenate([before, completion.logprobs], dtype=np.float32),
         images=problem.images,
         policy_version=completion.policy_version,
+        routes=completion.routes,
     )

@@ -7,7 +7,7 @@ import json
 import os
 import socket
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -23,6 +23,8 @@ from rlcore.errors import SamplerError
 from rlcore.families import family_in, images_in
 from rlcore.families.protocol import Family
 from rlcore.process import importing_vllm
+from rlcore.sampler.decoding import ReadRoutes
+from rlcore.sampler.routes import RouteRecorder, before_graphs
 from rlcore.types import ImageRef
 
 if TYPE_CHECKING:
@@ -104,7 +106,9 @@ class Engine:
             if lora.vision_tower:
                 options["enable_tower_connector_lora"] = True
         gloo = device == "cpu" and rollout.tensor_parallel > 1
-        with _compiler_kept(device, config.resources.devices), one_tokenizer():
+        self.read_routes: ReadRoutes | None = None
+        recording = before_graphs(self._record_routes) if rollout.replay_routes else nullcontext()
+        with _compiler_kept(device, config.resources.devices), one_tokenizer(), recording:
             self.llm = LLM(
                 model=str(model),
                 load_format="auto" if reads_weights else _zeros(),
@@ -125,6 +129,9 @@ class Engine:
             )
         around = [] if images is None else list(images.around)
         self._around: list[int] = self.llm.get_tokenizer().convert_tokens_to_ids(around)
+
+    def _record_routes(self, model_runner: Any) -> None:
+        self.read_routes = RouteRecorder(model_runner).read
 
     @cached_property
     def family(self) -> Family:

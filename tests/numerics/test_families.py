@@ -130,7 +130,7 @@ def test_the_features_of_each_deepstack_layer_count() -> None:
     features = partial(toy.features, model_type="qwen3_vl")
     batch = pack(toy.samples(2, group=2), layout=packed.image_layout, features=features)
     with torch.no_grad():
-        whole, _, _ = packed(batch)
+        whole = packed(batch).logprobs
         for layer in range(2):
             without = copy.deepcopy(packed)
             without.hf.model.visual.deepstack_merger_list[layer].linear_fc2.weight.zero_()
