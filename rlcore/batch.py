@@ -86,8 +86,10 @@ class Microbatch:
 
 
 def prompt_key(sample: TrainingSample) -> Hashable:
-    """Equal for samples with the same prompt and images."""
-    return tuple(image.sha256 for image in sample.images), sample.token_ids[: sample.num_prompt].tobytes()
+    """Equal for samples with the same prompt and images, and the same experts for the prompt."""
+    end = sample.num_prompt
+    routes = None if sample.routes is None else sample.routes[:end].tobytes()
+    return tuple(image.sha256 for image in sample.images), sample.token_ids[:end].tobytes(), routes
 
 
 def pack(
@@ -160,7 +162,7 @@ def pack(
 def _routes(
     samples: Sequence[TrainingSample], starts: npt.NDArray[np.int64], source: npt.NDArray[np.int64]
 ) -> Tensor | None:
-    """[T, E, k] for the row. A shared prompt has the routes of its first sample."""
+    """``Microbatch.routes``."""
     known = [(start, s.routes) for start, s in zip(starts, samples, strict=False) if s.routes is not None]
     if not known:
         return None

@@ -102,7 +102,8 @@ class Group:
             mask_truncated: train no token of a completion that was cut at its token budget.
         """
         prompt = self.prompt_token_ids
-        samples = [to_sample(self.problem, prompt, c, mask_truncated=mask_truncated) for c in self.completions]
+        completions = with_routes_of_first(self.completions, len(prompt))
+        samples = [to_sample(self.problem, prompt, c, mask_truncated=mask_truncated) for c in completions]
         return replace(self, samples=tuple(samples))
 
 
@@ -155,6 +156,20 @@ def joined(before: Completion, piece: Completion) -> Completion:
     else:
         extended = more
     return Completion((*turns, extended), piece.text, piece.finish_reason, before.policy_version, piece.routes)
+
+
+def with_routes_of_first(completions: Sequence[Completion], prompt: int) -> list[Completion]:
+    """Completions whose prompt of ``prompt`` tokens has the experts of the first one, so that they can share it.
+
+    The sampler computes the end of the prompt for each completion, and all of it again to continue one.
+    """
+    first = completions[0].routes
+    if first is None:
+        return list(completions)
+    return [
+        c if c.routes is None else replace(c, routes=np.concatenate([first[:prompt], c.routes[prompt:]]))
+        for c in completions
+    ]
 
 
 def in_order(ended: Iterable[Mapping[int, SampledGroup]]) -> list[SampledGroup]:

@@ -6,7 +6,7 @@ import gc
 import json
 import os
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from pathlib import Path
@@ -24,7 +24,7 @@ from rlcore.families import family_in, images_in
 from rlcore.families.protocol import Family
 from rlcore.process import importing_vllm
 from rlcore.sampler.decoding import ReadRoutes
-from rlcore.sampler.routes import RouteRecorder, before_graphs
+from rlcore.sampler.routes import RouteRecorder
 from rlcore.types import ImageRef
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ class Engine:
                 options["enable_tower_connector_lora"] = True
         gloo = device == "cpu" and rollout.tensor_parallel > 1
         self.read_routes: ReadRoutes | None = None
-        recording = before_graphs(self._record_routes) if rollout.replay_routes else nullcontext()
+        recording = _before_graphs(self._record_routes) if rollout.replay_routes else nullcontext()
         with _compiler_kept(device, config.resources.devices), one_tokenizer(), recording:
             self.llm = LLM(
                 model=str(model),
@@ -131,7 +131,10 @@ class Engine:
         self._around: list[int] = self.llm.get_tokenizer().convert_tokens_to_ids(around)
 
     def _record_routes(self, model_runner: Any) -> None:
-        self.read_routes = RouteRecorder(model_runner).read
+        from vllm.forward_context import get_forward_context
+
+        recorder = RouteRecorder(model_runner, lambda: cast(Mapping[str, Tensor], get_forward_context().slot_mapping))
+        self.read_routes = recorder.read
 
     @cached_property
     def family(self) -> Family:
@@ -307,6 +310,27 @@ def _compiler_kept(device: str, devices: int) -> Iterator[None]:
             os.environ[name] = folder
     cores = len(os.sched_getaffinity(0))
     torch._inductor.config.compile_threads = max(1, min(16, cores // devices))
+
+
+@contextmanager
+def _before_graphs(attach: Callable[[Any], None]) -> Iterator[None]:
+    """While an engine is built inside the block, call ``attach`` with its model runner once the key-value cache exists
+    and before CUDA graphs are captured. A later change of the model would not be in the graphs."""
+    from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+    executor: Any = UniProcExecutor
+    call = executor.collective_rpc
+
+    def call_after_attaching(self: Any, method: Any, *arguments: Any, **named: Any) -> Any:
+        if method == "compile_or_warm_up_model":
+            attach(self.driver_worker.worker.model_runner)
+        return call(self, method, *arguments, **named)
+
+    executor.collective_rpc = call_after_attaching
+    try:
+        yield
+    finally:
+        executor.collective_rpc = call
 
 
 @contextmanager

@@ -10,8 +10,7 @@ vLLM's own ``enable_return_routed_experts`` returns the choices of one step, and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -26,15 +25,16 @@ from rlcore.types import Routes
 class RouteRecorder:
     """The choices of all layers with experts, by slot of the key-value cache."""
 
-    def __init__(self, model_runner: Any) -> None:
-        """Attach to a loaded model with an allocated key-value cache, before CUDA graphs are captured.
+    def __init__(self, model_runner: Any, slots: Callable[[], Mapping[str, Tensor]]) -> None:
+        """Attach to vLLM's runner of a loaded model with an allocated key-value cache, before CUDA graphs are captured.
+
+        Args:
+            slots: for each layer, the slots [T] that the current forward pass writes; empty while vLLM measures memory.
 
         Raises:
             SamplerError: the model has no layers with experts, some choose inside a kernel, or the layers of the model
                 have caches of several kinds.
         """
-        from vllm.forward_context import get_forward_context
-
         routers = _routers(model_runner.get_model())
         cache = model_runner.kv_cache_config
         if len(cache.kv_cache_groups) != 1:
@@ -45,13 +45,12 @@ class RouteRecorder:
         self._block = int(cache.kv_cache_groups[0].kv_cache_spec.block_size)
         self._num_experts = max(int(router.global_num_experts) for router in routers)
         dtype = torch.uint8 if self._num_experts < 2**8 else torch.int16
-        self._unwritten = torch.iinfo(dtype).max
-        slots = cache.num_blocks * self._block
         # the last row takes slot -1, which pads the batches of CUDA graphs
-        shape = (slots + 1, len(routers), max(int(router.top_k) for router in routers))
+        rows = cache.num_blocks * self._block + 1
+        shape = (rows, len(routers), max(int(router.top_k) for router in routers))
         device = next(model_runner.get_model().parameters()).device
-        self._rows = torch.full(shape, self._unwritten, dtype=dtype, device=device)
-        self._context = get_forward_context
+        self._rows = torch.full(shape, torch.iinfo(dtype).max, dtype=dtype, device=device)  # no expert's number
+        self._slots = slots
         for layer, router in enumerate(routers):
             router.set_capture_fn(partial(self._record, layer))
 
@@ -60,8 +59,8 @@ class RouteRecorder:
         Args:
             experts: [tokens of the step, k].
         """
-        slots = next(iter(dict(self._context().slot_mapping).values()), None)
-        if slots is not None:  # there are none while vLLM measures memory
+        slots = next(iter(self._slots().values()), None)
+        if slots is not None:
             self._rows[:, layer].index_put_((slots[: len(experts)],), experts.to(self._rows.dtype))
 
     def read(self, sequences: Sequence[tuple[Sequence[int], int]]) -> list[Routes]:
@@ -98,24 +97,3 @@ def _routers(model: torch.nn.Module) -> list[Any]:
             "rollout.replay_routes to false."
         )
     return routers
-
-
-@contextmanager
-def before_graphs(attach: Callable[[Any], None]) -> Iterator[None]:
-    """While an engine is built inside the block, call ``attach`` with its model runner once the key-value cache exists
-    and before CUDA graphs are captured. A later change of the model would not be in the graphs."""
-    from vllm.v1.executor.uniproc_executor import UniProcExecutor
-
-    executor: Any = UniProcExecutor
-    call = executor.collective_rpc
-
-    def call_after_attaching(self: Any, method: Any, *arguments: Any, **named: Any) -> Any:
-        if method == "compile_or_warm_up_model":
-            attach(self.driver_worker.worker.model_runner)
-        return call(self, method, *arguments, **named)
-
-    executor.collective_rpc = call_after_attaching
-    try:
-        yield
-    finally:
-        executor.collective_rpc = call
