@@ -167,7 +167,9 @@ def with_routes_of_first(completions: Sequence[Completion], prompt: int) -> list
     if first is None:
         return list(completions)
     return [
-        c if c.routes is None else replace(c, routes=np.concatenate([first[:prompt], c.routes[prompt:]]))
+        c
+        if c.routes is None or np.array_equal(c.routes[:prompt], first[:prompt])  # then no copy
+        else replace(c, routes=np.concatenate([first[:prompt], c.routes[prompt:]]))
         for c in completions
     ]
 
