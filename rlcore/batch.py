@@ -5,8 +5,9 @@ with the same prompt share it. For example, two completions a and b of prompt p,
 
 Letters: B sequences of a microbatch, L tokens of one sequence, K distinct prompts, S prompts and completions, T tokens
 of the row, N trained (completion) tokens of the microbatch, I distinct images, R rows of their merged vision features,
-F values of such a row, M image tokens of the row, W ranks. If the ranks of a sequence group share a row
-(``rlcore.models.sequence``), a rank has t of its T tokens, m of the M, i of the I, and n of the N.
+F values of such a row, M image tokens of the row, W ranks, E layers with experts, k experts of a token in such a layer.
+If the ranks of a sequence group share a row (``rlcore.models.sequence``), a rank has t of its T tokens, m of the M, i
+of the I, and n of the N.
 
 Alignment: a value at index t of a sequence describes token t. ``logprobs[t] = log p(token t | tokens < t)``. Values of
 a microbatch cover only its trained tokens, in the order in which the sequences were given.
@@ -80,12 +81,15 @@ class Microbatch:
     image_features: Tensor | None  # [R, F] if they are cached; then the two above are None
     image_index: Tensor  # [M] int64: position in the row of each image token
     image_rows: Tensor  # [M] int64: row of the merged vision features that replaces it
+    routes: Tensor | None = None  # [T, E, k] int16: experts to use, -1 where the router chooses; None: everywhere
     share: RowShare | None = None
 
 
 def prompt_key(sample: TrainingSample) -> Hashable:
-    """Equal for samples with the same prompt and images."""
-    return tuple(image.sha256 for image in sample.images), sample.token_ids[: sample.num_prompt].tobytes()
+    """Equal for samples with the same prompt and images, and the same experts for the prompt."""
+    end = sample.num_prompt
+    routes = None if sample.routes is None else sample.routes[:end].tobytes()
+    return tuple(image.sha256 for image in sample.images), sample.token_ids[:end].tobytes(), routes
 
 
 def pack(
@@ -151,7 +155,21 @@ def pack(
         image_features=torch.cat(embedded) if embedded else None,
         image_index=torch.from_numpy(image_index),
         image_rows=torch.from_numpy(image_row[image_index]),
+        routes=_routes(samples, starts, source),
     )
+
+
+def _routes(
+    samples: Sequence[TrainingSample], starts: npt.NDArray[np.int64], source: npt.NDArray[np.int64]
+) -> Tensor | None:
+    """``Microbatch.routes``."""
+    known = [(start, s.routes) for start, s in zip(starts, samples, strict=False) if s.routes is not None]
+    if not known:
+        return None
+    routes = np.full((starts[-1], *known[0][1].shape[1:]), -1, np.int16)
+    for start, own in known:
+        routes[start : start + len(own)] = own
+    return torch.from_numpy(routes[source])
 
 
 def _read_images(

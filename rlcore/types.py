@@ -1,6 +1,7 @@
 """The data that the stages of a step exchange (plain, picklable, no torch), and the protocols between them.
 
-Letters in shapes: C completion tokens, P prompt tokens, L = P + C tokens of one sequence.
+Letters in shapes: C completion tokens, P prompt tokens, L = P + C tokens of one sequence, E layers with experts, k
+experts of a token in such a layer.
 A value at index t describes token t; ``logprobs[t] = log p(token t | tokens < t)``, in nats.
 """
 
@@ -21,6 +22,7 @@ Role = Literal["system", "user", "assistant"]
 Ints = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float32]
 Bools = npt.NDArray[np.bool_]
+Routes = npt.NDArray[np.uint8] | npt.NDArray[np.int16]  # uint8 below 256 experts
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,12 +91,20 @@ class Completion:
     text: str  # special tokens removed
     finish_reason: FinishReason
     policy_version: int  # optimizer steps of the policy that sampled the first token
+    # [L - 1, E, k], experts that the sampler chose, of the prompt as well; the last token enters no forward pass
+    routes: Routes | None = None  # None: not recorded
 
     @classmethod
     def one_turn(
-        cls, token_ids: Ints, logprobs: Floats, text: str, finish_reason: FinishReason, policy_version: int
+        cls,
+        token_ids: Ints,
+        logprobs: Floats,
+        text: str,
+        finish_reason: FinishReason,
+        policy_version: int,
+        routes: Routes | None = None,
     ) -> Completion:
-        return cls((Turn(token_ids, logprobs),), text, finish_reason, policy_version)
+        return cls((Turn(token_ids, logprobs),), text, finish_reason, policy_version, routes)
 
     @property
     def token_ids(self) -> Ints:
@@ -144,6 +154,7 @@ class TrainingSample:
     teacher_logprobs: Floats | None = None  # [L]; -inf: a token that the teacher lacks; None: no teacher
     entropies: Floats | None = None  # [L], nats, of the old policy; None: not needed
     high_entropy: Bools | None = None  # [L], True on tokens that the entropy mask keeps; None: no mask
+    routes: Routes | None = None  # [L - 1, E, k], experts that the policy has to use; None: it chooses
 
     @property
     def num_tokens(self) -> int:

@@ -38,6 +38,8 @@ class PolicyTokens(NamedTuple):
     logprobs: Tensor  # [N], differentiable
     entropy: Tensor  # [N]
     truncation_logprobs: Tensor  # [N]
+    # [N], share of the layers with experts that would have chosen others than the sampler, for the token that predicts
+    routes_differ: Tensor | None = None  # None: no router replay
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -187,6 +189,7 @@ def microbatch_loss(
             "rollout/kl_sampler_trainer": divergence.k3(sampler, old),
             "rollout/importance_weight_mean": importance,
             "rollout/importance_masked": importance.eq(0),
+            **({} if tokens.routes_differ is None else {"rollout/routes_differ": tokens.routes_differ}),
             **{name: ~kept for name, kept in masks.items()},
         },
         maxima={"loss/ratio_max": losses.ratios, "rollout/abs_delta_logprob_max": delta},

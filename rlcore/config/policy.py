@@ -149,6 +149,10 @@ class RolloutConfig(Frozen):
     compile_engine: bool = True
     """GPU only: torch.compile of the engine's model. false starts sooner: only decoding is captured in CUDA graphs,
     with vLLM's own kernels."""
+    replay_routes: bool = False
+    """For policies with experts: the trainer sends each token to the experts that the sampler chose for it, with the
+    weights of its own router. Router replay (R3), arXiv:2510.11370. Costs one byte per token, layer and expert that it
+    uses, two from 256 experts on."""
     partial: PartialRolloutConfig | None = None
     """null: the policy that begins a completion samples it to its end."""
 

@@ -113,10 +113,11 @@ class WorkerGroup:
         return self._score(samples, lambda worker, own: worker.policy.logprobs(own, reference=False))
 
     def reference_logprobs(self, samples: Sequence[TrainingSample]) -> list[ScoredTokens]:
-        return self._score(samples, lambda worker, own: worker.policy.logprobs(own, reference=True))
+        """The reference chooses its own experts, as ``teacher_logprobs``: it is a fixed policy."""
+        return self._score(without_routes(samples), lambda worker, own: worker.policy.logprobs(own, reference=True))
 
     def teacher_logprobs(self, samples: Sequence[TrainingSample]) -> list[ScoredTokens]:
-        return self._score(samples, lambda worker, own: worker.policy.teacher_logprobs(own))
+        return self._score(without_routes(samples), lambda worker, own: worker.policy.teacher_logprobs(own))
 
     def _score(self, samples: Sequence[TrainingSample], score: _Score) -> list[ScoredTokens]:
         plan = self._plan(samples)
@@ -231,6 +232,11 @@ def with_high_entropy(samples: Sequence[TrainingSample], share: float) -> list[T
     for mask, part, sample in zip(masks, parts, samples, strict=True):
         mask[sample.loss_mask] = part
     return [replace(s, high_entropy=mask) for s, mask in zip(samples, masks, strict=True)]
+
+
+def without_routes(samples: Sequence[TrainingSample]) -> list[TrainingSample]:
+    """The samples without the experts that the sampler chose."""
+    return [replace(sample, routes=None) for sample in samples]
 
 
 def has_gradient(sample: TrainingSample) -> bool:

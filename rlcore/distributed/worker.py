@@ -104,6 +104,7 @@ class Worker:
             sequence_parallel=config.training.sequence_parallel,
             tensor_parallel=config.rollout.tensor_parallel,
             lora=config.model.lora,
+            replay_routes=config.rollout.replay_routes,
         )
         self._prompts = prompts = _prompts(spec)
         self._images = ImageStore(spec.dataset)

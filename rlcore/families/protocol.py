@@ -40,6 +40,10 @@ class Family(Protocol):
     def images(self) -> Images | None:
         """None: the family takes text only."""
 
+    @property
+    def experts(self) -> Experts | None:
+        """None: the layers of the family have no experts."""
+
     def decoder(self, hf: Any) -> Any:
         """The module with the embeddings and ``layers``, without the head."""
 
@@ -66,6 +70,17 @@ class Family(Protocol):
 
     def as_published(self, name: str, value: Tensor) -> Tensor:
         """A tensor of the state dict in the layout of the model's published files, which vLLM loads. May be a view."""
+
+
+class Experts(Protocol):
+    """How the layers of a family choose experts."""
+
+    def routers(self, decoder: Any) -> list[Any]:
+        """The modules that choose, in the order of the layers. Each maps [T, H] to logits [T, experts], the weights
+        [T, k] of the chosen experts, and the experts [T, k]."""
+
+    def weights(self, router: Any, logits: Tensor, experts: Tensor) -> Tensor:
+        """[T, k] the weights that a router gives to ``experts`` [T, k], whether it would choose them or not."""
 
 
 class Images(Protocol):

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rlcore.families.qwen2 import Qwen2, matrix_elements
 
 if TYPE_CHECKING:
-    from torch import nn
-
+    from torch import Tensor, nn
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 
@@ -35,4 +34,18 @@ class Qwen3Moe(Qwen2):
         return matrix_elements(layer) + stacked * int(router.top_k) // int(router.num_experts)
 
 
-FAMILY = Qwen3Moe(adapted=ATTENTION)
+@dataclass(frozen=True, slots=True)
+class SoftmaxExperts:
+    """Implements ``Experts``: the k largest values of a softmax over all experts."""
+
+    def routers(self, decoder: Any) -> list[Any]:
+        return [layer.mlp.gate for layer in decoder.layers if hasattr(layer.mlp, "experts")]
+
+    def weights(self, router: Any, logits: Tensor, experts: Tensor) -> Tensor:
+        weights = logits.float().softmax(-1).gather(1, experts)
+        if getattr(router, "norm_topk_prob", True):  # Qwen3-VL always does it
+            weights = weights / weights.sum(-1, keepdim=True)
+        return weights.to(logits.dtype)
+
+
+FAMILY = Qwen3Moe(adapted=ATTENTION, experts=SoftmaxExperts())

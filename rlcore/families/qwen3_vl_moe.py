@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rlcore.families.qwen3_moe import ATTENTION, Qwen3Moe
+from rlcore.families.qwen3_moe import ATTENTION, Qwen3Moe, SoftmaxExperts
 from rlcore.families.qwen3_vl import FAMILY as DENSE
 
 if TYPE_CHECKING:
@@ -23,4 +23,6 @@ class Qwen3VLMoe(Qwen3Moe):
         return value.transpose(1, 2) if name.endswith(_TRANSPOSED) else value  # [experts, in, out]
 
 
-FAMILY = Qwen3VLMoe(decoder_path=DENSE.decoder_path, images=DENSE.images, adapted=ATTENTION + _TOWER)
+FAMILY = Qwen3VLMoe(
+    decoder_path=DENSE.decoder_path, images=DENSE.images, adapted=ATTENTION + _TOWER, experts=SoftmaxExperts()
+)

@@ -135,6 +135,7 @@ def examine(spec: CheckModelSpec, scratch: Path) -> ModelCheck:
         sequence_parallel=config.training.sequence_parallel,
         tensor_parallel=config.rollout.tensor_parallel,
         lora=config.model.lora,
+        replay_routes=config.rollout.replay_routes,
     )
     device = pick_device(config)
     where = Where(device, compute_dtype(config, device), _engine_dtype(config, device), trusted)

@@ -75,7 +75,8 @@ def _with_endpoint(spec: EvaluateSpec, endpoint: EndpointRef) -> Iterator[EvalRe
 
 
 def engine_experiment(parts: Sequence[EvaluationPart]) -> ExperimentConfig:
-    """The first part's experiment, with limits on prompts and images that hold for the problems of all parts."""
+    """The first part's experiment, with limits on prompts and images that hold for the problems of all parts. Nothing
+    replays an evaluation, so its experts are not recorded."""
     every, first = [part.experiment.data for part in parts], parts[0].experiment
     limits = {
         "max_prompt_tokens": max(part.dataset.max_prompt_tokens for part in parts),
@@ -83,7 +84,8 @@ def engine_experiment(parts: Sequence[EvaluationPart]) -> ExperimentConfig:
         "min_pixels": min(data.min_pixels for data in every),
         "max_pixels": max(data.max_pixels for data in every),
     }
-    return first.model_copy(update={"data": first.data.model_copy(update=limits)})
+    rollout = first.rollout.model_copy(update={"replay_routes": False})
+    return first.model_copy(update={"data": first.data.model_copy(update=limits), "rollout": rollout})
 
 
 def _read_problems(ranks: Ranks, part: EvaluationPart) -> None:

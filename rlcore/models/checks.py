@@ -181,8 +181,8 @@ def raw_logprobs(packed: PackedModel, inputs: Inputs, samples: Sequence[Training
     """[C] log-probs of each sample's completion, all samples in one row. Differentiable."""
     batch = pack(samples, layout=packed.image_layout, features=inputs.features)
     device = packed.hf.get_input_embeddings().weight.device
-    values, _, _ = packed(on_device(batch, device), raw=True, with_entropy=False)
-    return list(values.split([sample.num_trained for sample in samples]))
+    tokens = packed(on_device(batch, device), raw=True, with_entropy=False)
+    return list(tokens.logprobs.split([sample.num_trained for sample in samples]))
 
 
 def row_of(packed: PackedModel, inputs: Inputs) -> Pass:

@@ -145,7 +145,12 @@ def auto_class(config: Any) -> Any:
 
 
 def require_supported(
-    model: Any, *, sequence_parallel: int, tensor_parallel: int = 1, lora: LoraConfig | None = None
+    model: Any,
+    *,
+    sequence_parallel: int,
+    tensor_parallel: int = 1,
+    lora: LoraConfig | None = None,
+    replay_routes: bool = False,
 ) -> None:
     """Refuse a model that the packed forward pass or the engine cannot compute exactly.
 
@@ -156,7 +161,8 @@ def require_supported(
 
     Raises:
         ModelError: no supported family; heads or widths that do not divide evenly over the ranks; layers without
-            attention; soft caps or scales of logits; adapters in a tower for which the engine has none.
+            attention; soft caps or scales of logits; adapters in a tower for which the engine has none; router replay
+            without experts.
     """
     family, name = family_of(model), model.model_type
     heads = model.get_text_config().num_attention_heads
@@ -174,6 +180,11 @@ def require_supported(
         raise ModelError(
             f"model.lora.vision_tower is true, and vLLM has no adapters for the vision tower of {name}. Set it to "
             "false: adapters then reach the language model alone."
+        )
+    if replay_routes and family.experts is None:
+        raise ModelError(
+            f"rollout.replay_routes is true, and {name} has no experts. Allowed is a model that has some. "
+            "Set rollout.replay_routes to false."
         )
     family.require_plain(model)
     kinds = dict.fromkeys(mask.kind for mask in family.masks(model))

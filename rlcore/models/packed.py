@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from rlcore.algorithms.logprobs import linear_logprobs
+from rlcore.algorithms.objective import PolicyTokens
 from rlcore.batch import Microbatch
 from rlcore.errors import ModelError
 from rlcore.families import family_of
@@ -16,6 +17,7 @@ from rlcore.families.protocol import Images
 from rlcore.flops import ModelShape
 from rlcore.models.attention import use_packed_attention, use_tile_attention
 from rlcore.models.lora import decoder_of, is_adapter, vision_tower
+from rlcore.models.replay import RouterReplay
 from rlcore.models.sequence import SequenceGroup, gather_rows, gather_trained
 from rlcore.models.vision import tower_arguments
 
@@ -41,12 +43,18 @@ class PackedModel(nn.Module):
         top_k: int = 0,
         sequence: SequenceGroup | None = None,
         images_embedded: bool = False,
+        replays: bool = False,
     ) -> None:
+        """
+        Args:
+            replays: use the experts that the samples' routes name.
+        """
         super().__init__()
         self.hf = hf
         self.sequence, self.images_embedded = sequence, images_embedded
         self.temperature, self.top_p, self.top_k = temperature, top_p, top_k
         use_packed_attention(hf)
+        self.replay = RouterReplay(hf) if replays else None
         if hf.lm_head.bias is not None:
             raise ModelError(f"{type(hf).__name__} has a bias in its LM head; allowed are models without one.")
         self.images = family_of(hf.config).images
@@ -59,15 +67,16 @@ class PackedModel(nn.Module):
         self.banned: Tensor
         self.register_buffer("banned", torch.tensor(list(banned_token_ids), dtype=torch.int64), persistent=False)
 
-    def forward(self, batch: Microbatch, raw: bool = False, with_entropy: bool = True) -> tuple[Tensor, Tensor, Tensor]:
-        """Log-probs [N] float32, differentiable; entropy [N] (0 without it) and truncation_logprobs [N], detached.
-
-        All in nats.
+    def forward(self, batch: Microbatch, raw: bool = False, with_entropy: bool = True) -> PolicyTokens:
+        """In nats: log-probs [N] float32, differentiable; entropy [N] (0 without it) and truncation_logprobs [N],
+        detached.
 
         Args:
             raw: the model's own distribution instead: temperature 1, nothing banned.
         """
         inputs = self._inputs(batch)
+        if self.replay is not None:
+            self.replay.begin(batch.routes)
         # the first block's input is like the others', no view and with a gradient: one compiled graph serves all blocks
         embeddings = inputs["inputs_embeds"].clone()
         inputs["inputs_embeds"] = embeddings.requires_grad_() if torch.is_grad_enabled() else embeddings
@@ -79,7 +88,7 @@ class PackedModel(nn.Module):
             segments=batch.segments,
             sequence=self.sequence,
         )
-        values = linear_logprobs(
+        values: tuple[Tensor, ...] = linear_logprobs(
             out.last_hidden_state[0].index_select(0, batch.predict_from),  # [N, H]
             self.hf.lm_head.weight,
             batch.targets,
@@ -89,10 +98,11 @@ class PackedModel(nn.Module):
             top_k=0 if raw else self.top_k,
             with_entropy=with_entropy,
         )
-        if batch.share is None or self.sequence is None:
-            return values
-        logprobs, entropy, kept = gather_trained(values, batch.share, self.sequence)
-        return logprobs, entropy, kept
+        if self.replay is not None:
+            values = (*values, self.replay.differing(batch.predict_from))
+        if batch.share is not None and self.sequence is not None:
+            values = gather_trained(values, batch.share, self.sequence)
+        return PolicyTokens(*values)
 
     def _inputs(self, batch: Microbatch) -> dict[str, Any]:
         """Token embeddings, and the features of images."""

@@ -68,6 +68,7 @@ def cut(batch: Microbatch, rank: int, size: int, layout: ImageLayout | None) -> 
         targets=batch.targets[trained],
         image_index=batch.image_index[images] - own.start,
         image_rows=batch.image_rows[images],
+        routes=None if batch.routes is None else pad(batch.routes, (0, 0, 0, 0, 0, filled), value=-1)[own],
         share=RowShare(trained, places, most_trained, 0),
     )
     if batch.pixel_values is None or batch.image_grid_thw is None or layout is None:

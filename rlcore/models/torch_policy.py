@@ -66,7 +66,12 @@ class TorchPolicy:
             features: reads one image of the prepared dataset.
             teacher: of ``algorithm.teacher``.
         """
-        require_supported(hf.config, sequence_parallel=config.training.sequence_parallel, lora=config.model.lora)
+        require_supported(
+            hf.config,
+            sequence_parallel=config.training.sequence_parallel,
+            lora=config.model.lora,
+            replay_routes=config.rollout.replay_routes,
+        )
         self.config = config
         on_gpu = mesh.device_type == "cuda"
         self.device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device(mesh.device_type)
@@ -89,7 +94,8 @@ class TorchPolicy:
         )
         embedded = self._frozen_tower is not None
         checkpoint_blocks(transformer_blocks(hf), config.model.gradient_checkpointing)
-        self.model = self._shard(packed(hf, images_embedded=embedded), mesh)
+        replays = config.rollout.replay_routes
+        self.model = self._shard(packed(hf, images_embedded=embedded, replays=replays), mesh)
         load_shards(self.model, hf, with_adapters(weights, draw_adapters(hf, config.seed)), self.device)
         self._features = self._pixels = features
         if self._frozen_tower is not None and self.model.images is not None and features is not None:
@@ -210,9 +216,10 @@ class TorchPolicy:
     def _logprobs_of(
         self, model: PackedModel, samples: Sequence[TrainingSample], *, raw: bool = False, with_entropy: bool = False
     ) -> list[ScoredTokens]:
-        values, entropies, kept = model(self._pack(samples or [FILLER], model), raw, with_entropy=with_entropy)
+        tokens: PolicyTokens = model(self._pack(samples or [FILLER], model), raw, with_entropy=with_entropy)
+        values = torch.stack([tokens.logprobs, tokens.truncation_logprobs, tokens.entropy])
         counts = [sample.num_trained for sample in samples]
-        parts = np.split(torch.stack([values, kept, entropies]).cpu().numpy(), np.cumsum(counts)[:-1], axis=1)
+        parts = np.split(values.cpu().numpy(), np.cumsum(counts)[:-1], axis=1)
         return [
             ScoredTokens(
                 logprobs=_placed(part[0], sample),
@@ -246,7 +253,7 @@ class TorchPolicy:
             sharded.set_reshard_after_backward(self._reshards or last)
             sharded.set_requires_gradient_sync(self._reshards or last)
             batch = self._pack(samples or [FILLER], self.model)
-            tokens = PolicyTokens(*self.model(batch))
+            tokens: PolicyTokens = self.model(batch)
             loss, part = microbatch_loss(
                 batch,
                 tokens,

@@ -102,7 +102,8 @@ class Group:
             mask_truncated: train no token of a completion that was cut at its token budget.
         """
         prompt = self.prompt_token_ids
-        samples = [to_sample(self.problem, prompt, c, mask_truncated=mask_truncated) for c in self.completions]
+        completions = with_routes_of_first(self.completions, len(prompt))
+        samples = [to_sample(self.problem, prompt, c, mask_truncated=mask_truncated) for c in completions]
         return replace(self, samples=tuple(samples))
 
 
@@ -143,7 +144,8 @@ def sampling_seed(seed: int, key: str, problem_id: str) -> int:
 
 
 def joined(before: Completion, piece: Completion) -> Completion:
-    """Append tokens of the policy to a completion. Each token keeps the log-prob that it was sampled with."""
+    """Append tokens of the policy to a completion. Each token keeps the log-prob that it was sampled with. Routes are
+    those of the last policy, which has computed the earlier tokens again."""
     *turns, last = before.turns
     (more,) = piece.turns
     if last.given:
@@ -153,7 +155,23 @@ def joined(before: Completion, piece: Completion) -> Completion:
         extended = Turn(tokens, np.concatenate([last.logprobs, more.logprobs]))
     else:
         extended = more
-    return Completion((*turns, extended), piece.text, piece.finish_reason, before.policy_version)
+    return Completion((*turns, extended), piece.text, piece.finish_reason, before.policy_version, piece.routes)
+
+
+def with_routes_of_first(completions: Sequence[Completion], prompt: int) -> list[Completion]:
+    """Completions whose prompt of ``prompt`` tokens has the experts of the first one, so that they can share it.
+
+    The sampler computes the end of the prompt for each completion, and all of it again to continue one.
+    """
+    first = completions[0].routes
+    if first is None:
+        return list(completions)
+    return [
+        c
+        if c.routes is None or np.array_equal(c.routes[:prompt], first[:prompt])  # then no copy
+        else replace(c, routes=np.concatenate([first[:prompt], c.routes[prompt:]]))
+        for c in completions
+    ]
 
 
 def in_order(ended: Iterable[Mapping[int, SampledGroup]]) -> list[SampledGroup]:
@@ -174,4 +192,5 @@ def to_sample(
         sampler_logprobs=np.concatenate([before, completion.logprobs], dtype=np.float32),
         images=problem.images,
         policy_version=completion.policy_version,
+        routes=completion.routes,
     )

@@ -16,7 +16,7 @@ from rlcore.data.mixture import MixturePosition, restored
 from rlcore.data.stream import PassRates
 from rlcore.errors import CheckpointError
 from rlcore.rollout.groups import Group
-from rlcore.types import Completion, Floats, Problem, Score, TrainingSample, Turn
+from rlcore.types import Completion, Floats, Problem, Routes, Score, TrainingSample, Turn
 
 PASS_RATES = "pass_rates.json"
 GROUPS = "groups.parquet"
@@ -89,12 +89,14 @@ def _groups(folder: Path, step: int, problems: Sequence[Problem], mask_truncated
 
 _SCORE = pa.struct([("reward", pa.float64()), ("parts", pa.map_(pa.string(), pa.float64())), ("graded", pa.bool_())])
 _TURN = pa.struct([("token_ids", pa.list_(pa.int32())), ("logprobs", pa.list_(pa.float32())), ("given", pa.bool_())])
+_ROUTES = pa.struct([("dtype", pa.string()), ("shape", pa.list_(pa.int32())), ("values", pa.large_binary())])
 _COMPLETION = pa.struct(
     [
         ("turns", pa.list_(_TURN)),
         ("text", pa.string()),
         ("finish_reason", pa.string()),
         ("policy_version", pa.int64()),
+        ("routes", _ROUTES),  # null: not recorded
         ("score", _SCORE),  # null until it is graded
         ("old_logprobs", pa.list_(pa.float32())),  # of the completion alone, as the next three
         ("log_kept", pa.list_(pa.float32())),
@@ -149,9 +151,14 @@ def _completion_row(
         "text": completion.text,
         "finish_reason": completion.finish_reason,
         "policy_version": completion.policy_version,
+        "routes": _routes_row(completion.routes),
         "score": _score_row(score),
         **{column: None if row is None else row[prompt:] for column, row in values.items()},
     }
+
+
+def _routes_row(routes: Routes | None) -> dict[str, Any] | None:
+    return routes if routes is None else {"dtype": routes.dtype.name, "shape": routes.shape, "values": routes.tobytes()}
 
 
 def _score_row(score: Score | None) -> dict[str, Any] | None:
@@ -192,7 +199,12 @@ def _completion(row: Mapping[str, Any]) -> Completion:
         Turn(np.asarray(turn["token_ids"], np.int32), np.asarray(turn["logprobs"], np.float32), turn["given"])
         for turn in row["turns"]
     ]
-    return Completion(tuple(turns), row["text"], row["finish_reason"], row["policy_version"])
+    routes = _routes(row.get("routes"))  # files of older versions have none
+    return Completion(tuple(turns), row["text"], row["finish_reason"], row["policy_version"], routes)
+
+
+def _routes(row: Mapping[str, Any] | None) -> Routes | None:
+    return None if row is None else np.frombuffer(row["values"], row["dtype"]).reshape(row["shape"])
 
 
 def _score(row: Mapping[str, Any] | None) -> Score | None:

@@ -13,7 +13,7 @@ Nothing here imports vLLM (0.26 to 0.32); ``core`` is its in-process EngineCore.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -21,7 +21,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from rlcore.types import Floats, Ints
+from rlcore.types import Floats, Ints, Routes
+
+ReadRoutes = Callable[[Sequence[tuple[Sequence[int], int]]], list[Routes]]  # RouteRecorder.read
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,6 +34,7 @@ class Decoded:
     token_ids: Ints  # [C], the token that ended it included
     logprobs: Floats  # [C], nats
     finish_reason: str  # vLLM's name
+    routes: Routes | None = None  # [L - 1, E, k], of the prompt as well
 
 
 @dataclass(slots=True)
@@ -53,13 +56,16 @@ class _Tokens:
     lengths: npt.NDArray[np.int64]  # [n]; 0 until a request's whole prompt is computed
 
 
-def decode(core: Any, tokens_per_call: int, queued_ahead: int) -> Iterator[list[Decoded]]:
+def decode(
+    core: Any, tokens_per_call: int, queued_ahead: int, read_routes: ReadRoutes | None = None
+) -> Iterator[list[Decoded]]:
     """Run all requests in the engine to their end. After each scheduler call, yields the requests that have ended.
 
     Args:
         tokens_per_call: the most tokens that a request samples between two calls of the scheduler.
         queued_ahead: the most steps of the next call that are queued before the results of this one are read; less than
             ``tokens_per_call``.
+        read_routes: reads the chosen experts of requests that have ended. None: none are recorded.
     """
     scheduler, executor = core.scheduler, core.model_executor
     scheduler.num_lookahead_tokens = tokens_per_call - 1 + queued_ahead
@@ -80,7 +86,11 @@ def decode(core: Any, tokens_per_call: int, queued_ahead: int) -> Iterator[list[
         end = min(depth + queued_ahead, max(left.values())) if only_decodes and nothing_waits else depth
         ahead = [_launch(executor, _continued(plan, left, offset)) for offset in range(depth, end)]
         result = _collect([step.result() for step in steps[:depth]], list(left), _stop_ids(scheduler, plan))
-        if ended := _update(scheduler, plan, result, sampled):
+        held = {} if read_routes is None else _held(scheduler, result.names)
+        ended = _update(scheduler, plan, result, sampled)
+        if ended and read_routes is not None:  # before the next plan, which may give the blocks to other requests
+            ended = _with_routes(ended, held, read_routes)
+        if ended:
             yield ended
 
 
@@ -211,3 +221,16 @@ def _update(scheduler: Any, plan: Any, result: _Tokens, sampled: defaultdict[str
                     )
                 )
     return ended
+
+
+def _held(scheduler: Any, names: Sequence[str]) -> dict[str, tuple[Any, Any]]:
+    """Each request with its key-value blocks, which the scheduler forgets when the request ends."""
+    return {name: (scheduler.requests[name], scheduler.kv_cache_manager.get_blocks(name).blocks[0]) for name in names}
+
+
+def _with_routes(
+    ended: Sequence[Decoded], held: Mapping[str, tuple[Any, Any]], read_routes: ReadRoutes
+) -> list[Decoded]:
+    pairs = [held[done.request_id] for done in ended]
+    routes = read_routes([([block.block_id for block in blocks], request.num_tokens - 1) for request, blocks in pairs])
+    return [replace(done, routes=own) for done, own in zip(ended, routes, strict=True)]

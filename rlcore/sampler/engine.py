@@ -6,8 +6,8 @@ import gc
 import json
 import os
 import socket
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -23,6 +23,8 @@ from rlcore.errors import SamplerError
 from rlcore.families import family_in, images_in
 from rlcore.families.protocol import Family
 from rlcore.process import importing_vllm
+from rlcore.sampler.decoding import ReadRoutes
+from rlcore.sampler.routes import RouteRecorder
 from rlcore.types import ImageRef
 
 if TYPE_CHECKING:
@@ -104,7 +106,9 @@ class Engine:
             if lora.vision_tower:
                 options["enable_tower_connector_lora"] = True
         gloo = device == "cpu" and rollout.tensor_parallel > 1
-        with _compiler_kept(device, config.resources.devices), one_tokenizer():
+        self.read_routes: ReadRoutes | None = None
+        recording = _before_graphs(self._record_routes) if rollout.replay_routes else nullcontext()
+        with _compiler_kept(device, config.resources.devices), one_tokenizer(), recording:
             self.llm = LLM(
                 model=str(model),
                 load_format="auto" if reads_weights else _zeros(),
@@ -125,6 +129,12 @@ class Engine:
             )
         around = [] if images is None else list(images.around)
         self._around: list[int] = self.llm.get_tokenizer().convert_tokens_to_ids(around)
+
+    def _record_routes(self, model_runner: Any) -> None:
+        from vllm.forward_context import get_forward_context
+
+        recorder = RouteRecorder(model_runner, lambda: cast(Mapping[str, Tensor], get_forward_context().slot_mapping))
+        self.read_routes = recorder.read
 
     @cached_property
     def family(self) -> Family:
@@ -311,6 +321,27 @@ def _compiler_kept(device: str, devices: int) -> Iterator[None]:
             os.environ[name] = folder
     cores = len(os.sched_getaffinity(0))
     torch._inductor.config.compile_threads = max(1, min(16, cores // devices))
+
+
+@contextmanager
+def _before_graphs(attach: Callable[[Any], None]) -> Iterator[None]:
+    """While an engine is built inside the block, call ``attach`` with its model runner once the key-value cache exists
+    and before CUDA graphs are captured. A later change of the model would not be in the graphs."""
+    from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+    executor: Any = UniProcExecutor
+    call = executor.collective_rpc
+
+    def call_after_attaching(self: Any, method: Any, *arguments: Any, **named: Any) -> Any:
+        if method == "compile_or_warm_up_model":
+            attach(self.driver_worker.worker.model_runner)
+        return call(self, method, *arguments, **named)
+
+    executor.collective_rpc = call_after_attaching
+    try:
+        yield
+    finally:
+        executor.collective_rpc = call
 
 
 @contextmanager

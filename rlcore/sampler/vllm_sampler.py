@@ -130,7 +130,7 @@ class VllmSampler:
         place = {name: index for index, names in enumerate(named) for name in names}
         missing = [len(names) for names in named]
         done: dict[str, Completion] = {}
-        for ended in decode(self._engine.core, self._tokens_per_call, self._queued_ahead):
+        for ended in decode(self._engine.core, self._tokens_per_call, self._queued_ahead, self._engine.read_routes):
             asking = [requests[place[answer.request_id]] for answer in ended]
             texts = self._prompts.texts(
                 [np.concatenate([r.so_far, answer.token_ids]) for r, answer in zip(asking, ended, strict=True)]
@@ -195,6 +195,7 @@ class VllmSampler:
             text=text,
             finish_reason="unfinished" if cut else _finish_reason(done.finish_reason),
             policy_version=cast(int, self._version),
+            routes=done.routes,
         )
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> int:

@@ -13,6 +13,7 @@ Each metric has one denominator, which no other setting changes:
 - Every other token mean, share or maximum of ``update_metrics``: the trained tokens of the step whose advantage is not
   0. Without a KL term and with one update per batch, sequences with advantage 0 are not computed, because they cannot
   change the policy. If means included them, ``algorithm.kl.coefficient`` would change the denominator.
+- ``rollout/routes_differ``: the same tokens, times the layers with experts. Only with ``rollout.replay_routes``.
 - ``reward/``: the graded completions of the batch; ``reward/ungraded`` and other shares of completions: all of them.
 - Shares of groups: all groups of the batch.
 - ``source/NAME/``, for each source of a mixture: as the metric of the same name without it, over the source's own

@@ -30,7 +30,14 @@ class Pictures:
 class Bench:
     """An engine and a policy in one process, and a few problems to compare them by."""
 
-    def __init__(self, model: Path, lora: dict[str, Any] | None, ranks: int = 1, dtype: str = "auto") -> None:
+    def __init__(
+        self,
+        model: Path,
+        lora: dict[str, Any] | None,
+        ranks: int = 1,
+        dtype: str = "auto",
+        replay_routes: bool = False,
+    ) -> None:
         """
         Args:
             dtype: of the engine.
@@ -53,7 +60,7 @@ class Bench:
         values = toy.config().model_dump()
         values["model"]["lora"] = lora
         values["rollout"]["tensor_parallel"] = values["resources"]["workers"] = ranks
-        values["rollout"]["dtype"] = dtype
+        values["rollout"] |= {"dtype": dtype, "replay_routes": replay_routes}
         config = ExperimentConfig.model_validate(values)
         processor = load_processor(ModelConfig(path=str(model)))
         prompts = PromptBuilder(processor, config.data.model_copy(update={"template": "tiny"}))

@@ -31,7 +31,9 @@ class Damaged:
         return loaded
 
 
-def _bench_of_two(rank: int, port: int, model: Path, lora: dict[str, Any] | None) -> Bench:
+def _bench_of_two(
+    rank: int, port: int, model: Path, lora: dict[str, Any] | None, *, replay_routes: bool = False
+) -> Bench:
     from rlcore.sampler.engine import set_engine_environment
 
     set_engine_environment("cpu")
@@ -41,7 +43,7 @@ def _bench_of_two(rank: int, port: int, model: Path, lora: dict[str, Any] | None
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method="env://")
-    return Bench(model, lora, RANKS)
+    return Bench(model, lora, RANKS, replay_routes=replay_routes)
 
 
 def one_of_two(rank: int, port: int, model: Path) -> dict[str, Any]:
@@ -124,6 +126,25 @@ def alone(rank: int, port: int, model: Path) -> dict[str, Any]:
     return {"greedy": bench.greedy()}
 
 
+def routes_of_two(rank: int, port: int, model: Path) -> dict[str, Any]:
+    return _routes(_bench_of_two(rank, port, model, None, replay_routes=True))
+
+
+def routes_alone(rank: int, port: int, model: Path) -> dict[str, Any]:
+    return _routes(Bench(model, None, replay_routes=True))
+
+
+def _routes(bench: Bench) -> dict[str, Any]:
+    from rlcore.rollout.groups import in_order
+    from rlcore.types import SampleRequest
+
+    bench.sampler.load_weights(bench.policy.full_weights(), 0)
+    groups = in_order(bench.sampler.generate([SampleRequest(p, 1, 0, greedy=True) for p in bench.problems]))
+    routes = [group.completions[0].routes for group in groups]
+    assert all(own is not None for own in routes)
+    return {"routes": [own.tolist() for own in routes if own is not None]}
+
+
 def _child(measure: Callable[[int, int, Path], Any], rank: int, port: int, model: Path, queue: Any) -> None:
     try:
         queue.put((rank, measure(rank, port, model)))
@@ -189,6 +210,14 @@ def test_two_ranks_draw_what_one_draws_with_experts(tmp_path: Path, family: str)
     from tests.checking import make_model
 
     assert_in_step(make_model(tmp_path / "model", family, num_key_value_heads=2))
+
+
+def test_two_ranks_record_the_experts_that_one_records(tmp_path: Path) -> None:
+    from tests.checking import make_model
+
+    model = make_model(tmp_path / "model", "qwen3_moe", num_key_value_heads=2)
+    first, second, one = measured(model, routes_of_two, routes_alone)
+    assert first["routes"] == second["routes"] == one["routes"]
 
 
 def test_two_ranks_hold_an_adapter_together(tiny_model: Path) -> None:

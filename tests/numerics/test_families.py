@@ -46,7 +46,7 @@ def logprobs(config: Any, samples: list[TrainingSample]) -> tuple[torch.Tensor, 
             values = model(tokens[None]).logits[0].log_softmax(-1)[:-1].gather(1, tokens[1:, None])[:, 0]
             expected.append(values[torch.from_numpy(item.loss_mask[1:])])
         packed = PackedModel(copy.deepcopy(model), temperature=1.0, banned_token_ids=())
-        found, _, _ = packed(pack(samples, layout=None, features=None))
+        found = packed(pack(samples, layout=None, features=None)).logprobs
     return found, torch.cat(expected)
 
 
@@ -88,7 +88,7 @@ def test_the_packed_pass_with_pictures_is_transformers_own(name: str) -> None:
     features = partial(toy.features, model_type=config.model_type)
     packed = PackedModel(copy.deepcopy(model), temperature=1.0, banned_token_ids=())
     with torch.no_grad():
-        found, _, _ = packed(pack(samples, layout=packed.image_layout, features=features))
+        found = packed(pack(samples, layout=packed.image_layout, features=features)).logprobs
         expected = torch.cat([of_transformers(model, item) for item in samples])
         blind = torch.cat([of_transformers(model, item, brightness=0.0) for item in samples])
     assert_close(found, expected, rtol=1e-4, atol=1e-4)
@@ -130,7 +130,7 @@ def test_the_features_of_each_deepstack_layer_count() -> None:
     features = partial(toy.features, model_type="qwen3_vl")
     batch = pack(toy.samples(2, group=2), layout=packed.image_layout, features=features)
     with torch.no_grad():
-        whole, _, _ = packed(batch)
+        whole = packed(batch).logprobs
         for layer in range(2):
             without = copy.deepcopy(packed)
             without.hf.model.visual.deepstack_merger_list[layer].linear_fc2.weight.zero_()

@@ -22,7 +22,7 @@ from trl import GRPOConfig, GRPOTrainer
 from rlcore.algorithms import advantage
 from rlcore.algorithms.divergence import masked_importance, truncated_importance
 from rlcore.algorithms.loss import StepTotals
-from rlcore.algorithms.objective import PolicyTokens, microbatch_loss
+from rlcore.algorithms.objective import microbatch_loss
 from rlcore.batch import pack
 from rlcore.config import AlgorithmConfig
 from rlcore.data.tiny import build_processor
@@ -277,7 +277,7 @@ def of_ours(
         batch = pack(part, layout=None, features=None)
         loss, _ = microbatch_loss(
             batch,
-            PolicyTokens(*model(batch)),
+            model(batch),
             config,
             totals,
             kl_coefficient=beta,

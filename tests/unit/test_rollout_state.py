@@ -5,12 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from rlcore.rollout.groups import Group
+from rlcore.rollout.state import RolloutState
 from rlcore.training.run import TrainState
+from rlcore.types import Completion, SampledGroup
 from tests.unit.toy_lengths import PROBLEMS, batches, by_first, config, same, wired
 from tests.unit.toy_run import in_flight, prefetched, surplus
 
@@ -119,3 +122,18 @@ def test_the_files_of_older_versions_load_and_the_run_goes_on(
         assert (one.counts, one.age_max, one.from_buffer) == (two.counts, two.age_max, two.from_buffer)
     assert end.scalars() == other.scalars()
     assert end.rollouts.pass_rates == other.rollouts.pass_rates
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int16])
+def test_routes_are_stored(tmp_path: Path, dtype: type) -> None:
+    routes = np.arange(2 * 3 * 2, dtype=dtype).reshape(2, 3, 2)
+    group = Group.new(0, PROBLEMS[0], 2, seed_key="0", epoch=0, policy_version=0)
+    begun = Completion.one_turn(np.array([7], np.int32), np.array([-1.0], np.float32), "a", "unfinished", 0, routes)
+    answer = SampledGroup(np.array([1, 2], np.int32), (begun,))
+    state = RolloutState(groups=(group.continued(answer, (1,)),))
+    state.save(tmp_path)
+    loaded = RolloutState.load(tmp_path, {"problems_seen": 1, "step": 0}, PROBLEMS, mask_truncated=False)
+    without, found = (completion.routes for completion in loaded.groups[0].completions)
+    assert without is None
+    assert found.dtype == dtype
+    assert np.array_equal(found, routes)

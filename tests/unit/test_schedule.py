@@ -19,7 +19,7 @@ from rlcore.rollout.collect import RolloutBatch
 from rlcore.rollout.groups import Group, joined, new_groups, to_sample
 from rlcore.rollout.schedule import Schedule, due
 from rlcore.training.run import TrainingRun, TrainState
-from rlcore.types import Completion, Floats, Ints, Turn
+from rlcore.types import Completion, Floats, Ints, SampledGroup, Turn
 from tests.unit.toy_lengths import BUDGET, PROBLEMS, Workers, batches, by_first, config, ids, same, stream, wired
 from tests.unit.toy_run import in_flight, prefetched, surplus
 
@@ -241,6 +241,28 @@ def test_given_tokens_are_no_tokens_of_the_policy() -> None:
     assert sample.loss_mask.tolist() == [False, False, True, True, False, True, True]
     assert sample.sampler_logprobs.tolist() == [0, 0, -1, -2, 0, -3, -4]
     assert (whole.policy_version, whole.text, whole.finish_reason) == (0, "ab", "stop")
+
+
+def test_routes_are_those_of_the_last_policy() -> None:
+    older, newer = np.zeros((3, 2, 1), np.uint8), np.ones((5, 2, 1), np.uint8)
+    begun = Completion.one_turn(ints(5, 6), floats(-1, -2), "a", "unfinished", 0, older)
+    whole = joined(begun, Completion.one_turn(ints(8, 9), floats(-3, -4), "ab", "stop", 1, newer))
+    sample = to_sample(PROBLEMS[0], ints(1, 2), whole)
+    assert sample.routes is newer
+    assert len(sample.routes) == sample.num_tokens - 1
+
+
+def test_the_samples_of_a_group_share_the_routes_of_the_prompt() -> None:
+    group = Group.new(0, PROBLEMS[0], 3, seed_key="0", epoch=0, policy_version=0)
+    ended = tuple(
+        Completion.one_turn(ints(5, 6), floats(-1, -2), "a", "stop", 0, routes)
+        for routes in (np.zeros((3, 2, 1), np.uint8), None, np.ones((3, 2, 1), np.uint8))
+    )
+    group = group.continued(SampledGroup(ints(1, 2), ended), (0, 1, 2))
+    first, without, last = (sample.routes for sample in group.admitted(mask_truncated=False).samples)
+    assert first[:, 0, 0].tolist() == [0, 0, 0]
+    assert without is None
+    assert last[:, 0, 0].tolist() == [0, 0, 1]
 
 
 @given(
