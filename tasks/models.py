@@ -118,12 +118,8 @@ def check_model(experiment: ExperimentConfig, model: ModelRef) -> ModelCheck | N
         ModelError: they differ.
     """
     asked = experiment.model.check
-    on_gpu = experiment.resources.device == "cuda" or (
-        experiment.resources.device == "auto" and bool(describe_hardware().gpus)
-    )
-    if asked == "off" or (asked == "auto" and on_gpu):
-        reason = "off" if asked == "off" else "auto, and this is a run on a GPU"
-        get_logger().info("model: not compared with transformers and vLLM (model.check is %s)", reason)
+    if asked == "off":
+        get_logger().info("model: not compared with transformers and vLLM (model.check is off)")
         return None
     settings = Settings()
     with_engine = asked == "on" or experiment.model.path != "tiny"

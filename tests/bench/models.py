@@ -50,7 +50,7 @@ compared the trainer and vLLM with transformers' own forward pass in float32 ([o
 model](howto/own-model.md#is-it-used-correctly)). A cell has the largest difference: of a token's log-prob in nats, or
 for the gradient of a parameter as a share of its size.
 **Bold** differs by more than is allowed, which is {allowed:g} in float32. A run compares its own model, with its own
-weights, before it trains; on a GPU only with `model.check=on`.
+weights, before it trains.
 
 Llama 3 and DeepSeek-R1-Distill-Llama are llama with long context. Qwen2.5 and DeepSeek-R1-Distill-Qwen are `qwen2`.
 Phi-4 is `phi3`, and Phi-4-mini turns part of each head. Gemma 3 has a sliding window of 16 tokens here, which all of
