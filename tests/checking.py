@@ -16,7 +16,9 @@ from transformers import (
     CohereConfig,
     Gemma2Config,
     Gemma3TextConfig,
+    Glm4vConfig,
     GraniteConfig,
+    Idefics3Config,
     InternVLConfig,
     LlamaConfig,
     MistralConfig,
@@ -163,6 +165,37 @@ def _with_tiles(decoder: str) -> Callable[..., Any]:
     return make
 
 
+def _glm4v(size: Size, **changes: Any) -> Any:
+    """Half of each head is turned."""
+    token = build_processor("glm4v").tokenizer.convert_tokens_to_ids
+    ids = {f"{kind}_token_id": token(f"<|{kind}|>") for kind in ("image", "video")}
+    for side, word in (("start", "begin"), ("end", "end")):
+        ids |= {f"{kind}_{side}_token_id": token(f"<|{word}_of_{kind}|>") for kind in ("image", "video")}
+    pairs = size.head // 4
+    sections = [pairs // 4, (pairs - pairs // 4) // 2]
+    rope = _ROPE | {"partial_rotary_factor": 0.5, "mrope_section": [*sections, pairs - sum(sections)]}
+    tower = {"hidden_size": size.width, "out_hidden_size": size.width, "intermediate_size": 3 * size.width // 2}
+    return Glm4vConfig(
+        text_config={**_decoder(size), "attention_bias": True, "rope_parameters": rope, **changes},
+        vision_config={"depth": 2, "num_heads": 2, "image_size": 112, **tower},
+        tie_word_embeddings=False,
+        **ids,
+    )
+
+
+def _with_named_tiles(size: Size, **changes: Any) -> Any:
+    processor = build_processor("idefics3")
+    tower = {"hidden_size": size.width, "intermediate_size": 3 * size.width // 2, "image_size": 28, "patch_size": 7}
+    return Idefics3Config(
+        text_config={**_decoder(size), "model_type": "llama", "head_dim": size.head, **changes},
+        vision_config={"num_hidden_layers": 2, "num_attention_heads": 2, **tower},
+        image_token_id=processor.image_token_id,
+        pad_token_id=0,
+        scale_factor=2,
+        tie_word_embeddings=False,
+    )
+
+
 def _qwen3_tower(width: int) -> dict[str, Any]:
     return {
         "hidden_size": width,
@@ -221,8 +254,10 @@ FAMILIES: dict[str, Callable[..., Any]] = {
         lambda size: _experts(size) | {"moe_intermediate_size": 3 * size.width // 2},
         mrope_interleaved=True,
     ),
+    "glm4v": _glm4v,
     "internvl": _with_tiles("qwen3"),
     "internvl, older decoder": _with_tiles("qwen2"),
+    "idefics3": _with_named_tiles,
 }
 """Name -> size and further fields of the decoder -> configuration. The name starts with the model type."""
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rlcore.errors import ModelError
-from rlcore.families import internvl, qwen2, qwen2_vl, qwen3_moe, qwen3_vl, qwen3_vl_moe
+from rlcore.families import glm4v, idefics3, internvl, qwen2, qwen2_vl, qwen3_moe, qwen3_vl, qwen3_vl_moe
 from rlcore.families.protocol import Family, Images
 
 FAMILIES: Mapping[str, Family] = {
@@ -30,7 +30,9 @@ FAMILIES: Mapping[str, Family] = {
     "qwen2_5_vl": qwen2_vl.FAMILY,
     "qwen3_vl": qwen3_vl.FAMILY,
     "qwen3_vl_moe": qwen3_vl_moe.FAMILY,
+    "glm4v": glm4v.FAMILY,
     "internvl": internvl.FAMILY,
+    "idefics3": idefics3.FAMILY,  # SmolVLM is one
 }
 _IMAGES = [family.images for family in FAMILIES.values() if family.images is not None]
 

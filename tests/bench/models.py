@@ -29,9 +29,17 @@ SETTINGS = (
     ("qwen3_vl", "model.compute_dtype=bfloat16"),
     ("qwen3_vl_moe", "model.freeze_vision_tower=true"),
     ("qwen3_vl_moe", "model.compute_dtype=bfloat16"),
+    ("glm4v", "model.lora.rank=8"),
+    ("glm4v", "model.lora.vision_tower=true"),
+    ("glm4v", "model.freeze_vision_tower=true"),
+    ("glm4v", "model.compute_dtype=bfloat16"),
     ("internvl", "model.lora.rank=8"),
     ("internvl", "model.freeze_vision_tower=true"),
     ("internvl", "model.compute_dtype=bfloat16"),
+    ("idefics3", "model.lora.rank=8"),
+    ("idefics3", "model.lora.vision_tower=true"),
+    ("idefics3", "model.freeze_vision_tower=true"),
+    ("idefics3", "model.compute_dtype=bfloat16"),
     ("qwen3_moe", "model.lora.rank=8"),
     ("qwen3_moe", "model.compute_dtype=bfloat16"),
     ("gemma3_text", "model.lora.rank=8"),
@@ -56,8 +64,9 @@ Llama 3 and DeepSeek-R1-Distill-Llama are llama with long context. Qwen2.5 and D
 Phi-4 is `phi3`, and Phi-4-mini turns part of each head. Gemma 3 has a sliding window of 16 tokens here, which all of
 its sequences exceed; `gemma3_text` is its text model, such as Gemma-3-1B. InternVL3.5 is `internvl`, and InternVL3 has
 the older decoder. Its tiles have 56 x 56 pixels here, and a picture has six to nine of them and one of the whole
-picture. With adapters vLLM computes experts by Triton alone, which a CPU does not have. In bfloat16 rounding sends some
-tokens to another expert than in float32, so more is allowed there.
+picture. SmolVLM is `idefics3`; its tiles have 28 x 28 pixels here, and a picture has six to nine of them and one of the
+whole picture. GLM-4.1V is `glm4v`. With adapters vLLM computes experts by Triton alone, which a CPU does not have. In
+bfloat16 rounding sends some tokens to another expert than in float32, so more is allowed there.
 
 """
 _FOOT = """
