@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from rlcore.errors import ModelError
-from rlcore.families import FAMILIES, family_in, family_of, images_in, images_of, is_of_tower
+from rlcore.families import FAMILIES, REFUSED, family_in, family_of, images_in, images_of, is_of_tower
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = (
@@ -92,6 +92,13 @@ def test_an_unsupported_family_is_refused_with_what_is_supported(tmp_path: Path)
         family_in(tmp_path)
     with pytest.raises(ModelError, match="model_type None"):
         family_of({})
+
+
+def test_a_family_that_was_tried_is_refused_with_what_is_missing() -> None:
+    assert not REFUSED.keys() & FAMILIES.keys()
+    for model_type, missing in REFUSED.items():
+        with pytest.raises(ModelError, match=re.escape(f"'{model_type}', which is refused: {missing}. Supported are ")):
+            family_of({"model_type": model_type})
 
 
 def test_a_text_model_of_any_type_can_be_sampled_from(tmp_path: Path) -> None:
