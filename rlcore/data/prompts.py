@@ -283,7 +283,8 @@ class PromptBuilder:
         for place, image in zip(places, images, strict=True):
             parts += [tokens[start:place], self._expansion(image.width, image.height)]
             start = place + 1
-        return np.concatenate([*parts, tokens[start:]]).astype(np.int32)
+        expanded: Ints = np.concatenate([*parts, tokens[start:]]).astype(np.int32)
+        return expanded
 
     def collapse(self, tokens: Sequence[int], images: Sequence[ImageRef]) -> list[int]:
         """The reverse of ``expand``: one placeholder per image, as vLLM takes prompts.
@@ -298,7 +299,7 @@ class PromptBuilder:
             first = _find(rest, expansion)
             collapsed += [*rest[:first].tolist(), cast(int, self.image_token_id)]
             rest = rest[first + len(expansion) :]
-        return collapsed + rest.tolist()
+        return [*collapsed, *rest.tolist()]
 
     def _expansion(self, width: int, height: int) -> Ints:
         if (width, height) not in self._expansions:

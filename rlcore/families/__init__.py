@@ -61,9 +61,9 @@ def family_of(config: Any) -> Family:
     model_type = fields.get("model_type")
     if (family := FAMILIES.get(str(model_type))) is not None:
         return family
-    if model_type in REFUSED:
+    if (missing := REFUSED.get(str(model_type))) is not None:
         raise ModelError(
-            f"config.json has model_type {model_type!r}, which is refused: {REFUSED[model_type]}. Supported are "
+            f"config.json has model_type {model_type!r}, which is refused: {missing}. Supported are "
             f"{', '.join(FAMILIES)}. Set model.path to a model of one of these."
         )
     raise ModelError(

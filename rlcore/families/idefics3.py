@@ -170,7 +170,7 @@ def _side(image_processor: Any) -> int:
 def _longest(image_processor: Any, max_pixels: int) -> int:
     """Pixels of the longer side of every image."""
     side = _side(image_processor)
-    most = min(image_processor.size["longest_edge"], _LONGEST, math.isqrt(max_pixels))
+    most = min(int(image_processor.size["longest_edge"]), _LONGEST, math.isqrt(max_pixels))
     if most < side:
         raise ValueError(f"at most {max_pixels} pixels are allowed, and one tile has {side}x{side}")
     return most // side * side
