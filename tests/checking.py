@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +17,14 @@ from transformers import (
     AutoModelForImageTextToText,
     CohereConfig,
     Gemma2Config,
+    Gemma3Config,
+    Gemma3ImageProcessor,
+    Gemma3Processor,
     Gemma3TextConfig,
+    Glm4vConfig,
+    GptOssConfig,
     GraniteConfig,
+    Idefics3Config,
     InternVLConfig,
     LlamaConfig,
     MistralConfig,
@@ -33,7 +41,7 @@ from transformers import (
 
 from rlcore.artifacts import ModelCheck, ModelRef
 from rlcore.config import build_experiment
-from rlcore.data.tiny import build_processor, build_text_tokenizer
+from rlcore.data.tiny import CHAT_TEMPLATE, TEXT_TOKENS, build_processor, build_text_tokenizer, build_tokenizer
 from rlcore.families import FAMILIES as TABLE
 from rlcore.models.loading import save_published
 from rlcore.models.tiny import sampling_defaults
@@ -163,6 +171,37 @@ def _with_tiles(decoder: str) -> Callable[..., Any]:
     return make
 
 
+def _glm4v(size: Size, **changes: Any) -> Any:
+    """Half of each head is turned."""
+    token = build_processor("glm4v").tokenizer.convert_tokens_to_ids
+    ids = {f"{kind}_token_id": token(f"<|{kind}|>") for kind in ("image", "video")}
+    for side, word in (("start", "begin"), ("end", "end")):
+        ids |= {f"{kind}_{side}_token_id": token(f"<|{word}_of_{kind}|>") for kind in ("image", "video")}
+    pairs = size.head // 4
+    sections = [pairs // 4, (pairs - pairs // 4) // 2]
+    rope = _ROPE | {"partial_rotary_factor": 0.5, "mrope_section": [*sections, pairs - sum(sections)]}
+    tower = {"hidden_size": size.width, "out_hidden_size": size.width, "intermediate_size": 3 * size.width // 2}
+    return Glm4vConfig(
+        text_config={**_decoder(size), "attention_bias": True, "rope_parameters": rope, **changes},
+        vision_config={"depth": 2, "num_heads": 2, "image_size": 112, **tower},
+        tie_word_embeddings=False,
+        **ids,
+    )
+
+
+def _with_named_tiles(size: Size, **changes: Any) -> Any:
+    processor = build_processor("idefics3")
+    tower = {"hidden_size": size.width, "intermediate_size": 3 * size.width // 2, "image_size": 28, "patch_size": 7}
+    return Idefics3Config(
+        text_config={**_decoder(size), "model_type": "llama", "head_dim": size.head, **changes},
+        vision_config={"num_hidden_layers": 2, "num_attention_heads": 2, **tower},
+        image_token_id=processor.image_token_id,
+        pad_token_id=0,
+        scale_factor=2,
+        tie_word_embeddings=False,
+    )
+
+
 def _qwen3_tower(width: int) -> dict[str, Any]:
     return {
         "hidden_size": width,
@@ -221,10 +260,78 @@ FAMILIES: dict[str, Callable[..., Any]] = {
         lambda size: _experts(size) | {"moe_intermediate_size": 3 * size.width // 2},
         mrope_interleaved=True,
     ),
+    "glm4v": _glm4v,
     "internvl": _with_tiles("qwen3"),
     "internvl, older decoder": _with_tiles("qwen2"),
+    "idefics3": _with_named_tiles,
 }
 """Name -> size and further fields of the decoder -> configuration. The name starts with the model type."""
+
+
+def _gemma3(folder: Path) -> None:
+    """Pictures of 56 x 56 pixels, each of four tokens."""
+    named = {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"}
+    lines = tuple("\n" * count for count in range(1, 5))  # vLLM asks for these tokens
+    tokenizer = build_tokenizer((*TEXT_TOKENS, *lines), named)
+    look = {"size": {"height": 56, "width": 56}, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+    template = CHAT_TEMPLATE.replace("<|vision_start|><|image_pad|><|vision_end|>", "<start_of_image>")
+    processor: Any = Gemma3Processor(Gemma3ImageProcessor(**look), tokenizer, template, image_seq_length=4)
+    size, token = for_vllm(len(tokenizer)), tokenizer.convert_tokens_to_ids
+    tower = {"hidden_size": size.width, "intermediate_size": 3 * size.width // 2, "image_size": 56, "patch_size": 14}
+    config = Gemma3Config(
+        text_config={
+            **_decoder(size),
+            "head_dim": size.head,
+            "query_pre_attn_scalar": size.head,
+            "sliding_window": 16,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+            "tie_word_embeddings": True,
+        },
+        vision_config={"num_hidden_layers": 2, "num_attention_heads": 2, "vision_use_head": False, **tower},
+        mm_tokens_per_image=4,
+        boi_token_index=token("<start_of_image>"),
+        eoi_token_index=token("<end_of_image>"),
+        image_token_id=token("<image_soft_token>"),
+    )
+    _random_model(AutoModelForImageTextToText, config, "gemma3").save_pretrained(folder)
+    processor.save_pretrained(folder)
+
+
+def _gpt_oss(folder: Path) -> None:
+    tokenizer = build_text_tokenizer()
+    size = for_vllm(len(tokenizer))
+    config = GptOssConfig(
+        **_decoder(size) | {"head_dim": size.head, "num_local_experts": 4, "num_experts_per_tok": 2},
+        sliding_window=16,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        rope_parameters=_ROPE,
+    )
+    _random_model(AutoModelForCausalLM, config, "gpt_oss").save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def _only_a_config(folder: Path, model_type: str) -> None:
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps({"model_type": model_type, "vision_config": {}}))
+
+
+REFUSED: dict[str, Callable[[Path], None]] = {
+    "gemma3": _gemma3,
+    "gpt_oss": _gpt_oss,
+    "kimi_vl": partial(_only_a_config, model_type="kimi_vl"),
+    "smolvlm": partial(_only_a_config, model_type="smolvlm"),
+}
+"""Model type -> writes a model of it to a folder."""
+
+
+def _random_model(loader: Any, config: Any, name: str) -> Any:
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(zlib.crc32(name.encode()))
+        model = loader.from_config(config).eval()
+        for parameter in model.parameters():
+            noise = torch.randn_like(parameter)
+            parameter.copy_(_STD * noise if parameter.ndim > 1 else parameter + 0.1 * noise)
+    return model
 
 
 def takes_images(name: str) -> bool:
@@ -237,17 +344,15 @@ def make_model(folder: Path, name: str, **changes: Any) -> Path:
     Args:
         changes: fields of its text configuration.
     """
+    if name in REFUSED:
+        REFUSED[name](folder)
+        return folder
     model_type = name.partition(",")[0]
     with_images = takes_images(name)
     processor: Any = build_processor(model_type) if with_images else build_text_tokenizer()
     tokenizer = processor.tokenizer if with_images else processor
     config = FAMILIES[name](for_vllm(len(tokenizer)), **changes)
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed(zlib.crc32(name.encode()))
-        model = (AutoModelForImageTextToText if with_images else AutoModelForCausalLM).from_config(config)
-        for parameter in model.parameters():
-            noise = torch.randn_like(parameter)
-            parameter.copy_(_STD * noise if parameter.ndim > 1 else parameter + 0.1 * noise)
+    model = _random_model(AutoModelForImageTextToText if with_images else AutoModelForCausalLM, config, name)
     model.generation_config = sampling_defaults(tokenizer)
     save_published(model, folder)
     processor.save_pretrained(folder)

@@ -29,6 +29,7 @@ from rlcore.families.protocol import Resizing
 from rlcore.types import ImageRef
 
 IMAGE_MARKER = "<image>"
+VIDEO_MARKER = "<video>"
 
 # Without TIFF, whose library writes to stderr about damaged files, and Python cannot filter that.
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF")

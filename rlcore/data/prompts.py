@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import jinja2
 import jinja2.meta
@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rlcore.config import DataConfig, ExperimentConfig, ModelConfig
-from rlcore.data.pixels import IMAGE_MARKER, stable_target_size
+from rlcore.data.pixels import IMAGE_MARKER, VIDEO_MARKER, stable_target_size
 from rlcore.errors import ConfigError, DataError, ModelError
 from rlcore.families import PLACEHOLDERS, images_of
 from rlcore.process import make_transformers_lean
@@ -146,7 +146,7 @@ class PromptBuilder:
         self._bounds = (data.min_pixels, data.max_pixels)
         self._images = images = None if processor.image_processor is None else images_of(processor.image_processor)
         self._resizing = None if images is None else images.resizing(processor)
-        self._around = [] if images is None else self.tokenizer.convert_tokens_to_ids(list(images.around))
+        self._expansions: dict[tuple[int, int], Ints] = {}
         self.image_token_id: int | None = None if images is None else processor.image_token_id
         """Id of the image placeholder; None if the model takes no images."""
         self._special = {str(t): i for i, t in self.tokenizer.added_tokens_decoder.items() if t.special}
@@ -187,13 +187,25 @@ class PromptBuilder:
         pixels, (grid,) = self._images.read(self._processor.image_processor, [image], *self._bounds)
         return pixels, grid
 
+    @property
+    def engine_options(self) -> dict[str, Any]:
+        """vLLM's ``mm_processor_kwargs``.
+
+        Raises:
+            ModelError: the model takes no images.
+        """
+        if self._images is None:
+            raise ModelError(_NO_IMAGES)
+        return self._images.engine_options(self._processor.image_processor, *self._bounds)
+
     def image_tokens(self, width: int, height: int) -> int:
-        """Number of tokens of a resized image."""
-        return self.resizing.num_tokens(width, height)
+        """Number of tokens of a resized image, with those around and between its features."""
+        return len(self._expansion(width, height))
 
     def special_tokens_in(self, text: str) -> list[str]:
-        """Special tokens that a text spells out. The tokenizer would treat them as real ones."""
-        return [token for token in self._special if token in text]
+        """Special tokens that a text spells out. The tokenizer would treat them as real ones. Markers of images and
+        videos, which are tokens of some models, never reach it."""
+        return [token for token in self._special if token in text and token not in (IMAGE_MARKER, VIDEO_MARKER)]
 
     def chat_text(self, question: str, num_images: int, context: Sequence[Message] = (), source_name: str = "") -> str:
         """The prompt as text, up to the start of the answer, with one placeholder per image.
@@ -265,20 +277,48 @@ class PromptBuilder:
             return [text for part in pool.map(decode, parts) for text in part]
 
     def expand(self, tokens: Ints, images: Sequence[ImageRef]) -> Ints:
-        """Repeat the placeholder of each image once per token of the image, and put the tokens around it that the
-        model's processor writes."""
-        is_image = self._is_image(tokens)
-        repeats = np.ones(len(tokens), dtype=np.int64)
-        repeats[is_image] = [self.image_tokens(image.width, image.height) for image in images]
-        expanded = np.repeat(tokens, repeats)
-        if not self._around:
-            return expanded
-        ends = np.cumsum(repeats)[is_image]
-        places = np.stack([ends - repeats[is_image], ends], axis=1).flatten()
-        return np.insert(expanded, places, self._around * len(images))
+        """Replace the placeholder of each image with the tokens that the model's processor writes for it."""
+        places = np.flatnonzero(self._is_image(tokens))
+        parts, start = [], 0
+        for place, image in zip(places, images, strict=True):
+            parts += [tokens[start:place], self._expansion(image.width, image.height)]
+            start = place + 1
+        expanded: Ints = np.concatenate([*parts, tokens[start:]]).astype(np.int32)
+        return expanded
+
+    def collapse(self, tokens: Sequence[int], images: Sequence[ImageRef]) -> list[int]:
+        """The reverse of ``expand``: one placeholder per image, as vLLM takes prompts.
+
+        Raises:
+            DataError: the tokens of an image are not among those that follow the image before it.
+        """
+        collapsed: list[int] = []
+        rest = np.asarray(tokens, dtype=np.int32)
+        for image in images:
+            expansion = self._expansion(image.width, image.height)
+            first = _find(rest, expansion)
+            collapsed += [*rest[:first].tolist(), cast(int, self.image_token_id)]
+            rest = rest[first + len(expansion) :]
+        return [*collapsed, *rest.tolist()]
+
+    def _expansion(self, width: int, height: int) -> Ints:
+        if (width, height) not in self._expansions:
+            self._expansions[width, height] = np.asarray(self.resizing.expansion(width, height), dtype=np.int32)
+        return self._expansions[width, height]
 
     def _is_image(self, tokens: Ints) -> npt.NDArray[np.bool_]:
         return np.equal(tokens, -1 if self.image_token_id is None else self.image_token_id)
+
+
+def _find(tokens: Ints, part: Ints) -> int:
+    """The first place of ``part`` in ``tokens``."""
+    for first in np.flatnonzero(tokens == part[0]):
+        if np.array_equal(tokens[first : first + len(part)], part):
+            return int(first)
+    raise DataError(
+        f"the {len(part)} tokens of an image are not in the sequence, at most in another order. Prepare the dataset "
+        "again with this model."
+    )
 
 
 def _require_mentioned(arguments: Mapping[str, object], chat_template: str) -> None:

@@ -8,7 +8,12 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    Glm4vImageProcessor,
+    Glm4vProcessor,
+    Glm4vVideoProcessor,
     GotOcr2ImageProcessor,
+    Idefics3ImageProcessor,
+    Idefics3Processor,
     InternVLProcessor,
     InternVLVideoProcessor,
     PreTrainedTokenizerFast,
@@ -19,7 +24,7 @@ from transformers import (
     Qwen3VLVideoProcessor,
 )
 
-PictureProcessor = Qwen2_5_VLProcessor | Qwen3VLProcessor | InternVLProcessor
+PictureProcessor = Qwen2_5_VLProcessor | Qwen3VLProcessor | InternVLProcessor | Idefics3Processor | Glm4vProcessor
 
 # Qwen2.5-VL's special tokens, then Qwen3's thinking marks, which are ordinary text and stay in decoded text.
 SPECIAL_TOKENS = (
@@ -104,6 +109,10 @@ def build_processor(family: str | None = None) -> PictureProcessor:
     look: dict[str, Any] = {"image_mean": _IMAGE_MEAN, "image_std": _IMAGE_STD}
     if family == "internvl":
         return _build_tile_processor(look)
+    if family == "glm4v":
+        return _build_glm_processor(look)
+    if family == "idefics3":
+        return _build_named_tile_processor()
     make_processor: Callable[..., PictureProcessor] = Qwen2_5_VLProcessor
     make_video_processor: Callable[..., Any] = Qwen2VLVideoProcessor
     if family in ("qwen3_vl", "qwen3_vl_moe"):
@@ -131,6 +140,55 @@ def _build_tile_processor(look: Mapping[str, Any]) -> InternVLProcessor:
         video_processor=make_video_processor(**look, size=size),
         image_seq_length=_TILE_TOKENS,
         chat_template=CHAT_TEMPLATE.replace("<|vision_start|><|image_pad|><|vision_end|>", "<IMG_CONTEXT>"),
+    )
+
+
+# GLM-4.1V's, by the names under which its processor asks the tokenizer for them
+GLM_TOKENS = {
+    "image_token": "<|image|>",
+    "video_token": "<|video|>",
+    **{f"{end}_{kind}_token": f"<|{end}_of_{kind}|>" for kind in ("image", "video") for end in ("begin", "end")},
+}
+
+
+def _build_glm_processor(look: Mapping[str, Any]) -> Glm4vProcessor:
+    size = {edge: 2 * area for edge, area in _PIXELS.items()}  # of both frames of a patch
+    make_processor: Callable[..., Glm4vProcessor] = Glm4vProcessor
+    make_video_processor: Callable[..., Any] = Glm4vVideoProcessor
+    return make_processor(
+        image_processor=Glm4vImageProcessor(**look, size=size),
+        tokenizer=build_tokenizer(named_tokens=GLM_TOKENS),
+        video_processor=make_video_processor(**look, size=size),
+        chat_template=CHAT_TEMPLATE.replace(
+            "<|vision_start|><|image_pad|><|vision_end|>", "<|begin_of_image|><|image|><|end_of_image|>"
+        ),
+    )
+
+
+_NAMED_TILE = 28  # pixels per side; 4 x 4 patches of 7 pixels, merged into 2 x 2 tokens, each a letter's cell
+_GRID = 3  # most rows and columns of named tiles
+NAMED_TILE_TOKENS = {
+    "image_token": "<image>",
+    "fake_image_token": "<fake_token_around_image>",
+    "global_image_token": "<global-img>",
+    "end_of_utterance_token": "<end_of_utterance>",
+    **{f"tile_{r}_{c}": f"<row_{r}_col_{c}>" for r in range(1, _GRID + 1) for c in range(1, _GRID + 1)},
+}
+
+
+def _build_named_tile_processor() -> Idefics3Processor:
+    make_processor: Callable[..., Idefics3Processor] = Idefics3Processor
+    return make_processor(
+        # paper is only almost 0: transformers and vLLM take a tile of zeros for padding
+        image_processor=Idefics3ImageProcessor(
+            image_mean=[0.99] * 3,
+            image_std=_IMAGE_STD,
+            size={"longest_edge": _GRID * _NAMED_TILE},
+            max_image_size={"longest_edge": _NAMED_TILE},
+        ),
+        tokenizer=build_tokenizer(named_tokens=NAMED_TILE_TOKENS),
+        image_seq_len=_TILE_TOKENS,
+        chat_template=CHAT_TEMPLATE.replace("<|vision_start|><|image_pad|><|vision_end|>", "<image>"),
     )
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rlcore.errors import ModelError
-from rlcore.families import internvl, qwen2, qwen2_vl, qwen3_moe, qwen3_vl, qwen3_vl_moe
+from rlcore.families import glm4v, idefics3, internvl, qwen2, qwen2_vl, qwen3_moe, qwen3_vl, qwen3_vl_moe
 from rlcore.families.protocol import Family, Images
 
 FAMILIES: Mapping[str, Family] = {
@@ -30,8 +30,19 @@ FAMILIES: Mapping[str, Family] = {
     "qwen2_5_vl": qwen2_vl.FAMILY,
     "qwen3_vl": qwen3_vl.FAMILY,
     "qwen3_vl_moe": qwen3_vl_moe.FAMILY,
+    "glm4v": glm4v.FAMILY,
     "internvl": internvl.FAMILY,
+    "idefics3": idefics3.FAMILY,  # SmolVLM is one
 }
+REFUSED: Mapping[str, str] = {
+    "gemma3": "the tokens of a picture attend to each other in both directions, which the trainer's packed attention "
+    "and vLLM 0.32 on a CPU do not compute, and vLLM 0.32 does not find the tower's weights by transformers' names",
+    "gpt_oss": "its attention has sinks, which the trainer's packed attention does not compute",
+    "kimi_vl": "transformers 5.19 has no implementation of it, which the trainer would run",
+    "smolvlm": "its processor needs the package num2words, which rlflow does not install",
+}
+"""Model types that were tried, and what is missing. tests/long/test_refused_families.py measures it."""
+
 _IMAGES = [family.images for family in FAMILIES.values() if family.images is not None]
 
 PLACEHOLDERS = tuple(dict.fromkeys(token for images in _IMAGES for token in images.placeholders))
@@ -50,6 +61,11 @@ def family_of(config: Any) -> Family:
     model_type = fields.get("model_type")
     if (family := FAMILIES.get(str(model_type))) is not None:
         return family
+    if (missing := REFUSED.get(str(model_type))) is not None:
+        raise ModelError(
+            f"config.json has model_type {model_type!r}, which is refused: {missing}. Supported are "
+            f"{', '.join(FAMILIES)}. Set model.path to a model of one of these."
+        )
     raise ModelError(
         f"config.json has model_type {model_type!r}{_peculiarities(fields)}, and no supported family has this type. "
         f"Supported are {', '.join(FAMILIES)}. Set model.path to a model of one of these, or add the family: "

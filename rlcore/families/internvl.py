@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 _TOWER = re.compile(r"(^|\.)(vision_tower|multi_modal_projector)\.")
 _DECODERS = ("qwen2", "qwen3")
+_AROUND = ("<img>", "</img>")  # before and after an image's tokens
 # Fields of the tower, and the value for which vLLM computes the same as transformers.
 _LAST_LAYER: dict[str, object] = {"vision_feature_layer": -1, "vision_feature_select_strategy": "default"}
 
@@ -58,8 +59,7 @@ class InternVLImages:
     """Implements ``Images``. The grid of an image is its tiles, and the rows and columns of pixels of a tile."""
 
     processors: tuple[str, ...] = ("GotOcr2ImageProcessor", "GotOcr2ImageProcessorPil")
-    placeholders: tuple[str, ...] = ("<img>", "</img>", "<IMG_CONTEXT>", "<video>")
-    around: tuple[str, ...] = ("<img>", "</img>")
+    placeholders: tuple[str, ...] = (*_AROUND, "<IMG_CONTEXT>", "<video>")
     takes_tiles: bool = True
     adapts_tower: bool = False  # vLLM 0.32 has plain linear layers there
 
@@ -87,7 +87,8 @@ class InternVLImages:
     def tower(self, hf: Any) -> Any:
         from rlcore.families.towers import Tower
 
-        return Tower(hf.model)
+        parts = {name: getattr(hf.model, name) for name in ("vision_tower", "multi_modal_projector")}
+        return Tower(parts, lambda pixels: hf.model.get_image_features(pixels).pooler_output)
 
     def tower_blocks(self, tower: Any) -> Sequence[nn.Module]:
         return tower.vision_tower.encoder.layer  # type: ignore[no-any-return]
@@ -96,7 +97,7 @@ class InternVLImages:
         return {}
 
     def features(self, output: Any) -> Tensor:
-        return output.pooler_output.flatten(0, 1)  # type: ignore[no-any-return]
+        return output.flatten(0, 1)  # type: ignore[no-any-return]
 
     def blank(self, config: Any) -> tuple[tuple[int, ...], Grid]:
         height, width = config.image_size
@@ -155,9 +156,11 @@ class TileResizing:
         columns, rows = tile_grid(width, height, self.factor, fewest, most)
         return columns * self.factor, rows * self.factor
 
-    def num_tokens(self, width: int, height: int) -> int:
+    def expansion(self, width: int, height: int) -> Sequence[int]:
         tiles = (width // self.factor) * (height // self.factor)
-        return int(self.processor.image_seq_length) * (tiles + (tiles > 1))
+        count = int(self.processor.image_seq_length) * (tiles + (tiles > 1))
+        start, end = self.processor.tokenizer.convert_tokens_to_ids(list(_AROUND))
+        return [start, *[self.processor.image_token_id] * count, end]
 
 
 def _side(image_processor: Any) -> int:

@@ -94,11 +94,6 @@ class Images(Protocol):
     def placeholders(self) -> tuple[str, ...]:
         """Special tokens that stand for images and videos. The sampler may not generate them."""
 
-    @property
-    def around(self) -> tuple[str, ...]:
-        """The special token before and the one after an image's tokens, where the family's processor writes them
-        together with those. Empty: the chat template has written them, or there are none."""
-
     # --- before training: sizes and tokens, without torch ---
 
     def resizing(self, processor: Any) -> Resizing:
@@ -197,8 +192,9 @@ class Resizing(Protocol):
             ValueError: the processor refuses an image of this size.
         """
 
-    def num_tokens(self, width: int, height: int) -> int:
-        """Placeholder tokens of a resized image."""
+    def expansion(self, width: int, height: int) -> Sequence[int]:
+        """Token ids that the processor writes in place of the one placeholder of a resized image: a token for each row
+        of its features, and where the family has them markers of tiles, ends and lines."""
 
 
 class ImageLayout(Protocol):

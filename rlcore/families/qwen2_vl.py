@@ -36,13 +36,11 @@ class Qwen2VLImages:
         "<|image_pad|>",
         "<|video_pad|>",
     )
-
-    around: tuple[str, ...] = ()
     takes_tiles: bool = False
     adapts_tower: bool = True
 
     def resizing(self, processor: Any) -> GridResizing:
-        return GridResizing(processor.image_processor)
+        return GridResizing(processor)
 
     def layout(self, config: Any) -> GridLayout:
         return GridLayout(image_token_id=config.image_token_id, merge_size=config.vision_config.spatial_merge_size)
@@ -157,13 +155,15 @@ class GridResizing:
 
     @property
     def factor(self) -> int:
-        return int(self.processor.patch_size * self.processor.merge_size)
+        settings = self.processor.image_processor
+        return int(settings.patch_size * settings.merge_size)
 
     def target_size(self, width: int, height: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
         return target_size(width, height, self.factor, min_pixels, max_pixels)
 
-    def num_tokens(self, width: int, height: int) -> int:
-        return (width // self.factor) * (height // self.factor)
+    def expansion(self, width: int, height: int) -> Sequence[int]:
+        count = (width // self.factor) * (height // self.factor)
+        return [int(self.processor.image_token_id)] * count
 
 
 def target_size(width: int, height: int, factor: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:

@@ -3,25 +3,27 @@ import it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
 
 class Tower(nn.Module):
-    """``vision_tower`` and ``multi_modal_projector`` of a model that has them next to each other. They stay the model's
-    own modules, so weights and adapters keep their names."""
+    """The vision tower and the projector of a model that has them next to each other. They stay the model's own
+    modules, so weights and adapters keep their names."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, parts: Mapping[str, Any], features: Callable[[Tensor], Tensor]) -> None:
         """
         Args:
-            model: with ``get_image_features``, which calls both.
+            parts: by their names in the model; the vision tower, whose configuration is the tower's, first.
+            features: calls them: pixels -> [tiles, tokens of a tile, H].
         """
         super().__init__()
-        self.vision_tower, self.multi_modal_projector = model.vision_tower, model.multi_modal_projector
-        self.config = model.vision_tower.config
-        self._image_features = model.get_image_features
+        for name, part in parts.items():
+            self.add_module(name, part)
+        self.config = next(iter(parts.values())).config
+        self._features = features
 
-    def forward(self, pixels: Tensor) -> Any:
-        """transformers' output, whose ``pooler_output`` are the features [tiles, tokens of a tile, H]."""
-        return self._image_features(pixels)
+    def forward(self, pixels: Tensor) -> Tensor:
+        return self._features(pixels)

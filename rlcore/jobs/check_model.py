@@ -31,6 +31,7 @@ from rlcore.data.prompts import load_prompts
 from rlcore.distributed.cluster import pick_device
 from rlcore.distributed.worker import Worker, WorkerSpec
 from rlcore.errors import ModelError
+from rlcore.families import family_in
 from rlcore.jobs import job_main
 from rlcore.jobs.merge import merge_checkpoint
 from rlcore.models.checkpoint import BackgroundSaver
@@ -130,6 +131,7 @@ def examine(spec: CheckModelSpec, scratch: Path) -> ModelCheck:
     config, folder = spec.experiment, Path(spec.model.path)
     torch.set_num_threads(_threads(spec))
     trusted = config.model.trust_remote_code
+    family_in(folder)  # before transformers, which knows fewer types
     require_supported(
         load_hf_config(folder, trusted),
         sequence_parallel=config.training.sequence_parallel,

@@ -78,7 +78,7 @@ def _reading(processor: Any) -> dict[str, Any]:
     return {
         "kind": type(images).__name__,
         "image placeholder": processor.image_token_id,
-        "tile": str(settings.size) if images.takes_tiles else None,
+        "tile": f"{settings.size} {getattr(settings, 'max_image_size', '')}" if images.takes_tiles else None,
         **{name: getattr(settings, name, None) for name in names},
         **{name: [*map(float, getattr(settings, name))] for name in ("image_mean", "image_std")},
     }

@@ -1,9 +1,9 @@
 """The embedded default policies ``tiny``: real models of about a million parameters, made on the spot.
 
-The policy for geometry is a Qwen2.5-VL, or a Qwen3-VL with or without experts, with its own vision tower and image
-processor. Those for sums and countdown are a Qwen2. All read bytes and save as ordinary Hugging Face folders. Random
-weights are never right and so never rewarded. A short supervised run on synthetic problems therefore teaches the format
-and a few right answers, and stops there: the rest is left to reinforcement learning.
+The policy for geometry is a Qwen2.5-VL, a Qwen3-VL with or without experts, or a SmolVLM, with its own vision tower and
+image processor. Those for sums and countdown are a Qwen2. All read bytes and save as ordinary Hugging Face folders.
+Random weights are never right and so never rewarded. A short supervised run on synthetic problems therefore teaches the
+format and a few right answers, and stops there: the rest is left to reinforcement learning.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     GenerationConfig,
+    Idefics3Config,
+    Idefics3ForConditionalGeneration,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
@@ -40,7 +42,12 @@ from rlcore.data.synthetic.geometry import SyntheticProblem, draw_problem
 from rlcore.data.tiny import END_OF_TURN, PAD, PictureProcessor, build_processor, build_text_tokenizer, build_tokenizer
 from rlcore.models.loading import save_published
 
-PictureModel = Qwen2_5_VLForConditionalGeneration | Qwen3VLForConditionalGeneration | Qwen3VLMoeForConditionalGeneration
+PictureModel = (
+    Qwen2_5_VLForConditionalGeneration
+    | Qwen3VLForConditionalGeneration
+    | Qwen3VLMoeForConditionalGeneration
+    | Idefics3ForConditionalGeneration
+)
 
 GAME = CountdownConfig(numbers=(3, 4), max_number=12, max_target=40, operations=("+", "-"))
 """The countdown of the warm start. The experiment grpo-countdown-tiny plays the same kind."""
@@ -82,7 +89,9 @@ class _Example:
     token_ids: Tensor  # [L]
     labels: Tensor  # [L], _IGNORED on the prompt
     pixel_values: Tensor | None = None  # [N, 1176], or [N, 1536] with patches of 16 pixels
-    image_grid_thw: Tensor | None = None  # [1, 3]
+    image_grid_thw: Tensor | None = (
+        None  # [1, 3]; None of tiles, whose pixel_values are [tiles, channels, rows, columns]
+    )
 
 
 def create_tiny_policy(folder: Path, config: TinyModelConfig, *, tied: bool = True) -> int:
@@ -114,6 +123,8 @@ def build_model(family: str | None, seed: int, *, tied: bool = True) -> PictureM
     Args:
         family: ``model.tiny.family``.
     """
+    if family == "idefics3":
+        return _build_named_tile_model(seed, tied)
     tokenizer = build_tokenizer()
     token: Any = tokenizer.convert_tokens_to_ids
     # with the usual base of 10,000, neighbours in a picture differ by 0.003 radian only
@@ -157,6 +168,36 @@ def build_model(family: str | None, seed: int, *, tied: bool = True) -> PictureM
     model: PictureModel = _random_model(make_model, config, tokenizer, seed)
     if tied:  # the head has the embedding's deviation: logits would have one of sqrt(_HIDDEN) instead of 1
         torch.nn.init.constant_(model.model.language_model.norm.weight, _HIDDEN**-0.5)
+    return model
+
+
+def _build_named_tile_model(seed: int, tied: bool) -> Idefics3ForConditionalGeneration:
+    processor: Any = build_processor("idefics3")
+    tokenizer, side = processor.tokenizer, processor.image_processor.max_image_size["longest_edge"]
+    config = Idefics3Config(
+        text_config={
+            **_decoder_options(tokenizer),
+            "model_type": "llama",
+            "rope_parameters": {"rope_type": "default", "rope_theta": _TEXT_ROPE_THETA},
+            "tie_word_embeddings": tied,
+        },
+        vision_config={
+            "hidden_size": _HIDDEN,
+            "intermediate_size": 2 * _HIDDEN,
+            "num_hidden_layers": 2,
+            "num_attention_heads": _HEADS,
+            "image_size": side,
+            "patch_size": side // 4,
+        },
+        image_token_id=processor.image_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        scale_factor=2,
+        tie_word_embeddings=tied,
+        dtype="float32",
+    )
+    model: Idefics3ForConditionalGeneration = _random_model(Idefics3ForConditionalGeneration, config, tokenizer, seed)
+    if tied:
+        torch.nn.init.constant_(model.model.text_model.norm.weight, _HIDDEN**-0.5)
     return model
 
 
@@ -284,7 +325,9 @@ def _worked_example(
     if isinstance(problem, SyntheticProblem):
         inputs = processor(text=[prompt], images=[problem.picture], return_tensors="pt")
         prompt_ids = inputs["input_ids"][0]
-        pixels = {name: inputs[name] for name in ("pixel_values", "image_grid_thw")}
+        pixels = {name: inputs[name] for name in ("pixel_values", "image_grid_thw") if name in inputs}
+        if "image_grid_thw" not in pixels:
+            pixels["pixel_values"] = pixels["pixel_values"][0]
     else:
         prompt_ids = torch.tensor(tokenizer.encode(prompt, add_special_tokens=False))
     completion = torch.tensor(tokenizer.encode(completion_text(problem) + END_OF_TURN, add_special_tokens=False))
@@ -302,10 +345,11 @@ def _supervised_loss(model: PreTrainedModel, batch: list[_Example]) -> Tensor:
     mask = pad_sequence([torch.ones_like(example.token_ids) for example in batch], batch_first=True)
     images: dict[str, Tensor] = {}
     if batch[0].pixel_values is not None:
-        images = {
-            "mm_token_type_ids": (token_ids == model.config.image_token_id).int(),
-            "pixel_values": torch.cat([e.pixel_values for e in batch if e.pixel_values is not None]),
-            "image_grid_thw": torch.cat([e.image_grid_thw for e in batch if e.image_grid_thw is not None]),
-        }
+        images["pixel_values"] = torch.cat([e.pixel_values for e in batch if e.pixel_values is not None])
+        if batch[0].image_grid_thw is None:
+            images["pixel_values"] = images["pixel_values"][None]
+        else:
+            images["mm_token_type_ids"] = (token_ids == model.config.image_token_id).int()
+            images["image_grid_thw"] = torch.cat([e.image_grid_thw for e in batch if e.image_grid_thw is not None])
     loss: Tensor = model(input_ids=token_ids, attention_mask=mask, labels=labels, **images).loss
     return loss

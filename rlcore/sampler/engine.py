@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from rlcore.config import ExperimentConfig, RolloutConfig
 from rlcore.data.pixels import ImageStore
+from rlcore.data.prompts import load_prompts
 from rlcore.errors import SamplerError
 from rlcore.families import family_in, images_in
 from rlcore.families.protocol import Family
@@ -63,24 +64,19 @@ class Engine:
         """
         set_engine_environment(device)
         with importing_vllm():
-            from transformers import AutoImageProcessor
             from vllm import LLM
 
         rollout, self.config, self.device, self._folder = config.rollout, config, device, model
-        self.image_token_id: int | None = json.loads((model / "config.json").read_text()).get("image_token_id")
         self.dtype = cast(torch.dtype, getattr(torch, engine_dtype(device, rollout.dtype)))
         _register_model_class(model)
         gc.freeze()  # vLLM collects garbage five times while it starts; the objects made by imports never are
         if not join_world and not starts_workers:
             _world_of_one()
         options: dict[str, Any] = {}
-        if (images := images_in(model)) is not None:
+        if images_in(model) is not None:
             options["limit_mm_per_prompt"] = {"image": config.data.max_images, "video": 0}
-            options["mm_processor_kwargs"] = images.engine_options(
-                AutoImageProcessor.from_pretrained(model, local_files_only=True),  # type: ignore[no-untyped-call]
-                config.data.min_pixels,
-                config.data.max_pixels,
-            )
+            self._prompts = load_prompts(config, model)
+            options["mm_processor_kwargs"] = self._prompts.engine_options
             options["skip_mm_profiling"] = True
         if device == "cpu":
             options["kv_cache_memory_bytes"] = rollout.kv_cache_mib << 20
@@ -127,8 +123,6 @@ class Engine:
                 distributed_executor_backend="mp" if starts_workers else _launcher() if gloo else "external_launcher",
                 **options,
             )
-        around = [] if images is None else list(images.around)
-        self._around: list[int] = self.llm.get_tokenizer().convert_tokens_to_ids(around)
 
     def _record_routes(self, model_runner: Any) -> None:
         from vllm.forward_context import get_forward_context
@@ -179,7 +173,7 @@ class Engine:
     ) -> list[list[float]]:
         """Log-probs (nats, temperature 1) of each sequence's completion tokens."""
         prompts = [
-            engine_prompt(collapse_images(s.token_ids, self.image_token_id, self._around), s.images, images)
+            engine_prompt(self._prompts.collapse(s.token_ids, s.images) if s.images else s.token_ids, s.images, images)
             for s in sequences
         ]
         params = sampling_params(max_tokens=1, temperature=0, prompt_logprobs=0, detokenize=False)
@@ -446,26 +440,6 @@ def vllm_sequence_logprobs(
     }
     engine = Engine(model, config.model_copy(update=update), device, join_world=False, starts_workers=together > 1)
     return engine.prompt_logprobs(sequences, ImageStore(dataset))
-
-
-def collapse_images(token_ids: Sequence[int], image_token_id: int | None, around: Sequence[int] = ()) -> list[int]:
-    """One placeholder per run of image tokens, as vLLM takes prompts.
-
-    Args:
-        around: the token before and the one after each run, which vLLM writes together with it; or none.
-    """
-    collapsed: list[int] = []
-    follows_image = False
-    for token in token_ids:
-        is_image = token == image_token_id
-        if is_image and not follows_image:
-            if around:
-                collapsed.pop()
-            collapsed.append(token)
-        elif not is_image and not (follows_image and around):
-            collapsed.append(token)
-        follows_image = is_image
-    return collapsed
 
 
 def padded_rank(rank: int) -> int:

@@ -16,7 +16,7 @@ from typing import Any
 from rlcore.artifacts import CheckRow, ModelCheck
 from rlcore.errors import RlflowError
 from rlcore.models.comparison import FLOAT32_TOLERANCE
-from tests.checking import FAMILIES, checked, make_model
+from tests.checking import FAMILIES, REFUSED, checked, make_model
 from tests.integration.engine_bench import measured
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
@@ -29,9 +29,16 @@ SETTINGS = (
     ("qwen3_vl", "model.compute_dtype=bfloat16"),
     ("qwen3_vl_moe", "model.freeze_vision_tower=true"),
     ("qwen3_vl_moe", "model.compute_dtype=bfloat16"),
+    ("glm4v", "model.lora.rank=8"),
+    ("glm4v", "model.freeze_vision_tower=true"),
+    ("glm4v", "model.compute_dtype=bfloat16"),
     ("internvl", "model.lora.rank=8"),
     ("internvl", "model.freeze_vision_tower=true"),
     ("internvl", "model.compute_dtype=bfloat16"),
+    ("idefics3", "model.lora.rank=8"),
+    ("idefics3", "model.lora.vision_tower=true"),
+    ("idefics3", "model.freeze_vision_tower=true"),
+    ("idefics3", "model.compute_dtype=bfloat16"),
     ("qwen3_moe", "model.lora.rank=8"),
     ("qwen3_moe", "model.compute_dtype=bfloat16"),
     ("gemma3_text", "model.lora.rank=8"),
@@ -56,8 +63,9 @@ Llama 3 and DeepSeek-R1-Distill-Llama are llama with long context. Qwen2.5 and D
 Phi-4 is `phi3`, and Phi-4-mini turns part of each head. Gemma 3 has a sliding window of 16 tokens here, which all of
 its sequences exceed; `gemma3_text` is its text model, such as Gemma-3-1B. InternVL3.5 is `internvl`, and InternVL3 has
 the older decoder. Its tiles have 56 x 56 pixels here, and a picture has six to nine of them and one of the whole
-picture. With adapters vLLM computes experts by Triton alone, which a CPU does not have. In bfloat16 rounding sends some
-tokens to another expert than in float32, so more is allowed there.
+picture. SmolVLM is `idefics3`; its tiles have 28 x 28 pixels here, and a picture has six to nine of them and one of the
+whole picture. GLM-4.1V is `glm4v`. With adapters vLLM computes experts by Triton alone, which a CPU does not have. In
+bfloat16 rounding sends some tokens to another expert than in float32, so more is allowed there.
 
 """
 _FOOT = """
@@ -113,7 +121,7 @@ def _cell(row: CheckRow) -> str:
 def _reason(message: str) -> str:
     """The refusal from its error on, without the model's folder and lists of names."""
     reason = message.partition(" cannot be sampled from while it trains: ")[2] or message
-    return f"`{reason.split(chr(10))[0].partition('. ')[0][:160]}`"
+    return f"`{reason.split(chr(10))[0].partition('. ')[0][:320]}`"
 
 
 def main() -> None:
@@ -122,7 +130,7 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="the first family alone")
     arguments = parser.parse_args()
     results: dict[str, dict[str, Any]] = {}
-    models = [*((family,) for family in FAMILIES), *SETTINGS]
+    models = [*((family,) for family in (*FAMILIES, *REFUSED)), *SETTINGS]
     for name, *overrides in models[: 1 if arguments.tiny else None]:
         row = ", ".join([f"`{name}`" if "," not in name else name, *(f"`{override}`" for override in overrides)])
         with tempfile.TemporaryDirectory() as folder, redirect_stdout(io.StringIO()):  # all that was measured

@@ -13,10 +13,13 @@ from types import SimpleNamespace
 import pytest
 
 from rlcore.errors import ModelError
-from rlcore.families import FAMILIES, family_in, family_of, images_in, images_of, is_of_tower
+from rlcore.families import FAMILIES, REFUSED, family_in, family_of, images_in, images_of, is_of_tower
 
 ROOT = Path(__file__).resolve().parents[2]
-NAMES = "qwen|llama|mistral|mixtral|phi-?[34]|gemma|cohere|granite|olmo|llava|internvl|smolvlm|glm.?4|kimi.?vl|deepseek"
+NAMES = (
+    "qwen|llama|mistral|mixtral|phi-?[34]|gemma|cohere|granite|olmo|llava|internvl|smolvlm|idefics|glm.?4|kimi.?vl|"
+    "deepseek"
+)
 INSIDES = r"vision_config|spatial_merge|\.visual\b|deepstack|mrope"
 COMPARISON = r"model_type\b.{0,20}?(==|!=|\bin\b|startswith)|(==|!=|\bin\b|match) *(\w+\.)?model_type"
 KNOWLEDGE = re.compile(f"{NAMES}|{INSIDES}|{COMPARISON}", re.IGNORECASE)
@@ -68,16 +71,19 @@ from types import SimpleNamespace
 from rlcore.families import FAMILIES, PLACEHOLDERS
 sizes = []
 for family in {id(f.images): f for f in FAMILIES.values() if f.images}.values():
-    tiles = {"size": {"height": 28}, "min_patches": 1, "max_patches": 12}
+    tiles = {"size": {"height": 28, "longest_edge": 112}, "min_patches": 1, "max_patches": 12}
+    tiles["max_image_size"] = {"longest_edge": 28}
     processor = SimpleNamespace(image_processor=SimpleNamespace(patch_size=14, merge_size=2, **tiles))
-    vision = SimpleNamespace(spatial_merge_size=2, image_size=(28, 28), patch_size=(14, 14))
-    config = SimpleNamespace(image_token_id=1, vision_config=vision, downsample_ratio=0.5)
+    square = family.images.processors[0].startswith("Idefics")
+    sides = {"image_size": 28, "patch_size": 14} if square else {"image_size": (28, 28), "patch_size": (14, 14)}
+    vision = SimpleNamespace(spatial_merge_size=2, **sides)
+    config = SimpleNamespace(image_token_id=1, vision_config=vision, downsample_ratio=0.5, scale_factor=2)
     rule = family.images.resizing(processor)
     sizes.append((rule.target_size(487, 427, 3136, 2**20), family.images.layout(config).num_rows((1, 4, 6))))
 print(json.dumps([sizes, len(PLACEHOLDERS), [n for n in ("torch", "transformers", "vllm") if n in sys.modules]]))
 """
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
-    assert json.loads(answer.stdout) == [[[[476, 420], 6]] * 2 + [[[84, 84], 1]], 9, []]
+    assert json.loads(answer.stdout) == [[[[476, 420], 6]] * 3 + [[[84, 84], 1], [[112, 112], 1]], 18, []]
 
 
 def test_an_unsupported_family_is_refused_with_what_is_supported(tmp_path: Path) -> None:
@@ -86,6 +92,13 @@ def test_an_unsupported_family_is_refused_with_what_is_supported(tmp_path: Path)
         family_in(tmp_path)
     with pytest.raises(ModelError, match="model_type None"):
         family_of({})
+
+
+def test_a_family_that_was_tried_is_refused_with_what_is_missing() -> None:
+    assert not REFUSED.keys() & FAMILIES.keys()
+    for model_type, missing in REFUSED.items():
+        with pytest.raises(ModelError, match=re.escape(f"'{model_type}', which is refused: {missing}. Supported are ")):
+            family_of({"model_type": model_type})
 
 
 def test_a_text_model_of_any_type_can_be_sampled_from(tmp_path: Path) -> None:
@@ -112,11 +125,11 @@ def test_an_unknown_image_processor_is_refused() -> None:
 
 
 def test_families_with_the_same_image_processor_have_the_same_rule_of_sizes_and_tokens() -> None:
-    rules: dict[str, tuple[type, tuple[str, ...]]] = {}
+    rules: dict[str, type] = {}
     loaded = SimpleNamespace(image_processor=SimpleNamespace(patch_size=16, merge_size=2))
     for family in FAMILIES.values():
         for processor in () if family.images is None else family.images.processors:
-            rule = type(family.images.resizing(loaded)), family.images.around
+            rule = type(family.images.resizing(loaded))
             assert rules.setdefault(processor, rule) == rule
 
 
@@ -130,4 +143,6 @@ def test_every_vision_language_family_names_what_it_owns() -> None:
     assert is_of_tower("model.visual.deepstack_merger_list.2.linear_fc1.weight")
     assert is_of_tower("model.vision_tower.encoder.layer.0.attention.q_proj.weight")
     assert is_of_tower("multi_modal_projector.linear_1.weight")
+    assert is_of_tower("model.vision_model.encoder.layers.0.self_attn.q_proj.weight")
+    assert is_of_tower("model.connector.modality_projection.proj.weight")
     assert not is_of_tower("model.layers.0.mlp.up_proj.weight")

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from rlcore.config import ExperimentConfig
 from tests.checking import make_model
 from tests.integration.tiny_run import (
@@ -93,9 +95,10 @@ def test_a_mixture_resumes_bit_for_bit(tiny_model: Path, tmp_path: Path) -> None
     assert abs(places[0] - 3 * places[1]) <= 2, "within half a place of 3 : 1"
 
 
-def test_pictures_in_tiles_are_the_same_for_sampler_and_trainer(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["internvl", "idefics3"])
+def test_pictures_in_tiles_are_the_same_for_sampler_and_trainer(kind: str, tmp_path: Path) -> None:
     """Two steps of problems with no picture, one and two. The sampler refuses a prompt that vLLM expands otherwise."""
-    model = make_model(tmp_path / "model", "internvl")
+    model = make_model(tmp_path / "model", kind)
     config = experiment(**ALONE, **{"model.path": str(model)})
     (tmp_path / "data").mkdir()
     run(tmp_path / "out", model, mixed_problems(tmp_path / "data", config), config, until=2)

@@ -189,6 +189,16 @@ CONTROLS: dict[str, tuple[str, dict[str, Any], Callable[[], Any], dict[str, str]
             "adapters, merged": "the features of pictures",
         },
     ),
+    "named tiles that see each other": (
+        "idefics3",
+        {},
+        tiles_that_see_each_other,
+        {
+            TRAINER: "the features of pictures",
+            ZERO: "the features of pictures",
+            "adapters, merged": "the features of pictures",
+        },
+    ),
     "gradient of keys": ("qwen2", {}, lambda: attention_that(loses_the_gradient_of_keys), {GRADIENT: "k_proj"}),
     "adapters with values": ("mistral", {}, adapters_that_start_with_values, {ZERO: "decoder layer 0"}),
     "alpha": ("phi3", {}, alpha_forgotten_in_the_merge, {"adapters, merged": "decoder layer 0"}),
@@ -235,6 +245,8 @@ OTHERWISE = {
     "bfloat16 with images": ("qwen2_5_vl", "model.compute_dtype=bfloat16"),
     "bfloat16 weights": ("llama", "training.optimizer=adamw_bf16"),
     "adapters": ("qwen3", "model.lora.rank=4"),
+    "adapters of a tower with tiles": ("idefics3", "model.lora.vision_tower=true"),
+    "frozen tower with tiles": ("idefics3", "model.freeze_vision_tower=true"),
     "adapters of a tower": ("qwen2_vl", "model.lora.vision_tower=true"),
     "frozen tower": ("qwen2_5_vl", "model.freeze_vision_tower=true"),
 }

@@ -19,7 +19,7 @@ from rlcore.data.tiny import build_processor, build_text_tokenizer
 from rlcore.errors import ModelError
 from rlcore.jobs.bootstrap import bootstrap
 from rlcore.models.loading import save_published
-from rlcore.models.teacher import require_same_tokens, within_vocabulary, without_unknown
+from rlcore.models.teacher import _reading, require_same_tokens, within_vocabulary, without_unknown
 from rlcore.models.tiny import build_model, build_text_model
 from rlcore.models.torch_policy import TorchPolicy
 from rlcore.rollout.advantages import attach_advantages
@@ -266,6 +266,13 @@ def test_a_teacher_that_reads_images_otherwise_or_not_at_all_is_refused(
     with pytest.raises(ModelError, match="takes images, and the teacher .* takes none"):
         check(tiny_model, blind)
     check(blind, tiny_model)  # a policy of text and a teacher that could also see
+
+
+def test_processors_that_cut_other_tiles_read_images_otherwise() -> None:
+    own, other = build_processor("idefics3"), build_processor("idefics3")
+    assert _reading(own) == _reading(other)
+    other.image_processor.max_image_size = {"longest_edge": 42}
+    assert {name for name, value in _reading(own).items() if _reading(other)[name] != value} == {"tile"}
 
 
 def test_the_job_that_fetches_a_teacher_compares_it_with_the_policy(

@@ -1,4 +1,4 @@
-"""A vision tower that takes tiles, and whose projector stands next to it: frozen, over ranks, and with adapters."""
+"""Vision towers that take tiles, and whose projector stands next to them: frozen, over ranks, and with adapters."""
 
 from __future__ import annotations
 
@@ -17,13 +17,23 @@ from tests.checking import make_model
 from tests.numerics import toy
 from tests.ranks import on_ranks
 
-TYPE = "internvl"
 KL = 0.1
+# by model type: the tower and its projector, and the tiles of the pictures: several, and one of the whole picture
+PARTS = {"internvl": ("vision_tower", "multi_modal_projector"), "idefics3": ("vision_model", "connector")}
+GRIDS = {
+    "internvl": {(1, 56, 56), (5, 56, 56), (7, 56, 56)},
+    "idefics3": {(7, 28, 28), (10, 28, 28)},
+}
+
+
+@pytest.fixture(scope="module", params=PARTS)
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("tiles") / "model", TYPE)
+def model(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("tiles") / kind, kind)
 
 
 def settings(*, degree: int = 1, **model: Any) -> ExperimentConfig:
@@ -33,17 +43,17 @@ def settings(*, degree: int = 1, **model: Any) -> ExperimentConfig:
     return base.model_copy(update={"training": training, "model": own})
 
 
-def samples() -> list[TrainingSample]:
-    """Pictures of one, four and six tiles, and texts."""
+def samples(kind: str) -> list[TrainingSample]:
+    """Pictures of several numbers of tiles, and texts."""
     return [
-        *toy.samples(6, group=2, model_type=TYPE),
-        *toy.samples(2, group=2, seed=5, text_only=True, model_type=TYPE),
+        *toy.samples(6, group=2, model_type=kind),
+        *toy.samples(2, group=2, seed=5, text_only=True, model_type=kind),
     ]
 
 
 def taken(policy: TorchPolicy, rank: int = 0, world: int = 1) -> dict[str, Any]:
     """Loss and gradients of one step that is not taken. The ranks' rows differ."""
-    every = samples()
+    every = samples(policy.model.hf.config.model_type)
     plan = toy.plan(every, num_ranks=world, token_budget=150)[rank]
     mine = [[every[i] for i in micro] for micro in plan]
     policy.logprobs(mine, reference=True)
@@ -58,24 +68,25 @@ def apart(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float
     return float((a / a.norm() - b / b.norm()).norm())
 
 
-def test_pictures_have_one_tile_and_several() -> None:
-    grids = {toy.features(image, TYPE).grid_thw for sample in samples() for image in sample.images}
-    assert grids == {(1, 56, 56), (5, 56, 56), (7, 56, 56)}  # several, and one of the whole picture
+def test_pictures_have_several_numbers_of_tiles(kind: str) -> None:
+    grids = {toy.features(image, kind).grid_thw for sample in samples(kind) for image in sample.images}
+    assert grids == GRIDS[kind]
 
 
-def test_a_frozen_tower_runs_once_for_policy_and_reference(model: Path) -> None:
+def test_a_frozen_tower_runs_once_for_policy_and_reference(kind: str, model: Path) -> None:
+    tower, projector = PARTS[kind]
     trained = taken(toy.policy(model, settings()))["gradients"]
     policy = toy.policy(model, settings(freeze_vision_tower=True))
     inside = policy.model.hf.model
     calls: list[int] = []
-    inside.vision_tower.register_forward_pre_hook(lambda *_: calls.append(1))
+    inside.get_submodule(tower).register_forward_pre_hook(lambda *_: calls.append(1))
     frozen = taken(policy)["gradients"]
-    assert len(calls) == len({image for sample in samples() for image in sample.images})
-    of_tower = {name for name in trained if "vision_tower" in name or "multi_modal_projector" in name}
+    assert len(calls) == len({image for sample in samples(kind) for image in sample.images})
+    of_tower = {name for name in trained if tower in name or projector in name}
     assert of_tower == trained.keys() - frozen.keys()
     assert apart(frozen, trained) < 3e-6
-    assert policy.reference.hf.model.vision_tower is inside.vision_tower
-    assert policy.reference.hf.model.multi_modal_projector is inside.multi_modal_projector
+    for part in (tower, projector):
+        assert policy.reference.hf.model.get_submodule(part) is inside.get_submodule(part)
 
 
 VARIANTS: dict[str, dict[str, Any]] = {

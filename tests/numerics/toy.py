@@ -32,9 +32,13 @@ from tests.ranks import whole
 
 PROCESSOR = build_processor()
 # by model type, where it is another
-PROCESSORS = {name: build_processor(name) for name in ("qwen3_vl", "internvl")}
+PROCESSORS = {name: build_processor(name) for name in ("qwen3_vl", "glm4v", "internvl", "idefics3")}
 PROCESSORS["qwen3_vl_moe"] = PROCESSORS["qwen3_vl"]
-GRIDS, TILES = (PromptBuilder(p, DataConfig(template="tiny")) for p in (PROCESSOR, PROCESSORS["internvl"]))
+GRIDS = PromptBuilder(PROCESSOR, DataConfig(template="tiny"))
+# by model type, where pictures have other tokens
+PROMPTS = {
+    name: PromptBuilder(PROCESSORS[name], DataConfig(template="tiny")) for name in ("glm4v", "internvl", "idefics3")
+}
 BANNED = list(GRIDS.banned_token_ids)
 PICTURES: dict[str, Image.Image] = {}
 
@@ -55,8 +59,8 @@ def config(**algorithm: object) -> ExperimentConfig:
 def features(image: ImageRef, model_type: str = "") -> ImageFeatures:
     """Pixels and grid as models of this type take them. The number of tokens of these pictures is the same for all."""
     picture = PICTURES[image.sha256]
-    if model_type == "internvl":
-        return ImageFeatures(*TILES.read(picture))
+    if model_type in PROMPTS:
+        return ImageFeatures(*PROMPTS[model_type].read(picture))
     out = PROCESSORS.get(model_type, PROCESSOR).image_processor(images=[picture], return_tensors="pt")
     time, height, width = out["image_grid_thw"][0].tolist()
     return ImageFeatures(out["pixel_values"], (time, height, width))
@@ -68,11 +72,11 @@ def samples(
     """Ragged sequences; ``group`` of them share a picture. Random completions, advantages of either sign.
 
     Args:
-        model_type: with pictures and tokens as models of this type take them. Those of other types than InternVL are
-            the same for all.
+        model_type: with pictures and tokens as models of this type take them. Those of all Qwen types are the
+            same.
     """
     random = np.random.default_rng(seed)
-    prompts = TILES if model_type == "internvl" else GRIDS
+    prompts = PROMPTS.get(model_type, GRIDS)
     found = []
     for index in range(count):
         problem = draw_problem("train", index // group, seed)

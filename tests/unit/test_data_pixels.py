@@ -16,6 +16,9 @@ from PIL import Image
 
 from rlcore.data.pixels import Header, load_rgb, read_header, stable_target_size
 from rlcore.data.rejects import Reason, Unusable
+from rlcore.families.glm4v import EnlargingGridResizing
+from rlcore.families.idefics3 import NamedTileResizing
+from rlcore.families.idefics3 import tile_grid as named_tile_grid
 from rlcore.families.internvl import TileResizing, tile_grid
 from rlcore.families.qwen2_vl import GridResizing, target_size
 
@@ -23,12 +26,20 @@ SIDES = st.integers(1, 6000)
 
 
 def grid(factor: int) -> GridResizing:
-    return GridResizing(SimpleNamespace(patch_size=factor // 2, merge_size=2))
+    settings = SimpleNamespace(patch_size=factor // 2, merge_size=2)
+    return GridResizing(SimpleNamespace(image_processor=settings))
 
 
 def tiles(most: int = 12) -> TileResizing:
     processor = SimpleNamespace(size={"height": 448, "width": 448}, min_patches=1, max_patches=most)
-    return TileResizing(SimpleNamespace(image_processor=processor, image_seq_length=256))
+    tokenizer = SimpleNamespace(convert_tokens_to_ids=lambda tokens: range(len(tokens)))
+    loaded = {"image_processor": processor, "image_seq_length": 256, "image_token_id": 9, "tokenizer": tokenizer}
+    return TileResizing(SimpleNamespace(**loaded))
+
+
+def named_tiles(longest: int = 4 * 364) -> NamedTileResizing:
+    sizes = {"size": {"longest_edge": longest}, "max_image_size": {"longest_edge": 364}}
+    return NamedTileResizing(SimpleNamespace(image_processor=SimpleNamespace(**sizes)))
 
 
 def encode(image: Image.Image, format: str = "PNG", **options) -> bytes:
@@ -108,6 +119,22 @@ def test_a_size_that_a_second_pass_would_change_is_refused(width, height, low, h
     assert reason_of(stable_target_size, width, height, grid(28), low, high) == Reason.IMAGE_SHAPE
 
 
+@settings(max_examples=400)
+@given(SIDES, SIDES, st.sampled_from([28, 32]))
+def test_the_size_of_an_enlarged_grid_is_that_of_the_model_s_processor(width, height, factor):
+    from transformers.models.glm4v.image_processing_glm4v import smart_resize
+
+    rule = EnlargingGridResizing(grid(factor).processor)
+    low, high = 56 * 56, 1024 * 1024
+    try:  # the processor counts the pixels of two frames
+        rows, columns = smart_resize(2, height, width, 2, factor, 2 * low, 2 * high)
+    except ValueError:
+        with pytest.raises(ValueError, match="aspect ratio"):
+            rule.target_size(width, height, low, high)
+        return
+    assert rule.target_size(width, height, low, high) == (columns, rows)
+
+
 def test_a_grid_of_tiles_worked_out_by_hand():
     assert tile_grid(800, 500, 448, 1, 12) == (3, 2)  # 1.6: 3/2 is nearer than 4/3 and 2/1; 5/3 has too many
     assert tile_grid(800, 800, 448, 1, 12) == (2, 2)  # 640,000 is more than half of 4 tiles, less than half of 9
@@ -133,7 +160,8 @@ def test_bounds_on_pixels_are_bounds_on_tiles():
     assert tiles().target_size(2000, 1000, 1, 10**7) == (4 * 448, 2 * 448)
     assert tiles(most=4).target_size(2000, 1000, 1, 10**7) == (896, 448)  # the processor's own bound
     assert tiles().target_size(100, 100, 200_705, 10**7) == (896, 896)  # at least two tiles
-    assert [tiles().num_tokens(448 * columns, 448) for columns in (1, 2)] == [256, 3 * 256]  # with the whole image
+    counts = [len(tiles().expansion(448 * columns, 448)) for columns in (1, 2)]
+    assert counts == [2 + 256, 2 + 3 * 256]  # around, and with the whole image
     assert reason_of(stable_target_size, 100, 100, tiles(), 1, 200_703) == Reason.IMAGE_SHAPE
 
 
@@ -142,6 +170,40 @@ def test_bounds_on_pixels_are_bounds_on_tiles():
 def test_every_image_has_tiles_that_a_second_pass_leaves_alone(width, height, most):
     size = stable_target_size(width, height, tiles(most), 1, 10**7)
     assert tiles(most).target_size(*size, 1, 10**7) == size
+
+
+def test_named_tiles_worked_out_by_hand():
+    assert named_tile_grid(800, 500, 364, 1456) == (1456, 1092)  # 910 pixels high, in three rows
+    assert named_tile_grid(500, 800, 364, 1456) == (1092, 1456)
+    assert named_tile_grid(10, 10, 364, 1456) == (1456, 1456)
+    assert named_tile_grid(9000, 1, 364, 1456) == (1456, 364)
+    with pytest.raises(ValueError, match="0x5 has a side below 1"):
+        named_tile_grid(0, 5, 364, 1456)
+
+
+@settings(max_examples=300)
+@given(SIDES, SIDES, st.sampled_from([364, 512]), st.integers(1, 4))
+def test_the_grid_of_named_tiles_is_that_of_the_model_s_processor(width, height, side, most):
+    from transformers import Idefics3ImageProcessor
+
+    sizes = {"size": {"longest_edge": most * side}, "max_image_size": {"longest_edge": side}}
+    _, rows, columns = Idefics3ImageProcessor(**sizes).get_number_of_image_patches(height, width)
+    found = named_tile_grid(width, height, side, most * side)
+    assert found == (max(1, columns) * side, max(1, rows) * side)
+
+
+def test_the_largest_number_of_pixels_bounds_the_longer_side_of_named_tiles():
+    assert named_tiles().target_size(2000, 1000, 1, 10**7) == (1456, 728)  # the processor's own bound
+    assert named_tiles().target_size(2000, 1000, 1, 10**6) == (728, 364)  # a side of 1,000 has two tiles
+    assert named_tiles().target_size(2000, 1000, 1, 364**2) == (364, 364)
+    assert reason_of(stable_target_size, 100, 100, named_tiles(), 1, 364**2 - 1) == Reason.IMAGE_SHAPE
+
+
+@settings(max_examples=200)
+@given(SIDES, SIDES, st.integers(1, 4))
+def test_every_image_has_named_tiles_that_a_second_pass_leaves_alone(width, height, most):
+    size = stable_target_size(width, height, named_tiles(most * 364), 1, 10**7)
+    assert named_tiles(most * 364).target_size(*size, 1, 10**7) == size
 
 
 RED, HALF_BLACK = (255, 0, 0), (0, 0, 0, 128)

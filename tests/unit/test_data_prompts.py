@@ -20,7 +20,6 @@ from rlcore.config import DataConfig, ModelConfig, TinyModelConfig, build_experi
 from rlcore.data.prompts import PromptBuilder, TextProcessor, load_processor
 from rlcore.data.tiny import build_processor
 from rlcore.errors import ConfigError, DataError, ModelError
-from rlcore.sampler.engine import collapse_images
 from rlcore.types import ImageRef, Message, Problem
 
 LOW, HIGH = 56 * 56, 512 * 512
@@ -133,7 +132,7 @@ def test_turns_of_an_example_come_before_the_question_which_alone_the_template_w
 
 
 @pytest.mark.parametrize("sizes", [[(300, 170)], [(60, 60), (100, 190)]])
-@pytest.mark.parametrize("family", [None, "internvl"])
+@pytest.mark.parametrize("family", [None, "glm4v", "internvl", "idefics3"])
 def test_expanded_pictures_are_the_processor_s_own_and_collapse_again(family, sizes):
     prompts = PromptBuilder(build_processor(family), with_template("tiny"))
     sizes = [prompts.target_size(*size) for size in sizes]
@@ -143,9 +142,33 @@ def test_expanded_pictures_are_the_processor_s_own_and_collapse_again(family, si
     expected = build_processor(family)(text=[text], images=pictures, return_tensors="np")["input_ids"][0]
     expanded = prompts.tokens(item)
     np.testing.assert_array_equal(expanded, expected)
-    around = [] if family is None else prompts.tokenizer.convert_tokens_to_ids(["<img>", "</img>"])
-    collapsed = collapse_images(expanded.tolist(), prompts.image_token_id, around)
-    np.testing.assert_array_equal(collapsed, prompts.unexpanded(item))
+    np.testing.assert_array_equal(prompts.collapse(expanded.tolist(), item.images), prompts.unexpanded(item))
+
+
+def test_each_named_tile_has_its_marker_and_each_row_its_line_break():
+    prompts = PromptBuilder(build_processor("idefics3"), with_template("tiny"))
+    tile, end = "<image>" * 4, "<fake_token_around_image>"
+    item = problem("<image>Which?", (56, 28))
+    assert prompts.tokenizer.decode(prompts.tokens(item)).startswith(
+        f"<|im_start|>user\n{end}<row_1_col_1>{tile}{end}<row_1_col_2>{tile}\n\n{end}<global-img>{tile}{end}Which?"
+    )
+    alone = problem("<image>Which?", (28, 28))
+    assert prompts.tokenizer.decode(prompts.tokens(alone)).startswith(
+        f"<|im_start|>user\n{end}<global-img>{tile}{end}Which?"
+    )
+    assert [prompts.image_tokens(56, 28), prompts.image_tokens(28, 28)] == [3 * 6 + 2 + 1, 7]
+
+
+def test_tokens_that_are_not_those_of_the_image_do_not_collapse():
+    prompts = PromptBuilder(build_processor("idefics3"), with_template("tiny"))
+    tokens = prompts.tokens(problem("<image>Which?", (28, 28)))
+    with pytest.raises(DataError, match="the 21 tokens of an image are not in the sequence"):
+        prompts.collapse(tokens.tolist(), [ImageRef("0", 56, 28)])
+
+
+def test_the_marker_of_images_is_no_special_token_of_the_problem():
+    prompts = PromptBuilder(build_processor("idefics3"), with_template("tiny"))
+    assert prompts.special_tokens_in("<image>What?<global-img>") == ["<global-img>"]
 
 
 def test_a_text_model_gets_the_turns_as_plain_text(plain):

@@ -11,6 +11,10 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
+    Glm4vConfig,
+    Glm4vForConditionalGeneration,
+    Idefics3Config,
+    Idefics3ForConditionalGeneration,
     InternVLConfig,
     InternVLForConditionalGeneration,
     Qwen2_5_VLConfig,
@@ -226,6 +230,32 @@ def test_tiles_count_as_windows_and_the_whole_image_as_one_more() -> None:
     one, two = (pass_work(shape.shape, [], [size]).forward_flops for size in [(56, 56), (112, 56)])
     assert one == 2 * 16 * (tower.parameters + tower.merger_parameters / 4) + 4 * 32 * 16 * 2 * 16
     assert two == 3 * one
+
+
+def test_a_convolution_that_merges_patches_counts_as_part_of_the_merger() -> None:
+    text = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
+    vision = {"depth": 2, "num_heads": 2, "hidden_size": 32, "out_hidden_size": 16, "intermediate_size": 96}
+    with torch.device("meta"):
+        hf = Glm4vForConditionalGeneration(Glm4vConfig(text_config=text, vision_config=vision))
+        shape = architecture(hf, ModelConfig())
+    tower = shape.shape.tower
+    assert tower is not None
+    assert (tower.merged, tower.merger_parameters) == (4, 16 * 16 + 3 * 16 * 96 + 4 * 32 * 16)
+    assert tower.parameters == 2 * (4 * 32 * 32 + 3 * 32 * 16) + 2 * 3 * 14 * 14 * 32
+
+
+def test_named_tiles_count_as_windows_too() -> None:
+    text = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
+    vision = {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 32, "intermediate_size": 96}
+    config = Idefics3Config(text_config=text, vision_config={**vision, "image_size": 56, "patch_size": 14})
+    with torch.device("meta"):
+        shape = architecture(Idefics3ForConditionalGeneration(config), ModelConfig())
+    assert (shape.tower_hidden, shape.tower_intermediate, shape.tower_layers) == (32, 96, 2)
+    tower = shape.shape.tower
+    assert tower is not None
+    assert (tower.width, tower.parameters) == (32, 2 * (4 * 32 * 32 + 2 * 32 * 96) + 3 * 14 * 14 * 32)
+    assert (tower.merged, tower.merger_parameters) == (4, 4 * 32 * 16)
+    assert [tower.patches(56, 56), tower.patches(112, 56)] == [16, 3 * 16]
 
 
 A3B = {  # of Qwen3-30B-A3B

@@ -7,7 +7,9 @@ from transformers import (
     CohereConfig,
     Gemma2Config,
     Gemma3TextConfig,
+    Glm4vConfig,
     GraniteConfig,
+    Idefics3Config,
     InternVLConfig,
     MistralConfig,
     Qwen2Config,
@@ -31,7 +33,7 @@ def check(config: object, sequence_parallel: int = 1, tensor_parallel: int = 1) 
     require_supported(config, sequence_parallel=sequence_parallel, tensor_parallel=tensor_parallel)
 
 
-@pytest.mark.parametrize("family", [None, "qwen3_vl", "qwen3_vl_moe"])
+@pytest.mark.parametrize("family", [None, "qwen3_vl", "qwen3_vl_moe", "idefics3"])
 def test_the_tiny_policy_is_supported(family):
     check(build_model(family, 0).config, sequence_parallel=4, tensor_parallel=4)
 
@@ -113,6 +115,30 @@ def test_adapters_of_a_tower_for_which_the_engine_has_none_are_refused() -> None
 def test_tiles_that_vllm_reads_otherwise_and_unknown_decoders_are_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=message):
         check(InternVLConfig(**fields))
+
+
+def test_norms_and_biases_that_vllm_computes_otherwise_are_refused() -> None:
+    biased = {"attention_bias": True}
+    check(Glm4vConfig(text_config=biased))
+    with pytest.raises(ModelError, match=r"glm4v sets rms_norm_eps of vision_config to 1e-06, which vLLM ignores"):
+        check(Glm4vConfig(text_config=biased, vision_config={"rms_norm_eps": 1e-6}))
+    for fields in ({}, {"attention_bias": False}):
+        with pytest.raises(ModelError, match=r"does not set attention_bias of text_config to true"):
+            check(Glm4vConfig(text_config=fields))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"text_config": {"model_type": "qwen2"}}, "a decoder of type qwen2. Allowed is llama"),
+        ({"tie_word_embeddings": True}, r"tie_word_embeddings to True, and in text_config to False.*same value"),
+    ],
+)
+def test_named_tiles_with_a_decoder_or_head_that_vllm_reads_otherwise_are_refused(
+    fields: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ModelError, match=message):
+        check(Idefics3Config(**fields))
 
 
 def test_the_engine_cuts_the_feed_forward_layers_of_a_tower_with_tiles() -> None:

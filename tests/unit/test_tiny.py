@@ -101,6 +101,18 @@ def test_paper_is_zero_and_ink_negative() -> None:
     assert pixels.min().item() == pytest.approx(-2, abs=0.1)
 
 
+def test_a_named_tile_s_token_is_a_letter_s_cell_and_paper_is_almost_zero() -> None:
+    """Pictures of six by four cells are 3 x 2 tiles of 28 x 28 pixels, and the whole picture is one more."""
+    made = build_processor("idefics3")
+    problem = draw_problem("train", 2, 0)
+    assert problem.picture.size == (84, 56)
+    text = prompt(problem.question).replace("<|vision_start|><|image_pad|><|vision_end|>", "<image>")
+    inputs = made(text=[text], images=[problem.picture], return_tensors="pt")
+    assert inputs["pixel_values"].shape == (1, 7, 3, 28, 28)
+    assert int((inputs["input_ids"] == made.image_token_id).sum()) == 7 * 4
+    assert inputs["pixel_values"].max().item() == pytest.approx(0.02, abs=1e-5)
+
+
 def test_completions_are_short_and_in_the_math_format() -> None:
     for index in range(8):
         problem = draw_problem("train", index, 0)
@@ -121,10 +133,10 @@ def test_weights_depend_on_the_seed_and_the_generator_is_unchanged() -> None:
     assert same == again != other
 
 
-@pytest.mark.parametrize("family", [None, "qwen3_vl", "qwen3_vl_moe"])
+@pytest.mark.parametrize("family", [None, "qwen3_vl", "qwen3_vl_moe", "idefics3"])
 def test_size(family: str | None) -> None:
     parameters = sum(p.numel() for p in build_model(family, 0).parameters())
-    assert 1e6 < parameters < 4e6
+    assert 9e5 < parameters < 4e6
 
 
 def test_warm_start_is_reproducible_and_learns(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from rlcore.config import DataConfig
-from rlcore.data.pixels import IMAGE_MARKER
+from rlcore.data.pixels import IMAGE_MARKER, VIDEO_MARKER
 from rlcore.data.prepare.files import BATCH_ROWS, Row, Table, cell, images_of, open_file, source_files, videos_of
 from rlcore.data.prepare.layout import columns_of, lay_out
 from rlcore.data.rejects import Reason, Unusable
@@ -21,8 +21,6 @@ from rlcore.data.synthetic.sources import SYNTHETIC_SOURCES, write_synthetic
 from rlcore.errors import DataError, ServerError
 from rlcore.specs import PrepareSpec
 from rlcore.types import Message, Role
-
-VIDEO_MARKER = "<video>"
 
 ImageCell = bytes | Path | None  # encoded bytes or a file; None: anything else
 
