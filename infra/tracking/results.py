@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from mlflow import MlflowClient
 from mlflow.entities import Run as MlflowRun
@@ -15,6 +16,7 @@ from mlflow.exceptions import MlflowException
 from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID
 
 from infra.errors import RegistryError
+from infra.logs import without_password
 from infra.tracking.tracker import RUN_TAG, check_reachable
 
 _PAGE = 1000
@@ -105,6 +107,45 @@ class RegisteredVersion:
     version: str
     mlflow_run_id: str
     tags: dict[str, str]
+    aliases: tuple[str, ...] = ()
+    archived: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.name}/{self.version}" + "".join(f" @{alias}" for alias in self.aliases)
+
+
+def registered_versions(uri: str) -> list[RegisteredVersion]:
+    """Every version of every registered model. None of them if the database of ``uri`` does not exist yet.
+
+    Raises:
+        ServerError: MLflow does not answer.
+        RegistryError: MLflow refuses.
+    """
+    if uri.startswith("sqlite:///") and not Path(uri.removeprefix("sqlite:///")).exists():
+        return []
+    check_reachable(uri)
+    client = MlflowClient(tracking_uri=uri, registry_uri=uri)
+    try:
+        return [
+            RegisteredVersion(
+                item.name, str(item.version), str(item.run_id or ""), dict(item.tags),
+                tuple(sorted(alias for alias, version in model.aliases.items() if str(version) == str(item.version))),
+                archived=item.current_stage == "Archived",
+            )
+            for model in _pages(client.search_registered_models)
+            for item in _pages(client.search_model_versions, f"name = '{model.name}'")
+        ]  # fmt: skip
+    except MlflowException as error:
+        raise RegistryError(f"the registry of MLflow at {without_password(uri)} cannot be read: {error}") from error
+
+
+def _pages(search: Callable[..., Any], *words: str) -> Iterator[Any]:
+    """All results of a search that returns pages."""
+    token: str | None = None
+    while token != "":
+        page = search(*words, page_token=token)
+        yield from page
+        token = page.token or ""
 
 
 def find_model(uri: str, words: str) -> RegisteredVersion:
