@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from infra.settings import Settings
 from infra.store.disk import usage_of
@@ -183,8 +184,10 @@ class References:
         """Datasets with original images, and the dataset that was made from them by resizing."""
         for report in self._settings.datasets_dir.glob("raw-*/report.json"):
             with suppress(*UNREADABLE):
-                raw = DatasetRef.model_construct(digest=json.loads(report.read_bytes())["digest"])
-                name = resized_key(ResizeSpec.model_construct(dataset=raw))
+                # The name depends on the digest alone.
+                known: dict[str, Any] = {"digest": json.loads(report.read_bytes())["digest"]}
+                spec: dict[str, Any] = {"dataset": DatasetRef.model_construct(**known)}
+                name = resized_key(ResizeSpec.model_construct(**spec))
                 yield self._keys.of(report.parent), self._keys.of(self._settings.datasets_dir / name)
 
 
