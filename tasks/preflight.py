@@ -366,7 +366,7 @@ def require_quota(settings: Settings, needed_bytes: int, purpose: str) -> None:
     used = usage_of(settings.data_dir).bytes
     if used + needed_bytes > settings.max_gib * 2**30:
         raise StorageUnusableError(
-            f"{settings.data_dir} holds {used / 2**30:.2f} GiB, and {purpose} would add {needed_bytes / 2**30:.2f} GiB. "
+            f"{settings.data_dir} holds {used / 2**30:.2f} GiB, and {purpose} would add {needed_bytes / 2**30:.2f}. "
             f"RLFLOW_MAX_GIB allows {settings.max_gib:g}. rlflow clean shows what nobody needs, rlflow clean --yes "
             "removes it. Or raise RLFLOW_MAX_GIB, or keep fewer checkpoints (segment.keep_checkpoints)."
         )

@@ -182,6 +182,9 @@ class _Judge:
             yield item.held, ""
         yield from self._of_its_run(item)
         yield from self._of_its_ablation(item)
+        of_run = self._run_of(item.policy)
+        if of_run is not None and (of_run.alive or of_run.run_id not in self._over):
+            yield "an evaluation of a run that is alive or can be continued", of_run.run_id
         for path in (item.key, item.policy):
             if path is not None and path in self._used:
                 yield self._used[path]
@@ -191,6 +194,11 @@ class _Judge:
             yield "something runs and may use it", self._alive
         if not item.keep_bytes and self._inventory.now - item.used < self._days(item) * DAY_SECONDS:
             yield f"made or used within {_days(self._days(item))}", ""
+
+    def _run_of(self, policy: str | None) -> RunFacts | None:
+        """The run of a checkpoint."""
+        parts = PurePosixPath(policy or "").parts
+        return self._runs.get(parts[1]) if len(parts) > 1 and parts[0] == "runs" else None
 
     def _of_its_run(self, item: Item) -> Iterator[tuple[str, str]]:
         run = self._runs.get(item.run) if item.run is not None else None

@@ -102,6 +102,14 @@ def test_an_evaluation_stays_with_its_policy() -> None:
     assert not verdict(item, versions=(VersionFacts("toy/3", None, frozenset({MODEL.key})),)).removable
 
 
+def test_an_evaluation_stays_as_long_as_its_run_can_be_continued() -> None:
+    item = replace(EVALUATION, policy=CHECKPOINT.key)
+    run = replace(FINISHED, finished=False)
+    assert reason(item, runs=(run,)) == "an evaluation of a run that is alive or can be continued (a)"
+    assert verdict(item, runs=(FINISHED,)).removable
+    assert not verdict(item, runs=(replace(FINISHED, alive=True),)).removable
+
+
 def test_the_leaderboard_keeps_its_rows() -> None:
     rows = frozenset({"evaluations/e/completions.parquet", CHECKPOINT.key})
     run = replace(FINISHED, leaderboard=rows)

@@ -1,0 +1,253 @@
+"""clean on a data folder: it removes what nobody needs, whole, and a kill at any moment leaves nothing half deleted."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from infra.settings import Settings
+from infra.store.disk import Trash, usage_of
+from tasks.clean import act
+from tasks.clean.act import clean, is_mirrored, look
+from tasks.clean.report import CleanReport, json_of, rows_of, text_of
+from tasks.cli.clean import clean_here
+from tasks.experiments import experiment_values
+from tests.clean_folder import Folder, listing, make_folder, nothing_is_half_deleted, references_load
+
+GOES = {
+    *("runs/done/checkpoints/step-000010", "runs/done/checkpoints/step-000030", "runs/trunk/checkpoints/step-000020"),
+    *("runs/forked/checkpoints/step-000010", "runs/unfinished/checkpoints/.damaged-step-000010-1"),
+    *(f"runs/{name}/{part}" for name in ("done", "trunk") for part in ("trainer.log", "report", "stacks/hang-1")),
+    "runs/unfinished/stacks/hang-1",
+    *("datasets/loose", "datasets/of-done", "datasets/of-trunk", "datasets/.half.host-0.tmp"),
+    *("models/merged-loose-step-9", "evaluations/evaluate-loose", "jobs/evaluate-1", "jobs/evaluate-2"),
+    *("downloads/key", "compiled/inductor/x"),
+}
+AFTERWARDS = {"made/resize-loose.json", "made/evaluate-loose.json"}  # what they name is gone by then
+
+
+EXPERIMENTS = experiment_values()
+
+
+@pytest.fixture(autouse=True)
+def _nothing_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No temporary folders of other tests, and prefect.yaml is read once."""
+    monkeypatch.setattr("infra.processes.temporary_folders", lambda *_: [])
+    monkeypatch.setattr("tasks.clean.facts.experiment_values", lambda: EXPERIMENTS)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Folder:
+    return make_folder(tmp_path / "data")
+
+
+def chosen(report: CleanReport) -> set[str]:
+    return {item.item.key for item in report.chosen}
+
+
+def test_a_look_changes_nothing_and_names_what_nobody_needs(folder: Folder) -> None:
+    before = listing(folder)
+    assert chosen(look(folder.settings, 30)) == GOES
+    assert listing(folder) == before
+
+
+def test_what_is_younger_stays(folder: Folder) -> None:
+    assert chosen(look(folder.settings, 41)) == {"datasets/.half.host-0.tmp"}
+
+
+def test_it_removes_exactly_that(folder: Folder) -> None:
+    before = set(listing(folder))
+    report = clean(folder.settings, 30)
+    assert chosen(report) == GOES | AFTERWARDS
+    gone = before - set(listing(folder))
+    assert {path for path in gone if not any(parent in GOES for parent in parents(path))} == GOES | AFTERWARDS
+    references_load(folder)
+    nothing_is_half_deleted(folder)
+    assert not Trash(folder.data).folder.exists()
+    assert report.left_bytes == usage_of(folder.data).bytes < report.used_bytes
+    assert chosen(clean(folder.settings, 30)) == set()
+
+
+def parents(path: str) -> list[str]:
+    return [parent.as_posix() for parent in Path(path).parents]
+
+
+def test_records_of_every_run_stay(folder: Folder) -> None:
+    clean(folder.settings, 1)
+    for name in ("done", "trunk", "forked", "unfinished"):
+        assert {"experiment.json", "origins.jsonl"} <= {path.name for path in (folder.data / "runs" / name).iterdir()}
+    assert (folder.data / "runs" / "done" / "evaluations.jsonl").exists()
+    assert (folder.data / "runs" / "forked" / "fork.json").exists()
+
+
+def test_a_quota_removes_the_oldest_only_as_far_as_needed(folder: Folder) -> None:
+    folder.age(60, folder.data / "models" / "merged-loose-step-9")
+    folder.age(50, folder.data / "datasets" / "loose", folder.data / "made" / "resize-loose.json")
+    used = usage_of(folder.data).bytes
+    within = Settings(data_dir=folder.data, max_gib=used / 2**30 + 1e-6)
+    assert chosen(look(within, 30)) == set()
+    assert "below its quota" in look(within, 30).summary()
+    tight = Settings(data_dir=folder.data, max_gib=(used - 4096) / 2**30)
+    assert "4 KiB above its quota" in look(tight, 30).summary()
+    assert chosen(clean(tight, 30)) == {"models/merged-loose-step-9"}
+    assert usage_of(folder.data).bytes <= tight.max_gib * 2**30
+
+
+def test_a_shared_checkpoint_frees_its_space_with_its_last_name(folder: Folder) -> None:
+    """The fork's files are hard links to the trunk's, so each of them counts half."""
+    (whole, shared) = (usage_of(folder.data / "runs" / "trunk" / "checkpoints" / name).bytes
+                       for name in ("step-000020", "step-000010"))  # fmt: skip
+    assert shared < whole
+    linked = usage_of(folder.data / "runs" / "forked" / "checkpoints" / "step-000010").bytes
+    both = usage_of(folder.data / "runs").bytes
+    shutil.rmtree(folder.data / "runs" / "forked" / "checkpoints" / "step-000010")
+    alone = usage_of(folder.data / "runs" / "trunk" / "checkpoints" / "step-000010").bytes
+    assert alone == whole
+    assert both - usage_of(folder.data / "runs").bytes < linked
+
+
+def test_what_is_used_meanwhile_is_put_back(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    record = folder.data / "made" / "resize-loose.json"
+
+    def put(trash: Trash, path: Path) -> Path:
+        entry = original(trash, path)
+        if path.name == "loose":
+            record.touch()  # as made() does before it looks at the files
+        return entry
+
+    original = Trash.put
+    monkeypatch.setattr(Trash, "put", put)
+    report = clean(folder.settings, 30)
+    assert "datasets/loose" not in chosen(report)
+    assert (folder.data / "datasets" / "loose" / "images" / "1.png").exists()
+    assert report.notes[-1] == "datasets/loose stays: somebody began to use it."
+
+
+def test_a_run_that_is_continued_meanwhile_keeps_everything(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    inventory = act.take_inventory(folder.settings, 30)
+    monkeypatch.setattr(act, "take_inventory", lambda *_: inventory)
+    (folder.data / "runs" / "done" / "finished").unlink()
+    report = clean(folder.settings, 30)
+    assert not [key for key in chosen(report) if key.startswith("runs/done/checkpoints")]
+
+
+def test_a_second_run_at_once_is_refused(folder: Folder) -> None:
+    from infra.errors import StorageError
+    from infra.processes import alone
+
+    with alone(folder.settings, "clean"), pytest.raises(StorageError, match="another clean is at work"):
+        clean_here(folder.settings, 30, act=True, json=False)
+
+
+def test_a_link_is_never_followed(folder: Folder, tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "file").write_text("mine")
+    (folder.data / "models" / "linked").symlink_to(outside)
+    report = clean(folder.settings, 30)
+    assert "models/linked" not in chosen(report)
+    assert (outside / "file").read_text() == "mine"
+
+
+def test_the_table_and_the_json_say_the_same(folder: Folder) -> None:
+    report = look(folder.settings, 30)
+    data = json.loads(json_of(report))
+    goes = {item["path"] for item in data["items"] if item["what"] == "goes"}
+    assert goes == GOES
+    assert {item["why"] for item in data["items"] if item["path"] == "runs/done/checkpoints/step-000020"} == {
+        "the leaderboard names it"
+    }
+    rows = rows_of(report)
+    assert sum(row.number for row in rows) == len(data["items"])
+    text = text_of(report)
+    assert text.splitlines()[0].split() == ["kind", "number", "size", "oldest", "what", "why"]
+    assert text.endswith("Nothing was removed. Remove it with: rlflow clean --yes")
+    assert all(row.reason in text for row in rows)
+
+
+# -- killed
+
+
+def killed_at(operation: int, work: Callable[[], object]) -> bool:
+    """Run ``work`` in a forked process that kills itself before its so many-th change of the file system. Returns
+    whether it lived that long."""
+    child = os.fork()
+    if child == 0:
+        left = [operation]
+
+        def count(event: str, _: tuple[object, ...]) -> None:
+            if event in ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "shutil.rmtree", "os.truncate"):
+                left[0] -= 1
+                if left[0] == 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+        sys.addaudithook(count)
+        try:
+            work()
+        finally:
+            os._exit(0)
+    _, status = os.waitpid(child, 0)
+    return os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
+
+
+def test_a_kill_at_any_of_20_random_moments_leaves_nothing_half_deleted(folder: Folder, tmp_path: Path) -> None:
+    """Each time on a copy: references load and names are whole right after the kill, and the next clean finishes."""
+    moments, draw = 20, random.Random(0)
+    operations = 1
+    while killed_at(operations, lambda: clean(copy_of(folder, tmp_path).settings, 30)):
+        operations *= 2
+    killed, left_in_trash = 0, 0
+    while killed < moments:
+        copy = copy_of(folder, tmp_path)
+        if not killed_at(draw.randint(1, operations), lambda copy=copy: clean(copy.settings, 30)):  # type: ignore[misc]
+            continue
+        killed += 1
+        left_in_trash += bool(Trash(copy.data).entries())
+        references_load(copy)
+        nothing_is_half_deleted(copy)
+        clean(copy.settings, 30)
+        assert not Trash(copy.data).folder.exists()
+        references_load(copy)
+        nothing_is_half_deleted(copy)
+        assert chosen(look(copy.settings, 30)) == set()
+    assert left_in_trash > 0  # some of the moments were in the middle of a removal
+
+
+def copy_of(folder: Folder, tmp_path: Path) -> Folder:
+    """The same folder at a place where its absolute paths still lead: the original is moved away once."""
+    origin = tmp_path / "original"
+    if not origin.exists():
+        folder.data.rename(origin)
+    shutil.rmtree(folder.data, ignore_errors=True)
+    shutil.copytree(origin, folder.data)
+    return folder
+
+
+# -- the copies in the store
+
+
+@pytest.mark.parametrize(
+    ("key", "mirrored"),
+    [
+        ("datasets/d", True),
+        ("models/merged-a-step-1", True),
+        ("evaluations/e", True),
+        ("runs/a/checkpoints/step-000010", True),
+        ("runs/a/checkpoints/.damaged-step-000010-1", False),
+        ("runs/a/trainer.log", True),
+        ("runs/a/report", True),
+        ("runs/a/stacks/hang-1", False),
+        ("jobs/j", False),
+        ("compiled/inductor/x", False),
+    ],
+)
+def test_what_the_store_has_copies_of(key: str, mirrored: bool) -> None:
+    assert is_mirrored(key) is mirrored
