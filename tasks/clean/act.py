@@ -151,7 +151,7 @@ class _Remover:
         delete_flow_runs(verdict.item.key for verdict in flow_runs)
         self.removed |= set(map(_name, flow_runs))
         for verdict in verdicts:
-            if verdict.item.kind is Kind.FLOW_RUNS:
+            if verdict.item.kind in (Kind.FLOW_RUNS, Kind.TRASH):  # done, or a note for the next clean
                 continue
             try:
                 if self._remove(verdict.item):

@@ -58,7 +58,7 @@ class Item:
     run: str | None = None  # it is a part of this run
     ablation: str | None = None  # or of this ablation
     held: str | None = None  # why it must stay, whatever its age
-    policy: str | None = None  # an evaluation: what it is of
+    policies: tuple[str, ...] = ()  # an evaluation: what it is of, in each way that its path can be read
     keep_bytes: int = 0  # of a log that is still written to: its last bytes stay
     marks: tuple[Mark, ...] = ()
 
@@ -182,11 +182,12 @@ class _Judge:
             yield item.held, ""
         yield from self._of_its_run(item)
         yield from self._of_its_ablation(item)
-        of_run = self._run_of(item.policy)
-        if of_run is not None and (of_run.alive or of_run.run_id not in self._over):
-            yield "an evaluation of a run that is alive or can be continued", of_run.run_id
-        for path in (item.key, item.policy):
-            if path is not None and path in self._used:
+        for policy in item.policies:
+            run = self._run_of(policy)
+            if run is not None and (run.alive or run.run_id not in self._over):
+                yield "an evaluation of a run that is alive or can be continued", run.run_id
+        for path in (item.key, *item.policies):
+            if path in self._used:
                 yield self._used[path]
         if item.kind in _SHARED and self._unreadable is not None:
             yield "a run or ablation cannot be read, and may refer to it", self._unreadable
@@ -195,9 +196,9 @@ class _Judge:
         if not item.keep_bytes and self._inventory.now - item.used < self._days(item) * DAY_SECONDS:
             yield f"made or used within {_days(self._days(item))}", ""
 
-    def _run_of(self, policy: str | None) -> RunFacts | None:
+    def _run_of(self, policy: str) -> RunFacts | None:
         """The run of a checkpoint."""
-        parts = PurePosixPath(policy or "").parts
+        parts = PurePosixPath(policy).parts
         return self._runs.get(parts[1]) if len(parts) > 1 and parts[0] == "runs" else None
 
     def _of_its_run(self, item: Item) -> Iterator[tuple[str, str]]:

@@ -34,9 +34,12 @@ _JOB_DAYS = 1  # no job is silent for longer
 UNREADABLE = (RlflowError, ValueError, KeyError, TypeError, AttributeError, OSError)  # pydantic's is a ValueError
 
 
+_TOP = frozenset({"datasets", "duplicates", "models", "evaluations", "downloads", "jobs", "runs", "ablations"})
+
+
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """Paths as keys: relative to the data folder."""
+    """Paths as keys: relative to the data folder, with forward slashes."""
 
     data_dir: Path
 
@@ -44,9 +47,16 @@ class Keys:
         return path.relative_to(self.data_dir).as_posix()
 
     def among(self, paths: Iterable[str | Path]) -> frozenset[str]:
-        """The keys of those that are in the data folder. Relative ones count from here and from the repository."""
-        tried = (base / path for path in paths if "\0" not in str(path) for base in (Path.cwd(), PREFECT_YAML.parent))
-        return frozenset(self.of(path) for path in tried if path.is_relative_to(self.data_dir))
+        """The keys of those that are in the data folder, or would be if it was at another place when they were written:
+        it may have been moved, or be mounted elsewhere. Relative paths count from here and from the repository."""
+        keys: set[str] = set()
+        for path in map(Path, paths):
+            for tried in (Path.cwd() / path, PREFECT_YAML.parent / path):
+                if tried.is_relative_to(self.data_dir):
+                    keys.add(self.of(tried))
+            tops = [place for place, part in enumerate(path.parts) if part in _TOP]
+            keys |= {Path(*path.parts[place:]).as_posix() for place in tops}
+        return frozenset(keys)
 
 
 def is_alive(folder: Path) -> bool:

@@ -56,9 +56,8 @@ class _Lister:
         settings = self._settings
         used: dict[str, list[Path]] = {}
         for record, path in self._records:
-            for folder in (path, path.parent):
-                if folder.is_relative_to(settings.data_dir):
-                    used.setdefault(self._keys.of(folder), []).append(record)
+            for key in self._keys.among([path, path.parent]):
+                used.setdefault(key, []).append(record)
         for kind, folder in (
             (Kind.DATASETS, settings.datasets_dir), (Kind.DUPLICATES, settings.duplicates_dir),
             (Kind.MODELS, settings.models_dir), (Kind.EVALUATIONS, settings.evaluations_dir),
@@ -66,7 +65,7 @@ class _Lister:
         ):  # fmt: skip
             for path in _visible(folder):
                 item = self._item(kind, path, used.get(self._keys.of(path), ()))
-                yield replace(item, policy=self._policy(path)) if kind is Kind.EVALUATIONS else item
+                yield replace(item, policies=self._policies(path)) if kind is Kind.EVALUATIONS else item
 
     def of_run(self, folder: Path) -> Iterator[Item]:
         marks, checkpoints = [folder / name for name in ("finished", "drivers.jsonl", "lease.json")], "checkpoints"
@@ -122,7 +121,7 @@ class _Lister:
 
     def records(self) -> Iterator[Item]:
         for record, path in self._records:
-            if not path.exists():
+            if path.is_relative_to(self._settings.data_dir) and not path.exists():
                 yield self._item(Kind.RECORDS, record)
 
     def _item(self, kind: Kind, path: Path, marks: Iterable[Path] = ()) -> Item:
@@ -132,13 +131,13 @@ class _Lister:
         used = max([usage.newest, *(stamp.changed / 1e9 for stamp in stamps if stamp.changed is not None)])
         return Item(kind, self._keys.of(path), usage.bytes, used, held=held, marks=stamps)
 
-    def _policy(self, folder: Path) -> str | None:
+    def _policies(self, folder: Path) -> tuple[str, ...]:
         """The checkpoint or model that an evaluation is of."""
         try:
             report = EvalReport.model_validate_json((folder / "report.json").read_bytes())
         except UNREADABLE:
-            return None
-        return next(iter(self._keys.among([report.policy])), None)
+            return ()
+        return tuple(sorted(self._keys.among([report.policy])))
 
     def _read_records(self) -> Iterator[tuple[Path, Path]]:
         """Records of ``tasks.store.made`` and the path that each names; a model check names a model of others."""

@@ -8,19 +8,31 @@ import random
 import shutil
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import s3fs
+from mlflow import MlflowClient
 
+from infra.errors import ServerError, StorageError
+from infra.processes import alone
 from infra.settings import Settings
+from infra.store.bucket import Store
 from infra.store.disk import Trash, usage_of
+from infra.tracking.tracker import Tracker
 from tasks.clean import act
 from tasks.clean.act import clean, is_mirrored, look
+from tasks.clean.flow_runs import ended_flow_runs
 from tasks.clean.report import CleanReport, json_of, rows_of, text_of
 from tasks.cli.clean import clean_here
 from tasks.experiments import experiment_values
+from tasks.lineage import read_origins
+from tasks.run import append_line
+from tasks.store.restore import read_mirror, write_mirror
 from tests.clean_folder import Folder, listing, make_folder, nothing_is_half_deleted, references_load
+from tests.stores import BUCKET, S3, s3_server
 
 GOES = {
     *("runs/done/checkpoints/step-000010", "runs/done/checkpoints/step-000030", "runs/trunk/checkpoints/step-000020"),
@@ -140,9 +152,6 @@ def test_a_run_that_is_continued_meanwhile_keeps_everything(folder: Folder, monk
 
 
 def test_a_second_run_at_once_is_refused(folder: Folder) -> None:
-    from infra.errors import StorageError
-    from infra.processes import alone
-
     with alone(folder.settings, "clean"), pytest.raises(StorageError, match="another clean is at work"):
         clean_here(folder.settings, 30, act=True, json=False)
 
@@ -251,3 +260,127 @@ def copy_of(folder: Folder, tmp_path: Path) -> Folder:
 )
 def test_what_the_store_has_copies_of(key: str, mirrored: bool) -> None:
     assert is_mirrored(key) is mirrored
+
+
+@pytest.fixture(scope="module")
+def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3]:
+    with s3_server(tmp_path_factory.mktemp("s3") / "log") as server, pytest.MonkeyPatch.context() as patch:
+        for name, value in server.variables.items():
+            patch.setenv(name, value)
+        yield server
+        s3fs.S3FileSystem.clear_instance_cache()
+
+
+def test_the_copies_in_the_store_go_as_well(folder: Folder, s3: S3, tmp_path: Path) -> None:
+    settings = Settings(data_dir=folder.data, store=f"s3://{BUCKET}/clean")
+    store = Store(settings.store)
+    ours, others = folder.data / "runs" / "done", folder.data / "runs" / "trunk"
+    for path in ("datasets/loose", "datasets/of-unfinished", "runs/done/checkpoints/step-000010",
+                 "runs/done/checkpoints/step-000020", "runs/trunk/checkpoints/step-000020"):  # fmt: skip
+        store.push(folder.data / path, path)
+    store.put("runs/done/trainer.log", b"log")
+    for run_dir, holder in ((ours, None), (others, b"another machine")):
+        state = read_mirror(run_dir, settings)
+        write_mirror(run_dir, state)
+        store.put(f"runs/{run_dir.name}/.holder", holder or state.token.encode())
+    clean(settings, 30)
+    assert store.sealed("datasets/loose") is None
+    assert store.files_below("datasets/loose") == []
+    assert store.sealed("datasets/of-unfinished") is not None
+    assert store.sealed("runs/done/checkpoints/step-000010") is None
+    assert store.sealed("runs/done/checkpoints/step-000020") is not None  # in the leaderboard
+    assert store.get("runs/done/trainer.log") is None
+    assert store.sealed("runs/trunk/checkpoints/step-000020") is not None  # another machine drives that run now
+    assert not (folder.data / "runs" / "trunk" / "checkpoints" / "step-000020").exists()
+
+
+def test_a_store_that_is_away_gets_its_turn_at_the_next_clean(
+    folder: Folder, s3: S3, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = Settings(data_dir=folder.data, store=f"s3://{BUCKET}/away")
+    Store(settings.store).push(folder.data / "datasets" / "loose", "datasets/loose")
+
+    def away(store: Store, key: str) -> None:
+        raise StorageError("no answer")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Store, "remove", away)
+        patch.setattr(Store, "discard", away)
+        report = clean(settings, 30)
+    assert "the copy of datasets/loose in the store stays until the next clean: no answer" in report.notes
+    assert not (folder.data / "datasets" / "loose").exists()
+    assert {Trash(folder.data).key(entry) for entry in Trash(folder.data).entries()} >= {"datasets/loose"}
+    assert not list(Trash(folder.data).folder.glob("*/*"))  # its space is free
+    assert Store(settings.store).sealed("datasets/loose") is not None
+    clean(settings, 30)
+    assert Store(settings.store).sealed("datasets/loose") is None
+    assert not Trash(folder.data).folder.exists()
+
+
+# -- MLflow's registry and Prefect
+
+
+def test_a_registered_model_keeps_what_it_came_from(folder: Folder) -> None:
+    """By MLflow's own database. A deleted version keeps nothing but the records."""
+    model = folder.model("merged-done-step-30")
+    done = folder.data / "runs" / "done"
+    tracker = Tracker.open(
+        uri=folder.settings.tracking_uri, artifacts_uri=folder.settings.artifacts_uri, experiment="grpo-geo3k-tiny",
+        run_id="done", run_dir=done,
+    )  # fmt: skip
+    tags = {"rlflow.run_id": "done", "rlflow.checkpoint": str(done / "checkpoints" / "step-000030")}
+    words: dict[str, Any] = {"name": "grpo-geo3k-tiny", "tags": tags, "description": "d"}
+    version = tracker.register_model(path=Path(model.path), alias="champion", **words)
+    folder.age(40, folder.data / "models")
+    kept = {
+        "models/merged-done-step-30", "runs/done/checkpoints/step-000030", "datasets/of-done", "models/tiny-base",
+        "runs/done/report",
+    }  # fmt: skip
+    clean(folder.settings, 30)
+    assert all((folder.data / key).exists() for key in kept)
+    assert not (folder.data / "runs" / "done" / "checkpoints" / "step-000010").exists()
+    client = MlflowClient(tracking_uri=folder.settings.tracking_uri, registry_uri=folder.settings.tracking_uri)
+    client.delete_registered_model_alias("grpo-geo3k-tiny", "champion")
+    client.delete_model_version("grpo-geo3k-tiny", version)
+    clean(folder.settings, 30)
+    assert [key for key in sorted(kept) if (folder.data / key).exists()] == ["models/tiny-base"]  # of "unfinished"
+    assert read_origins(done)
+
+
+def test_nothing_goes_while_mlflow_does_not_answer(folder: Folder, refusing_port: int) -> None:
+    settings = Settings(data_dir=folder.data, mlflow_uri=f"http://127.0.0.1:{refusing_port}")
+    before = listing(folder)
+    with pytest.raises(ServerError, match="no MLflow server answers"):
+        clean(settings, 30)
+    assert listing(folder) == before
+
+
+def test_old_flow_runs_go_except_those_of_runs_that_can_be_continued(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With Prefect's own server. A driver's flow run is what recover looks up."""
+    from prefect import flow, get_client
+    from prefect.testing.utilities import prefect_test_harness
+
+    @flow
+    def tiny() -> None:
+        pass
+
+    with prefect_test_harness(server_startup_timeout=120):
+        names = [str(tiny(return_state=True).state_details.flow_run_id) for _ in range(2)]
+        driver = {"flow_run_id": names[0], "deployed": True, "pid": 2**22, "started": 1.0, "host": "h", "at": 1.0}
+        append_line(folder.data / "runs" / "unfinished" / "drivers.jsonl", json.dumps(driver))
+        ended = list(ended_flow_runs(0))
+        assert {name for name, _ in ended} == set(names)
+        assert list(ended_flow_runs(1)) == []
+        monkeypatch.setattr(act, "ended_flow_runs", lambda _: [(name, at - 40 * 86400) for name, at in ended])
+        report = clean(folder.settings, 30)
+        assert [key for key in names if key in chosen(report)] == [names[1]]
+        with get_client(sync_client=True) as client:
+            assert [str(run.id) for run in client.read_flow_runs()] == [names[0]]
+
+
+def test_a_folder_that_was_moved_keeps_what_its_records_name(folder: Folder, tmp_path: Path) -> None:
+    """Records hold absolute paths of where the folder was."""
+    moved = folder.data.rename(tmp_path / "elsewhere")
+    assert chosen(look(Settings(data_dir=moved), 30)) == GOES

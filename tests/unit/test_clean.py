@@ -97,13 +97,13 @@ def test_a_model_in_use_keeps_its_files_checkpoint_data_and_page() -> None:
 
 
 def test_an_evaluation_stays_with_its_policy() -> None:
-    item = replace(EVALUATION, policy=MODEL.key)
+    item = replace(EVALUATION, policies=(MODEL.key,))
     assert verdict(item).removable
     assert not verdict(item, versions=(VersionFacts("toy/3", None, frozenset({MODEL.key})),)).removable
 
 
 def test_an_evaluation_stays_as_long_as_its_run_can_be_continued() -> None:
-    item = replace(EVALUATION, policy=CHECKPOINT.key)
+    item = replace(EVALUATION, policies=(CHECKPOINT.key,))
     run = replace(FINISHED, finished=False)
     assert reason(item, runs=(run,)) == "an evaluation of a run that is alive or can be continued (a)"
     assert verdict(item, runs=(FINISHED,)).removable
