@@ -13,6 +13,7 @@ from mlflow import MlflowClient
 from mlflow.entities import Run as MlflowRun
 from mlflow.entities import ViewType
 from mlflow.exceptions import MlflowException
+from mlflow.protos.databricks_pb2 import RESOURCE_DOES_NOT_EXIST, ErrorCode
 from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID
 
 from infra.errors import RegistryError
@@ -114,6 +115,31 @@ class RegisteredVersion:
         return f"{self.name}/{self.version}" + "".join(f" @{alias}" for alias in self.aliases)
 
 
+def known_runs(uri: str, mlflow_run_ids: Sequence[str]) -> set[str]:
+    """Those of the runs that the MLflow at ``uri`` holds, deleted ones included.
+
+    Raises:
+        ServerError: MLflow does not answer.
+        RegistryError: MLflow refuses.
+    """
+    if not mlflow_run_ids or not _exists(uri):
+        return set()
+    check_reachable(uri)
+    client, known = MlflowClient(tracking_uri=uri, registry_uri=uri), set()
+    for name in mlflow_run_ids:
+        try:
+            known.add(str(client.get_run(name).info.run_id))
+        except MlflowException as error:
+            if error.error_code != ErrorCode.Name(RESOURCE_DOES_NOT_EXIST):
+                raise RegistryError(f"MLflow at {without_password(uri)} cannot be read: {error}") from error
+    return known
+
+
+def _exists(uri: str) -> bool:
+    """Whether a database that is a file is there: MLflow would make it."""
+    return not uri.startswith("sqlite:///") or Path(uri.removeprefix("sqlite:///")).exists()
+
+
 def registered_versions(uri: str) -> list[RegisteredVersion]:
     """Every version of every registered model. None of them if the database of ``uri`` does not exist yet.
 
@@ -121,7 +147,7 @@ def registered_versions(uri: str) -> list[RegisteredVersion]:
         ServerError: MLflow does not answer.
         RegistryError: MLflow refuses.
     """
-    if uri.startswith("sqlite:///") and not Path(uri.removeprefix("sqlite:///")).exists():
+    if not _exists(uri):
         return []
     check_reachable(uri)
     client = MlflowClient(tracking_uri=uri, registry_uri=uri)

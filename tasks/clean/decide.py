@@ -69,6 +69,7 @@ class RunFacts:
     alive: bool  # a trainer holds its lease, or its flow runs
     finished: bool
     readable: bool = True  # False: what it uses is not known
+    registry_known: bool = True  # False: its MLflow run is in another MLflow, whose registry is not known
     ablation: str | None = None
     uses: frozenset[str] = frozenset()  # datasets, models and flow runs that it needs to go on
     leaderboard: frozenset[str] = frozenset()  # evaluations and checkpoints in its rows
@@ -153,6 +154,7 @@ class _Judge:
         self._unreadable = next((item.run_id for item in inventory.runs if not item.readable), None) or next(
             (item.name for item in inventory.ablations if not item.readable), None
         )
+        self._elsewhere = next((run.run_id for run in inventory.runs if not run.registry_known), None)
         self._alive = next((item.run_id for item in inventory.runs if item.alive), None) or next(
             (item.name for item in inventory.jobs), None
         )
@@ -191,6 +193,8 @@ class _Judge:
                 yield self._used[path]
         if item.kind in _SHARED and self._unreadable is not None:
             yield "a run or ablation cannot be read, and may refer to it", self._unreadable
+        if item.kind in _SHARED - {Kind.FLOW_RUNS} and self._elsewhere is not None:
+            yield "MLflow does not know a run, and another MLflow's registry may refer to it", self._elsewhere
         if item.kind is Kind.COMPILED and self._alive is not None:
             yield "something runs and may use it", self._alive
         if not item.keep_bytes and self._inventory.now - item.used < self._days(item) * DAY_SECONDS:

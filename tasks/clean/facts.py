@@ -9,13 +9,13 @@ import json
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from infra.settings import Settings
 from infra.store.disk import usage_of
-from infra.tracking.results import RegisteredVersion, read_text, registered_versions
+from infra.tracking.results import RegisteredVersion, known_runs, read_text, registered_versions
 from rlcore.ablation.plan import AblationPlan
 from rlcore.artifacts import DatasetRef
 from rlcore.config import ExperimentConfig, read_experiment
@@ -78,6 +78,13 @@ def _flow_runs(folder: Path) -> set[str]:
     return {driver.flow_run_id for driver in _drivers(folder) if driver.flow_run_id is not None}
 
 
+def _mlflow_id(folder: Path) -> str | None:
+    """None: no MLflow run, or a damaged note of it, which the next start of the run finds again."""
+    with suppress(*UNREADABLE):
+        return str(json.loads((folder / "mlflow.json").read_bytes())["mlflow_run_id"])
+    return None
+
+
 class References:
     """Reads all facts about one data folder."""
 
@@ -87,7 +94,15 @@ class References:
         self._resized = dict(self._raw_datasets())
 
     def runs(self) -> list[RunFacts]:
-        return [self._run(path.parent) for path in sorted(self._settings.runs_dir.glob("*/experiment.json"))]
+        """
+        Raises:
+            ServerError, RegistryError: MLflow does not tell which runs it holds.
+        """
+        folders = [path.parent for path in sorted(self._settings.runs_dir.glob("*/experiment.json"))]
+        ids = {folder: _mlflow_id(folder) for folder in folders}
+        wanted = [name for name in ids.values() if name is not None]
+        known = {None, *known_runs(self._settings.tracking_uri, wanted)}
+        return [replace(self._run(folder), registry_known=ids[folder] in known) for folder in folders]
 
     def ablations(self) -> list[AblationFacts]:
         return [self._ablation(path.parent) for path in sorted(self._settings.ablations_dir.glob("*/plan.json"))]

@@ -347,6 +347,12 @@ def test_a_registered_model_keeps_what_it_came_from(folder: Folder) -> None:
     assert read_origins(done)
 
 
+def test_a_run_that_another_mlflow_holds_keeps_what_its_registry_may_name(folder: Folder) -> None:
+    state = {"uri": "http://elsewhere:5000", "mlflow_run_id": "0" * 32, "published_step": 0}
+    (folder.data / "runs" / "done" / "mlflow.json").write_text(json.dumps(state))
+    assert not {key for key in chosen(look(folder.settings, 30)) if "checkpoints/step" in key or "models/" in key}
+
+
 def test_nothing_goes_while_mlflow_does_not_answer(folder: Folder, refusing_port: int) -> None:
     settings = Settings(data_dir=folder.data, mlflow_uri=f"http://127.0.0.1:{refusing_port}")
     before = listing(folder)

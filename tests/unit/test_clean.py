@@ -156,6 +156,14 @@ def test_what_an_unreadable_run_may_refer_to_stays() -> None:
     assert verdict(Item(Kind.JOBS, "jobs/j", 1, OLD), runs=(broken,)).removable
 
 
+def test_nothing_that_a_registry_may_name_goes_without_that_registry() -> None:
+    """As with RLFLOW_MLFLOW_URI forgotten."""
+    elsewhere = RunFacts("b", alive=False, finished=True, registry_known=False)
+    for item in (DATASET, MODEL, EVALUATION, CHECKPOINT):
+        assert reason(item, runs=(FINISHED, elsewhere)).startswith("MLflow does not know a run")
+    assert verdict(Item(Kind.JOBS, "jobs/j", 1, OLD), runs=(elsewhere,)).removable
+
+
 def test_compiled_code_stays_while_anything_runs() -> None:
     item = Item(Kind.COMPILED, "compiled/inductor/x", 1, OLD)
     assert reason(item, runs=(replace(FINISHED, alive=True),)) == "something runs and may use it (a)"
