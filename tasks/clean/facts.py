@@ -60,11 +60,14 @@ class Keys:
 
 
 def is_alive(folder: Path) -> bool:
-    """Whether a trainer or a flow works on the run or ablation in ``folder``. What cannot be told counts as alive."""
+    """Whether a trainer or a flow works on the run or ablation in ``folder``. What cannot be told counts as alive.
+
+    The process of a finished one may live on, such as a notebook's. When it continues the run, it is a recent use.
+    """
     try:
         if holder_alive(folder / "lease.json") is not None:
             return True
-        return any(driver.is_running() for driver in _drivers(folder))
+        return not (folder / "finished").exists() and any(driver.is_running() for driver in _drivers(folder))
     except UNREADABLE:
         return True
 

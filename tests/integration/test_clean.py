@@ -16,20 +16,25 @@ import pytest
 import s3fs
 from mlflow import MlflowClient
 
+from infra import processes
 from infra.errors import ServerError, StorageError
 from infra.processes import alone
 from infra.settings import Settings
 from infra.store.bucket import Store
 from infra.store.disk import Trash, usage_of
 from infra.tracking.tracker import Tracker
+from rlcore.artifacts import DatasetRef
+from rlcore.segment.lease import Lease
 from tasks.clean import act
 from tasks.clean.act import clean, is_mirrored, look
+from tasks.clean.facts import is_alive
 from tasks.clean.flow_runs import ended_flow_runs
 from tasks.clean.report import CleanReport, json_of, rows_of, text_of
 from tasks.cli.clean import clean_here
 from tasks.experiments import experiment_values
 from tasks.lineage import read_origins
-from tasks.run import append_line
+from tasks.run import Driver, append_line
+from tasks.store.made import made
 from tasks.store.restore import read_mirror, write_mirror
 from tests.clean_folder import Folder, listing, make_folder, nothing_is_half_deleted, references_load
 from tests.stores import BUCKET, S3, s3_server
@@ -180,6 +185,71 @@ def test_the_table_and_the_json_say_the_same(folder: Folder) -> None:
     assert text.splitlines()[0].split() == ["kind", "number", "size", "oldest", "what", "why"]
     assert text.endswith("Nothing was removed. Remove it with: rlflow clean --yes")
     assert all(row.reason in text for row in rows)
+
+
+def test_a_use_of_a_dataset_makes_it_young(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A flow that finds its result made does not make it again, and shows that it uses it."""
+    monkeypatch.setenv("RLFLOW_DATA_DIR", str(folder.data))
+    found = made("resize-loose", None, lambda: pytest.fail("made again"), DatasetRef)
+    assert Path(found.path) == folder.data / "datasets" / "loose"
+    assert "datasets/loose" not in chosen(look(folder.settings, 30))
+
+
+def test_a_run_is_alive_while_its_trainer_or_its_flow_lives(folder: Folder) -> None:
+    run_dir = folder.data / "runs" / "unfinished"
+    assert not is_alive(run_dir)
+    lease = Lease(run_dir / "lease.json")
+    lease.acquire("token")
+    assert is_alive(run_dir)
+    lease.release()
+    assert not is_alive(run_dir)
+    me = processes.this_process()
+    line = Driver(flow_run_id=None, deployed=False, pid=me.pid, started=me.started, host=me.host, at=1.0)
+    append_line(run_dir / "drivers.jsonl", line.model_dump_json())
+    assert is_alive(run_dir)
+    (run_dir / "finished").touch()
+    assert not is_alive(run_dir)
+    (run_dir / "lease.json").write_text("damaged")
+    assert is_alive(run_dir)
+
+
+def test_a_finished_run_with_a_live_trainer_keeps_everything(folder: Folder) -> None:
+    Lease(folder.data / "runs" / "done" / "lease.json").acquire("token")
+    assert not [key for key in chosen(clean(folder.settings, 30)) if key.startswith("runs/done/")]
+
+
+def test_what_a_job_at_work_reads_stays(folder: Folder) -> None:
+    checkpoint = folder.data / "runs" / "done" / "checkpoints" / "step-000010"
+    job = folder.data / "jobs" / "evaluate-3"
+    job.mkdir()
+    (job / "spec.json").write_text(json.dumps({"policy": {"path": str(checkpoint)}}))
+    assert "runs/done/checkpoints/step-000010" not in chosen(look(folder.settings, 30))
+    (job / "result.json").write_text("{}")
+    assert "runs/done/checkpoints/step-000010" in chosen(look(folder.settings, 30))
+
+
+def test_a_log_is_shortened_to_its_end(tmp_path: Path) -> None:
+    log = tmp_path / "prefect.log"
+    log.write_bytes(b"".join(b"line %d\n" % number for number in range(1000)))
+    with log.open("ab") as writer:  # as a service holds it
+        act._shorten(log, 18)
+        writer.write(b"more\n")
+    assert log.read_bytes() == b"line 998\nline 999\nmore\n"
+
+
+def test_temporary_folders_of_dead_processes_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.delenv(processes.MARK, raising=False)
+    for name in ("rlflow-job-dead", "rlflow-trainer-dead", "rlflow-others", "job-x"):
+        (tmp_path / name).mkdir()
+    sleeper = processes.start(["sleep", "60"], env=dict(os.environ), mark="job-live", ends_with_parent=True)
+    try:
+        found = {path.name: lives for path, lives in processes.temporary_folders("trainer-", "job-")}
+    finally:
+        processes.kill("job-live")
+        sleeper.wait()
+    assert found == {"rlflow-job-dead": False, "rlflow-trainer-dead": False, "rlflow-job-live": True}
 
 
 # -- killed
