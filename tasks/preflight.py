@@ -22,7 +22,7 @@ from infra.provenance import describe_hardware
 from infra.settings import Settings
 from infra.stack.servers import check_prefect, check_ray
 from infra.store import download
-from infra.store.disk import usage_of
+from infra.store.disk import require_quota, usage_of
 from infra.tracking.extra import check_installed
 from infra.tracking.tracker import check_reachable
 from rlcore.config import ExperimentConfig, ModelConfig
@@ -354,22 +354,6 @@ def _host_memory(experiment: ExperimentConfig, settings: Settings) -> str:
             "training.offload=false or rollout.sleep=never, or use several machines."
         )
     return f"{machine.memory_gib:.0f} GiB, about {needed / 2**30:.0f} GiB needed"
-
-
-def require_quota(settings: Settings, needed_bytes: int, purpose: str) -> None:
-    """
-    Raises:
-        StorageUnusableError: the data folder would be larger than RLFLOW_MAX_GIB.
-    """
-    if not settings.max_gib:
-        return
-    used = usage_of(settings.data_dir).bytes
-    if used + needed_bytes > settings.max_gib * 2**30:
-        raise StorageUnusableError(
-            f"{settings.data_dir} holds {used / 2**30:.2f} GiB, and {purpose} would add {needed_bytes / 2**30:.2f}. "
-            f"RLFLOW_MAX_GIB allows {settings.max_gib:g}. rlflow clean shows what nobody needs, rlflow clean --yes "
-            "removes it. Or raise RLFLOW_MAX_GIB, or keep fewer checkpoints (segment.keep_checkpoints)."
-        )
 
 
 def checkpoint_bytes(experiment: ExperimentConfig, shapes: Mapping[str, Sequence[int]]) -> int:

@@ -16,6 +16,7 @@ from pathlib import Path
 from urllib.parse import quote, unquote
 
 from infra.errors import StorageUnusableError
+from infra.settings import Settings
 
 TRASH = ".trash"
 _BLOCK_BYTES = 512  # the unit of st_blocks, whatever the file system's own is
@@ -45,6 +46,22 @@ def usage_of(path: Path) -> Usage:
             for entry in os.scandir(path):
                 own += usage_of(Path(entry.path))
     return own
+
+
+def require_quota(settings: Settings, needed_bytes: int, purpose: str) -> None:
+    """
+    Raises:
+        StorageUnusableError: the data folder would be larger than RLFLOW_MAX_GIB.
+    """
+    if not settings.max_gib:
+        return
+    used = usage_of(settings.data_dir).bytes
+    if used + needed_bytes > settings.max_gib * 2**30:
+        raise StorageUnusableError(
+            f"{settings.data_dir} holds {used / 2**30:.2f} GiB, and {purpose} would add {needed_bytes / 2**30:.2f}. "
+            f"RLFLOW_MAX_GIB allows {settings.max_gib:g}. rlflow clean shows what nobody needs, rlflow clean --yes "
+            "removes it. Or raise RLFLOW_MAX_GIB, or keep fewer checkpoints (segment.keep_checkpoints)."
+        )
 
 
 @dataclass(frozen=True, slots=True)

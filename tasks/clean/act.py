@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,7 +22,7 @@ from infra.store.disk import Trash, usage_of
 from tasks.clean.decide import Inventory, Item, Kind, Verdict, choose, decide
 from tasks.clean.facts import References, is_alive
 from tasks.clean.flow_runs import delete_flow_runs, ended_flow_runs
-from tasks.clean.items import has_changed, items_of
+from tasks.clean.items import TEMPORARY_MARKS, has_changed, items_of
 from tasks.clean.report import CleanReport, rows_of
 from tasks.driver.outbox import prefect_outage_named
 from tasks.retries import step
@@ -164,7 +165,9 @@ class _Remover:
     def _remove(self, item: Item) -> bool:
         path = self.settings.data_dir / item.key
         if Path(item.key).is_absolute():  # the temporary folder of processes that were killed
-            processes.kill(path.name.removeprefix("rlflow-"))
+            if (path, False) not in processes.temporary_folders(*TEMPORARY_MARKS):
+                return False
+            shutil.rmtree(path, ignore_errors=True)
             return not path.exists()
         if item.keep_bytes:
             _shorten(path, item.keep_bytes)

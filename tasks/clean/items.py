@@ -17,6 +17,7 @@ from tasks.clean.facts import UNREADABLE, Keys
 
 LONGEST_LOG = 64 * 2**20  # of a running service, whose log is shortened when it is longer
 KEPT_LOG = 8 * 2**20
+TEMPORARY_MARKS = ("trainer-", "job-")  # of trainers and jobs
 _HALF_WRITTEN = (".staging-*", ".trash-*", ".sending-*")  # checkpoints of a killed trainer, retention or mirror
 _AGES_WITH_RUN = (Kind.CHECKPOINTS, Kind.LOGS, Kind.PAGES)
 
@@ -99,7 +100,7 @@ class _Lister:
             yield self._item(Kind.TEMPORARY, path)
         for path in sorted(settings.runs_dir.glob(".fork-*")):
             yield self._item(Kind.TEMPORARY, path)
-        for path, lives in processes.temporary_folders("trainer-", "job-"):
+        for path, lives in processes.temporary_folders(*TEMPORARY_MARKS):
             usage = usage_of(path)
             held = "its processes run" if lives else None
             yield Item(Kind.TEMPORARY, str(path), usage.bytes, usage.newest, held=held)

@@ -237,6 +237,21 @@ def test_a_log_is_shortened_to_its_end(tmp_path: Path) -> None:
     assert log.read_bytes() == b"line 998\nline 999\nmore\n"
 
 
+def test_the_temporary_folder_of_a_trainer_that_started_meanwhile_stays(
+    folder: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next trainer of a run has the same folder."""
+    dead, revived = tmp_path / "rlflow-trainer-dead", tmp_path / "rlflow-trainer-revived"
+    for path in (dead, revived):
+        path.mkdir()
+    folder.age(2, dead, revived)
+    looks = iter([[(dead, False), (revived, False)]])
+    later = [(dead, False), (revived, True)]
+    monkeypatch.setattr("infra.processes.temporary_folders", lambda *_: next(looks, later))
+    clean(folder.settings, 30)
+    assert (dead.exists(), revived.exists()) == (False, True)
+
+
 def test_temporary_folders_of_dead_processes_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
