@@ -122,6 +122,18 @@ def temporary_folder(mark: str) -> Path:
     return root / f"{_TEMPORARY}{mark}"
 
 
+def temporary_folders(*prefixes: str) -> list[tuple[Path, bool]]:
+    """This user's temporary folders of marks that start with one of ``prefixes``, and whether their processes live."""
+    living = {mark for mark, _ in _all_marked()}
+    root = temporary_folder("").parent
+    return [
+        (path, path.name.removeprefix(_TEMPORARY) in living)
+        for prefix in prefixes
+        for path in sorted(root.glob(f"{_TEMPORARY}{prefix}*"))
+        if path.is_dir() and not path.is_symlink() and path.lstat().st_uid == os.getuid()
+    ]
+
+
 def marked(mark: str) -> list[psutil.Process]:
     """Every other live process with this mark."""
     return [process for found, process in _all_marked() if found == mark]

@@ -68,6 +68,11 @@ class Settings(BaseSettings):
     downloads_gib: float = Field(200.0, gt=0)
     """Space for downloaded datasets in the data folder. When it is exceeded, the least recently used ones are deleted,
     except those used within a day."""
+    max_gib: float = Field(0.0, ge=0)
+    """Quota of the data folder in GiB. Preflight refuses a run that does not fit into it, and clean removes what nobody
+    needs only while the folder is larger. 0: no quota, and clean removes everything that nobody needs."""
+    clean_days: int = Field(30, ge=1)
+    """Clean leaves alone what was made or used within so many days."""
     host: str = "127.0.0.1"
     """Address that the local stack's servers listen on. Their login crosses the network as plain text: use another
     address than loopback only inside a network that you trust, or behind a proxy with TLS."""

@@ -138,6 +138,11 @@ ServedName = Annotated[str | None, Help("The model's name at the address. Empty:
 KeyVariable = Annotated[str, Help("Environment variable of the worker with the key of the address.")]
 Concurrency = Annotated[int, Help("Requests to the address at a time."), Field(ge=1)]
 Confidence = Annotated[float, Help("Confidence level at which a new champion must be better."), Field(ge=0.5, lt=1)]
+OlderThan = Annotated[
+    int | None,
+    Help("Leave alone what was made or used within so many days. Empty: RLFLOW_CLEAN_DAYS of the worker."),
+    Field(ge=1),
+]
 ExistingRun = Annotated[str, Help("Name of a run: the name of its folder."), Field(pattern=f"^{RUN_ID}$")]
 AllowChanges = Annotated[
     bool, Help("Continue a run with other values than it was started with; changes.jsonl in its folder records them.")

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
+from prefect import runtime
 from prefect.artifacts import create_markdown_artifact
 from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL
 from pydantic import BaseModel, ConfigDict
@@ -21,6 +22,7 @@ from infra.provenance import describe_hardware
 from infra.settings import Settings
 from infra.stack.servers import check_prefect, check_ray
 from infra.store import download
+from infra.store.disk import require_quota, usage_of
 from infra.tracking.extra import check_installed
 from infra.tracking.tracker import check_reachable
 from rlcore.config import ExperimentConfig, ModelConfig
@@ -68,7 +70,7 @@ def preflight(experiment: ExperimentConfig) -> PreflightReport:
     Raises:
         RlflowError, InfraError: the only finding, or one error that lists all of them.
     """
-    report = check(experiment, Settings())
+    report = check(experiment, Settings(), runtime.flow_run.name)
     with prefect_outage_named():
         create_markdown_artifact(report.markdown(), key=f"{experiment.name}-preflight")
     for name, fact in report.facts.items():
@@ -76,8 +78,12 @@ def preflight(experiment: ExperimentConfig) -> PreflightReport:
     return report
 
 
-def check(experiment: ExperimentConfig, settings: Settings) -> PreflightReport:
-    """The checks without Prefect."""
+def check(experiment: ExperimentConfig, settings: Settings, run_id: str | None = None) -> PreflightReport:
+    """The checks without Prefect.
+
+    Args:
+        run_id: name of the run. One that is continued has some of its checkpoints already.
+    """
     teacher = experiment.algorithm.teacher
     checks: dict[str, Callable[[], str]] = {
         "machine": lambda: _machine(experiment, settings),
@@ -87,7 +93,7 @@ def check(experiment: ExperimentConfig, settings: Settings) -> PreflightReport:
         **_of_sources("validation data", experiment, lambda own: _data(own, "validation", settings), "validation"),
         **_of_sources("prompt template", experiment, _template, "train"),
         **_of_sources("reward", experiment, lambda own: _reward(own, settings), "train"),
-        "disk": lambda: _disk(experiment, settings),
+        "disk": lambda: _disk(experiment, settings, run_id),
         "host memory": lambda: _host_memory(experiment, settings),
         "store": lambda: _store(settings),
         "MLflow": lambda: _mlflow(settings),
@@ -302,11 +308,12 @@ def _pictures(cells: Sequence[ImageCell], folders: Sequence[Path], scratch: Path
     return tuple(images)
 
 
-def _disk(experiment: ExperimentConfig, settings: Settings) -> str:
+def _disk(experiment: ExperimentConfig, settings: Settings, run_id: str | None) -> str:
     download.require_writable(settings.data_dir)
     free = download.free_bytes(settings.data_dir)
     shapes = _shapes(experiment.model)
     if shapes is None:
+        require_quota(settings, 0, "the model and its checkpoints, whose size is unknown until it is downloaded,")
         return f"{free / 2**30:.1f} GiB free; the need is unknown until the model is downloaded"
     keep = experiment.segment.max_kept(experiment.num_segments)
     one = checkpoint_bytes(experiment, shapes)
@@ -322,6 +329,8 @@ def _disk(experiment: ExperimentConfig, settings: Settings) -> str:
         raise StorageUnusableError(
             f"{error} Or keep fewer: segment.keep_checkpoints, keep_every and keep_best make {keep} now."
         ) from error
+    held = usage_of(settings.runs_dir / run_id / "checkpoints").bytes if run_id and settings.max_gib else 0
+    require_quota(settings, max(0, needed - held), f"{keep + 1} checkpoints and {models}")
     parts = f"{keep + 1} checkpoints of {one / 2**30:.2f} GiB and {models}"
     return f"{free / 2**30:.1f} GiB free, {needed / 2**30:.2f} GiB needed for {parts}"
 

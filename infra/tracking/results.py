@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import re
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from mlflow import MlflowClient
 from mlflow.entities import Run as MlflowRun
 from mlflow.entities import ViewType
 from mlflow.exceptions import MlflowException
+from mlflow.protos.databricks_pb2 import RESOURCE_DOES_NOT_EXIST, ErrorCode
 from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID
 
 from infra.errors import RegistryError
+from infra.logs import without_password
 from infra.tracking.tracker import RUN_TAG, check_reachable
 
 _PAGE = 1000
@@ -105,6 +108,70 @@ class RegisteredVersion:
     version: str
     mlflow_run_id: str
     tags: dict[str, str]
+    aliases: tuple[str, ...] = ()
+    archived: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.name}/{self.version}" + "".join(f" @{alias}" for alias in self.aliases)
+
+
+def known_runs(uri: str, mlflow_run_ids: Sequence[str]) -> set[str]:
+    """Those of the runs that the MLflow at ``uri`` holds, deleted ones included.
+
+    Raises:
+        ServerError: MLflow does not answer.
+        RegistryError: MLflow refuses.
+    """
+    if not mlflow_run_ids or not _exists(uri):
+        return set()
+    check_reachable(uri)
+    client, known = MlflowClient(tracking_uri=uri, registry_uri=uri), set()
+    for name in mlflow_run_ids:
+        try:
+            known.add(str(client.get_run(name).info.run_id))
+        except MlflowException as error:
+            if error.error_code != ErrorCode.Name(RESOURCE_DOES_NOT_EXIST):
+                raise RegistryError(f"MLflow at {without_password(uri)} cannot be read: {error}") from error
+    return known
+
+
+def _exists(uri: str) -> bool:
+    """Whether a database that is a file is there: MLflow would make it."""
+    return not uri.startswith("sqlite:///") or Path(uri.removeprefix("sqlite:///")).exists()
+
+
+def registered_versions(uri: str) -> list[RegisteredVersion]:
+    """Every version of every registered model. None of them if the database of ``uri`` does not exist yet.
+
+    Raises:
+        ServerError: MLflow does not answer.
+        RegistryError: MLflow refuses.
+    """
+    if not _exists(uri):
+        return []
+    check_reachable(uri)
+    client = MlflowClient(tracking_uri=uri, registry_uri=uri)
+    try:
+        return [
+            RegisteredVersion(
+                item.name, str(item.version), str(item.run_id or ""), dict(item.tags),
+                tuple(sorted(alias for alias, version in model.aliases.items() if str(version) == str(item.version))),
+                archived=item.current_stage == "Archived",
+            )
+            for model in _pages(client.search_registered_models)
+            for item in _pages(client.search_model_versions, f"name = '{model.name}'")
+        ]  # fmt: skip
+    except MlflowException as error:
+        raise RegistryError(f"the registry of MLflow at {without_password(uri)} cannot be read: {error}") from error
+
+
+def _pages(search: Callable[..., Any], *words: str) -> Iterator[Any]:
+    """All results of a search that returns pages."""
+    token: str | None = None
+    while token != "":
+        page = search(*words, page_token=token)
+        yield from page
+        token = page.token or ""
 
 
 def find_model(uri: str, words: str) -> RegisteredVersion:

@@ -530,6 +530,25 @@ def status() -> None:
 
 
 @app.command(cls=Command, rich_help_panel=STACK)
+def clean(
+    yes: Annotated[bool, typer.Option("--yes", help="Remove it. Without this nothing is changed.")] = False,
+    older_than: Annotated[
+        int | None, typer.Option(min=1, metavar="DAYS", help="Default: RLFLOW_CLEAN_DAYS, 30 days.")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object with every item.")] = False,
+) -> None:
+    """Show what nobody needs in the data folder, its size and the reason; with --yes remove it.
+
+    \b
+    rlflow clean
+    rlflow clean --older-than 7 --yes
+    """
+    from tasks.cli.clean import clean_here
+
+    typer.echo(clean_here(Settings(), older_than, act=yes, json=json))
+
+
+@app.command(cls=Command, rich_help_panel=STACK)
 def ui(
     prefect_port: Annotated[int, typer.Option(help="Port of Prefect's page.")] = 4200,
     mlflow_port: Annotated[int, typer.Option(help="Port of MLflow's page.")] = 5000,

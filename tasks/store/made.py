@@ -68,6 +68,7 @@ def made(key: str, folder: Path | None, make: Callable[[], R], kind: type[R]) ->
     record = settings.data_dir / "made" / f"{key}.json"
     if record.exists():
         known = kind.model_validate_json(record.read_bytes())
+        record.touch()  # before the look at its files: tasks/clean/act.py puts back what was used meanwhile
         if _proof(known).exists():
             return known
     if folder is not None:

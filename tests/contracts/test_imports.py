@@ -80,7 +80,7 @@ LAYERS = {
         ("suites",),
         ("preflight", "report"),
         ("ablation", "champion"),
-        ("compare", "recovery"),
+        ("clean", "compare", "recovery"),
         ("cli",),
     ),
 }

@@ -16,8 +16,9 @@ from PIL import Image
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from safetensors.numpy import save_file
 
-from infra.errors import ServerError, StorageError
+from infra.errors import ServerError, StorageError, StorageUnusableError
 from infra.settings import Settings
+from infra.store.disk import usage_of
 from rlcore.config import ExperimentConfig, build_experiment
 from rlcore.errors import ConfigError, DataError, ModelError, RewardError, RlflowError
 from rlcore.specs import BootstrapSpec
@@ -258,6 +259,26 @@ def test_adapters_are_counted_as_adapters(settings: Settings, tmp_path: Path, mo
 def test_a_champion_is_a_merged_model_more(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight, "deciding_benchmark", lambda name: "held-out")
     assert "and 2 merged models" in check(experiment(), settings).facts["disk"]
+
+
+def test_a_quota_refuses_a_run_that_does_not_fit_and_names_clean(tmp_path: Path) -> None:
+    """The tiny model needs 4 checkpoints of 12 bytes and a merged model of 4 bytes per parameter, and the reserve."""
+    keep, parameters = 3, preflight.TINY_PARAMETERS
+    needed = (keep + 1) * 12 * parameters + 4 * parameters + preflight._FULL_DISK_RESERVE
+    words = ["training.steps=200", "segment.steps=40", f"segment.keep_checkpoints={keep}"]
+    (tmp_path / "filler").write_bytes(b"x" * 2**20)
+    used = usage_of(tmp_path).bytes
+    enough = Settings(data_dir=tmp_path, max_gib=(needed + used + 2**20) / 2**30)
+    assert "GiB needed for 4 checkpoints" in check(experiment(*words), enough).facts["disk"]
+    short = Settings(data_dir=tmp_path, max_gib=(needed + used - 2**20) / 2**30)
+    with pytest.raises(StorageUnusableError, match=r"RLFLOW_MAX_GIB allows .* rlflow clean shows what nobody needs"):
+        check(experiment(*words), short)
+    # a run that is continued has some of it already
+    (tmp_path / "runs" / "old" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "runs" / "old" / "checkpoints" / "step").write_bytes(b"x" * 4 * 2**20)
+    with pytest.raises(StorageUnusableError, match="RLFLOW_MAX_GIB"):
+        check(experiment(*words), enough, "new")
+    assert check(experiment(*words), enough, "old").facts["disk"]
 
 
 def test_unreachable_mlflow(tmp_path: Path, refusing_port: int) -> None:
