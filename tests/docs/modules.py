@@ -95,7 +95,7 @@ def _call(words: Sequence[str], parameters: Mapping[str, Any]) -> None:
         for suite in all_suites() if copies else ():
             (Path(folder) / str(copies) / suite).mkdir(parents=True)
         trunk, _, step = (parameters.get("trunk") or "").partition("@")
-        run_id = parameters.get("run") or parameters.get("run_id") or trunk or parameters.get("model")
+        run_id = trunk or parameters.get("run") or parameters.get("run_id") or parameters.get("model")
         if run_id and "/" not in run_id:  # what rlflow evaluate takes is a run, a path or an address
             run_dir = Path(folder) / "runs" / run_id
             run_dir.mkdir(parents=True)
