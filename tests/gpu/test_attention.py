@@ -28,6 +28,6 @@ def test_the_kernel_equals_the_padded_batch(window: int | None) -> None:
         leaves = [x.to(dtype).detach().requires_grad_() for x in (query, key, value)]
         out = shared_prompt_attention(*leaves, where, SCALE, window)
         results.append([out, *torch.autograd.grad(out, leaves, grad.to(dtype))])
-    size = float(results[1][0].norm())
-    for kernel, exact in zip(*results, strict=True):  # a token that sees only itself gives its query and key no gradient
+    size = float(results[1][0].norm())  # a token that sees only itself gives its query and key no gradient
+    for kernel, exact in zip(*results, strict=True):
         assert float((kernel.float() - exact).norm()) < 0.01 * max(size, float(exact.norm()))  # bfloat16: 0.4 percent
