@@ -14,6 +14,7 @@ from infra.provenance import describe_hardware
 from infra.settings import Settings
 from rlcore.artifacts import CheckpointRef, DatasetRef, EvalReport, ModelCheck, ModelRef
 from rlcore.config import ExperimentConfig, ModelConfig, build_experiment
+from rlcore.segment.store import read_manifest
 from rlcore.specs import BootstrapSpec, CheckModelSpec, MergeSpec, tiny_folder
 from tasks.driver.jobs import new_result_path, run_job
 from tasks.driver.outbox import prefect_outage_named
@@ -214,7 +215,7 @@ def register_model(
             tags=tags,
             alias=alias,
             description=f"{origin}. Files: {model.path}",
-            pyfunc=pyfunc_of(run, model, checkpoint, Path(folder)),
+            pyfunc=pyfunc_of(run, model, read_manifest(checkpoint).versions, Path(folder)),
         )
     version = registered.version
     if report is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+from collections.abc import Mapping
 from pathlib import Path
 
 from infra.tracking.models import Pyfunc
@@ -11,7 +12,6 @@ from rlcore.artifacts import CheckpointRef, EvalReport, ModelRef
 from rlcore.data.table import load_problems
 from rlcore.errors import RlflowError
 from rlcore.inference.stored import store_settings
-from rlcore.segment.store import read_manifest
 from rlcore.types import Problem
 from tasks.lineage import read_origins
 from tasks.run import Run
@@ -20,10 +20,13 @@ LOADER = "rlcore.inference.pyfunc"
 _REQUIRED = ("transformers", "torch")
 
 
-def pyfunc_of(run: Run, model: ModelRef, checkpoint: CheckpointRef, folder: Path) -> Pyfunc:
-    """What ``mlflow.pyfunc.load_model`` needs of a merged model. Fills ``folder``, which is empty."""
+def pyfunc_of(run: Run, model: ModelRef, versions: Mapping[str, str], folder: Path) -> Pyfunc:
+    """What ``mlflow.pyfunc.load_model`` needs of a merged model. Fills ``folder``, which is empty.
+
+    Args:
+        versions: of the packages that trained it.
+    """
     stored = store_settings(folder, run.experiment, model)
-    versions = read_manifest(checkpoint).versions
     return Pyfunc(
         loader_module=LOADER,
         data=folder,
