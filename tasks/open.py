@@ -12,6 +12,7 @@ from prefect.context import FlowRunContext
 from infra import processes, provenance
 from infra.logs import get_logger
 from infra.settings import Settings
+from infra.tracking.system import system_metrics
 from rlcore.artifacts import CheckpointRef, DatasetRef, ModelRef
 from rlcore.config import ExperimentConfig
 from rlcore.errors import CheckpointError
@@ -160,6 +161,14 @@ def finish_run(run: Run) -> None:
 
 
 @contextmanager
+def monitor_machine(run: Run, settings: Settings) -> Iterator[None]:
+    """Inside the block MLflow gets the load of this machine, where the flow runs, as metrics of the run."""
+    tracker = tracker_of(run, settings)
+    with system_metrics(settings.tracking_uri, tracker.mlflow_run_id, settings.system_metrics_seconds):
+        yield
+
+
+@contextmanager
 def track_run(run: Run) -> Iterator[None]:
     """Keep the MLflow run open and mirror the run to the store, and close both with the right status however the flow
     ends. The run is finished once the store has all of it."""
@@ -167,7 +176,7 @@ def track_run(run: Run) -> Iterator[None]:
     with note_outages(run):
         open_tracking(run)
         try:
-            with mirror_run(run, settings):
+            with mirror_run(run, settings), monitor_machine(run, settings):
                 yield
         except BaseException as error:  # raised again, once MLflow knows
             # KILLED: by Ctrl-C, or the flow is cancelled

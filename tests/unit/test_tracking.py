@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http import HTTPStatus
@@ -25,6 +26,7 @@ from mlflow.protos.databricks_pb2 import INVALID_PARAMETER_VALUE, RESOURCE_DOES_
 from infra.errors import RegistryError, ServerError, ServerRefusedError, StorageError
 from infra.tracking.extra import read_published
 from infra.tracking.models import Pyfunc
+from infra.tracking.system import system_metrics
 from infra.tracking.tracker import DRIFT_TAG, Tracker, _run_exists, check_reachable
 from rlcore.segment.journal import StepRecord
 
@@ -240,6 +242,25 @@ def test_a_checkpoint_is_one_logged_model_and_its_numbers_belong_to_it(open_run:
         [run.info.experiment_id], filter_string="metrics.`eval/accuracy` > 0.5 AND tags.`rlflow.step` = '8'"
     )
     assert [item.model_id for item in best] == [second]
+
+
+def test_the_load_of_the_machine_is_logged_while_the_block_runs(open_run: Open) -> None:
+    tracker = open_run("load")
+
+    def logged() -> set[str]:
+        names = client(tracker).get_run(tracker.mlflow_run_id).data.metrics
+        return {name for name in names if name.startswith("system/")}
+
+    with system_metrics(tracker._uri, tracker.mlflow_run_id, 0):
+        assert not [thread for thread in threading.enumerate() if thread.name == "SystemMetricsMonitor"]
+    deadline = time.monotonic() + 60
+    with system_metrics(tracker._uri, tracker.mlflow_run_id, 0.05):
+        while not logged() and time.monotonic() < deadline:
+            time.sleep(0.05)
+    assert {"system/cpu_utilization_percentage", "system/system_memory_usage_megabytes"} <= logged()
+    while any(thread.name == "SystemMetricsMonitor" for thread in threading.enumerate()):
+        assert time.monotonic() < deadline, "the monitor still runs"
+        time.sleep(0.05)
 
 
 def test_the_status_follows_the_run(open_run: Open) -> None:
