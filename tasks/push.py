@@ -232,7 +232,7 @@ def _lineage(model: Named, exported: ModelRef, origins: Sequence[Any]) -> Iterat
     if model.version is not None:
         yield "registered as", model.version
     yield "experiment", model.experiment.digest()
-    yield "files of this folder, without this card", exported.digest
+    yield "digest of the model's files", exported.digest
     for origin in origins[-1:]:
         yield "started from", f"{_public(origin.base.source)} ({origin.base.digest})"
         yield "code", f"commit {origin.commit or 'unknown'}, digest {origin.code_digest}"
