@@ -192,11 +192,20 @@ def merge_checkpoint(
 
 @step("register-model", others=(5, 30))
 def register_model(
-    run: Run, model: ModelRef, checkpoint: CheckpointRef, report: EvalReport | None, alias: str = ALIAS
+    run: Run,
+    model: ModelRef,
+    checkpoint: CheckpointRef,
+    report: EvalReport | None,
+    alias: str = ALIAS,
+    benchmark: str | None = None,
 ) -> ModelRef:
     """Register the folder of a verified model and move the alias to it. Safe to repeat: it finds its own version.
 
-    MLflow gets no weights, but what ``mlflow.pyfunc.load_model`` needs besides them: docs/howto/registered-model.md."""
+    MLflow gets no weights, but what ``mlflow.pyfunc.load_model`` needs besides them: docs/howto/registered-model.md.
+
+    Args:
+        report: its numbers become those of the model; ``benchmark`` names its problems, unless they are the run's own.
+    """
     tags = {
         "rlflow.run_id": run.run_id,
         "rlflow.experiment_digest": run.experiment.digest(),
@@ -219,7 +228,7 @@ def register_model(
         )
     version = registered.version
     if report is not None:
-        log_metrics_of(tracker, report, "eval", registered.model_id)
+        log_metrics_of(tracker, report, f"eval/{benchmark}" if benchmark else "eval", registered.model_id)
     get_logger().info("model: registered %s version %s @%s", run.experiment.name, version, alias)
     known = model.model_copy(update={"registered_name": run.experiment.name, "registered_version": version})
     lineage = lineage_of(run, known, checkpoint, tracker.mlflow_run_id)

@@ -17,6 +17,7 @@ from mlflow import MlflowClient
 from mlflow.entities import LoggedModelOutput
 from mlflow.exceptions import MlflowException
 from mlflow.models import Model, ModelSignature
+from mlflow.protos.databricks_pb2 import RESOURCE_DOES_NOT_EXIST, ErrorCode
 from mlflow.types import ColSpec, DataType, ParamSchema, ParamSpec, Schema, TensorSpec
 from mlflow.types.schema import Array, Object, Property
 from mlflow.utils.mlflow_tags import MLFLOW_MODEL_IS_EXTERNAL
@@ -111,9 +112,14 @@ class Models:
 
 
 def _loadable(client: MlflowClient, source: str | None) -> str | None:
-    """The logged model's id behind a version; None: it was registered before versions could be loaded."""
+    """The logged model's id behind a version. None: it is gone, or was registered before versions could be loaded."""
     model_id = str(source).removeprefix("models:/")
-    model = client.get_logged_model(model_id)
+    try:
+        model = client.get_logged_model(model_id)
+    except MlflowException as error:
+        if error.error_code == ErrorCode.Name(RESOURCE_DOES_NOT_EXIST):
+            return None
+        raise
     return None if MLFLOW_MODEL_IS_EXTERNAL in model.tags else model_id
 
 

@@ -210,6 +210,24 @@ def test_a_registered_version_loads_by_its_alias_with_its_signature_and_example(
     assert sum(path.stat().st_size for path in files if path.is_file()) < 50_000, "the weights were copied"
 
 
+def test_a_version_that_cannot_be_loaded_is_registered_again(open_run: Open, tmp_path: Path) -> None:
+    """Its logged model was deleted, or it was registered when MLflow got nothing but the path."""
+    tracker, folder = open_run("again-registered"), tmp_path / "merged"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    arguments: dict[str, Any] = {
+        "name": "again", "path": folder, "tags": {}, "alias": "verified", "description": "",
+        "pyfunc": an_echo(tmp_path),
+    }  # fmt: skip
+    first = tracker.register_model(**arguments)
+    client(tracker).set_logged_model_tags(first.model_id, {"mlflow.model.isExternal": "true"})
+    second = tracker.register_model(**arguments)
+    assert (first.version, second.version) == ("1", "2")
+    client(tracker).delete_logged_model(second.model_id)
+    assert tracker.register_model(**arguments).version == "3"
+    assert str(client(tracker).get_model_version_by_alias("again", "verified").version) == "3"
+
+
 def test_a_checkpoint_is_one_logged_model_and_its_numbers_belong_to_it(open_run: Open) -> None:
     tracker = open_run("checkpoints")
 
