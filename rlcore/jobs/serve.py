@@ -76,6 +76,10 @@ def command(spec: ServeSpec, device: str) -> list[str]:
         rank = write_adapter(Path(spec.checkpoint.path), model, folder, trust_remote_code=trusted)
         words |= {"served-model-name": f"{spec.name}-base", "max-lora-rank": padded_rank(rank), "max-loras": 1}
         flags += ["--enable-lora", "--lora-modules", f"{spec.name}={folder}"]
+        if (adapted := family_in(model).adapted) is not None:
+            flags += ["--lora-target-modules", *adapted]
+        if experiment.model.lora is not None and experiment.model.lora.vision_tower:
+            flags += ["--enable-tower-connector-lora"]
     return [sys.executable, "-m", MODULE, *_options(words), *flags, *spec.words]
 
 
@@ -100,7 +104,6 @@ def write_adapter(checkpoint: Path, base: Path, folder: Path, *, trust_remote_co
     )
     rank = min(min(value.shape) for value in adapters.values())
     modules = {name.rpartition(".lora_")[0] for name in adapters}
-    adapted = family_in(base).adapted
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -108,7 +111,7 @@ def write_adapter(checkpoint: Path, base: Path, folder: Path, *, trust_remote_co
         "r": rank,
         "lora_alpha": alpha,
         "bias": "none",
-        "target_modules": sorted({name.rpartition(".")[2] for name in modules} | set(adapted or ())),
+        "target_modules": sorted({name.rpartition(".")[2] for name in modules}),
     }
     (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
     return rank

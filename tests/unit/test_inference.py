@@ -25,7 +25,8 @@ from rlcore.inference.chat import chat_template
 from rlcore.inference.pyfunc import RegisteredModel, _load_pyfunc, read_image
 from rlcore.inference.stored import read_settings, store_settings
 from rlcore.jobs.export import export
-from rlcore.specs import ExportSpec
+from rlcore.jobs.serve import command
+from rlcore.specs import ExportSpec, ServeSpec
 
 EXPERIMENT = ExperimentConfig.model_validate(
     {
@@ -174,6 +175,32 @@ def test_a_template_that_chat_templates_cannot_hold_is_refused(tiny_model: Path,
     processor = load_processor(ModelConfig(path=str(tiny_model)))
     with pytest.raises(ModelError, match="cannot write the prompts of training.*--plain"):
         chat_template(processor, DataConfig(template=str(own)))
+
+
+def test_a_server_has_the_limits_of_its_run(tiny_model: Path, tmp_path: Path) -> None:
+    data = EXPERIMENT.data.model_copy(update={"max_images": 3})
+    spec = ServeSpec(
+        result=tmp_path / "result.json", experiment=EXPERIMENT.model_copy(update={"data": data}), model=str(tiny_model),
+        name="geo", host="127.0.0.1", port=8123, gpu_memory_utilization=0.9, words=("--max-num-seqs", "4"),
+    )  # fmt: skip
+    words = command(spec, "cpu")
+    assert words[1:3] == ["-m", "vllm.entrypoints.openai.api_server"]
+    given = dict(zip(words[3::2], words[4::2], strict=False))
+    expected = {
+        "--model": str(tiny_model), "--served-model-name": "geo", "--host": "127.0.0.1", "--port": "8123",
+        "--max-model-len": "134", "--dtype": "float32", "--generation-config": "vllm",
+        "--chat-template": str(tmp_path / "chat_template.jinja"),
+    }  # fmt: skip
+    assert expected.items() <= given.items()
+    assert json.loads(given["--override-generation-config"]) == {"max_new_tokens": 6}
+    assert json.loads(given["--limit-mm-per-prompt"]) == {"image": 3, "video": 0}
+    assert json.loads(given["--mm-processor-kwargs"]) == {"size": {"shortest_edge": 784, "longest_edge": 7056}}
+    assert words[-2:] == ["--max-num-seqs", "4"], "the caller's words come last, and count"
+    assert "Think first" in (tmp_path / "chat_template.jinja").read_text()
+    assert "--chat-template" not in command(spec.model_copy(update={"plain": True}), "cpu")
+    on_gpu = command(spec, "cuda")
+    assert on_gpu[on_gpu.index("--dtype") + 1] == "bfloat16"
+    assert on_gpu[on_gpu.index("--gpu-memory-utilization") + 1] == "0.9"
 
 
 def test_an_exported_model_is_the_merged_one_rounded(tiny_model: Path, tmp_path: Path) -> None:
