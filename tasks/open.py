@@ -142,11 +142,12 @@ def _fork_tags(run: Run) -> dict[str, str]:
 
 
 @step("open-tracking")
-def open_tracking(run: Run) -> None:
-    """Open the MLflow run, also one that was closed before."""
+def open_tracking(run: Run) -> str:
+    """Open the MLflow run, also one that was closed before. Returns its id."""
     tracker = tracker_of(run, Settings())
     run.finished_marker.unlink(missing_ok=True)
     tracker.resume()
+    return tracker.mlflow_run_id
 
 
 @step("finish-run")
@@ -161,22 +162,15 @@ def finish_run(run: Run) -> None:
 
 
 @contextmanager
-def monitor_machine(run: Run, settings: Settings) -> Iterator[None]:
-    """Inside the block MLflow gets the load of this machine, where the flow runs, as metrics of the run."""
-    tracker = tracker_of(run, settings)
-    with system_metrics(settings.tracking_uri, tracker.mlflow_run_id, settings.system_metrics_seconds):
-        yield
-
-
-@contextmanager
 def track_run(run: Run) -> Iterator[None]:
     """Keep the MLflow run open and mirror the run to the store, and close both with the right status however the flow
     ends. The run is finished once the store has all of it."""
     settings = Settings()
     with note_outages(run):
-        open_tracking(run)
+        mlflow_run_id = open_tracking(run)
+        load = system_metrics(settings.tracking_uri, mlflow_run_id, settings.system_metrics_seconds)
         try:
-            with mirror_run(run, settings), monitor_machine(run, settings):
+            with mirror_run(run, settings), load:
                 yield
         except BaseException as error:  # raised again, once MLflow knows
             # KILLED: by Ctrl-C, or the flow is cancelled

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,6 +23,7 @@ import pytest
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from infra.settings import Settings
+from rlcore.config import TinyModelConfig
 from rlcore.data.table import load_problems
 from rlcore.evaluation.rows import EvalRow, read_rows
 from rlcore.types import Problem
@@ -32,12 +34,13 @@ from tasks.run import existing_run
 from tests.docs.pages import ROOT
 from tests.ports import reserved_port
 from tests.shell import new_shell
+from tests.warm_start import warm_started
 
 NAME, KEY = "grpo-geo3k-tiny", "sesame"
 SETTINGS = (
-    *("training.steps=1", "evaluation.temperature=0", "evaluation.samples=1", "evaluation.problems=6"),
-    *("data.synthetic_problems=64", "model.tiny.warm_start_steps=150", "data.system_prompt=Be brief."),
-    *("model.lora.rank=4", "training.learning_rate=0.01"),
+    *("training.steps=2", "evaluation.temperature=0", "evaluation.samples=1", "evaluation.problems=6"),
+    *("data.synthetic_problems=64", "data.system_prompt=Be brief."),
+    *("model.check=off", "model.lora.rank=8", "training.learning_rate=0.01"),
 )
 
 
@@ -58,10 +61,13 @@ class Done:
 
 
 @pytest.fixture(scope="module")
-def done(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Done]:
-    data_dir = tmp_path_factory.mktemp("registered") / "data"
+def done(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[Done]:
+    folder = tmp_path_factory.mktemp("registered")
+    data_dir, policy = folder / "data", folder / "policy"
+    shutil.copytree(tiny_model, policy)
+    shutil.copy(warm_started(TinyModelConfig()).folder / "model.safetensors", policy)
     run = Done(data_dir, [], [])
-    options = [word for setting in SETTINGS for word in ("--set", setting)]
+    options = [word for setting in (*SETTINGS, f"model.path={policy}") for word in ("--set", setting)]
     answer = subprocess.run(
         run.rlflow("train", NAME, "--run-id", "greedy", *options),
         env=run.environment, cwd=ROOT, capture_output=True, text=True, check=False,
@@ -70,7 +76,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Done]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RLFLOW_DATA_DIR", str(data_dir))
         settings = Settings()
-        (known,) = find_evaluations("greedy:1", settings)
+        (known,) = find_evaluations("greedy:2", settings)
         rows: dict[str, EvalRow] = {row.problem_id: row for row in read_rows(Path(known.report.table))}
         (origin,) = read_origins(existing_run("greedy", settings).run_dir)
         problems = [item for item in load_problems(Path(origin.validation.path)) if item.problem_id in rows]
@@ -112,13 +118,13 @@ def test_mlflow_orders_checkpoints_by_their_evaluation(done: Done) -> None:
     version = client.get_model_version_by_alias(NAME, "verified")
     run = client.get_run(version.run_id)
     found = {client.get_logged_model(item.model_id).name: item.step for item in run.outputs.model_outputs}
-    assert found == {f"{NAME}-step-000000": 0, f"{NAME}-step-000001": 1, NAME: 1}
+    assert found == {f"{NAME}-step-000000": 0, f"{NAME}-step-000002": 2, NAME: 2}
     ordered = client.search_logged_models(
         [run.info.experiment_id],
         filter_string="metrics.`eval/accuracy` >= 0",
         order_by=[{"field_name": "metrics.eval/accuracy"}],
     )
-    assert {f"{NAME}-step-000001", NAME} <= {item.name for item in ordered}
+    assert {f"{NAME}-step-000002", NAME} <= {item.name for item in ordered}
 
 
 @contextmanager
@@ -175,7 +181,7 @@ def test_a_served_model_says_what_the_evaluation_recorded_and_wants_its_key(done
 
 
 def test_adapters_are_served_from_a_checkpoint_that_was_not_merged(done: Done) -> None:
-    merged = done.data_dir / "models" / "merged-greedy-step-1"
+    merged = done.data_dir / "models" / "merged-greedy-step-2"
     aside = merged.rename(merged.with_name("aside"))
     try:
         with serving(done, "greedy") as port:
@@ -195,10 +201,10 @@ def test_a_pushed_folder_is_a_model_with_a_card(done: Done, tmp_path: Path) -> N
     assert str(AutoModelForImageTextToText.from_pretrained(out).dtype) == "torch.bfloat16"
     assert AutoProcessor.from_pretrained(out).chat_template
     card = (out / "README.md").read_text()
-    (known,) = find_evaluations("greedy:1", Settings())
+    (known,) = find_evaluations("greedy:2", Settings())
     report = known.report
     row = f"| 6 x 1 | {report.accuracy:.3f} | [{report.accuracy_low:.3f}, {report.accuracy_high:.3f}] |"
-    assert f"| validation | 1 {row}" in card
+    assert f"| validation | 2 {row}" in card
     assert "System prompt: 'Be brief.'" in card
     assert "| training.learning_rate | 0.01 |" in card
     assert (out / "curves.png").stat().st_size > 10_000
