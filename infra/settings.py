@@ -50,6 +50,9 @@ class Settings(BaseSettings):
     """How long preflight waits for an MLflow or Prefect server to answer."""
     tracking_wait_seconds: float = Field(600.0, ge=0)
     """How long the end of a run waits for an unreachable MLflow server before the step fails and is retried."""
+    system_metrics_seconds: float = Field(30.0, ge=0)
+    """Seconds between two points of this machine's load (CPU, memory, disk, network, GPUs), which go to MLflow while a
+    run is open. 0: none."""
     trackers: Annotated[tuple[TrackerName, ...], NoDecode] = ()
     """Trackers in addition to MLflow, separated by commas: tensorboard, wandb, swanlab. docs/trackers.md."""
     tracker_python: Path = Path(sys.executable)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import os
 import secrets
 import shutil
@@ -20,6 +21,7 @@ from pathlib import Path
 
 from rlcore.errors import StorageError
 
+VERIFIED = "verified.json"  # written by a merge into a model folder that it has verified
 _STALE_SECONDS = 24 * 3600
 _FILES_AT_ONCE = 16
 
@@ -92,6 +94,18 @@ def files_below(folder: Path) -> Iterator[Path]:
     """All files below a folder. Unlike ``Path.rglob`` it does not raise if another process removes a subfolder."""
     for inside, _, names in os.walk(folder):
         yield from (Path(inside, name) for name in names)
+
+
+def folder_digest(folder: Path) -> str:
+    """Hash of the names and contents of a model folder's files, without hidden files and ``VERIFIED``."""
+    digest = hashlib.sha256()
+    for path in sorted(p for p in folder.rglob("*") if p.is_file() and p.name != VERIFIED):
+        if path.name.startswith("."):
+            continue
+        with path.open("rb") as file:
+            digest.update(f"{path.relative_to(folder).as_posix()} ".encode())
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()[:16]
 
 
 def fsync_tree(folder: Path) -> None:

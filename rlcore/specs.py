@@ -111,6 +111,30 @@ class MergeSpec(JobSpec):
         return self.models_dir / f"merged-{self.checkpoint.run_id}-step-{self.checkpoint.step}"
 
 
+class ServeSpec(JobSpec):
+    """rlcore.jobs.serve: vLLM's OpenAI-compatible server of a model. Its files are next to ``result``; it has none."""
+
+    experiment: ExperimentConfig  # prompts, limits, precision
+    model: str  # a merged model, or the model that the run of ``checkpoint`` started from
+    checkpoint: CheckpointRef | None = None  # has adapters; None: the model alone
+    name: str
+    host: str
+    port: int
+    key_variable: str | None = None  # environment variable with the key that clients must send
+    plain: bool = False  # without the prompt template and the system prompt of training
+    gpu_memory_utilization: float
+    words: tuple[str, ...] = ()  # further options of vLLM's server
+
+
+class ExportSpec(JobSpec):
+    """rlcore.jobs.export: a merged model -> ModelRef, a folder in another dtype."""
+
+    model: ModelRef
+    out: Path
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    trust_remote_code: bool = False
+
+
 class JobError(BaseModel):
     """The error of a failed job, so that the task can raise it."""
 

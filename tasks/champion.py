@@ -140,7 +140,7 @@ def promote(todo: Todo, done: Evaluation, confidence: float) -> None:
         run, base = todo.run, bootstrap_policy(todo.run.experiment.model)
         train = prepare_and_resize(run.experiment, "train")
         model = merge_checkpoint(run.experiment, todo.checkpoint, base, train)
-        register_model(run, model, todo.checkpoint, done.report, alias=CHAMPION)
+        register_model(run, model, todo.checkpoint, done.report, alias=CHAMPION, benchmark=todo.benchmark.name)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from rlcore.segment.spec import SegmentManifest
 from rlcore.specs import EvaluateSpec, EvaluationPart
 from tasks.driver.jobs import new_result_path, run_job
 from tasks.experiments import load_experiment
+from tasks.registered import checkpoint_model, log_metrics_of
 from tasks.retries import step
 from tasks.run import Run, tracker_of
 from tasks.store.made import content_key, fetch, made
@@ -130,7 +131,7 @@ def evaluate_and_log(
     known = evaluation_while_training(run, experiment, policy, base, dataset)
     report = known or evaluate_policy(experiment, policy, base, dataset)
     if benchmark or known is None:  # the trainer's own is published with its step
-        log_evaluation(run, report, f"eval/{benchmark}" if benchmark else "eval")
+        log_evaluation(run, report, f"eval/{benchmark}" if benchmark else "eval", policy)
     return report
 
 
@@ -153,31 +154,32 @@ def log_validation(run: Run, segments: Sequence[SegmentManifest]) -> None:
     """Log the tables of the evaluations that the trainer made, once training is over: an outage of MLflow must not stop
     it. Safe to repeat.
 
+    Each segment's checkpoint becomes a logged model of MLflow: metadata without weights. Evaluations of that step
+    belong to it.
+
     Their numbers are published with the steps. Those that MLflow lacks are logged here: of a step that was committed
     before its evaluation, because the trainer had to stop. The others are not logged again, because a trainer that
     repeats steps after a damaged checkpoint evaluates them at another time."""
     tracker = tracker_of(run, Settings())
     published = tracker.steps_of("eval/accuracy")
+    models = {item.checkpoint.step: checkpoint_model(run, item.checkpoint, tracker) for item in segments}
     for report in (record.report for record in run.evaluations()):
         if report.step <= segments[-1].last_step:
             if report.step not in published:
                 record = as_step_record(report)
                 tracker.log_metrics(record.metrics, step=report.step, timestamp_ms=record.timestamp_ms)
+            if report.step in models:
+                log_metrics_of(tracker, report, "eval", models[report.step])
             tracker.log_file(Path(report.table), f"eval/step-{report.step:06d}")
             _tell(report)
 
 
 @step("log-evaluation", task_run_name="log-evaluation-of-step-{report.step}")
-def log_evaluation(run: Run, report: EvalReport, where: str) -> None:
-    """Log the numbers and the table to MLflow under ``where``. Safe to repeat."""
-    from rlcore.evaluation.report import metrics_of
-
+def log_evaluation(run: Run, report: EvalReport, where: str, policy: CheckpointRef | ModelRef) -> None:
+    """Log the numbers and the table to MLflow under ``where``, the numbers as those of the policy's logged model. Safe
+    to repeat."""
     tracker = tracker_of(run, Settings())
-    tracker.log_metrics(
-        {f"{where}/{name}": value for name, value in metrics_of(report).items()},
-        step=report.step,
-        timestamp_ms=round(report.at * 1000),
-    )
+    log_metrics_of(tracker, report, where, checkpoint_model(run, policy, tracker))
     tracker.log_file(Path(report.table), f"{where}/step-{report.step:06d}")
     _tell(report)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,10 +14,12 @@ from infra.provenance import describe_hardware
 from infra.settings import Settings
 from rlcore.artifacts import CheckpointRef, DatasetRef, EvalReport, ModelCheck, ModelRef
 from rlcore.config import ExperimentConfig, ModelConfig, build_experiment
+from rlcore.segment.store import read_manifest
 from rlcore.specs import BootstrapSpec, CheckModelSpec, MergeSpec, tiny_folder
 from tasks.driver.jobs import new_result_path, run_job
 from tasks.driver.outbox import prefect_outage_named
 from tasks.lineage import artifact_name, lineage_of
+from tasks.registered import log_metrics_of, pyfunc_of
 from tasks.retries import step
 from tasks.run import Run, tracker_of
 from tasks.store.made import content_key, made
@@ -185,9 +188,20 @@ def merge_checkpoint(
 
 @step("register-model", others=(5, 30))
 def register_model(
-    run: Run, model: ModelRef, checkpoint: CheckpointRef, report: EvalReport | None, alias: str = ALIAS
+    run: Run,
+    model: ModelRef,
+    checkpoint: CheckpointRef,
+    report: EvalReport | None,
+    alias: str = ALIAS,
+    benchmark: str | None = None,
 ) -> ModelRef:
-    """Register the folder of a verified model and move the alias to it. Safe to repeat: it finds its own version."""
+    """Register the folder of a verified model and move the alias to it. Safe to repeat: it finds its own version.
+
+    MLflow gets no weights, but what ``mlflow.pyfunc.load_model`` needs besides them: docs/howto/registered-model.md.
+
+    Args:
+        report: its numbers become those of the model; ``benchmark`` names its problems, unless they are the run's own.
+    """
     tags = {
         "rlflow.run_id": run.run_id,
         "rlflow.experiment_digest": run.experiment.digest(),
@@ -199,13 +213,18 @@ def register_model(
         tags |= {"eval.accuracy": f"{report.accuracy:.4f}", "eval.dataset_digest": report.dataset_digest}
     origin = f"{model.source} after {checkpoint.step} GRPO steps of run {run.run_id}"
     tracker = tracker_of(run, Settings())
-    version = tracker.register_model(
-        name=run.experiment.name,
-        path=Path(model.path),
-        tags=tags,
-        alias=alias,
-        description=f"{origin}. Files: {model.path}",
-    )
+    with tempfile.TemporaryDirectory(prefix="rlflow-") as folder:
+        registered = tracker.register_model(
+            name=run.experiment.name,
+            path=Path(model.path),
+            tags=tags,
+            alias=alias,
+            description=f"{origin}. Files: {model.path}",
+            pyfunc=pyfunc_of(run, model, read_manifest(checkpoint).versions, Path(folder)),
+        )
+    version = registered.version
+    if report is not None:
+        log_metrics_of(tracker, report, f"eval/{benchmark}" if benchmark else "eval", registered.model_id)
     get_logger().info("model: registered %s version %s @%s", run.experiment.name, version, alias)
     known = model.model_copy(update={"registered_name": run.experiment.name, "registered_version": version})
     lineage = lineage_of(run, known, checkpoint, tracker.mlflow_run_id)

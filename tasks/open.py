@@ -12,6 +12,7 @@ from prefect.context import FlowRunContext
 from infra import processes, provenance
 from infra.logs import get_logger
 from infra.settings import Settings
+from infra.tracking.system import system_metrics
 from rlcore.artifacts import CheckpointRef, DatasetRef, ModelRef
 from rlcore.config import ExperimentConfig
 from rlcore.errors import CheckpointError
@@ -141,11 +142,12 @@ def _fork_tags(run: Run) -> dict[str, str]:
 
 
 @step("open-tracking")
-def open_tracking(run: Run) -> None:
-    """Open the MLflow run, also one that was closed before."""
+def open_tracking(run: Run) -> str:
+    """Open the MLflow run, also one that was closed before. Returns its id."""
     tracker = tracker_of(run, Settings())
     run.finished_marker.unlink(missing_ok=True)
     tracker.resume()
+    return tracker.mlflow_run_id
 
 
 @step("finish-run")
@@ -165,9 +167,10 @@ def track_run(run: Run) -> Iterator[None]:
     ends. The run is finished once the store has all of it."""
     settings = Settings()
     with note_outages(run):
-        open_tracking(run)
+        mlflow_run_id = open_tracking(run)
+        load = system_metrics(settings.tracking_uri, mlflow_run_id, settings.system_metrics_seconds)
         try:
-            with mirror_run(run, settings):
+            with mirror_run(run, settings), load:
                 yield
         except BaseException as error:  # raised again, once MLflow knows
             # KILLED: by Ctrl-C, or the flow is cancelled

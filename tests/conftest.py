@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("RLFLOW_SYSTEM_METRICS_SECONDS", "0")  # tests that look at them ask for them
 # A shell's & ignores both; what tests start is interrupted with Ctrl-C.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -22,13 +22,14 @@ from mlflow.entities import Dataset, DatasetInput, InputTag, LifecycleStage, Met
 from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import RESOURCE_DOES_NOT_EXIST, ErrorCode
 from mlflow.store.db.db_types import DATABASE_ENGINES
-from mlflow.utils.mlflow_tags import MLFLOW_MODEL_IS_EXTERNAL, MLFLOW_PARENT_RUN_ID, MLFLOW_RUN_NOTE
+from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID, MLFLOW_RUN_NOTE
 from requests import RequestException
 
 from infra.errors import RegistryError, ServerError, ServerRefusedError, StorageError
 from infra.files import locked, write_atomically
 from infra.logs import get_logger, without_password
 from infra.store.s3_errors import OBJECT_STORE_ERRORS, storage_error
+from infra.tracking.models import Models, Pyfunc, Registered
 
 RUN_TAG = "rlflow.run_id"
 DRIFT_TAG = "rlflow.param_drift"
@@ -106,6 +107,7 @@ class Tracker:
         self._experiment_id = experiment_id
         self._run_dir = run_dir
         self._state = state
+        self._models = Models(client, experiment_id, state.mlflow_run_id)
 
     @classmethod
     def open(cls, *, uri: str, artifacts_uri: str, experiment: str, run_id: str, run_dir: Path) -> Tracker:
@@ -216,9 +218,15 @@ class Tracker:
         return self.published_step
 
     @_translating_errors()
-    def log_metrics(self, metrics: Mapping[str, float], *, step: int, timestamp_ms: int) -> None:
-        """Log points that are not in the journal, such as an evaluation. A fixed timestamp makes repeats harmless."""
-        points = [Metric(key, float(value), timestamp_ms, step) for key, value in metrics.items()]
+    def log_metrics(
+        self, metrics: Mapping[str, float], *, step: int, timestamp_ms: int, model_id: str | None = None
+    ) -> None:
+        """Log points that are not in the journal, such as an evaluation. A fixed timestamp makes repeats harmless.
+
+        Args:
+            model_id: of the logged model that the numbers are about.
+        """
+        points = [Metric(key, float(value), timestamp_ms, step, model_id) for key, value in metrics.items()]
         self._client.log_batch(self.mlflow_run_id, metrics=points)
 
     @_translating_errors()
@@ -260,22 +268,29 @@ class Tracker:
         self._client.set_terminated(self.mlflow_run_id, status)
 
     @_translating_errors()
-    def register_model(self, *, name: str, path: Path, tags: Mapping[str, str], alias: str, description: str) -> str:
+    def register_model(
+        self, *, name: str, path: Path, tags: Mapping[str, str], alias: str, description: str, pyfunc: Pyfunc
+    ) -> Registered:
         """Register the verified folder ``path`` by reference (weights are not copied); move ``alias`` to it.
 
         Returns:
-            the version: the same one if the run registers the same folder again.
+            the same version if the run registers the same folder again.
 
         Raises:
             RegistryError: the folder is not there.
         """
         if not (path / "config.json").exists():
             raise RegistryError(f"{path} has no config.json, so it is no merged model. Merge first.")
-        with contextlib.suppress(MlflowException):  # it exists; looking first would be a race
-            self._client.create_registered_model(name)
-        version = self._find_version(name, path) or self._create_version(name, path, tags, description)
-        self._client.set_registered_model_alias(name, alias, version)
-        return version
+        return self._models.register(
+            name=name, path=path, tags=tags, alias=alias, description=description, pyfunc=pyfunc
+        )
+
+    @_translating_errors()
+    def checkpoint_model(self, *, name: str, step: int, manifest: str, tags: Mapping[str, str]) -> str:
+        """The id of the logged model that stands for a checkpoint: metadata without files. Safe to repeat, also by
+        several processes."""
+        with locked(self._run_dir / "models.lock"):
+            return self._models.checkpoint(name=name, step=step, manifest=manifest, tags=tags)
 
     @_translating_errors()
     def tags_at(self, name: str, alias: str) -> dict[str, str] | None:
@@ -287,28 +302,6 @@ class Tracker:
             if error.error_code == ErrorCode.Name(RESOURCE_DOES_NOT_EXIST):
                 return None
             raise  # a refusal does not mean that the model is missing
-
-    def _find_version(self, name: str, path: Path) -> str | None:
-        for item in self._client.search_model_versions(f"name = '{name}'"):
-            if item.tags.get("rlflow.path") == str(path) and item.run_id == self.mlflow_run_id:
-                return str(item.version)
-        return None
-
-    def _create_version(self, name: str, path: Path, tags: Mapping[str, str], description: str) -> str:
-        marks = {**tags, "rlflow.path": str(path), MLFLOW_MODEL_IS_EXTERNAL: "true"}
-        model = self._client.create_logged_model(
-            self._experiment_id, name=name, source_run_id=self.mlflow_run_id, tags=marks
-        )
-        self._client.finalize_logged_model(model.model_id, "READY")
-        version = self._client.create_model_version(
-            name,
-            source=f"models:/{model.model_id}",
-            model_id=model.model_id,
-            run_id=self.mlflow_run_id,
-            tags={**tags, "rlflow.path": str(path)},
-            description=description,
-        )
-        return str(version.version)
 
 
 def _find_or_create_experiment(client: MlflowClient, name: str, artifacts_uri: str | None, shown: str) -> str:

@@ -107,6 +107,11 @@ def load_rgb(data: bytes) -> Image.Image:
         return rgb.transpose(_UPRIGHT[orientation]) if orientation in _UPRIGHT else rgb
 
 
+def resized(image: Image.Image, size: tuple[int, int]) -> Image.Image:
+    """The image in this width and height, as datasets hold it."""
+    return image if image.size == size else image.resize(size, Image.Resampling.BICUBIC)
+
+
 @contextmanager
 def _opened(data: bytes) -> Iterator[Image.Image]:
     with warnings.catch_warnings():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import os
 from pathlib import Path
@@ -11,13 +10,12 @@ from rlcore.artifacts import ModelRef
 from rlcore.config import ModelConfig, TinyModelConfig
 from rlcore.errors import ModelError
 from rlcore.families import family_in
-from rlcore.files import building
+from rlcore.files import building, folder_digest
 from rlcore.jobs import job_main
 from rlcore.specs import BootstrapSpec, tiny_folder
 
 # Files that a model needs. Never *.bin or *.pt: they are pickles, which can run code.
 DOWNLOADED = ("*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model", "*.tiktoken")
-VERIFIED = "verified.json"  # written by a merge into a folder that it has verified
 
 
 def bootstrap(spec: BootstrapSpec) -> ModelRef:
@@ -72,18 +70,6 @@ def _download(model: ModelConfig) -> Path:
             f"{model.path!r} is no folder here and cannot be fetched as a Hugging Face id: {error}. "
             "Allowed: tiny, an existing folder, or owner/name. Check the spelling, the revision and the network."
         ) from error
-
-
-def folder_digest(folder: Path) -> str:
-    """Hash of the names and contents of a model folder's files, without hidden files and ``VERIFIED``."""
-    digest = hashlib.sha256()
-    for path in sorted(p for p in folder.rglob("*") if p.is_file() and p.name != VERIFIED):
-        if path.name.startswith("."):
-            continue
-        with path.open("rb") as file:
-            digest.update(f"{path.relative_to(folder).as_posix()} ".encode())
-            digest.update(hashlib.file_digest(file, "sha256").digest())
-    return digest.hexdigest()[:16]
 
 
 def _count_parameters(folder: Path) -> int:

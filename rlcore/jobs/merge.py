@@ -22,9 +22,8 @@ from torch import Tensor
 from rlcore.artifacts import CheckpointRef, ModelRef
 from rlcore.data.prepare.folder import PROMPT_FILES
 from rlcore.errors import ModelError
-from rlcore.files import building, remove_whole
+from rlcore.files import VERIFIED, building, folder_digest, remove_whole
 from rlcore.jobs import job_main
-from rlcore.jobs.bootstrap import VERIFIED, folder_digest
 from rlcore.models.checkpoint_weights import CheckpointWeights
 from rlcore.models.comparison import Limits, Values, allowed_differences, difference, image_reader, sequence_logprobs
 from rlcore.models.loading import empty_hf_model, load_hf_model

@@ -14,10 +14,8 @@ from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from pathlib import Path
 
-from PIL import Image
-
 from rlcore.artifacts import DatasetRef
-from rlcore.data.pixels import load_rgb, read_header
+from rlcore.data.pixels import load_rgb, read_header, resized
 from rlcore.data.prepare.folder import (
     ORIGINALS,
     REJECTS,
@@ -107,7 +105,7 @@ def _map(
 
 
 def _resize_one(originals: Path, images: Path, ref: ImageRef) -> Unusable | None:
-    original, resized = originals / ref.sha256, images / f"{ref.sha256}.png"
+    original, target = originals / ref.sha256, images / f"{ref.sha256}.png"
     try:
         content = original.read_bytes()
     except FileNotFoundError:
@@ -121,10 +119,9 @@ def _resize_one(originals: Path, images: Path, ref: ImageRef) -> Unusable | None
     except Unusable as unusable:
         return unusable
     if header.ready and image.size == size:
-        resized.write_bytes(content)
+        target.write_bytes(content)
     else:
-        fitting = image if image.size == size else image.resize(size, Image.Resampling.BICUBIC)
-        fitting.save(resized, format="PNG", compress_level=_PNG_LEVEL)
+        resized(image, size).save(target, format="PNG", compress_level=_PNG_LEVEL)
     return None
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from rlcore.errors import CheckpointError
 from rlcore.models.checkpoint import ALPHA, read_tensors, some, stored_tensors
 from rlcore.models.loading import empty_hf_model
-from rlcore.models.lora import A, B, merge_adapter
+from rlcore.models.lora import A, B, is_adapter, merge_adapter
 from rlcore.models.sharding import tied_aliases
 from rlcore.models.stored_weights import StoredWeights
 
@@ -59,6 +59,16 @@ class CheckpointWeights:
             for name, value in bucket.items():
                 for each in (name, *aliases.get(name, ())):
                     yield each, value
+
+    def adapters(self) -> tuple[dict[str, Tensor], float]:
+        """The adapters by name, on the CPU, and their alpha.
+
+        Raises:
+            CheckpointError: the checkpoint has none.
+        """
+        if self._alpha is None:
+            raise CheckpointError(f"{self._folder} has no adapters, but all weights. Merge it: rlflow merge RUN.")
+        return self._read([name for name in self._stored if is_adapter(name)]), self._alpha
 
     def _read(self, names: Sequence[str]) -> dict[str, Tensor]:
         entries = {name: self._stored[name] for name in names}

@@ -144,7 +144,7 @@ def test_the_numbers_of_an_evaluation_lie_under_its_benchmark(
     raw = dataset(tmp_path / "raw")
     assert evaluation.evaluate_and_log(run, EXPERIMENT, CHECKPOINT, START, raw, benchmark) == report
     assert evaluate.calls == [(EXPERIMENT, CHECKPOINT, START, raw)]
-    assert log.calls == [(run, report, where)]
+    assert log.calls == [(run, report, where, CHECKPOINT)]
 
 
 def test_a_suite_is_the_runs_own_or_that_of_a_benchmark(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from transformers import (
 from rlcore.artifacts import CheckpointRef, ModelRef
 from rlcore.config import LoraConfig, ModelConfig
 from rlcore.errors import CheckpointError, ModelError
-from rlcore.jobs.bootstrap import folder_digest
+from rlcore.files import folder_digest
 from rlcore.jobs.merge import VERIFIED, VerifyReport, merge_checkpoint, merge_once, verify_merged
 from rlcore.models.comparison import allowed_differences
 from rlcore.models.loading import load_hf_model

@@ -195,7 +195,7 @@ def test_a_run_from_its_opening_to_its_registered_model(
     registered = register_model.fn(run, merged, last, after)
     assert registered == merged.model_copy(update={"registered_name": "grpo-geo3k-tiny", "registered_version": "1"})
     assert register_model.fn(run, merged, last, after) == registered
-    log_evaluation.fn(run, after, "eval")
+    log_evaluation.fn(run, after, "eval", last)
 
     pages: list[tuple[str, str]] = []
     monkeypatch.setattr(reporting, "create_markdown_artifact", lambda text, key: pages.append((key, text)))
@@ -238,6 +238,10 @@ def test_a_run_from_its_opening_to_its_registered_model(
     assert {"experiment.json", "origins.jsonl", "references.json"} <= set(tracker.artifact_names(""))
     version = client.get_model_version_by_alias("grpo-geo3k-tiny", "verified")
     assert str(version.version) == "1"
+    outputs = {item.model_id: item.step for item in found.outputs.model_outputs}
+    assert list(outputs.values()) == [5, 5], "the registered model, and the checkpoint that it was merged from"
+    for model_id in outputs:
+        assert {point.key: point.value for point in client.get_logged_model(model_id).metrics}["eval/accuracy"] == 0.75
     assert version.description == f"tiny after 5 GRPO steps of run whole. Files: {merged.path}"
     assert {
         "rlflow.run_id": "whole", "rlflow.experiment_digest": EXPERIMENT.digest(), "rlflow.checkpoint": last.path,

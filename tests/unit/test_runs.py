@@ -83,6 +83,8 @@ def test_a_file_for_a_cluster_names_no_run_that_would_be_refused_there() -> None
 
 
 class Tracker:
+    mlflow_run_id = "run-in-mlflow"
+
     def __init__(self, *, away: bool) -> None:
         self.away = away
         self.closed: list[str] = []

@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 import multiprocessing
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
+from typing import Any
 
+import mlflow
+import pandas
 import pytest
 import requests
 from botocore.exceptions import EndpointConnectionError
@@ -21,6 +25,8 @@ from mlflow.protos.databricks_pb2 import INVALID_PARAMETER_VALUE, RESOURCE_DOES_
 
 from infra.errors import RegistryError, ServerError, ServerRefusedError, StorageError
 from infra.tracking.extra import read_published
+from infra.tracking.models import Pyfunc
+from infra.tracking.system import system_metrics
 from infra.tracking.tracker import DRIFT_TAG, Tracker, _run_exists, check_reachable
 from rlcore.segment.journal import StepRecord
 
@@ -144,8 +150,9 @@ def test_a_model_is_registered_by_reference_once(open_run: Open, tmp_path: Path)
     tracker = open_run("model")
     folder = tmp_path / "merged"
     folder.mkdir()
-    arguments = {
-        "name": "geo", "path": folder, "tags": {"step": "4"}, "alias": "verified", "description": "",
+    arguments: dict[str, Any] = {
+        "name": "geo", "path": folder, "tags": {"rlflow.step": "4"}, "alias": "verified", "description": "",
+        "pyfunc": an_echo(tmp_path),
     }  # fmt: skip
     with pytest.raises(RegistryError, match=r"config\.json"):
         tracker.register_model(**arguments)
@@ -153,12 +160,125 @@ def test_a_model_is_registered_by_reference_once(open_run: Open, tmp_path: Path)
     first = tracker.register_model(**arguments)
     assert tracker.register_model(**arguments) == first
     found = client(tracker).get_model_version_by_alias("geo", "verified")
-    assert (found.version, found.tags["rlflow.path"]) == (int(first), str(folder))
+    assert (str(found.version), found.tags["rlflow.path"]) == (first.version, str(folder))
+    assert found.source == f"models:/{first.model_id}"
     tags = tracker.tags_at("geo", "verified")
     assert tags is not None
-    assert (tags["step"], tags["rlflow.path"]) == ("4", str(folder))
+    assert (tags["rlflow.step"], tags["rlflow.path"]) == ("4", str(folder))
     assert tracker.tags_at("geo", "champion") is None
     assert tracker.tags_at("other", "verified") is None
+
+
+def an_echo(folder: Path) -> Pyfunc:
+    """A model that answers with the text of a file and the number of pictures."""
+    (folder / "settings").mkdir()
+    (folder / "settings" / "text").write_text("seen: ")
+    return Pyfunc(
+        loader_module="tests.echo_model",
+        data=folder / "settings",
+        config={"suffix": "!"},
+        example={"question": "How many?", "images": ["aGk="]},
+        params={"temperature": 0.0, "max_completion_tokens": 7},
+        requirements=["mlflow"],
+    )
+
+
+def test_a_registered_version_loads_by_its_alias_with_its_signature_and_example(
+    open_run: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tracker = open_run("loads")
+    folder = tmp_path / "merged"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").write_bytes(b"0" * 100_000)
+    tracker.register_model(
+        name="loads", path=folder, tags={"rlflow.step": "4"}, alias="champion", description="", pyfunc=an_echo(tmp_path)
+    )
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", tracker._uri)
+    model = mlflow.pyfunc.load_model("models:/loads@champion")
+    question = pandas.DataFrame([{"question": "A?", "images": ["aGk=", "aGk="]}])
+    assert model.predict(question)["completion"].tolist() == ["seen: A? 2 7!"]
+    assert model.predict(pandas.DataFrame([{"question": "B?"}]))["completion"].tolist() == ["seen: B? 0 7!"]
+    assert model.predict(question, params={"max_completion_tokens": 3})["completion"].tolist() == ["seen: A? 2 3!"]
+    other = mlflow.pyfunc.load_model("models:/loads@champion", model_config={"suffix": "?"})
+    assert other.predict(question)["completion"].tolist() == ["seen: A? 2 7?"]
+    with pytest.raises(MlflowException, match="question"):
+        model.predict(pandas.DataFrame([{"prompt": "A?"}]))
+    info = mlflow.models.get_model_info("models:/loads@champion")
+    assert info.saved_input_example_info is not None
+    files = [path for path in Path(mlflow.artifacts.download_artifacts("models:/loads@champion")).rglob("*")]
+    assert sum(path.stat().st_size for path in files if path.is_file()) < 50_000, "the weights were copied"
+
+
+def test_a_version_that_cannot_be_loaded_is_registered_again(open_run: Open, tmp_path: Path) -> None:
+    """Its logged model was deleted, or it was registered when MLflow got nothing but the path."""
+    tracker, folder = open_run("again-registered"), tmp_path / "merged"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    arguments: dict[str, Any] = {
+        "name": "again", "path": folder, "tags": {}, "alias": "verified", "description": "",
+        "pyfunc": an_echo(tmp_path),
+    }  # fmt: skip
+    first = tracker.register_model(**arguments)
+    client(tracker).set_logged_model_tags(first.model_id, {"mlflow.model.isExternal": "true"})
+    second = tracker.register_model(**arguments)
+    assert (first.version, second.version) == ("1", "2")
+    client(tracker).delete_logged_model(second.model_id)
+    assert tracker.register_model(**arguments).version == "3"
+    assert str(client(tracker).get_model_version_by_alias("again", "verified").version) == "3"
+
+
+def test_a_checkpoint_is_one_logged_model_and_its_numbers_belong_to_it(open_run: Open) -> None:
+    tracker = open_run("checkpoints")
+
+    def made(step: int, manifest: str) -> str:
+        tags = {"rlflow.path": f"/runs/checkpoints/step-{step}"}
+        return tracker.checkpoint_model(name=f"geo-step-{step}", step=step, manifest=manifest, tags=tags)
+
+    first = made(4, "a" * 64)
+    assert made(4, "a" * 64) == first
+    second = made(8, "b" * 64)
+    assert second != first
+    tracker.log_metrics({"eval/accuracy": 0.25, "eval/reward": 0.5}, step=4, timestamp_ms=1_700_000_000_000)
+    for _ in range(2):  # repeats are harmless
+        for model_id, step, value in ((first, 4, 0.25), (second, 8, 0.75)):
+            points = {"eval/accuracy": value, "eval/reward": 0.5}
+            tracker.log_metrics(points, step=step, timestamp_ms=1_700_000_000_000, model_id=model_id)
+    mlflow_client = client(tracker)
+    run = mlflow_client.get_run(tracker.mlflow_run_id)
+    assert {item.model_id: item.step for item in run.outputs.model_outputs} == {first: 4, second: 8}
+    found = [mlflow_client.get_logged_model(model_id) for model_id in (first, second)]
+    assert [(item.name, item.status, item.tags["rlflow.step"]) for item in found] == [
+        ("geo-step-4", "READY", "4"), ("geo-step-8", "READY", "8"),
+    ]  # fmt: skip
+    assert [{point.key: point.value for point in item.metrics} for item in found] == [
+        {"eval/accuracy": 0.25, "eval/reward": 0.5}, {"eval/accuracy": 0.75, "eval/reward": 0.5},
+    ]  # fmt: skip
+    history = mlflow_client.get_metric_history(tracker.mlflow_run_id, "eval/accuracy")
+    assert [(point.step, point.value) for point in history] == [(4, 0.25), (8, 0.75)]
+    best = mlflow_client.search_logged_models(
+        [run.info.experiment_id], filter_string="metrics.`eval/accuracy` > 0.5 AND tags.`rlflow.step` = '8'"
+    )
+    assert [item.model_id for item in best] == [second]
+
+
+def test_the_load_of_the_machine_is_logged_while_the_block_runs(open_run: Open) -> None:
+    tracker = open_run("load")
+
+    def logged() -> set[str]:
+        names = client(tracker).get_run(tracker.mlflow_run_id).data.metrics
+        return {name for name in names if name.startswith("system/")}
+
+    with system_metrics(tracker._uri, tracker.mlflow_run_id, 0):
+        assert not [thread for thread in threading.enumerate() if thread.name == "SystemMetricsMonitor"]
+    deadline = time.monotonic() + 60
+    with system_metrics(tracker._uri, tracker.mlflow_run_id, 0.05):
+        while not logged() and time.monotonic() < deadline:
+            time.sleep(0.05)
+    assert {"system/cpu_utilization_percentage", "system/system_memory_usage_megabytes"} <= logged()
+    while any(thread.name == "SystemMetricsMonitor" for thread in threading.enumerate()):
+        assert time.monotonic() < deadline, "the monitor still runs"
+        time.sleep(0.05)
 
 
 def test_the_status_follows_the_run(open_run: Open) -> None:
