@@ -15,6 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlcore.errors import SamplerError
 
+_SUMMED_AT_ONCE = 1 << 24  # elements: on a GPU torch makes a copy of them in int64, 8 bytes each
+
 
 def checksum(values: Iterable[Tensor]) -> int:
     """Sum of the bit patterns of every element, as integers modulo 2^64.
@@ -30,8 +32,11 @@ def bit_sum(value: Tensor) -> Tensor:
     value = value.detach()
     if value.device.type == "cpu":  # weights that are read through a kernel have lost the sign of zeros
         value = value + 0.0
-    bits = torch.int32 if value.element_size() == 4 else torch.int16
-    return value.view(bits).sum(dtype=torch.int64)
+    bits = value.view(torch.int32 if value.element_size() == 4 else torch.int16)
+    if bits.numel() <= _SUMMED_AT_ONCE:
+        return bits.sum(dtype=torch.int64)
+    rows = max(1, _SUMMED_AT_ONCE * bits.shape[0] // bits.numel())
+    return torch.stack([part.sum(dtype=torch.int64) for part in bits.split(rows)]).sum()
 
 
 def added(sums: Sequence[Tensor]) -> int:

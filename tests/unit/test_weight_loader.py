@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from rlcore.data.tiny import build_text_tokenizer
+from rlcore.sampler import weights
 from rlcore.sampler.engine import capture_sizes, one_tokenizer
 from rlcore.sampler.weights import checksum, replay_load, watched_load
 
@@ -71,6 +73,25 @@ def test_a_repeated_load_accepts_sources_at_other_addresses() -> None:
     replay_load(copies, iter(views), 100)
     plain.load_weights(tensors(2))
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+
+
+def test_a_large_tensor_is_summed_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    value = torch.randn(7, 5, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    expected = sum(value.view(torch.int16).flatten().tolist())
+    pieces: list[int] = []
+    stack = torch.stack
+
+    def counted(parts: list[Tensor]) -> Tensor:
+        pieces.append(len(parts))
+        return stack(parts)
+
+    monkeypatch.setattr(weights, "_SUMMED_AT_ONCE", 11)  # two rows
+    monkeypatch.setattr(torch, "stack", counted)
+    assert int(weights.bit_sum(value)) == expected
+    assert pieces == [4]
+    monkeypatch.setattr(weights, "_SUMMED_AT_ONCE", 3)  # less than a row: one row at once
+    assert int(weights.bit_sum(value)) == expected
+    assert int(weights.bit_sum(torch.zeros(0, 5))) == 0
 
 
 def test_the_checksum_is_blind_to_layout_and_to_nothing_smaller_than_a_bit() -> None:
