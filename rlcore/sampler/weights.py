@@ -36,7 +36,7 @@ def bit_sum(value: Tensor) -> Tensor:
     if bits.numel() <= _SUMMED_AT_ONCE:
         return bits.sum(dtype=torch.int64)
     rows = max(1, _SUMMED_AT_ONCE * bits.shape[0] // bits.numel())
-    return torch.stack([part.sum(dtype=torch.int64) for part in bits.split(rows)]).sum()
+    return torch.stack([part.sum(dtype=torch.int64) for part in torch.split(bits, rows)]).sum()
 
 
 def added(sums: Sequence[Tensor]) -> int:
