@@ -20,17 +20,28 @@ PRODUCED = (
     *(f"data/models/MODEL/{name}" for name in ("config.json", "chat_template.jinja")),
     *(
         f"{_RUN}/{name}.json"
-        for name in ("adjustments", "lease", "mirror", "mlflow", "outage", "samples/step-N", "trained/step-N")
+        for name in (
+            "adjustments",
+            "control",
+            "experiment",
+            "fork",
+            "lease",
+            "mirror",
+            "mlflow",
+            "outage",
+            "samples/step-N",
+        )
     ),
     *(
         f"{_RUN}/{name}.jsonl"
-        for name in ("changes", "drivers", "evaluations", "failures", "journal", "origins", "recoveries")
+        for name in ("changes", "drivers", "evaluations", "failures", "health", "journal", "origins", "recoveries")
     ),
     "data/duplicates/PAIR/duplicates.jsonl",
-    *(f"{_RUN}/{name}" for name in ("trainer.log", "origins/NAME", "report/report.html", "report/cost.json")),
+    *(f"{_RUN}/{name}" for name in ("spec.json", "trained/step-N.json", "trainer.log", "origins/NAME")),
+    *(f"{_RUN}/report/{name}" for name in ("report.html", "cost.json")),
     f"{_RUN}/stacks/hang-N/PROCESS",
     f"{_RUN}/validation/step-N/completions.parquet",
-    *(f"{_CHECKPOINT}/{name}" for name in ("groups.parquet", ".sealed.json")),
+    *(f"{_CHECKPOINT}/{name}" for name in ("groups.parquet", "manifest.json", ".sealed.json")),
     "data/evaluations/EVALUATION/completions.parquet",
     *(f"{_ABLATION}/{name}" for name in ("plan.json", "table.md", "results/RESULT", "logs/LOG")),
 )
