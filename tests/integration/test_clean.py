@@ -22,6 +22,7 @@ from infra.processes import alone
 from infra.settings import Settings
 from infra.store.bucket import Store
 from infra.store.disk import Trash, usage_of
+from infra.tracking.models import Pyfunc
 from infra.tracking.tracker import Tracker
 from rlcore.artifacts import DatasetRef
 from rlcore.segment.lease import Lease
@@ -405,7 +406,7 @@ def test_a_store_that_is_away_gets_its_turn_at_the_next_clean(
 # -- MLflow's registry and Prefect
 
 
-def test_a_registered_model_keeps_what_it_came_from(folder: Folder) -> None:
+def test_a_registered_model_keeps_what_it_came_from(folder: Folder, tmp_path: Path) -> None:
     """By MLflow's own database. A deleted version keeps nothing but the records."""
     model = folder.model("merged-done-step-30")
     done = folder.data / "runs" / "done"
@@ -414,8 +415,11 @@ def test_a_registered_model_keeps_what_it_came_from(folder: Folder) -> None:
         run_id="done", run_dir=done,
     )  # fmt: skip
     tags = {"rlflow.run_id": "done", "rlflow.checkpoint": str(done / "checkpoints" / "step-000030")}
-    words: dict[str, Any] = {"name": "grpo-geo3k-tiny", "tags": tags, "description": "d"}
-    version = tracker.register_model(path=Path(model.path), alias="champion", **words)
+    files = tmp_path / "loader"
+    files.mkdir()
+    loader = Pyfunc("tests.echo_model", files, {}, {"question": "?"}, {"seed": 0}, ["mlflow"])
+    words: dict[str, Any] = {"name": "grpo-geo3k-tiny", "tags": tags, "description": "d", "pyfunc": loader}
+    version = tracker.register_model(path=Path(model.path), alias="champion", **words).version
     folder.age(40, folder.data / "models")
     kept = {
         "models/merged-done-step-30", "runs/done/checkpoints/step-000030", "datasets/of-done", "models/tiny-base",
