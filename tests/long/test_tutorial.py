@@ -40,10 +40,10 @@ def reward(text, problem, num_tokens, finish_reason):
     share = sum(c in "aeiou" for c in text) / max(1, len(text))
     return {"reward": share, "accuracy": share, "format": 0.0}
 """
-# only with other settings: algorithm.kl.place=reward, reward.thoughts=strip, masks, a teacher
+# only with other settings: algorithm.kl.place=reward, reward.thoughts=strip, masks, a teacher, experts; or on a GPU
 ELSEWHERE = {
     "reward/kl_penalty", "reward/unclosed_thought", "loss/entropy_masked", "loss/off_policy_masked", "teacher/kl",
-    "time/teacher_logprobs",
+    "time/teacher_logprobs", "rollout/routes_differ", "perf/update_mfu",
 }  # fmt: skip
 OTHER_REWARDS = ("judge/", "reward_model/")
 RUN_BLOCKS = [block for page in PAGES for block in blocks(page) if block.is_run]
