@@ -152,6 +152,8 @@ class Engine:
         """
         from vllm.sampling_params import RequestOutputKind
 
+        if not prompts:
+            return []
         engine, distinct = self.llm.llm_engine, {id(prompt): prompt for prompt in prompts}
         inputs = dict(zip(distinct, engine.renderer.render_cmpl(cast(Any, list(distinct.values()))), strict=True))
         names = []

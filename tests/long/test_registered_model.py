@@ -92,7 +92,7 @@ def test_the_recorded_completions_differ(done: Done) -> None:
 
 def test_a_model_that_is_loaded_by_its_name_says_what_the_evaluation_recorded(done: Done) -> None:
     settings = Settings()
-    client = mlflow.MlflowClient(tracking_uri=settings.tracking_uri)
+    client = mlflow.MlflowClient(tracking_uri=settings.tracking_uri, registry_uri=settings.tracking_uri)
     client.set_registered_model_alias(NAME, "champion", "1")
     script = (
         "import json, sys, mlflow, pandas\n"
@@ -114,7 +114,8 @@ def test_a_model_that_is_loaded_by_its_name_says_what_the_evaluation_recorded(do
 
 
 def test_mlflow_orders_checkpoints_by_their_evaluation(done: Done) -> None:
-    client = mlflow.MlflowClient(tracking_uri=Settings().tracking_uri)
+    settings = Settings()
+    client = mlflow.MlflowClient(tracking_uri=settings.tracking_uri, registry_uri=settings.tracking_uri)
     version = client.get_model_version_by_alias(NAME, "verified")
     run = client.get_run(version.run_id)
     found = {client.get_logged_model(item.model_id).name: item.step for item in run.outputs.model_outputs}
