@@ -7,6 +7,7 @@ folder with the weights.
 from __future__ import annotations
 
 import contextlib
+import logging
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,9 @@ from mlflow.utils.mlflow_tags import MLFLOW_MODEL_IS_EXTERNAL
 _PATH_TAG = "rlflow.path"
 _CHECKPOINT_TAG = "rlflow.manifest"  # sha256 of a checkpoint's manifest
 _PARAM_TYPES = {int: DataType.long, float: DataType.double}
+
+# it warns in each registration that an environment made by uv has no pip
+logging.getLogger("mlflow.utils.environment").setLevel(logging.ERROR)
 
 
 @dataclass(frozen=True, slots=True)
