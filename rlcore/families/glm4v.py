@@ -32,9 +32,9 @@ class Glm4v(Qwen2):
             )
         if getattr(config.text_config, "attention_bias", False) is not True:
             raise ModelError(
-                f"{config.model_type} does not set attention_bias of text_config to true. transformers adds biases to "
-                "queries, keys and values whatever it is, and vLLM only then: it would sample from a different model. "
-                "Set it to true in config.json."
+                f"{config.model_type} does not set attention_bias of text_config to true. transformers always adds "
+                "biases to queries, keys and values. vLLM adds them only if attention_bias is true, so it would sample "
+                "from a different model. Set it to true in config.json."
             )
 
 
