@@ -236,7 +236,7 @@ def with_high_entropy(samples: Sequence[TrainingSample], share: float) -> list[T
 
 def without_routes(samples: Sequence[TrainingSample]) -> list[TrainingSample]:
     """The samples without the experts that the sampler chose."""
-    return [replace(sample, routes=None) for sample in samples]
+    return [s if s.routes is None else replace(s, routes=None) for s in samples]
 
 
 def has_gradient(sample: TrainingSample) -> bool:
