@@ -84,7 +84,7 @@ def sha256_of(file: Path) -> str:
 
 def _aside(final: Path) -> Path:
     # Host and random bits, because processes of two pods on one volume may have the same pid.
-    return final.with_name(f".{final.name}.{socket.gethostname()}-{secrets.token_hex(6)}.tmp")
+    return final.with_name(f".{final.name}.{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(6)}.tmp")
 
 
 def _remove(path: Path) -> None:

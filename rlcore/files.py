@@ -10,6 +10,7 @@ import contextlib
 import errno
 import hashlib
 import os
+import re
 import secrets
 import shutil
 import socket
@@ -90,6 +91,15 @@ def remove_whole(folder: Path) -> None:
         shutil.rmtree(trash)
 
 
+def remove_abandoned(folder: Path) -> None:
+    """Remove the half-written files that dead processes of this host left in a folder. Subfolders are left alone."""
+    ours = re.compile(rf"\.{re.escape(socket.gethostname())}-(\d+)-[0-9a-f]{{12}}\.tmp$")
+    for path in folder.glob(".*.tmp"):
+        name = ours.search(path.name)
+        if name and path.is_file() and not Path("/proc", name[1]).exists():
+            path.unlink(missing_ok=True)
+
+
 def files_below(folder: Path) -> Iterator[Path]:
     """All files below a folder. Unlike ``Path.rglob`` it does not raise if another process removes a subfolder."""
     for inside, _, names in os.walk(folder):
@@ -124,5 +134,5 @@ def fsync(path: Path) -> None:
 
 
 def _aside(final: Path) -> Path:
-    # The host and random bits: processes of two pods on one volume may have the same pid.
-    return final.with_name(f".{final.name}.{socket.gethostname()}-{secrets.token_hex(6)}.tmp")
+    # Host and random bits, because processes of two pods on one volume may have the same pid.
+    return final.with_name(f".{final.name}.{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(6)}.tmp")

@@ -25,7 +25,7 @@ from infra.settings import Settings
 from rlcore.artifacts import CheckpointRef, DatasetRef, ModelRef
 from rlcore.errors import CheckpointError, RlflowError
 from rlcore.failures import error_of_exit
-from rlcore.files import write_json_atomically
+from rlcore.files import remove_abandoned, write_json_atomically
 from rlcore.segment.health import Breach
 from rlcore.segment.lease import holder_alive, lease_at
 from rlcore.segment.resume import best_first
@@ -255,6 +255,7 @@ def _attach(run: Run) -> Trainer | None:
     Raises:
         RlflowError: our trainer has failed since the last segment; the next try starts another.
     """
+    remove_abandoned(run.run_dir)  # of killed flows and trainers
     trainer = _running(run)
     if trainer is not None:
         if trainer.child is None:

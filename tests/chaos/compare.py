@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,7 +50,10 @@ def compare(killed: Path, undisturbed: Path, client: MlflowClient) -> Comparison
     own, expected = (points_of(read_journal(run / "journal.jsonl")) for run in (killed, undisturbed))
     if not any(value for (name, _), values in expected.items() if name == "optim/grad_norm" for value in values):
         raise ValueError("no step of the undisturbed run had a gradient: equal runs would prove nothing")
-    at_mlflow, expected_at_mlflow = (mlflow_points(client, run) for run in (killed, undisturbed))
+    steps = {name for name, _ in expected}
+    at_mlflow, expected_at_mlflow = (
+        without_machine_load(mlflow_points(client, run), steps) for run in (killed, undisturbed)
+    )
     return Comparison(
         [
             *differences("journal", without_clock(own), without_clock(expected)),
@@ -82,6 +85,16 @@ def mlflow_points(client: MlflowClient, run_dir: Path) -> dict[tuple[str, int], 
         for point in client.get_metric_history(run, name):
             found.setdefault((name, point.step), []).append(point.value)
     return found
+
+
+def without_machine_load(points: Points, steps: Set[str]) -> dict[tuple[str, int], list[float]]:
+    """Without MLflow's own ``system/`` metrics, whose steps count the seconds of the flow. ``steps``: names of the
+    journal."""
+    return {
+        (name, step): values
+        for (name, step), values in points.items()
+        if name in steps or not name.startswith("system/")
+    }
 
 
 def without_clock(points: Points) -> dict[tuple[str, int], list[float]]:

@@ -143,6 +143,18 @@ def test_a_time_that_mlflow_lacks_is_a_missing_step(database: Bench, undisturbed
     assert compare(run, undisturbed, database.client).missing_steps == [2]
 
 
+def test_a_longer_flow_has_more_points_of_the_machines_load(database: Bench) -> None:
+    known = [{**record, "system/tokens_per_second": 3.0} for record in RECORDS]
+    longer, shorter = database.run("longer", known), database.run("shorter-flow", known)
+    for step in (1, 2, 2, 3):
+        database.log(longer, "system/cpu_utilization_percentage", 50.0, step)
+    for one, two in ((longer, shorter), (shorter, longer)):
+        found = compare(one, two, database.client)
+        assert (found.different, found.missing_steps, found.duplicate_steps) == ([], [], [])
+    lost = database.run("without-rate", known, [known[0], RECORDS[1]])
+    assert compare(lost, shorter, database.client).missing_steps == [2]
+
+
 def test_a_metric_of_the_evaluation_is_compared(database: Bench, undisturbed: Path) -> None:
     (line,) = compare(database.run("evaluated", accuracy=0.4), undisturbed, database.client).different
     assert line == "MLflow: eval/accuracy of step 2: [0.4], expected [0.5]"

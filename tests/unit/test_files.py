@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import socket
+import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -105,6 +107,26 @@ def test_what_a_killed_process_has_left_goes_after_a_day(tmp_path: Path, buildin
         made.mkdir(exist_ok=True)
     assert not old.exists()
     assert fresh.exists()
+
+
+@EVERY
+def test_files_of_this_hosts_dead_processes_are_removed(tmp_path: Path, building: Building) -> None:
+    with building(tmp_path / "control.json") as aside:
+        aside.mkdir(exist_ok=True)
+        name = aside.name
+    with subprocess.Popen(["true"]) as ended:
+        pass
+    living, dead = f"-{os.getpid()}-", f"-{ended.pid}-"
+    assert living in name
+    host = socket.gethostname()
+    kept = [name, name.replace(living, dead).replace(host, f"{host}2"), "control.json", ".other.tmp"]
+    (tmp_path / "folder").mkdir()
+    for left in (*kept, name.replace(living, dead), f"folder/{name.replace(living, dead)}"):
+        (tmp_path / left).touch()
+    rlcore_files.remove_abandoned(tmp_path)
+    left_over = {path.name for path in tmp_path.iterdir()}
+    assert left_over == {*kept, "folder"}
+    assert list((tmp_path / "folder").iterdir())
 
 
 def test_files_are_listed_while_somebody_renames_their_folder(tmp_path: Path) -> None:
