@@ -73,7 +73,9 @@ class Settings(BaseSettings):
     except those used within a day."""
     max_gib: float = Field(0.0, ge=0)
     """Quota of the data folder in GiB. Preflight refuses a run that does not fit into it, and clean removes what nobody
-    needs only while the folder is larger. 0: no quota, and clean removes everything that nobody needs."""
+    needs only as far as the quota requires. 0: no quota, and clean removes everything that nobody needs."""
+    clean_free_share: float = Field(0.1, ge=0, lt=1)
+    """Share of the quota that clean leaves free, for the next runs."""
     clean_days: int = Field(30, ge=1)
     """Clean leaves alone what was made or used within so many days."""
     host: str = "127.0.0.1"

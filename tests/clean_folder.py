@@ -8,12 +8,15 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+from mlflow import MlflowClient
+
 from infra.settings import Settings
+from infra.tracking.results import registered_versions
 from rlcore.artifacts import CheckpointRef, DatasetRef, EvalReport, ModelRef
 from rlcore.files import write_json_atomically
 from rlcore.segment.spec import SegmentEnd
 from rlcore.segment.store import LocalCheckpointStore, verify_checkpoint
-from tasks.champion import Evaluation, evaluations
+from tasks.champion import Evaluation, all_runs, evaluations
 from tasks.clean.decide import DAY_SECONDS
 from tasks.experiments import load_experiment
 from tasks.fork import fork_run
@@ -175,3 +178,27 @@ def listing(folder: Folder) -> dict[str, tuple[int, float]]:
         path.relative_to(folder.data).as_posix(): (path.lstat().st_size, path.lstat().st_mtime)
         for path in sorted(folder.data.rglob("*"))
     }
+
+
+def delete_versions_without_an_alias(settings: Settings) -> None:
+    """As people do with models that they do not want any more."""
+    client = MlflowClient(tracking_uri=settings.tracking_uri, registry_uri=settings.tracking_uri)
+    for version in registered_versions(settings.tracking_uri):
+        if not version.aliases:
+            client.delete_model_version(version.name, version.version)
+
+
+def everything_named_loads(settings: Settings) -> int:
+    """Models of the registry, their checkpoints, and the rows of the leaderboard. Returns how many there are."""
+    named = 0
+    for version in registered_versions(settings.tracking_uri):
+        assert (Path(version.tags["rlflow.path"]) / "config.json").exists(), version
+        verify_checkpoint(Path(version.tags["rlflow.checkpoint"]))
+        named += 1
+    for run in all_runs(settings):
+        for row in evaluations(run):
+            assert Path(row.report.table).exists(), row
+            if Path(row.report.policy).parent.name == "checkpoints":
+                verify_checkpoint(Path(row.report.policy))
+            named += 1
+    return named

@@ -60,7 +60,8 @@ def require_quota(settings: Settings, needed_bytes: int, purpose: str) -> None:
         raise StorageUnusableError(
             f"{settings.data_dir} holds {used / 2**30:.2f} GiB, and {purpose} would add {needed_bytes / 2**30:.2f}. "
             f"RLFLOW_MAX_GIB allows {settings.max_gib:g}. rlflow clean shows what nobody needs, rlflow clean --yes "
-            "removes it. Or raise RLFLOW_MAX_GIB, or keep fewer checkpoints (segment.keep_checkpoints)."
+            f"removes it until a share of {settings.clean_free_share:g} is free (RLFLOW_CLEAN_FREE_SHARE). Or raise "
+            "RLFLOW_MAX_GIB, or keep fewer checkpoints (segment.keep_checkpoints)."
         )
 
 

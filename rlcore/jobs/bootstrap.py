@@ -52,7 +52,8 @@ def _make_tiny(folder: Path, config: TinyModelConfig) -> None:
 
     from rlcore.models.tiny import create_tiny_policy
 
-    torch.set_num_threads(len(os.sched_getaffinity(0)))  # this process has the machine to itself
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(len(os.sched_getaffinity(0)))  # this process has the machine to itself
     with building(folder) as aside:  # if two runs make it at once, the first to finish counts
         create_tiny_policy(aside, config)
 

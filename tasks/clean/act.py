@@ -65,7 +65,7 @@ def look(settings: Settings, older_than_days: float) -> CleanReport:
     """What ``clean`` would remove now, and why the rest stays. Writes nothing."""
     verdicts = decide(take_inventory(settings, older_than_days))
     used = usage_of(settings.data_dir).bytes
-    chosen = choose(verdicts, used, _quota(settings))
+    chosen = choose(verdicts, used, _limit(settings))
     return _report(settings, older_than_days, verdicts, chosen, used)
 
 
@@ -121,6 +121,11 @@ def _flow_runs(older_than_days: float) -> Iterator[Item]:
 
 def _quota(settings: Settings) -> int | None:
     return int(settings.max_gib * _GIB) if settings.max_gib else None
+
+
+def _limit(settings: Settings) -> int | None:
+    """Size to which the data folder is reduced, with room for the next runs below the quota."""
+    return int(settings.max_gib * _GIB * (1 - settings.clean_free_share)) if settings.max_gib else None
 
 
 def _report(

@@ -130,16 +130,16 @@ def decide(inventory: Inventory) -> list[Verdict]:
     return [_Judge(inventory).verdict(item) for item in inventory.items]
 
 
-def choose(verdicts: Sequence[Verdict], used_bytes: int, quota_bytes: int | None) -> list[Verdict]:
-    """Which removable items go. Without a quota all of them, the oldest first. With one, the oldest until the data
-    folder is no larger than the quota; interrupted removals and flow runs always."""
+def choose(verdicts: Sequence[Verdict], used_bytes: int, limit_bytes: int | None) -> list[Verdict]:
+    """Which removable items go. Without a limit all of them, the oldest first. With one, the oldest until the data
+    folder is no larger; interrupted removals and flow runs always."""
     oldest_first = sorted((item for item in verdicts if item.removable), key=lambda item: item.item.used)
-    if quota_bytes is None:
+    if limit_bytes is None:
         return oldest_first
     chosen = [item for item in oldest_first if item.item.kind in _BESIDES_QUOTA]
     left = used_bytes - sum(item.item.bytes for item in chosen)
     for verdict in oldest_first:
-        if verdict.item.kind not in _BESIDES_QUOTA and left > quota_bytes:
+        if verdict.item.kind not in _BESIDES_QUOTA and left > limit_bytes:
             chosen.append(verdict)
             left -= verdict.item.bytes
     return chosen

@@ -110,11 +110,14 @@ def test_a_quota_removes_the_oldest_only_as_far_as_needed(folder: Folder) -> Non
     folder.age(60, folder.data / "models" / "merged-loose-step-9")
     folder.age(50, folder.data / "datasets" / "loose", folder.data / "made" / "resize-loose.json")
     used = usage_of(folder.data).bytes
-    within = Settings(data_dir=folder.data, max_gib=used / 2**30 + 1e-6)
+    within = Settings(data_dir=folder.data, max_gib=used / 2**30 + 1e-6, clean_free_share=0)
     assert chosen(look(within, 30)) == set()
     assert "below its quota" in look(within, 30).summary()
-    tight = Settings(data_dir=folder.data, max_gib=(used - 4096) / 2**30)
+    tight = Settings(data_dir=folder.data, max_gib=(used - 4096) / 2**30, clean_free_share=0)
     assert "4 KiB above its quota" in look(tight, 30).summary()
+    roomy = Settings(data_dir=folder.data, max_gib=2 * used / 2**30, clean_free_share=0.5 + 4096 / (2 * used))
+    for limited in (tight, roomy):
+        assert chosen(look(limited, 30)) == {"models/merged-loose-step-9"}
     assert chosen(clean(tight, 30)) == {"models/merged-loose-step-9"}
     assert usage_of(folder.data).bytes <= tight.max_gib * 2**30
 

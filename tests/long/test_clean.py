@@ -8,7 +8,6 @@ import os
 from pathlib import Path
 
 import pytest
-from mlflow import MlflowClient
 from prefect.artifacts import Artifact
 
 from flows.clean import clean
@@ -16,11 +15,8 @@ from flows.evaluate_latest import evaluate_latest
 from flows.train_grpo import train_grpo
 from infra.settings import Settings
 from infra.store.disk import usage_of
-from infra.tracking.results import registered_versions
-from rlcore.segment.store import verify_checkpoint
-from tasks.champion import all_runs, evaluations
 from tasks.clean.act import ARTIFACT
-from tests.clean_folder import Folder
+from tests.clean_folder import Folder, delete_versions_without_an_alias, everything_named_loads
 
 SMALL = ["segment.steps=2", "data.template=math"]
 WEEKS = int(os.environ.get("RLFLOW_TEST_WEEKS", "4"))
@@ -32,30 +28,6 @@ def pad(data_dir: Path) -> None:
     for path in data_dir.glob("runs/*/checkpoints/step-*"):
         if not (path / "filler").exists():
             (path / "filler").write_bytes(os.urandom(FILLER))
-
-
-def delete_versions_without_an_alias(settings: Settings) -> None:
-    """As people do with models that they do not want any more."""
-    client = MlflowClient(tracking_uri=settings.tracking_uri, registry_uri=settings.tracking_uri)
-    for version in registered_versions(settings.tracking_uri):
-        if not version.aliases:
-            client.delete_model_version(version.name, version.version)
-
-
-def everything_named_loads(settings: Settings) -> int:
-    """Models of the registry, their checkpoints, and the rows of the leaderboard. Returns how many there are."""
-    named = 0
-    for version in registered_versions(settings.tracking_uri):
-        assert (Path(version.tags["rlflow.path"]) / "config.json").exists(), version
-        verify_checkpoint(Path(version.tags["rlflow.checkpoint"]))
-        named += 1
-    for run in all_runs(settings):
-        for row in evaluations(run):
-            assert Path(row.report.table).exists(), row
-            if Path(row.report.policy).parent.name == "checkpoints":
-                verify_checkpoint(Path(row.report.policy))
-            named += 1
-    return named
 
 
 def test_weeks_of_runs_stay_below_a_quota(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -196,26 +196,26 @@ def items(*sizes_and_ages: tuple[int, float], kind: Kind = Kind.CHECKPOINTS) -> 
     ]
 
 
-def test_without_a_quota_all_of_them_go_the_oldest_first() -> None:
+def test_without_a_limit_all_of_them_go_the_oldest_first() -> None:
     kept = Verdict(DATASET, False, "")
-    chosen = choose([*items((1, 40), (1, 90), (1, 60)), kept], used_bytes=3, quota_bytes=None)
+    chosen = choose([*items((1, 40), (1, 90), (1, 60)), kept], used_bytes=3, limit_bytes=None)
     assert [item.item.key for item in chosen] == ["checkpoints-90", "checkpoints-60", "checkpoints-40"]
 
 
 @pytest.mark.parametrize(
-    ("quota", "ages"),
+    ("limit", "ages"),
     [(100, []), (99, [90]), (60, [90]), (59, [90, 60]), (0, [90, 60, 40])],
 )
-def test_with_a_quota_the_oldest_go_until_it_holds(quota: int, ages: list[float]) -> None:
+def test_with_a_limit_the_oldest_go_until_it_holds(limit: int, ages: list[float]) -> None:
     """100 bytes are used. The oldest has 40 of them, the next one 10."""
     verdicts = items((5, 40), (40, 90), (10, 60))
-    chosen = choose(verdicts, used_bytes=100, quota_bytes=quota)
+    chosen = choose(verdicts, used_bytes=100, limit_bytes=limit)
     assert [item.item.key for item in chosen] == [f"checkpoints-{age:g}" for age in ages]
 
 
-def test_trash_and_flow_runs_go_below_the_quota_as_well() -> None:
+def test_trash_and_flow_runs_go_below_the_limit_as_well() -> None:
     trash, flow_run = items((10, 0), kind=Kind.TRASH)[0], items((0, 50), kind=Kind.FLOW_RUNS)[0]
     others = items((40, 90), (10, 60))
-    assert choose([*others, trash, flow_run], used_bytes=100, quota_bytes=100) == [flow_run, trash]
-    # the trash counts: 100 - 10 is what the quota asks for
-    assert choose([*others, trash, flow_run], used_bytes=100, quota_bytes=90) == [flow_run, trash]
+    assert choose([*others, trash, flow_run], used_bytes=100, limit_bytes=100) == [flow_run, trash]
+    # the trash counts: 100 - 10 is what the limit asks for
+    assert choose([*others, trash, flow_run], used_bytes=100, limit_bytes=90) == [flow_run, trash]
