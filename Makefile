@@ -96,6 +96,7 @@ ui: $(STAMP)
 docs: $(STAMP)
 	@.venv/bin/rlflow docs
 	@$(RUN) -m tests.bench.tables
+	@$(RUN) -m tests.docs.ran
 
 # A file's tests share their servers, so they stay together; files come in the order of tests/durations.json.
 # ORDER=random: files, and the tests of each, come in a random order. The seed is printed, and SEED=7 sets it.

@@ -37,7 +37,7 @@ EXPERIMENT = "grpo-gsm8k-tiny"
 _SMALL = (
     "model.tiny.warm_start_steps=100",
     "training.steps=4",
-    "segment.steps=2",
+    "segment.steps=4",
     "training.problems_per_batch=8",
     "rollout.group_size=4",
     "data.synthetic_problems=256",
@@ -45,6 +45,7 @@ _SMALL = (
     "evaluation.samples=1",
 )
 _EVALUATES_EVERY, _ABLATES_EVERY = 3, 7  # days
+_FREE_SHARE = 0.5  # preflight wants 0.4 GiB for the next run, most of it as a reserve
 _GRID = "training.learning_rate=[1e-5, 1e-4]"
 _EVALUATE = "from flows.evaluate_latest import evaluate_latest; evaluate_latest(benchmarks=['tiny-sums'])"
 _PREDICT = (
@@ -168,6 +169,7 @@ def main() -> int:
             **running.variables(),
             "RLFLOW_DATA_DIR": str(out / "data"),
             "RLFLOW_MAX_GIB": str(options.quota_gib),
+            "RLFLOW_CLEAN_FREE_SHARE": str(_FREE_SHARE),
             "RLFLOW_CLEAN_DAYS": "2",
         }
         os.environ.update(own)

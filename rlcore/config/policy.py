@@ -62,8 +62,8 @@ class ModelConfig(Frozen):
     tiny: TinyModelConfig = TinyModelConfig()
     check: Literal["auto", "on", "off"] = "auto"
     """Before the first step, compare the trainer, transformers and vLLM on the model's folder, and refuse a model on
-    which they differ. Models that were compared before are not compared again. auto: on,
-    without vLLM for the tiny policies, which rlflow makes itself."""
+    which they differ. Models that were compared before are not compared again. auto: on, without vLLM for the tiny
+    policies, which rlflow makes itself."""
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Dtype of forward and backward. auto: bfloat16 on CUDA, float32 on CPU. Master weights are float32 unless
     training.optimizer is adamw_bf16."""

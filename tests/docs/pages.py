@@ -1,8 +1,9 @@
 """The documentation as data: blocks and their markers, commands, quoted messages, words in backticks, links.
 
 Commands stand in indented blocks and in ``sh`` blocks. The comment before such a block says how it is checked:
-``run`` (really, in order), ``run, Ctrl-C`` (really, interrupted at its first checkpoint), ``elsewhere: WHAT`` (programs
-of others may be missing here); none: checked without running.
+``run`` (really, in order), ``run, Ctrl-C`` (really, interrupted at its first checkpoint), ``run on a finished run``
+(really, with the names of a small run), ``elsewhere: WHAT`` (programs of others may be missing here); none: checked
+without running. tests/long/test_tutorial.py runs them.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
-MARKERS = ("run", "run, Ctrl-C", "elsewhere: ")
+ON_A_RUN = "run on a finished run"
+MARKERS = ("run", "run, Ctrl-C", ON_A_RUN, "elsewhere: ")
 
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _INDENTED = re.compile(r"(?:(?<=\n\n)|\A)((?:    .*\n(?:\n(?=    ))?)+)")
@@ -41,7 +43,8 @@ class Block:
 
     @property
     def is_run(self) -> bool:
-        return self.marker.startswith("run")
+        """Whether the tutorial's test runs it in order."""
+        return self.marker in ("run", "run, Ctrl-C")
 
 
 def blocks(page: Path) -> list[Block]:

@@ -10,6 +10,7 @@ from prefect import flow
 from typer.models import CommandInfo
 
 from tasks.cli import app
+from tests.docs import ran
 from tests.docs.commands import check, is_command
 from tests.docs.finding import Finding
 from tests.docs.modules import check_rlflow
@@ -73,6 +74,12 @@ def test_a_marker_stands_before_a_block_of_commands(page: Path) -> None:
     comments = re.findall(r"<!-- (.*?) -->", page.read_text())
     markers = [comment for comment in comments if comment.startswith(MARKERS)]
     assert markers == [block.marker for block in blocks(page) if block.marker and block.language == "sh"]
+
+
+def test_the_list_of_commands_that_a_test_runs_is_what_make_docs_writes() -> None:
+    assert ran.PAGE.read_text() == ran.with_list(ran.PAGE.read_text()), "run make docs"
+    for block in COMMANDS:
+        assert not (test := ran.test_of(block)) or (ROOT / test).exists()
 
 
 def test_the_tutorial_is_run_in_order() -> None:

@@ -19,9 +19,10 @@ from infra.settings import Settings
 from rlcore.evaluation.records import journal_with_evaluations
 from rlcore.segment.journal import read_journal
 from tasks import experiments
+from tasks.lineage import read_origins
 from tasks.preflight import check
 from tests.docs import code
-from tests.docs.pages import PAGES, ROOT, Block, blocks, code_words
+from tests.docs.pages import ON_A_RUN, PAGES, ROOT, Block, blocks, code_words
 from tests.shell import new_shell
 
 COPIED = ("flows", "infra", "rlcore", "tasks", "Makefile", "prefect.yaml", "pyproject.toml")
@@ -46,7 +47,9 @@ ELSEWHERE = {
     "time/teacher_logprobs", "rollout/routes_differ", "perf/update_mfu",
 }  # fmt: skip
 OTHER_REWARDS = ("judge/", "reward_model/")
-RUN_BLOCKS = [block for page in PAGES for block in blocks(page) if block.is_run]
+BLOCKS = [block for page in PAGES for block in blocks(page)]
+RUN_BLOCKS = [block for block in BLOCKS if block.is_run]
+ON_A_RUN_BLOCKS = [block for block in BLOCKS if block.marker == ON_A_RUN]
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +69,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     reward = {"name": "user", "file": str(folder / "vowels.py")}
     values["definitions"]["experiments"]["grpo-geo3k-tiny"]["reward"] = reward
     (folder / "prefect.yaml").write_text(yaml.safe_dump(values))
-    for block in [block for page in PAGES for block in blocks(page)]:
+    for block in BLOCKS:
         if name := re.match(r"# (\S+\.py)\n", block.text):
             (folder / name[1]).parent.mkdir(parents=True, exist_ok=True)
             (folder / name[1]).write_text(block.text)
@@ -79,12 +82,12 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def type_in(project: Path, block: Block, *, interrupt_when: Callable[[], bool] | None = None) -> tuple[int, str]:
-    """Exit code and output of a block, in a shell of its own; with Ctrl-C as soon as ``interrupt_when`` says so."""
+def type_in(project: Path, text: str, *, interrupt_when: Callable[[], bool] | None = None) -> tuple[int, str]:
+    """Exit code and output of commands, in a shell of their own; with Ctrl-C as soon as ``interrupt_when`` says so."""
     log = project / "typed.log"
     with log.open("wb") as output:
         shell = subprocess.Popen(
-            ["bash", "-eu", "-o", "pipefail", "-c", block.text],
+            ["bash", "-eu", "-o", "pipefail", "-c", text],
             cwd=project,
             env=new_shell(PYTHONPATH=str(project), OMP_NUM_THREADS="1"),
             stdout=output,
@@ -109,10 +112,10 @@ def test_the_tutorial_does_what_it_says(project: Path) -> None:
     runs = project / "data" / "runs"
     for block in RUN_BLOCKS:
         if block.marker == "run":
-            status, said = type_in(project, block)
+            status, said = type_in(project, block.text)
             assert status == 0, f"{block}\n{said[-4000:]}"
             continue
-        status, said = type_in(project, block, interrupt_when=lambda: bool(list(runs.glob("*/segments/*.json"))))
+        status, said = type_in(project, block.text, interrupt_when=lambda: bool(list(runs.glob("*/segments/*.json"))))
         assert status != 0, f"{block} was to be interrupted"
         assert "Continue with: " in said, f"{block}\n{said[-4000:]}"
         (run,) = runs.iterdir()
@@ -128,6 +131,39 @@ def test_the_tutorial_does_what_it_says(project: Path) -> None:
     logged = {name for record in journal_with_evaluations(run) for name in record.metrics}
     named = {name for name in named - ELSEWHERE if not name.startswith(OTHER_REWARDS)}
     assert named <= logged, "metrics that pages name and the run does not have"
+
+
+@pytest.fixture(scope="module")
+def finished(project: Path) -> Path:
+    """The folder of the tutorial's run, or of the same run where only the tests below are chosen."""
+    runs = project / "data" / "runs"
+    if not list(runs.glob("*/finished")):
+        status, said = type_in(project, ".venv/bin/rlflow train grpo-geo3k-tiny")
+        assert status == 0, said[-4000:]
+    (marker,) = runs.glob("*/finished")
+    return marker.parent
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("block", ON_A_RUN_BLOCKS, ids=str)
+def test_commands_on_a_finished_run_do_what_their_pages_say(project: Path, finished: Path, block: Block) -> None:
+    origin = read_origins(finished)[-1]
+    names = {
+        r"grpo-geo3k@(champion|verified)": "grpo-geo3k-tiny@verified",
+        r"data/datasets/TRAIN": origin.train.path,
+        r"data/datasets/EVALUATION": origin.validation.path,
+        r"\bRUN\b": finished.name,
+        r"--run-id NAME\b": "--run-id another",
+        r"\bNAME\b": "grpo-geo3k-tiny",
+        r"\bFOLDER\b": "published",
+        r"--step \d+": "--step 4",
+        r"training\.steps=\d+": "training.steps=8",
+    }
+    text = block.text
+    for pattern, name in names.items():
+        text = re.sub(pattern, name, text)
+    status, said = type_in(project, text)
+    assert status == 0, f"{block}\n{text}\n{said[-4000:]}"
 
 
 def test_the_tutorial_s_own_data_and_reward_pass_every_check_before_training(
