@@ -144,7 +144,7 @@ def finished(project: Path) -> Path:
     return marker.parent
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)  # a minute, where nobody else computes
 @pytest.mark.parametrize("block", ON_A_RUN_BLOCKS, ids=str)
 def test_commands_on_a_finished_run_do_what_their_pages_say(project: Path, finished: Path, block: Block) -> None:
     origin = read_origins(finished)[-1]
