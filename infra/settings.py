@@ -61,6 +61,8 @@ class Settings(BaseSettings):
     metric_names: Annotated[tuple[MetricNames, ...], NoDecode] = ()
     """Trainers whose names of metrics MLflow and the trackers get as well, separated by commas: easyr1, verl.
     docs/from-easyr1-and-verl.md."""
+    traces: int = Field(4, ge=0)
+    """Rollouts of each segment's last batch that MLflow gets as traces, with their pictures. 0: none."""
     prefect_database: SecretStr = SecretStr("")
     """PostgreSQL database of the Prefect server that rlflow starts: postgresql://user:password@host/database. Empty:
     SQLite under the data folder."""

@@ -77,7 +77,7 @@ LAYERS = {
         ("run",),
         ("driver",),
         ("experiments", "lineage", "named", "retries"),
-        ("registered", "serve"),
+        ("registered", "serve", "traces"),
         ("data", "evaluate", "fork", "models", "open", "train"),
         ("chat", "suites"),
         ("preflight", "report"),
