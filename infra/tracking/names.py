@@ -11,7 +11,7 @@ from typing import Protocol
 
 from infra.settings import MetricNames
 
-_BOTH: Mapping[str, str] = {
+_BOTH = {
     "critic/score/mean": "reward/mean",
     "critic/rewards/mean": "reward/mean",
     "actor/pg_loss": "loss/policy",

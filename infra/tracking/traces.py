@@ -41,7 +41,7 @@ def log_traces(client: MlflowClient, experiment_id: str, mlflow_run_id: str, rol
             rollout.name,
             span_type=_KIND,
             inputs={"messages": [{"role": "user", "content": _content(rollout)}]},
-            attributes=dict(rollout.facts),
+            attributes={name: value for name, value in rollout.facts.items()},
             tags={TAG: rollout.key, **{name: str(value) for name, value in rollout.facts.items()}},
             metadata={_RUN: mlflow_run_id},
             experiment_id=experiment_id,

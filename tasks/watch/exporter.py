@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -110,7 +110,7 @@ class Exporter(Collector):
             yield _family(name, text, (), [] if value is None else [((), value)])
 
 
-def _family(name: str, text: str, labels: tuple[str, ...], values: list[tuple[tuple[str, ...], float]]) -> Metric:
+def _family(name: str, text: str, labels: tuple[str, ...], values: Sequence[tuple[tuple[str, ...], float]]) -> Metric:
     family = GaugeMetricFamily(name, text, labels=labels)
     for own, value in values:
         family.add_metric(own, value)

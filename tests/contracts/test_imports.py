@@ -31,6 +31,7 @@ HOMES = {
     "tensorboard": ("infra/tracking/sinks.py",),
     "wandb": ("infra/tracking/sinks.py",),
     "swanlab": ("infra/tracking/sinks.py",),
+    "prometheus_client": ("tasks/watch/exporter.py",),
     "fsspec": ("infra/store/",),
     "s3fs": ("infra/store/bucket.py",),
     "botocore": ("infra/store/s3_errors.py",),
