@@ -41,12 +41,12 @@ def log_traces(client: MlflowClient, experiment_id: str, mlflow_run_id: str, rol
             rollout.name,
             span_type=_KIND,
             inputs={"messages": [{"role": "user", "content": _content(rollout)}]},
-            attributes={name: value for name, value in rollout.facts.items()},
             tags={TAG: rollout.key, **{name: str(value) for name, value in rollout.facts.items()}},
             metadata={_RUN: mlflow_run_id},
             experiment_id=experiment_id,
             start_time_ns=rollout.at_ms * _NANO,
         )
+        span.set_attributes(dict(rollout.facts))
         span.set_outputs({"choices": [{"message": {"role": "assistant", "content": rollout.completion}}]})
         span.end(end_time_ns=rollout.at_ms * _NANO)
     return len(fresh)
