@@ -24,7 +24,11 @@ CHECKSUMS: Mapping[str, str] = {
 }
 # An MLflow outage must not block the driver longer than a trainer waits for its heartbeat. MLflow's default, seven
 # retries of 120 s, would. Callers that need MLflow retry themselves.
-PATIENCE: Mapping[str, str] = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "20"}
+PATIENCE: Mapping[str, str] = {
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",
+    "MLFLOW_ENABLE_ASYNC_TRACE_LOGGING": "false",  # rlflow's own thread writes traces; MLflow's would outlive the flow
+}
 
 _COMPILED = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton", "VLLM_CACHE_ROOT": "vllm"}
 _LOGINS = (

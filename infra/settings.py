@@ -15,6 +15,7 @@ from pydantic import Field, SecretStr, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 TrackerName = Literal["tensorboard", "wandb", "swanlab"]
+MetricNames = Literal["easyr1", "verl"]
 
 
 class _Folder:
@@ -57,6 +58,11 @@ class Settings(BaseSettings):
     """Trackers in addition to MLflow, separated by commas: tensorboard, wandb, swanlab. docs/trackers.md."""
     tracker_python: Path = Path(sys.executable)
     """Python interpreter with the packages of the trackers, which may conflict with those of rlflow."""
+    metric_names: Annotated[tuple[MetricNames, ...], NoDecode] = ()
+    """Trainers whose names of metrics MLflow and the trackers get as well, separated by commas: easyr1, verl.
+    docs/from-easyr1-and-verl.md."""
+    traces: int = Field(4, ge=0)
+    """Rollouts of each segment's last batch that MLflow gets as traces, with their pictures. 0: none."""
     prefect_database: SecretStr = SecretStr("")
     """PostgreSQL database of the Prefect server that rlflow starts: postgresql://user:password@host/database. Empty:
     SQLite under the data folder."""
@@ -88,6 +94,8 @@ class Settings(BaseSettings):
     """Port of the local stack's Prefect server."""
     mlflow_port: int = Field(5000, ge=1, le=65535)
     """Port of the local stack's MLflow server."""
+    metrics_port: int = Field(0, ge=0, le=65535)
+    """Port of the local stack's Prometheus endpoint, such as 9464. 0: the stack has none. docs/howto/operate.md."""
     gpu_slots: int = Field(1, ge=1)
     """Runs that may use GPUs of the local stack at the same time. Each uses as many GPUs as it has workers."""
     retry_delay_scale: float = Field(1.0, ge=0)
@@ -113,7 +121,7 @@ class Settings(BaseSettings):
     def _absolute(cls, value: Path) -> Path:
         return value.expanduser().absolute()
 
-    @field_validator("trackers", mode="before")
+    @field_validator("trackers", "metric_names", mode="before")
     @classmethod
     def _names(cls, value: object) -> object:
         return tuple(filter(None, map(str.strip, value.split(",")))) if isinstance(value, str) else value

@@ -25,7 +25,7 @@ from tasks.driver.jobs import jobs_mark
 from tasks.driver.mirror import mirror_run
 from tasks.lineage import origins_dir, record_origin
 from tasks.retries import step
-from tasks.run import Run, close_after_error, read_fork, tracker_of
+from tasks.run import Run, close_after_error, note_end, read_fork, tracker_of
 from tasks.store.made import key_of, store_of
 from tasks.store.restore import restore_checkpoint
 
@@ -174,6 +174,8 @@ def track_run(run: Run) -> Iterator[None]:
                 yield
         except BaseException as error:  # raised again, once MLflow knows
             # KILLED: by Ctrl-C, or the flow is cancelled
-            close_after_error(run, settings, "FAILED" if isinstance(error, Exception) else "KILLED")
+            status = "FAILED" if isinstance(error, Exception) else "KILLED"
+            note_end(run, status, error)
+            close_after_error(run, settings, status)
             raise
         finish_run(run)

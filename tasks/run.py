@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from infra import processes
 from infra.errors import InfraError
 from infra.files import locked
-from infra.logs import get_logger
+from infra.logs import get_logger, redact
 from infra.settings import Settings
 from infra.tracking.tracker import Tracker
 from rlcore.config import Change, ExperimentConfig, changes, read_experiment
@@ -305,3 +305,15 @@ def close_after_error(run: Run, settings: Settings, status: str) -> None:
         tracker_of(run, settings).finish(status)
     except (InfraError, OSError) as error:  # the error that ended the run is more useful
         get_logger().warning("The MLflow run could not be closed as %s: %s", status, error)
+
+
+ENDED = "ended.json"
+
+
+def note_end(run: Run, status: str, error: BaseException) -> None:
+    """Note in the run's folder how its flow ended before the run was finished, for who looks while MLflow is away."""
+    note = {"at": time.time(), "status": status, "error": redact(f"{type(error).__name__}: {error}")[:2000]}
+    try:
+        write_json_atomically(run.run_dir / ENDED, json.dumps(note))
+    except OSError as failed:  # the error that ended the run is more useful
+        get_logger().warning("%s cannot be written: %s", run.run_dir / ENDED, failed)

@@ -41,6 +41,7 @@ from tasks.driver.progress import TrainingProgress, announce_checkpoint
 from tasks.driver.publish import Publishers
 from tasks.run import Run
 from tasks.store.restore import restore_checkpoint
+from tasks.traces import log_rollouts
 
 _TICK_SECONDS = 1.0
 _PAGE_SECONDS = 5.0
@@ -112,6 +113,7 @@ def _train(run: Run, settings: Settings, inputs: _Inputs, index: int) -> Segment
         ):
             manifest = _follow(run, trainer, index, lambda: _tick(run, settings, publishers, progress, warnings))
         announce_checkpoint(run, manifest)
+        page.put("the rollouts", partial(log_rollouts, run, settings))
     warnings.tell(run.journal())
     if run.ends_with(manifest):
         _wait_for_end(run, index)

@@ -18,10 +18,14 @@ from infra.stack.login import Login
 
 
 class PasswordRequired:
-    """Answers 401 to every request without the login. Health checks need none."""
+    """Answers 401 to every request without the login. Health checks need none.
 
-    def __init__(self, app: ASGIApp, login: Login) -> None:
+    ``name`` of the server, and where its clients put the login, are for people.
+    """
+
+    def __init__(self, app: ASGIApp, login: Login, *, name: str, where: str) -> None:
         self._app = app
+        self._name, self._where = name, where
         self._expected = login.header.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -33,9 +37,9 @@ class PasswordRequired:
             await self._app(scope, receive, send)
         elif scope["type"] == "http":
             refusal = PlainTextResponse(
-                "MLflow of rlflow wants a login: MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD.\n",
+                f"{self._name} of rlflow wants a login: {self._where}.\n",
                 status_code=401,
-                headers={"WWW-Authenticate": 'Basic realm="MLflow of rlflow", charset="UTF-8"'},
+                headers={"WWW-Authenticate": f'Basic realm="{self._name} of rlflow", charset="UTF-8"'},
             )
             await refusal(scope, receive, send)
         else:
@@ -99,4 +103,4 @@ def mlflow() -> ASGIApp:
 
     initialize_backend_stores(database, database, "mlflow-artifacts:/")
     login = Login(os.environ["MLFLOW_TRACKING_USERNAME"], os.environ["MLFLOW_TRACKING_PASSWORD"])
-    return PasswordRequired(app, login)
+    return PasswordRequired(app, login, name="MLflow", where="MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD")

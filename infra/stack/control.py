@@ -42,8 +42,10 @@ def up(settings: Settings) -> StackState:
                 f"RLFLOW_MLFLOW_URI is {settings.mlflow_uri}, and the stack has an MLflow of its own. Unset it, or "
                 "start Prefect and a worker yourself."
             )
-        for port, name in ((settings.prefect_port, "PREFECT"), (settings.mlflow_port, "MLFLOW")):
-            _require_free(settings.host, port, f"RLFLOW_{name}_PORT")
+        ports = {"PREFECT": settings.prefect_port, "MLFLOW": settings.mlflow_port, "METRICS": settings.metrics_port}
+        for name, port in ports.items():
+            if port:
+                _require_free(settings.host, port, f"RLFLOW_{name}_PORT")
         _start_supervisor(settings)
     return _wait_until_up(settings)
 
@@ -64,7 +66,7 @@ def down(settings: Settings) -> bool:
             if time.monotonic() > deadline:
                 raise ServerError(f"the stack has not ended yet. Its log: {Layout.of(settings).log('supervisor')}")
             time.sleep(_POLL_SECONDS)
-    for name in (*POOLS, "mlflow", "prefect", "supervisor"):  # also what a killed supervisor left
+    for name in (*POOLS, "metrics", "mlflow", "prefect", "supervisor"):  # also what a killed supervisor left
         processes.kill(mark_of(settings, name))
     (settings.stack_dir / "state.json").unlink(missing_ok=True)
     return state is not None

@@ -86,6 +86,21 @@ def mlflow_command(settings: Settings, port: int) -> Server:
     )
 
 
+def metrics_command(settings: Settings) -> Server | None:
+    """The Prometheus endpoint; None: RLFLOW_METRICS_PORT names no port."""
+    if not settings.metrics_port:
+        return None
+    address = _address(settings, settings.metrics_port)
+    words = ("metrics", "--host", settings.host, "--port", str(settings.metrics_port))
+    return Server(
+        args=(sys.executable, "-m", "tasks.cli", *words),
+        variables={"RLFLOW_ALLOWED_HOSTS": settings.allowed_hosts, "RLFLOW_HOST": settings.host},
+        address=f"{address}/metrics",
+        health_url=f"{address}/health",
+        log=settings.stack_dir / "metrics.log",
+    )
+
+
 def _args(app: str, settings: Settings, port: int) -> tuple[str, ...]:
     return (
         *(sys.executable, "-m", "uvicorn", "--factory", f"infra.stack.apps:{app}"),

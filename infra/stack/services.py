@@ -30,7 +30,7 @@ from infra.processes import ProcessId, is_running
 from infra.provenance import ROOT, code_digest
 from infra.settings import Settings
 from infra.stack.login import login_of
-from infra.stack.servers import Server, end_of, mlflow_command, prefect_command
+from infra.stack.servers import Server, end_of, metrics_command, mlflow_command, prefect_command
 
 POOLS = ("gpu", "cpu")
 _ANSWER_SECONDS = 20.0
@@ -114,6 +114,7 @@ class Layout:
     settings: Settings
     prefect: Server
     mlflow: Server
+    metrics: Server | None
 
     @classmethod
     def of(cls, settings: Settings) -> Layout:
@@ -121,6 +122,7 @@ class Layout:
             settings,
             prefect_command(settings, settings.prefect_port),
             mlflow_command(settings, settings.mlflow_port),
+            metrics_command(settings),
         )
 
     def environment(self) -> dict[str, str]:

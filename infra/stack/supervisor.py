@@ -63,6 +63,7 @@ class Supervisor:
         self._services = [
             Service("prefect", mark_of(settings, "prefect"), self._layout.prefect),
             Service("mlflow", mark_of(settings, "mlflow"), self._layout.mlflow),
+            *(Service("metrics", mark_of(settings, "metrics"), server) for server in (self._layout.metrics,) if server),
             *(Service(pool, mark_of(settings, pool), None) for pool in POOLS),
         ]
 

@@ -30,6 +30,7 @@ from infra.files import locked, write_atomically
 from infra.logs import get_logger, without_password
 from infra.store.s3_errors import OBJECT_STORE_ERRORS, storage_error
 from infra.tracking.models import Models, Pyfunc, Registered
+from infra.tracking.traces import Rollout, log_traces
 
 RUN_TAG = "rlflow.run_id"
 DRIFT_TAG = "rlflow.param_drift"
@@ -238,6 +239,12 @@ class Tracker:
     def log_table(self, columns: Mapping[str, Sequence[object]], name: str) -> None:
         """Log a table artifact. ``name`` must be new, because MLflow would append to an existing table."""
         self._client.log_table(self.mlflow_run_id, {key: list(values) for key, values in columns.items()}, name)
+
+    @_translating_errors()
+    def log_rollouts(self, rollouts: Sequence[Rollout]) -> int:
+        """Write the rollouts that MLflow lacks as traces of this run. Returns their number."""
+        check_reachable(self._uri)
+        return log_traces(self._client, self._experiment_id, self.mlflow_run_id, rollouts)
 
     @_translating_errors()
     def log_file(self, path: Path, folder: str | None = None) -> None:

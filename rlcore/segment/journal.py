@@ -163,7 +163,7 @@ def _parse_lines(path: Path, lines: Sequence[bytes], before: Sequence[StepRecord
     for number, raw in enumerate(lines, start=len(before) + 1):
         line = raw.decode(errors="backslashreplace")  # a damaged line may hold any bytes
         try:
-            record = _parse_line(line)
+            record = parse_record(line)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise StorageError(
                 f"{path} line {number} is damaged ({type(error).__name__}: {error}): found "
@@ -180,7 +180,12 @@ def _parse_lines(path: Path, lines: Sequence[bytes], before: Sequence[StepRecord
     return records
 
 
-def _parse_line(line: str) -> StepRecord:
+def parse_record(line: str) -> StepRecord:
+    """One line of a journal.
+
+    Raises:
+        ValueError, KeyError, TypeError, AttributeError: it is damaged.
+    """
     tree = json.loads(line)
     metrics = {str(name): float(value) for name, value in tree["metrics"].items()}
     return StepRecord(int(tree["step"]), int(tree["timestamp_ms"]), metrics)

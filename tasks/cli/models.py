@@ -1,7 +1,8 @@
-"""The commands that use a model: ``rlflow serve`` and ``rlflow push``."""
+"""The commands that use a model: ``rlflow serve``, ``rlflow push`` and ``rlflow chat``."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
@@ -79,3 +80,39 @@ def push(
 
     log_to_console()
     typer.echo(push_model(model, target, Settings(), dtype=dtype, private=not public))
+
+
+@app.command(cls=Command, rich_help_panel=MODELS, context_settings={"allow_extra_args": True})
+def chat(
+    context: typer.Context,
+    model: Model,
+    question: Annotated[
+        str | None, typer.Option(help="Ask this and end. Default: ask what is typed, line by line.")
+    ] = None,
+    picture: Annotated[
+        list[Path] | None, typer.Option(metavar="FILE", help="A picture for each question; may be repeated.")
+    ] = None,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0: the likeliest token each time.")] = 0.0,
+) -> None:
+    """Ask a model in the terminal, with pictures, through the engine, prompts and limits of rlflow serve.
+
+    Each question stands alone, as in training. An empty line or Ctrl-D ends. Words after -- go to vLLM's server.
+
+    \b
+    rlflow chat grpo-geo3k@champion --picture figure.png
+    rlflow chat RUN --picture figure.png --question 'How many sides?'
+    """
+    from infra.logs import log_to_console
+    from tasks.chat import chatting, open_picture
+    from tasks.cli.terminal import ask, show
+
+    log_to_console()
+    pictures = picture or []
+    opened = [open_picture(path) for path in pictures]  # before minutes of loading
+    with chatting(model, Settings(), temperature=temperature, further=context.args) as server:
+        for path, image in zip(pictures, opened, strict=True):
+            show(path, image)
+        for text in ask() if question is None else [question]:
+            for piece in server.ask(text, pictures):
+                typer.echo(piece, nl=False)
+            typer.echo()

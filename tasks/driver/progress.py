@@ -117,11 +117,17 @@ def describe(records: Sequence[StepRecord], total: int) -> str:
         )
         if name in latest.metrics
     ]
-    recent = records[-_PACE_STEPS - 1 :]
-    if len(recent) > 1:
-        pace = (recent[-1].timestamp_ms - recent[0].timestamp_ms) / 1000 / (len(recent) - 1)
-        parts.append(f"{pace:.1f} s/step, {duration(pace * (total - latest.step))} left")
+    if (seconds := pace(records)) is not None:
+        parts.append(f"{seconds:.1f} s/step, {duration(seconds * (total - latest.step))} left")
     return ", ".join(parts)
+
+
+def pace(records: Sequence[StepRecord]) -> float | None:
+    """Seconds per step over the last ten steps. None: there are not two steps."""
+    recent = records[-_PACE_STEPS - 1 :]
+    if len(recent) < 2:
+        return None
+    return (recent[-1].timestamp_ms - recent[0].timestamp_ms) / 1000 / (len(recent) - 1)
 
 
 def duration(seconds: float) -> str:

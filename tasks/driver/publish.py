@@ -12,6 +12,7 @@ from infra.errors import ServerError, ServerRefusedError
 from infra.logs import get_logger
 from infra.settings import Settings
 from infra.tracking.extra import ExtraTracker, check_installed
+from infra.tracking.names import RenamedStep, with_names
 from infra.tracking.tracker import StepMetrics
 from tasks.driver.outbox import Outbox, ending
 from tasks.run import Run, existing_run, tracker_of
@@ -113,7 +114,11 @@ class Publishers:
 
     def __init__(self, run: Run, settings: Settings) -> None:
         self._settings = settings
-        self._mlflow = Publisher(lambda: tracker_of(run, settings), run.published)
+
+        def records() -> list[RenamedStep]:
+            return with_names(run.published(), settings.metric_names)
+
+        self._mlflow = Publisher(lambda: tracker_of(run, settings), records)
         self._extra: dict[str, ExtraTracker] = {
             name: ExtraTracker(
                 name,
@@ -125,7 +130,7 @@ class Publishers:
             )
             for name in settings.trackers
         }
-        self._publishers = {name: _publisher_of(name, tracker, run) for name, tracker in self._extra.items()}
+        self._publishers = {name: _publisher_of(name, tracker, records) for name, tracker in self._extra.items()}
         self._outbox = Outbox("steps")
 
     def publish(self, through_step: int) -> None:
@@ -161,8 +166,8 @@ class Publishers:
             tracker.stop()
 
 
-def _publisher_of(name: str, tracker: ExtraTracker, run: Run) -> Publisher:
-    return Publisher(lambda: tracker, run.published, name=name, wait_setting="")
+def _publisher_of(name: str, tracker: ExtraTracker, records: Callable[[], list[RenamedStep]]) -> Publisher:
+    return Publisher(lambda: tracker, records, name=name, wait_setting="")
 
 
 def publish_run(run_id: str, settings: Settings) -> None:

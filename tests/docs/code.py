@@ -23,6 +23,7 @@ PRODUCED = (
         for name in (
             "adjustments",
             "control",
+            "ended",
             "experiment",
             "fork",
             "lease",

@@ -152,7 +152,7 @@ def test_mlflow_answers_nobody_without_the_login() -> None:
 
     login = Login("rlflow", "a-password-of-some-length")
     inner = Starlette(routes=[Route("/health", answer), Mount("/", Starlette(routes=[Route("/{rest:path}", answer)]))])
-    app = PasswordRequired(inner, login)
+    app = PasswordRequired(inner, login, name="MLflow", where="a variable")
     assert ask(app, "/health").text == "inside"
     for path in ("/", "/health/", "//health", "/health/../api", "/api/2.0/mlflow/runs/search", "/static-files/x.js"):
         refused = ask(app, path)

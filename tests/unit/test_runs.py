@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import time
 from collections.abc import Iterator
@@ -112,6 +113,9 @@ def test_an_mlflow_that_is_away_does_not_hide_the_first_error(
     with pytest.raises(type(error)), track_run(run):
         raise error
     assert tracker.closed == [status]
+    note = json.loads((run.run_dir / "ended.json").read_bytes())
+    assert (note["status"], note["error"]) == (status, f"{type(error).__name__}: {error}")
+    assert time.time() - 60 < note["at"] <= time.time()
 
 
 def test_a_run_whose_end_mlflow_does_not_take_fails(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
