@@ -45,7 +45,7 @@ _SETTINGS = [
     "evaluation.samples=1",
     "evaluation.problems=4",
     "resources.workers=1",
-    "recovery.silence_seconds=20",
+    "recovery.silence_seconds=60",
     "reward.name=user",
     "reward.file=/data/letters.py",
     "health=[]",
@@ -97,17 +97,18 @@ def main() -> None:
             mark(f"{name} killed at step {killed[name]}")
         project.wait_until_up()
         mark("all are up again")
+        before = recoveries(run_dir)
         killed["worker"] = steps()
         project.kill("worker")
         mark(f"worker killed at step {killed['worker']}")
-        project.wait_for((run_dir / "recoveries.jsonl").exists, "recovery")
+        project.wait_for(lambda: recoveries(run_dir) > before, "recovery")
         taken = killed["worker"] + 2
         project.wait_for(lambda: steps() >= taken, f"step {taken} by another trainer")
         mark("the run is back")
         stopped = stop_worker(project, run_dir)
         mark("worker stopped")
         project.start("worker")
-        project.wait_for((run_dir / "finished").exists, "the end of the run", 400)
+        project.wait_for((run_dir / "finished").exists, "the end of the run")
         mark("finished")
         for name in ("bucket", "mlflow-user"):
             project.run_again(name)
@@ -125,6 +126,11 @@ def main() -> None:
     finally:
         mark("end")
         project.down()
+
+
+def recoveries(run_dir: Path) -> int:
+    noted = run_dir / "recoveries.jsonl"
+    return len(noted.read_text().splitlines()) if noted.exists() else 0
 
 
 def stop_worker(project: Project, run_dir: Path) -> dict[str, float]:

@@ -121,7 +121,7 @@ class Project:
             raise RuntimeError(f"{words} in {name} ended with {answer.returncode}: {answer.stdout}{answer.stderr}")
         return answer.stdout
 
-    def wait_for(self, condition: Callable[[], bool], what: str, seconds: float = 240) -> None:
+    def wait_for(self, condition: Callable[[], bool], what: str, seconds: float = 600) -> None:
         deadline = time.monotonic() + seconds
         while not condition():
             if self.failure or time.monotonic() > deadline:
