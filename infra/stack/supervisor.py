@@ -23,12 +23,12 @@ from infra.provenance import ROOT
 from infra.settings import Settings
 from infra.stack.servers import Server, start_server, wait_healthy
 from infra.stack.services import POOLS, Layout, ServiceState, StackState
+from infra.stack.worker import AFTER_GRACE_SECONDS, flows_of
 
 _POLL_SECONDS = 1.0
 _WORKER_READY_SECONDS = 120.0
 _MAX_DELAY_SECONDS = 60.0
 _STOP_SECONDS = 10.0
-_AFTER_GRACE_SECONDS = 30.0  # for a flow to end once its trainer has
 _GONE_SECONDS = 5.0
 
 
@@ -168,7 +168,7 @@ class Supervisor:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     get_logger().info("stack: flow process %d commits and ends", flow.pid)
                     flow.terminate()
-        deadline = time.monotonic() + self._settings.stop_grace_seconds + _AFTER_GRACE_SECONDS
+        deadline = time.monotonic() + self._settings.stop_grace_seconds + AFTER_GRACE_SECONDS
         while any(self._flows(service) for service in workers) and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS / 4)
         for service in reversed(self._services):
@@ -180,16 +180,7 @@ class Supervisor:
         get_logger().info("stack: down")
 
     def _flows(self, service: Service) -> list[psutil.Process]:
-        """Flow processes started by this worker or an earlier one: they inherit its mark."""
-        worker = service.process.pid if service.process is not None else 0
-        below = [item for item in processes.marked(service.mark) if item.pid != worker]
-        pids = {item.pid for item in below}
-        found = []
-        for item in below:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                if item.ppid() not in pids and any("prefect" in word for word in item.cmdline()):
-                    found.append(item)
-        return found
+        return flows_of(service.mark, service.process.pid if service.process is not None else 0)
 
     def _show(self, phase: Literal["up", "draining"]) -> None:
         """Write the new phase. A failure is only logged, because services must be watched and drained anyway."""

@@ -42,10 +42,15 @@ def documents(where: str, shape: Shape, values: Path | None) -> list[dict[str, A
     if where == "vemlp":
         return [vemlp.custom_task(_read(vemlp.VemlpValues, values or vemlp.VALUES), shape)]
     kubernetes = _read(k8s.KubernetesValues, values or k8s.VALUES)
+    around = [k8s.volume_claim(kubernetes), k8s.network_policy(kubernetes)]
+    if kubernetes.secret_store:
+        around.append(k8s.external_secret(kubernetes))
     if where == "rayjob":
-        return [k8s.volume_claim(kubernetes), k8s.ray_job(kubernetes, shape)]
+        return [*around, k8s.ray_job(kubernetes, shape)]
     return [
-        k8s.volume_claim(kubernetes),
+        *around,
+        k8s.apply_job(kubernetes),
+        k8s.light_worker(kubernetes),
         k8s.ray_cluster(kubernetes, shape),
         k8s.prefect_worker(kubernetes, shape),
     ]

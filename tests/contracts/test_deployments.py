@@ -22,6 +22,7 @@ import yaml
 from infra.deploy import Shape, k8s, vemlp
 from infra.errors import DeploymentError
 from infra.settings import Settings
+from infra.stack.worker import AFTER_GRACE_SECONDS
 from tasks.cli.deploy import cluster_files, documents, shape_of
 from tasks.experiments import load_experiment
 from tests.stores import postgres_server
@@ -94,7 +95,7 @@ def test_no_service_of_compose_holds_more_than_its_own_secrets() -> None:
         for secret in re.findall(r"\$\{([A-Z0-9_]+)", json.dumps(content.get("environment", {}))):
             holders.setdefault(secret, set()).add(service)
     clients = {"deploy", "worker", "worker-cpu"}
-    assert {name: found for name, found in holders.items() if not name.endswith("_PORT")} == {
+    assert {name: found for name, found in holders.items() if not name.endswith(("_PORT", "_SLOTS"))} == {
         "POSTGRES_PASSWORD": {"postgres"},
         "PREFECT_DB_PASSWORD": {"postgres", "prefect"},
         "MLFLOW_DB_PASSWORD": {"postgres", "mlflow"},
@@ -231,8 +232,11 @@ def check_pods(spec: dict[str, Any]) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("where", ["rayjob", "raycluster"])
 def test_kubernetes_objects_keep_to_their_schemas(where: str) -> None:
-    claim, *rays = documents(where, SHAPE, None)
-    kubernetes_validate.validate(claim, KUBERNETES, strict=True)
+    found = documents(where, SHAPE, None)
+    claim, *others = [item for item in found if item["apiVersion"] != "ray.io/v1"]
+    rays = [item for item in found if item["apiVersion"] == "ray.io/v1"]
+    for item in (claim, *others):
+        kubernetes_validate.validate(item, KUBERNETES, strict=True)
     schema = json.loads((ROOT / "tests/contracts/kuberay.json").read_text())
     for ray in rays:
         jsonschema.validate(ray, schema)
@@ -254,9 +258,59 @@ def test_kubernetes_objects_keep_to_their_schemas(where: str) -> None:
         jsonschema.validate(rays[0], schema)
 
 
+def every_pod(found: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The pod templates of all objects, by what they belong to."""
+    pods = {item["metadata"]["name"]: item["spec"]["template"] for item in found if "template" in item["spec"]}
+    for item in found:
+        cluster = item["spec"].get("rayClusterSpec", item["spec"])
+        for group in (cluster.get("headGroupSpec"), *cluster.get("workerGroupSpecs", [])):
+            if group is not None:
+                pods[group.get("groupName", "head")] = group["template"]
+    return pods
+
+
+def test_no_pod_on_kubernetes_has_more_rights_than_it_needs() -> None:
+    pods = every_pod(documents("raycluster", SHAPE, None))
+    assert pods.keys() == {"rlflow-apply", "rlflow-worker-cpu", "head", "gpu"}
+    for name, pod in pods.items():
+        spec = pod["spec"]
+        (container,) = spec["containers"]
+        assert spec["securityContext"]["runAsNonRoot"], name
+        assert spec["automountServiceAccountToken"] is False, name
+        assert container["securityContext"] == {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+        assert container["resources"]["requests"] == container["resources"]["limits"]
+        assert {"cpu", "memory"} <= container["resources"]["limits"].keys(), name
+        # the policy is for pods with this label
+        assert pod["metadata"]["labels"]["app.kubernetes.io/part-of"] == "rlflow"
+
+
+def test_a_pod_with_flows_has_time_for_their_checkpoints_and_hands_them_the_signal() -> None:
+    pods = every_pod(documents("raycluster", SHAPE, None))
+    needed = Settings().stop_grace_seconds + AFTER_GRACE_SECONDS
+    for name in ("head", "rlflow-worker-cpu"):
+        assert pods[name]["spec"]["terminationGracePeriodSeconds"] > needed
+    (head,) = pods["head"]["spec"]["containers"]
+    assert head["lifecycle"]["preStop"]["exec"]["command"] == ["python", "-m", "infra.stack.worker", "stop"]
+    (worker,) = pods["rlflow-worker-cpu"]["spec"]["containers"]
+    assert worker["command"] == ["python", "-m", "infra.stack.worker", "cpu"]
+    assert "livenessProbe" not in worker  # it would end the flows of a worker whose server is away
+    services: dict[str, Any] = yaml.safe_load(COMPOSE)["services"]
+    for name in ("worker", "worker-cpu"):
+        assert int(services[name]["stop_grace_period"].removesuffix("s")) > needed
+
+
+def test_a_secret_store_makes_the_secret(tmp_path: Path) -> None:
+    values = tmp_path / "values.yaml"
+    values.write_text(k8s.VALUES.read_text().replace('secret_store: ""', "secret_store: vault"))
+    assert "ExternalSecret" not in {item["kind"] for item in documents("rayjob", SHAPE, None)}
+    (found,) = [item for item in documents("rayjob", SHAPE, values) if item["kind"] == "ExternalSecret"]
+    assert found["spec"]["secretStoreRef"] == {"kind": "ClusterSecretStore", "name": "vault"}
+    assert found["spec"]["target"]["name"] == "rlflow"
+
+
 @pytest.mark.parametrize(("name", "workers"), [("grpo-geo3k", 0), ("grpo-geo3k-32b", 1), ("grpo-geo3k-72b", 3)])
 def test_an_experiment_gets_the_nodes_that_it_takes(name: str, workers: int) -> None:
-    _, job = yaml.safe_load_all(cluster_files("rayjob", name, ["seed=3"], "mine", None))
+    *_, job = yaml.safe_load_all(cluster_files("rayjob", name, ["seed=3"], "mine", None))
     groups = job["spec"]["rayClusterSpec"].get("workerGroupSpecs", [])
     assert [group["replicas"] for group in groups] == [workers] * bool(workers)
     words = shlex.split(job["spec"]["entrypoint"])
