@@ -13,7 +13,6 @@ import os
 import secrets
 import shutil
 import socket
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -57,13 +56,10 @@ def building(final: Path) -> Iterator[Path]:
     """
     try:
         final.parent.mkdir(parents=True, exist_ok=True)
-        for left in final.parent.glob(f".{final.name}.*.tmp"):
-            with contextlib.suppress(FileNotFoundError):  # another process may remove it as well
-                if time.time() - left.stat().st_mtime > _STALE_SECONDS:
-                    shutil.rmtree(left, ignore_errors=True)
         aside = _aside(final)
         try:
             aside.mkdir()
+            _remove_stale(final, now=aside.stat().st_mtime)  # the file system's time: with a shared volume another's
             yield aside
             fsync_tree(aside)
             try:
@@ -80,6 +76,13 @@ def building(final: Path) -> Iterator[Path]:
         raise StorageError(
             f"cannot write {final}: {error}. Free space or make the folder writable, and run again."
         ) from error
+
+
+def _remove_stale(final: Path, now: float) -> None:
+    for left in final.parent.glob(f".{final.name}.*.tmp"):
+        with contextlib.suppress(FileNotFoundError):  # another process may remove it as well
+            if now - left.stat().st_mtime > _STALE_SECONDS:
+                shutil.rmtree(left, ignore_errors=True)
 
 
 def remove_whole(folder: Path) -> None:
