@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import secrets
 import sys
 from collections.abc import Mapping
 
+from infra.files import make_private
 from infra.settings import Settings
 
 QUIET: Mapping[str, str] = {
@@ -43,6 +45,7 @@ _LOGINS = (
 
 def apply(settings: Settings) -> None:
     """Set this process's variables, before Prefect and MLflow are imported. Values set by the user stay."""
+    make_private(settings.data_dir)
     settings.prefect_home.mkdir(parents=True, exist_ok=True)
     variables = {**QUIET, **CHECKSUMS, **PATIENCE, "MLFLOW_LOGGING_LEVEL": "WARNING"}
     if "prefect" not in sys.modules:  # otherwise a Prefect worker started this process with its own settings
@@ -75,10 +78,15 @@ def for_children(settings: Settings) -> dict[str, str]:
 def for_jobs(settings: Settings) -> dict[str, str]:
     """``for_children`` without the logins of Prefect and MLflow, which trainers, jobs and trackers never call.
 
-    Code that torch, Triton and vLLM compile for a GPU is kept in the data folder, so that a later start can use it.
+    Code that torch, Triton and vLLM compile for a GPU is kept in the data folder, so that a later start can use it. A
+    local Ray gets a token of its own: its ports are open to every user of this machine, and Ray's own token is in
+    ``~/.ray/auth_token``, which others can read wherever they can enter the home.
     """
     compiled = {name: str(settings.data_dir / "compiled" / folder) for name, folder in _COMPILED.items()}
-    return {name: value for name, value in {**compiled, **for_children(settings)}.items() if name not in _LOGINS}
+    variables = {name: value for name, value in {**compiled, **for_children(settings)}.items() if name not in _LOGINS}
+    if not settings.ray_address:
+        variables |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    return variables
 
 
 def of_databases(settings: Settings) -> dict[str, str]:

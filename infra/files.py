@@ -16,6 +16,7 @@ import os
 import secrets
 import shutil
 import socket
+import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -32,6 +33,25 @@ def write_atomically(path: Path, text: str) -> None:
         aside.write_text(text)
 
 
+def make_private(folder: Path) -> None:
+    """Make a folder that no other user can enter. One that exists keeps its permissions."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+
+
+def now_of(folder: Path) -> float:
+    """The time by which the file system of ``folder`` dates its files, in seconds since the epoch.
+
+    With a shared volume it is another machine's. Where nothing can be written it is this machine's.
+    """
+    try:
+        with tempfile.TemporaryFile(dir=folder) as probe:
+            return os.fstat(probe.fileno()).st_mtime
+    except OSError:
+        return time.time()
+
+
 @contextmanager
 def building(final: Path) -> Iterator[Path]:
     """A temporary path next to ``final``. The block makes a file or folder there, which is then renamed to ``final``.
@@ -41,7 +61,7 @@ def building(final: Path) -> Iterator[Path]:
     final.parent.mkdir(parents=True, exist_ok=True)
     for left in final.parent.glob(f".{final.name}.*.tmp"):
         with contextlib.suppress(FileNotFoundError):  # another process removed it first
-            if time.time() - left.stat().st_mtime > _STALE_SECONDS:
+            if now_of(final.parent) - left.stat().st_mtime > _STALE_SECONDS:
                 _remove(left)
     aside = _aside(final)
     try:
@@ -83,8 +103,14 @@ def sha256_of(file: Path) -> str:
 
 
 def _aside(final: Path) -> Path:
-    # Host and random bits, because processes of two pods on one volume may have the same pid.
-    return final.with_name(f".{final.name}.{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(6)}.tmp")
+    # Random bits as well, because threads of one process may write the same name.
+    return final.with_name(f".{final.name}.{_machine()}-{os.getpid()}-{secrets.token_hex(6)}.tmp")
+
+
+def _machine() -> str:
+    """The host's name, and the namespace of its process ids: containers of one machine may share its name."""
+    pids = Path("/proc/self/ns/pid")  # absent outside Linux
+    return f"{socket.gethostname()}-{pids.stat().st_ino if pids.exists() else 0}"
 
 
 def _remove(path: Path) -> None:

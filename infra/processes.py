@@ -223,7 +223,7 @@ class ProcessId:
 
     pid: int
     started: float  # seconds after boot, which changes of the wall clock do not affect
-    host: str  # name and boot, so that a rebooted host counts as another one
+    host: str  # name, boot and process namespace: in another one the same pid is another process
 
 
 def this_process() -> ProcessId:
@@ -245,8 +245,10 @@ def _started(pid: int) -> float:
 
 
 def _host() -> str:
-    boot = Path("/proc/sys/kernel/random/boot_id")  # absent outside Linux
-    return f"{socket.gethostname()}/{boot.read_text()[:8] if boot.exists() else ''}"
+    # Containers of one machine may share its name, but have pids of their own.
+    boot, pids = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")  # absent outside Linux
+    namespace = f"/{pids.stat().st_ino}" if pids.exists() else ""
+    return f"{socket.gethostname()}/{boot.read_text()[:8] if boot.exists() else ''}{namespace}"
 
 
 @contextmanager

@@ -14,7 +14,6 @@ import re
 import secrets
 import shutil
 import socket
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -58,13 +57,10 @@ def building(final: Path) -> Iterator[Path]:
     """
     try:
         final.parent.mkdir(parents=True, exist_ok=True)
-        for left in final.parent.glob(f".{final.name}.*.tmp"):
-            with contextlib.suppress(FileNotFoundError):  # another process may remove it as well
-                if time.time() - left.stat().st_mtime > _STALE_SECONDS:
-                    shutil.rmtree(left, ignore_errors=True)
         aside = _aside(final)
         try:
             aside.mkdir()
+            _remove_stale(final, now=aside.stat().st_mtime)  # the file system's time: with a shared volume another's
             yield aside
             fsync_tree(aside)
             try:
@@ -83,6 +79,13 @@ def building(final: Path) -> Iterator[Path]:
         ) from error
 
 
+def _remove_stale(final: Path, now: float) -> None:
+    for left in final.parent.glob(f".{final.name}.*.tmp"):
+        with contextlib.suppress(FileNotFoundError):  # another process may remove it as well
+            if now - left.stat().st_mtime > _STALE_SECONDS:
+                shutil.rmtree(left, ignore_errors=True)
+
+
 def remove_whole(folder: Path) -> None:
     """Remove a folder so that nobody sees a part of it. A missing folder is no error."""
     trash = _aside(folder)
@@ -93,7 +96,7 @@ def remove_whole(folder: Path) -> None:
 
 def remove_abandoned(folder: Path) -> None:
     """Remove the half-written files that dead processes of this host left in a folder. Subfolders are left alone."""
-    ours = re.compile(rf"\.{re.escape(socket.gethostname())}-(\d+)-[0-9a-f]{{12}}\.tmp$")
+    ours = re.compile(rf"\.{re.escape(_machine())}-(\d+)-[0-9a-f]{{12}}\.tmp$")
     for path in folder.glob(".*.tmp"):
         name = ours.search(path.name)
         if name and path.is_file() and not Path("/proc", name[1]).exists():
@@ -134,5 +137,11 @@ def fsync(path: Path) -> None:
 
 
 def _aside(final: Path) -> Path:
-    # Host and random bits, because processes of two pods on one volume may have the same pid.
-    return final.with_name(f".{final.name}.{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(6)}.tmp")
+    # Random bits as well, because threads of one process may write the same name.
+    return final.with_name(f".{final.name}.{_machine()}-{os.getpid()}-{secrets.token_hex(6)}.tmp")
+
+
+def _machine() -> str:
+    """The host's name, and the namespace of its process ids: containers of one machine may share its name."""
+    pids = Path("/proc/self/ns/pid")  # absent outside Linux
+    return f"{socket.gethostname()}-{pids.stat().st_ino if pids.exists() else 0}"

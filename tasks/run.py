@@ -32,6 +32,7 @@ from tasks.store.restore import restore_run
 
 RUN_ID = r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}"
 FORK = "fork.json"
+DRIVERS = "drivers.jsonl"
 ABLATION_ID = r"[a-z0-9][a-z0-9-]{0,79}"  # also the name of its artifacts in Prefect, which allows no more
 
 
@@ -62,6 +63,16 @@ class Run(BaseModel):
     def trainer_mark(self) -> str:
         """Mark of the trainer's processes, derived from the folder so that another driver can end them."""
         return f"trainer-{hashlib.sha256(str(self.run_dir).encode()).hexdigest()[:16]}"
+
+    def changed_since_driver(self, name: str) -> bool:
+        """Whether the file ``name`` of the run's folder was written after the last driver started.
+
+        The file system's times decide: hosts that share the folder may have clocks that differ by minutes.
+        """
+        path, start = self.run_dir / name, self.run_dir / DRIVERS
+        if not path.exists():
+            return False
+        return not start.exists() or path.stat().st_mtime_ns >= start.stat().st_mtime_ns
 
     def journal(self) -> list[StepRecord]:
         """Every step so far. Cheap enough to call every second."""
@@ -137,7 +148,7 @@ class Driver(BaseModel):
     pid: int
     started: float
     host: str
-    at: float  # seconds since the epoch
+    at: float  # seconds since the epoch, by this host's clock
 
     def is_running(self) -> bool | None:
         """Whether the process runs; None: it is on another host."""
@@ -202,7 +213,7 @@ def open_run(
 
 def drivers(run: Run) -> list[Driver]:
     """All drivers of the run, the newest last."""
-    path = run.run_dir / "drivers.jsonl"
+    path = run.run_dir / DRIVERS
     return [Driver.model_validate_json(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
@@ -219,7 +230,7 @@ def note_driver(run: Run) -> None:
         host=me.host,
         at=time.time(),
     )
-    append_line(run.run_dir / "drivers.jsonl", driver.model_dump_json())
+    append_line(run.run_dir / DRIVERS, driver.model_dump_json())
 
 
 def append_line(path: Path, line: str) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from infra.errors import ServerError
+from infra.files import make_private
 from infra.settings import Settings
 
 _USER = "rlflow"
@@ -69,6 +70,7 @@ def login_of(settings: Settings) -> Login:
     try:
         return _read(path)
     except FileNotFoundError:
+        make_private(settings.data_dir)
         path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".login.{secrets.token_hex(8)}")
     with open(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-import time
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 
@@ -13,7 +12,7 @@ import fsspec
 from fsspec.core import url_to_fs
 
 from infra.errors import StorageError, StorageUnusableError
-from infra.files import building
+from infra.files import building, now_of
 
 _USED = ".used"  # in a copy's folder; touched at every use
 _KEEP_SECONDS = 24 * 3600.0  # longer than any task may take
@@ -98,9 +97,10 @@ def forget_unused(cache_dir: Path, limit_bytes: int, *, keep_seconds: float = _K
     copies = [path for path in cache_dir.glob("*") if path.is_dir() and not path.name.startswith(".")]
     used = {path: (path / _USED).stat().st_mtime for path in copies if (path / _USED).exists()}
     sizes = {path: sum(file.stat().st_size for file in path.rglob("*") if file.is_file()) for path in copies}
-    gone = []
+    gone: list[Path] = []
+    now = now_of(cache_dir) if used else 0.0
     for path in sorted(used, key=lambda path: used[path]):
-        if sum(sizes.values()) <= limit_bytes or time.time() - used[path] < keep_seconds:
+        if sum(sizes.values()) <= limit_bytes or now - used[path] < keep_seconds:
             break
         shutil.rmtree(path)
         del sizes[path]

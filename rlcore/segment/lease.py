@@ -40,7 +40,7 @@ class LeaseInfo(BaseModel):
     token: str  # unique per trainer process
     pid: int
     started: float  # seconds after boot, which changes of the wall clock do not affect
-    host: str  # name and boot, so that a rebooted host counts as another one
+    host: str  # name, boot and process namespace: in another one the same pid is another process
     renewed_at: float  # seconds since the epoch by the holder's clock; changes with every renewal
     progress: int = 0  # grows when the trainer completes something, so not with every renewal
 
@@ -261,5 +261,7 @@ def _started(pid: int) -> float:
 
 
 def _host() -> str:
-    boot = Path("/proc/sys/kernel/random/boot_id")  # absent outside Linux
-    return f"{socket.gethostname()}/{boot.read_text()[:8] if boot.exists() else ''}"
+    # Containers of one machine may share its name, but have pids of their own.
+    boot, pids = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")  # absent outside Linux
+    namespace = f"/{pids.stat().st_ino}" if pids.exists() else ""
+    return f"{socket.gethostname()}/{boot.read_text()[:8] if boot.exists() else ''}{namespace}"

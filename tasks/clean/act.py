@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,6 +14,7 @@ from prefect.settings import PREFECT_API_URL
 
 from infra import processes
 from infra.errors import StorageError
+from infra.files import now_of
 from infra.logs import get_logger
 from infra.settings import Settings
 from infra.store.bucket import Store
@@ -50,7 +50,7 @@ def take_inventory(settings: Settings, older_than_days: float) -> Inventory:
     runs, ablations = references.runs(), references.ablations()
     items = [*items_of(settings, runs, ablations), *_flow_runs(older_than_days)]
     return Inventory(
-        now=time.time(),
+        now=now_of(settings.data_dir),  # clocks of machines that share the folder may differ
         older_than_days=older_than_days,
         items=tuple(items),
         runs=tuple(runs),

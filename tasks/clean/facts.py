@@ -6,13 +6,13 @@ What cannot be read is never taken for unused: its run counts as unfinished, and
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from infra.files import now_of
 from infra.settings import Settings
 from infra.store.disk import usage_of
 from infra.tracking.results import RegisteredVersion, known_runs, read_text, registered_versions
@@ -185,7 +185,7 @@ class References:
         for spec in sorted(self._settings.jobs_dir.glob("*/spec.json")):
             folder = spec.parent
             ended = (folder / "result.json").exists() or (folder / "result.json.error").exists()
-            if ended or time.time() - usage_of(folder).newest > _JOB_DAYS * DAY_SECONDS:
+            if ended or now_of(spec.parent) - usage_of(folder).newest > _JOB_DAYS * DAY_SECONDS:
                 continue
             with suppress(*UNREADABLE):
                 paths = self._keys.among(_texts(json.loads(spec.read_bytes())))

@@ -91,10 +91,12 @@ def wait_for_next_try(run: Run, *, sleep: Callable[[float], None] = time.sleep) 
     records = FailureLog(run.run_dir).read()
     if not records or not records[-1].delay:
         return
-    ends = records[-1].at.timestamp() + records[-1].delay
-    if (left := ends - time.time()) > 0:
-        get_logger().info("train: the next try starts in %.0f s", left)
-    while (left := ends - time.time()) > 0:
+    # At most the delay: the clock of the host that failed may be ahead of this one's.
+    rest = min(records[-1].delay, records[-1].at.timestamp() + records[-1].delay - time.time())
+    if rest > 0:
+        get_logger().info("train: the next try starts in %.0f s", rest)
+    ends = time.monotonic() + rest
+    while (left := ends - time.monotonic()) > 0:
         sleep(min(1.0, left))  # in short pieces, so that a cancelled flow can end
 
 
@@ -202,11 +204,11 @@ class Outage(BaseModel):
     error: str
 
 
-def read_outage(run: Run, since: float) -> Outage | None:
-    """The outage that ended the flow, if one did after ``since`` (seconds since the epoch)."""
-    path = run.run_dir / _NOTE
-    found = Outage.model_validate_json(path.read_bytes()) if path.exists() else None
-    return found if found is not None and found.at >= since else None
+def read_outage(run: Run) -> Outage | None:
+    """The outage that ended the flow, if one did since the last driver started."""
+    if not run.changed_since_driver(_NOTE):
+        return None
+    return Outage.model_validate_json((run.run_dir / _NOTE).read_bytes())
 
 
 @contextmanager

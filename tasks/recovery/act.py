@@ -138,15 +138,15 @@ def observe(run: Run, watch: Watch, client: SyncPrefectClient) -> Facts:
         silent_seconds=silent_seconds,
         sign_seen=sign_seen,
         trainer=str(holder) if holder else None,
-        failure=last_failure(run, since=driver.at if driver else 0.0),
-        outage=_outage(run, since=driver.at if driver else 0.0),
+        failure=last_failure(run),
+        outage=_outage(run),
         recoveries=sum(item.committed_step == committed for item in recoveries(run)),
         allowed=run.experiment.recovery,
     )
 
 
-def _outage(run: Run, since: float) -> str | None:
-    if read_outage(run, since) is None:
+def _outage(run: Run) -> str | None:
+    if read_outage(run) is None:
         return None
     return " ".join(services_away(Settings()))
 
@@ -263,13 +263,12 @@ def _heartbeat(flow_run: FlowRun, client: SyncPrefectClient) -> float | None:
     return events[0].occurred.timestamp() if events else None
 
 
-def last_failure(run: Run, since: float) -> LastFailure | None:
-    """The driver's record of the failure; if the driver died first, the trainer's report."""
+def last_failure(run: Run) -> LastFailure | None:
+    """The failure since the last driver started: that driver's record, or, if it died first, the trainer's report."""
     records = FailureLog(run.run_dir).read()
-    if records and records[-1].at.timestamp() >= since:
+    if records and run.changed_since_driver("failures.jsonl"):
         return LastFailure(kind=records[-1].failure, final=records[-1].delay is None)
-    report = run.run_dir / "trainer_error.json"
-    if not report.exists() or report.stat().st_mtime < since:
+    if not run.changed_since_driver("trainer_error.json"):
         return None
-    kind = JobError.model_validate_json(report.read_text()).kind
+    kind = JobError.model_validate_json((run.run_dir / "trainer_error.json").read_text()).kind
     return LastFailure(kind=kind, final=kind in FINAL)

@@ -8,6 +8,7 @@ import random
 import shutil
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,16 @@ def test_a_look_changes_nothing_and_names_what_nobody_needs(folder: Folder) -> N
 
 def test_what_is_younger_stays(folder: Folder) -> None:
     assert chosen(look(folder.settings, 41)) == {"datasets/.half.host-0.tmp"}
+
+
+@pytest.mark.parametrize("skew_days", [-20, 20])
+def test_ages_are_those_of_the_file_system_whatever_the_clock_says(
+    folder: Folder, skew_days: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now + skew_days * 24 * 3600)
+    assert chosen(look(folder.settings, 41)) == {"datasets/.half.host-0.tmp"}
+    assert chosen(look(folder.settings, 30)) == GOES
 
 
 def test_it_removes_exactly_that(folder: Folder) -> None:

@@ -204,7 +204,12 @@ def test_the_next_try_waits_for_what_is_left_of_the_delay(tmp_path: Path) -> Non
         slept.append(seconds)
         raise Enough
 
-    FailureLog(tmp_path).add(record.model_copy(update={"at": datetime.now(UTC) + timedelta(hours=1)}))
+    ahead = record.model_copy(update={"at": datetime.now(UTC) + timedelta(minutes=5), "delay": 0.5})
+    FailureLog(tmp_path).add(ahead)  # by the clock of another host
+    with pytest.raises(Enough):
+        wait_for_next_try(run, sleep=sleep)
+    assert 0 < slept.pop() <= 0.5
+    FailureLog(tmp_path).add(record.model_copy(update={"at": datetime.now(UTC)}))
     with pytest.raises(Enough):
         wait_for_next_try(run, sleep=sleep)
     assert slept == [1.0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import stat
 import subprocess
 import threading
 import time
@@ -95,14 +96,20 @@ def test_of_two_that_make_the_same_folder_the_first_counts(tmp_path: Path, build
 
 
 @EVERY
-def test_what_a_killed_process_has_left_goes_after_a_day(tmp_path: Path, building: Building) -> None:
+@pytest.mark.parametrize("skew_days", [-2, 0, 2])
+def test_what_a_killed_process_has_left_goes_after_a_day(
+    tmp_path: Path, building: Building, skew_days: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the clock of the file system, whatever this machine's says."""
     with building(tmp_path / "made") as made:
         made.mkdir(exist_ok=True)
         name = made.name
     old, fresh = tmp_path / name, tmp_path / f"{name.removesuffix('.tmp')}-2.tmp"
     for path in (old, fresh):
         path.mkdir()
-    os.utime(old, (time.time() - 90_000,) * 2)
+    now = time.time()
+    os.utime(old, (now - 90_000,) * 2)
+    monkeypatch.setattr(time, "time", lambda: now + skew_days * 24 * 3600)
     with building(tmp_path / "made") as made:
         made.mkdir(exist_ok=True)
     assert not old.exists()
@@ -127,6 +134,21 @@ def test_files_of_this_hosts_dead_processes_are_removed(tmp_path: Path, building
     left_over = {path.name for path in tmp_path.iterdir()}
     assert left_over == {*kept, "folder"}
     assert list((tmp_path / "folder").iterdir())
+
+
+def test_a_new_folder_is_private_and_an_old_one_stays_as_it_is(tmp_path: Path) -> None:
+    files.make_private(tmp_path / "a" / "data")
+    assert stat.S_IMODE((tmp_path / "a" / "data").stat().st_mode) == 0o700
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "shared").chmod(0o770)
+    files.make_private(tmp_path / "shared")
+    assert stat.S_IMODE((tmp_path / "shared").stat().st_mode) == 0o770
+
+
+def test_the_time_of_a_file_system_that_cannot_be_asked_is_this_machines(tmp_path: Path) -> None:
+    assert abs(files.now_of(tmp_path) - time.time()) < 5
+    assert abs(files.now_of(tmp_path / "missing") - time.time()) < 5
+    assert not list(tmp_path.iterdir())
 
 
 def test_files_are_listed_while_somebody_renames_their_folder(tmp_path: Path) -> None:

@@ -89,6 +89,18 @@ def test_workers_get_the_login_by_their_environment_and_jobs_do_not(
     assert login.password not in str(environment.for_jobs(settings))
 
 
+def test_each_local_ray_has_a_token_of_its_own_and_a_cluster_keeps_its(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "of-a-cluster")
+    local, other = (environment.for_jobs(Settings(data_dir=tmp_path, ray_address="")) for _ in range(2))
+    assert local["RAY_AUTH_MODE"] == "token"
+    assert len({local["RAY_AUTH_TOKEN"], other["RAY_AUTH_TOKEN"], "of-a-cluster"}) == 3
+    cluster = environment.for_jobs(Settings(data_dir=tmp_path, ray_address="10.0.0.1:6379"))
+    assert (cluster["RAY_AUTH_MODE"], cluster["RAY_AUTH_TOKEN"]) == ("disabled", "of-a-cluster")
+
+
 def test_only_the_running_stacks_own_servers_get_its_login(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names = ("PREFECT_API_AUTH_STRING", "MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD")
     for name in names:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,7 +26,7 @@ from tasks.cli.deploy import cluster_files
 from tasks.driver.failures import note_outages, read_outage
 from tasks.experiments import load_experiment
 from tasks.open import track_run
-from tasks.run import Run, append_line, existing_run, open_run
+from tasks.run import Run, append_line, existing_run, note_driver, open_run
 from tasks.store.restore import MirrorState, read_mirror, write_mirror
 
 
@@ -122,7 +121,7 @@ def test_a_run_whose_end_mlflow_does_not_take_fails(run: Run, monkeypatch: pytes
     without_prefect(monkeypatch, Tracker(away=True))
     with pytest.raises(ServerError), track_run(run):
         pass
-    outage = read_outage(run, since=0.0)
+    outage = read_outage(run)
     assert outage is not None
     assert outage.failure is Failure.TRACKING
     assert not run.finished_marker.exists()
@@ -141,7 +140,7 @@ def test_a_run_is_finished_once_the_store_has_all_of_it(run: Run, monkeypatch: p
         pass
     assert tracker.closed == ["FAILED"]
     assert not run.finished_marker.exists()
-    outage = read_outage(run, since=0.0)
+    outage = read_outage(run)
     assert outage is not None
     assert outage.failure is Failure.STORAGE
 
@@ -149,16 +148,17 @@ def test_a_run_is_finished_once_the_store_has_all_of_it(run: Run, monkeypatch: p
 def test_only_an_outage_is_noted(run: Run) -> None:
     with pytest.raises(DivergedError), note_outages(run):
         raise DivergedError("nan")
-    assert read_outage(run, since=0.0) is None
+    assert read_outage(run) is None
     with pytest.raises(StorageRefusedError), note_outages(run):
         raise StorageRefusedError("quota exceeded")
-    assert read_outage(run, since=0.0) is None
+    assert read_outage(run) is None
     used_up = RetriesUsedUpError("seven times")
     used_up.__cause__ = StorageError("the store is away")
     with pytest.raises(RetriesUsedUpError), note_outages(run):
         raise used_up
-    assert read_outage(run, since=0.0) is not None
-    assert read_outage(run, since=time.time() + 1) is None, "of a start before this one"
+    assert read_outage(run) is not None
+    note_driver(run)
+    assert read_outage(run) is None, "of a start before this one"
 
 
 def without_prefect(monkeypatch: pytest.MonkeyPatch, tracker: Tracker) -> None:
