@@ -179,6 +179,32 @@ def test_a_text_model_gets_the_turns_as_plain_text(plain):
     )
 
 
+# As DeepSeek-V3.1's: it opens the thought in the prompt, or closes it there.
+SWITCHED = QWEN.replace("<think>\n\n</think>\n\n", "</think>").replace(
+    "{% endif %}{% endif %}", "{% else %}<think>{% endif %}{% if effort is defined %}{{ effort }}{% endif %}{% endif %}"
+)
+
+
+def test_a_row_s_own_arguments_come_before_the_setting_s_and_leave_the_others(plain):
+    found = copy.deepcopy(processor())
+    found.chat_template = found.tokenizer.chat_template = SWITCHED
+    given = {"enable_thinking": False, "effort": "low"}
+    data = DataConfig(template=plain, system_prompt="", chat_template_arguments=given)
+    prompts = PromptBuilder(TextProcessor(found.tokenizer), data)
+    endings = [
+        prompts.text(replace(problem("1+1?"), chat_template_arguments=own)).partition("<|im_start|>assistant\n")[2]
+        for own in ({}, {"enable_thinking": True}, {"effort": 3}, {"effort": "high", "enable_thinking": True})
+    ]
+    assert endings == ["</think>low", "<think>low", "</think>3", "<think>high"]
+    # what the sampler gets and what the trainer reads
+    item = replace(problem("1+1?"), chat_template_arguments={"enable_thinking": True})
+    assert prompts.tokenizer.decode(prompts.unexpanded(item)).endswith(
+        "1+1?<|im_end|>\n<|im_start|>assistant\n<think>low"
+    )
+    assert prompts.tokens(item).tolist() == prompts.unexpanded(item).tolist()
+    assert prompts.unmentioned({"enable_thinking": 1, "thinking": 2, "effort": 3}) == ["thinking"]
+
+
 def test_an_argument_that_the_chat_template_does_not_know_is_refused():
     with pytest.raises(ConfigError, match="sets enable_thinkin, which the model's chat template does not mention"):
         qwen("math", chat_template_arguments={"enable_thinkin": False})

@@ -215,6 +215,19 @@ def test_a_run_finds_out_whether_its_chat_template_opens_a_thought(tmp_path, end
     assert score.parts == {"accuracy": not opened, "format": 0, "unclosed_thought": opened}
 
 
+def test_a_row_may_begin_outside_the_thought_that_other_prompts_open():
+    """Its own arguments of the chat template decide. The problems travel to a grading process."""
+    opened_by_row = [None, True, False]
+    problems = [Problem("p", "?", (), "5", "test", opens_thought=opened) for opened in opened_by_row]
+    with GradingPool(make("math", opened=True), 1, 10.0) as pool:
+        opened = pool.submit(problems, [completion(r"\boxed{5}")] * 3).result(60)
+    with GradingPool(make("math", opened=False), 1, 10.0) as pool:
+        closed = pool.submit(problems, [completion(r"\boxed{5}")] * 3).result(60)
+    assert [score.parts["unclosed_thought"] for score in opened] == [1, 1, 0]
+    assert [score.parts["accuracy"] for score in opened] == [0, 0, 1]
+    assert [score.parts["unclosed_thought"] for score in closed] == [0, 1, 0]
+
+
 def test_think_tags_that_completions_lose_are_refused(tmp_path):
     processor = load_processor(ModelConfig())
     processor.tokenizer.add_tokens([AddedToken("</think>", special=True)], special_tokens=True)
