@@ -229,17 +229,19 @@ def test_they_affect_results_and_are_set_like_any_other_value():
     assert build_experiment({"name": "x"}, words) == changed[1]
 
 
-@pytest.mark.parametrize("name", ["math", "r1v", "gsm8k", "countdown"])
+@pytest.mark.parametrize("name", ["boxed", "math", "r1v", "gsm8k", "countdown"])
 def test_known_templates_begin_with_the_problem_and_say_how_to_answer(name):
     text = builder(name).chat_text("<image>Find $x$ & \\frac{1}{2}.", 1)
     assert "<|vision_end|>Find $x$ & \\frac{1}{2}.\n\n" in text
     marks = {
+        "boxed": ["step by step", "\\boxed{}"],
         "math": ["<think>", "\\boxed{}"],
         "r1v": ["<think>", "<answer>"],
         "gsm8k": ["####"],
         "countdown": ["<think>", "<answer>"],
     }[name]
     assert all(mark in text for mark in marks)
+    assert ("<think>" in text) is ("<think>" in marks)
 
 
 def test_the_dapo_template_wraps_a_problem_once():
@@ -324,7 +326,7 @@ def test_a_template_runs_in_a_sandbox(tmp_path):
 
 
 def test_an_unknown_template_lists_the_known_ones():
-    with pytest.raises(ConfigError, match="Allowed: choice, countdown, dapo, gsm8k, math, r1v"):
+    with pytest.raises(ConfigError, match="Allowed: boxed, choice, countdown, dapo, gsm8k, math, r1v"):
         builder("maths")
 
 

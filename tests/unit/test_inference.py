@@ -111,7 +111,7 @@ def test_a_row_s_own_arguments_of_the_chat_template_reach_the_prompt(untied_mode
     (model / "chat_template.jinja").write_text(template + "{{ effort }}")
     store_settings(tmp_path / "settings", EXPERIMENT, ref(model))
     loaded = _load_pyfunc(str(tmp_path / "settings"))
-    effort = "Count each side of it twice. " * 2
+    effort = "Count twice."
     problem = Problem("p", "Sides?", (), "5", "toy", chat_template_arguments={"effort": effort})
     row = row_of(problem)
     assert row["chat_template_arguments"] == json.dumps({"effort": effort})

@@ -20,6 +20,7 @@ from rlcore.rewards.extract import ThoughtParts, opens_thought, thought_parts
 from rlcore.rewards.pool import GradingPool
 from rlcore.training.assemble import make_grader
 from rlcore.types import Completion, Problem, Score
+from tasks.experiments import configure
 
 # How each reward states the answer: right, and wrong.
 STATED = {
@@ -226,6 +227,24 @@ def test_a_row_may_begin_outside_the_thought_that_other_prompts_open():
     assert [score.parts["unclosed_thought"] for score in opened] == [1, 1, 0]
     assert [score.parts["accuracy"] for score in opened] == [0, 0, 1]
     assert [score.parts["unclosed_thought"] for score in closed] == [0, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens", "expected"),
+    [
+        (r"<think>\boxed{4}</think>It is \boxed{5}.", 12288, 1.0),
+        (r"<think>\boxed{4}</think>It is \boxed{5}.", 14336, 1 - 0.5 / 2),  # half way into the last 4,096 tokens
+        (r"<think>\boxed{4}</think>It is \boxed{5}.", 16384, 1 - 0.5),
+        (r"<think>\boxed{5}</think>It is \boxed{4}.", 12288, 0.0),
+        (r"<think>It is \boxed{5}.", 16384, -0.5),
+        (r"It is \boxed{5}.", 100, 1.0),
+    ],
+)
+def test_the_recipe_for_a_model_that_thinks_grades_the_answer_and_has_a_budget(text, tokens, expected):
+    config = configure("grpo-math12k-qwen3-8b-thinking")
+    reward = make_reward(config.reward, max_completion_tokens=config.rollout.max_completion_tokens)
+    problem = Problem("p", "?", (), "5", "test")
+    assert reward(text, problem, tokens, "stop").reward == expected
 
 
 def test_think_tags_that_completions_lose_are_refused(tmp_path):
