@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from rlcore.families.protocol import Grid, Resizing
 
 _NO_IMAGES = "the model takes no images. Set model.path to a vision-language model."
+_OPENED_THOUGHT = re.compile(r"<\s*think\s*>\s*\Z")
 _PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 
 
@@ -334,6 +335,11 @@ class PromptBuilder:
 
     def _is_image(self, tokens: Ints) -> npt.NDArray[np.bool_]:
         return np.equal(tokens, -1 if self.image_token_id is None else self.image_token_id)
+
+
+def opens_thought(prompt: str) -> bool:
+    """Whether a prompt ends with an opening think tag. Blanks after the tag do not matter."""
+    return _OPENED_THOUGHT.search(prompt) is not None
 
 
 def _asked(problem: Problem) -> tuple[tuple[Message, ...], str, Mapping[str, object]]:

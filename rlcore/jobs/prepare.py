@@ -25,12 +25,11 @@ from rlcore.data.prepare.sources import (
     plain_text,
     template_arguments,
 )
-from rlcore.data.prompts import PromptBuilder, load_processor
+from rlcore.data.prompts import PromptBuilder, load_processor, opens_thought
 from rlcore.data.rejects import Reason, Reject, Unusable, nothing_usable
 from rlcore.data.table import PreparedRow
 from rlcore.files import building
 from rlcore.jobs import job_main
-from rlcore.rewards.extract import opens_thought
 from rlcore.specs import PrepareSpec
 from rlcore.types import ImageRef, Message, Problem
 
