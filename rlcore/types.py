@@ -65,6 +65,8 @@ class Problem:
     extra: Mapping[str, object] = field(default_factory=dict)  # every other column of the source, JSON values
     context: tuple[Message, ...] = ()
     source_name: str = ""  # in ``data.mixture``; empty: the data has a single source
+    chat_template_arguments: Mapping[str, bool | int | float | str] = field(default_factory=dict)  # the row's own
+    opens_thought: bool | None = None  # the prompt ends with <think>; None: as of rows without own arguments
 
     @property
     def conversation(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -64,6 +65,8 @@ def row_of(problem: Problem) -> dict[str, object]:
         row["images"] = [base64.b64encode(image.read()).decode() for image in problem.images]
     if problem.context:
         row["context"] = [{"role": message.role, "text": message.text} for message in problem.context]
+    if problem.chat_template_arguments:
+        row["chat_template_arguments"] = json.dumps(dict(problem.chat_template_arguments))
     if problem.source_name:
         row["source"] = problem.source_name
     return row

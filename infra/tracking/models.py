@@ -149,6 +149,7 @@ def _signature(pyfunc: Pyfunc) -> ModelSignature:
         ColSpec(Array(DataType.string), "images", required=False),
         ColSpec(Array(message), "context", required=False),
         ColSpec(DataType.string, "source", required=False),
+        ColSpec(DataType.string, "chat_template_arguments", required=False),
     ]
     answers: list[ColSpec | TensorSpec] = [
         ColSpec(DataType.string, "completion"),

@@ -12,7 +12,7 @@ from rlcore.config.base import Frozen
 from rlcore.config.reward import MathReward, RewardConfig
 
 # Parameters of apply_chat_template, and variables that every template gets.
-_NOT_TEMPLATE_VARIABLES = {
+NOT_TEMPLATE_VARIABLES = {
     "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "documents", "max_length",
     "messages", "padding", "processor_kwargs", "return_assistant_tokens_mask", "return_dict", "return_tensors",
     "tokenize", "tokenizer_kwargs", "tools", "truncation",
@@ -67,6 +67,9 @@ class LayoutConfig(Frozen):
     problem: str | None = None
     """Jinja text that makes the problem from the row's columns: ``{{ question }} (Unit: {{ unit }})``. null: the text
     of ``problem_column``."""
+    system_prompt: str | None = None
+    """Jinja text that makes the system message from the row's columns, in place of ``data.system_prompt``. A row whose
+    problem has a system message keeps that. null: none."""
     id_column: str | None = None
     """Column of the problem's name. null: problem_id or id."""
     image_columns: tuple[str, ...] = ()
@@ -98,12 +101,16 @@ class SourceConfig(Frozen):
     """In place of ``data.images_column``."""
     layout: LayoutConfig | None = None
     """In place of ``data.layout``."""
+    chat_template_arguments_column: str | None = None
+    """In place of ``data.chat_template_arguments_column``."""
     reward: RewardConfig | None = None
     """In place of ``reward``, except ``max_ungraded_share``, which counts the completions of all sources together."""
 
 
 _SOURCE_NAME = r"[A-Za-z0-9][A-Za-z0-9_-]{0,39}"
-_OF_SOURCE = ("template", "problem_column", "answer_column", "images_column", "layout")
+_OF_SOURCE = (
+    "template", "problem_column", "answer_column", "images_column", "layout", "chat_template_arguments_column",
+)  # fmt: skip
 
 
 class DataConfig(Frozen):
@@ -135,6 +142,9 @@ class DataConfig(Frozen):
     chat_template_arguments: dict[str, bool | int | float | str] = {}
     """Variables of the model's chat template, such as ``{"enable_thinking": false}``. A variable that the template does
     not mention is an error."""
+    chat_template_arguments_column: str | None = None
+    """Column of the row's own ``chat_template_arguments``: a mapping, or its JSON text. They come before those of the
+    setting. A row that sets a variable which the template does not mention is rejected. null: none."""
     min_pixels: int = Field(56 * 56, ge=1)
     """Smaller images are scaled up to this number of pixels. A model that cuts images into tiles of one size, such as
     448 x 448 pixels, takes at least as many tiles as hold this number."""
@@ -156,7 +166,7 @@ class DataConfig(Frozen):
     @field_validator("chat_template_arguments")
     @classmethod
     def _check_template_arguments(cls, arguments: dict[str, object]) -> dict[str, object]:
-        if taken := sorted(_NOT_TEMPLATE_VARIABLES & arguments.keys()):
+        if taken := sorted(NOT_TEMPLATE_VARIABLES & arguments.keys()):
             raise ValueError(
                 f"data.chat_template_arguments sets {', '.join(taken)}, which rlflow sets itself or which is no "
                 "variable of a chat template. Allowed are variables of the template, such as enable_thinking."

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from rlcore.families.protocol import Grid, Resizing
 
 _NO_IMAGES = "the model takes no images. Set model.path to a vision-language model."
+_OPENED_THOUGHT = re.compile(r"<\s*think\s*>\s*\Z")
 _PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 
 
@@ -140,7 +141,12 @@ class PromptBuilder:
     def __init__(self, processor: Any, data: DataConfig) -> None:
         self.tokenizer = processor.tokenizer
         self._arguments = data.chat_template_arguments
-        _require_mentioned(self._arguments, str(processor.chat_template or processor.tokenizer.chat_template))
+        self._chat_template = str(processor.chat_template or processor.tokenizer.chat_template)
+        if unknown := self.unmentioned(self._arguments):
+            raise ConfigError(
+                f"data.chat_template_arguments sets {', '.join(unknown)}, which the model's chat template does not "
+                "mention. Remove it, or choose a model whose template uses it."
+            )
         self._processor = processor
         self._messages = MessageBuilder(data)
         self._bounds = (data.min_pixels, data.max_pixels)
@@ -207,12 +213,24 @@ class PromptBuilder:
         videos, which are tokens of some models, never reach it."""
         return [token for token in self._special if token in text and token not in (IMAGE_MARKER, VIDEO_MARKER)]
 
-    def chat_text(self, question: str, num_images: int, context: Sequence[Message] = (), source_name: str = "") -> str:
+    def unmentioned(self, arguments: Mapping[str, object]) -> list[str]:
+        """The names that the model's chat template does not mention."""
+        return [name for name in arguments if not re.search(rf"\b{re.escape(name)}\b", self._chat_template)]
+
+    def chat_text(
+        self,
+        question: str,
+        num_images: int,
+        context: Sequence[Message] = (),
+        source_name: str = "",
+        arguments: Mapping[str, object] | None = None,
+    ) -> str:
         """The prompt as text, up to the start of the answer, with one placeholder per image.
 
         Args:
             context: messages before the question. The prompt template wraps only the question.
             source_name: of the problem, in ``data.mixture``.
+            arguments: the row's own variables of the chat template, before ``data.chat_template_arguments``.
 
         Raises:
             DataError: context and rendered question do not have ``num_images`` markers together.
@@ -228,7 +246,7 @@ class PromptBuilder:
             [{"role": message.role, "content": self._content(message.text)} for message in messages],
             tokenize=False,
             add_generation_prompt=True,
-            **self._arguments,
+            **{**self._arguments, **(arguments or {})},
         )
         return str(text)
 
@@ -240,14 +258,19 @@ class PromptBuilder:
         return [part for part in parts if part.get("text") != ""]
 
     def unexpanded_tokens(
-        self, question: str, num_images: int, context: Sequence[Message] = (), source_name: str = ""
+        self,
+        question: str,
+        num_images: int,
+        context: Sequence[Message] = (),
+        source_name: str = "",
+        arguments: Mapping[str, object] | None = None,
     ) -> Ints:
         """``chat_text`` as token ids, as vLLM takes them.
 
         Raises:
             DataError: as ``chat_text``, or the question spells out the model's image placeholder.
         """
-        text = self.chat_text(question, num_images, context, source_name)
+        text = self.chat_text(question, num_images, context, source_name, arguments)
         # verbose=False: a prompt above the model's length is rejected later and needs no warning
         ids = self.tokenizer.encode(text, add_special_tokens=False, verbose=False)
         tokens = np.asarray(ids, dtype=np.int32)
@@ -260,7 +283,11 @@ class PromptBuilder:
 
     def unexpanded(self, problem: Problem) -> Ints:
         """The prompt of a problem, as vLLM takes it."""
-        return self.unexpanded_tokens(problem.question, len(problem.images), problem.context, problem.source_name)
+        return self.unexpanded_tokens(problem.question, len(problem.images), *_asked(problem))
+
+    def text(self, problem: Problem) -> str:
+        """``chat_text`` of a problem."""
+        return self.chat_text(problem.question, len(problem.images), *_asked(problem))
 
     def tokens(self, problem: Problem) -> Ints:
         """[P] token ids with every image expanded, as the model sees them."""
@@ -310,6 +337,15 @@ class PromptBuilder:
         return np.equal(tokens, -1 if self.image_token_id is None else self.image_token_id)
 
 
+def opens_thought(prompt: str) -> bool:
+    """Whether a prompt ends with an opening think tag. Blanks after the tag do not matter."""
+    return _OPENED_THOUGHT.search(prompt) is not None
+
+
+def _asked(problem: Problem) -> tuple[tuple[Message, ...], str, Mapping[str, object]]:
+    return problem.context, problem.source_name, problem.chat_template_arguments
+
+
 def _find(tokens: Ints, part: Ints) -> int:
     """The first place of ``part`` in ``tokens``."""
     for first in np.flatnonzero(tokens == part[0]):
@@ -319,15 +355,6 @@ def _find(tokens: Ints, part: Ints) -> int:
         f"the {len(part)} tokens of an image are not in the sequence, at most in another order. Prepare the dataset "
         "again with this model."
     )
-
-
-def _require_mentioned(arguments: Mapping[str, object], chat_template: str) -> None:
-    unknown = [name for name in arguments if not re.search(rf"\b{re.escape(name)}\b", chat_template)]
-    if unknown:
-        raise ConfigError(
-            f"data.chat_template_arguments sets {', '.join(unknown)}, which the model's chat template does not "
-            "mention. Remove it, or choose a model whose template uses it."
-        )
 
 
 def _compile(name_or_path: str) -> jinja2.Template:

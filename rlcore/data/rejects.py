@@ -23,6 +23,10 @@ class Reason(StrEnum):
         reason._value_, reason.remedy = value, remedy
         return reason
 
+    TEMPLATE_ARGUMENTS = (
+        "chat_template_arguments",
+        "write variables of the model's chat template into data.chat_template_arguments_column",
+    )
     TOO_MANY_IMAGES = "too_many_images", "raise data.max_images, or keep fewer frames of each video"
     EMPTY_PROBLEM = "empty_problem", "set data.problem_column to the column that holds the question"
     EMPTY_ANSWER = "empty_answer", "set data.answer_column to the column that holds the answer"

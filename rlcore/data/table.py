@@ -90,6 +90,9 @@ def load_rows(folder: Path) -> list[PreparedRow]:
                 extra=json.loads(row["extra"]),
                 context=tuple(Message(**message) for message in row["context"]),
                 source_name=row.get("source_name", ""),  # only mixtures have the column
+                # only datasets of rows with own arguments have these
+                chat_template_arguments=json.loads(row.get("chat_template_arguments", "{}")),
+                opens_thought=row.get("opens_thought"),
             ),
             row=row["row"],
             prompt_tokens=row["prompt_tokens"],
@@ -116,6 +119,7 @@ def write_rows(folder: Path, rows: Sequence[PreparedRow]) -> None:
         "extra": pa.array([json.dumps(p.extra) for p in problems], text),
         "context": pa.array([[asdict(message) for message in p.context] for p in problems], messages),
         **({"source_name": pa.array([p.source_name for p in problems], text)} if _mixed(problems) else {}),
+        **(_template_columns(problems) if any(p.chat_template_arguments for p in problems) else {}),
         "row": pa.array([row.row for row in rows], pa.int64()),
         "prompt_tokens": pa.array([row.prompt_tokens for row in rows], number),
         "image_tokens": pa.array([row.image_tokens for row in rows], number),
@@ -125,6 +129,15 @@ def write_rows(folder: Path, rows: Sequence[PreparedRow]) -> None:
 
 def _mixed(problems: Sequence[Problem]) -> bool:
     return any(problem.source_name for problem in problems)
+
+
+def _template_columns(problems: Sequence[Problem]) -> dict[str, object]:
+    import pyarrow as pa
+
+    return {
+        "chat_template_arguments": pa.array([json.dumps(dict(p.chat_template_arguments)) for p in problems]),
+        "opens_thought": pa.array([p.opens_thought for p in problems], pa.bool_()),
+    }
 
 
 def _file(folder: Path, sha256: str) -> str | None:

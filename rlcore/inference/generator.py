@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,6 +31,7 @@ class Question:
     images: tuple[bytes, ...] = ()  # files, those of the context first
     context: tuple[Message, ...] = ()
     source_name: str = ""  # in ``data.mixture``
+    chat_template_arguments: Mapping[str, object] = field(default_factory=dict)  # the row's own
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +85,9 @@ class Generator:
         text = question.text
         if opened and not any(IMAGE_MARKER in part for part in (text, *(m.text for m in question.context))):
             text = IMAGE_MARKER * len(opened) + text
-        bare = self._prompts.unexpanded_tokens(text, len(opened), question.context, question.source_name)
+        bare = self._prompts.unexpanded_tokens(
+            text, len(opened), question.context, question.source_name, question.chat_template_arguments
+        )
         tokens = self._prompts.expand(bare, [ImageRef("", *image.size) for image in opened])
         most = self._stored.data.max_prompt_tokens
         if len(tokens) > most:

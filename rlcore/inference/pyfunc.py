@@ -6,6 +6,7 @@ It needs MLflow, transformers, torch and rlcore; no vLLM, no Ray, no Prefect.
 from __future__ import annotations
 
 import base64
+import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,14 +47,15 @@ class RegisteredModel:
         """
         Args:
             model_input: columns question and, optional, images (each a path, or a file as base64), context (messages
-                before the question) and source (in ``data.mixture``).
+                before the question), source (in ``data.mixture``) and chat_template_arguments (a mapping, as
+                JSON text).
             params: temperature, top_p, max_completion_tokens, seed.
 
         Returns:
             Columns completion, finish_reason and num_tokens.
 
         Raises:
-            DataError: an image cannot be read, or does not fit its question.
+            DataError: an image cannot be read, or does not fit its question, or the arguments are no mapping.
         """
         from pandas import DataFrame
 
@@ -85,7 +87,24 @@ def _question(row: Mapping[Any, Any]) -> Question:
         images=tuple(read_image(text) for text in _items(row.get("images"))),
         context=tuple(Message(message["role"], message["text"]) for message in _items(row.get("context"))),
         source_name=source if isinstance(source := row.get("source"), str) else "",
+        chat_template_arguments=_arguments(row.get("chat_template_arguments")),
     )
+
+
+def _arguments(value: Any) -> dict[str, object]:
+    """The row's own variables of the chat template; none for a missing value.
+
+    Raises:
+        DataError: a text that is no JSON mapping.
+    """
+    if not isinstance(value, str):
+        return {}
+    try:
+        if isinstance(arguments := json.loads(value), dict):
+            return arguments
+    except ValueError:
+        pass
+    raise DataError(f'chat_template_arguments is {value[:80]!r}. Give a mapping as JSON, {{"enable_thinking": false}}.')
 
 
 def _items(value: Any) -> list[Any]:

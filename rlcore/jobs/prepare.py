@@ -10,7 +10,7 @@ import hashlib
 import stat
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from rlcore.artifacts import DatasetRef
@@ -23,8 +23,9 @@ from rlcore.data.prepare.sources import (
     open_source,
     place_images,
     plain_text,
+    template_arguments,
 )
-from rlcore.data.prompts import PromptBuilder, load_processor
+from rlcore.data.prompts import PromptBuilder, load_processor, opens_thought
 from rlcore.data.rejects import Reason, Reject, Unusable, nothing_usable
 from rlcore.data.table import PreparedRow
 from rlcore.files import building
@@ -135,6 +136,10 @@ class _Intake:
         if (given := row.num_images) > self.spec.data.max_images:
             raise Unusable(Reason.TOO_MANY_IMAGES, f"{given} images above {self.spec.data.max_images}")
         messages = conversation(row.problem)
+        arguments = template_arguments(row.template_arguments)
+        if unknown := self.prompts.unmentioned(arguments):
+            detail = f"the model's chat template does not mention {', '.join(unknown)}"
+            raise Unusable(Reason.TEMPLATE_ARGUMENTS, detail)
         answer = plain_text(row.answer, "answer", Reason.EMPTY_ANSWER).strip()
         if special := [token for m in messages for token in self.prompts.special_tokens_in(m.text)]:
             raise Unusable(Reason.SPECIAL_TOKEN, f"the problem spells out {', '.join(special)}")
@@ -145,7 +150,12 @@ class _Intake:
             raise Unusable(Reason.MODEL_WITHOUT_IMAGES, f"{len(images)} image(s), and the model takes none")
         contents = [self.images.read(image) for image in images]
         refs = tuple(self._image_ref(content) for content in contents)
-        problem = Problem(problem_id, question, refs, answer, self.spec.source, row.extra, context)
+        problem = Problem(
+            *(problem_id, question, refs, answer, self.spec.source, row.extra, context),
+            chat_template_arguments=arguments,
+        )
+        if arguments:
+            problem = replace(problem, opens_thought=opens_thought(self.prompts.text(problem)))
         prompt_tokens = len(self.prompts.tokens(problem))
         image_tokens = sum(self.prompts.image_tokens(ref.width, ref.height) for ref in refs)
         if prompt_tokens > self.spec.data.max_prompt_tokens:

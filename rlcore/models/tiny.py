@@ -21,6 +21,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     GenerationConfig,
+    Glm4vConfig,
+    Glm4vForConditionalGeneration,
     Idefics3Config,
     Idefics3ForConditionalGeneration,
     PretrainedConfig,
@@ -46,6 +48,7 @@ PictureModel = (
     Qwen2_5_VLForConditionalGeneration
     | Qwen3VLForConditionalGeneration
     | Qwen3VLMoeForConditionalGeneration
+    | Glm4vForConditionalGeneration
     | Idefics3ForConditionalGeneration
 )
 
@@ -55,6 +58,8 @@ GAME = CountdownConfig(numbers=(3, 4), max_number=12, max_target=40, operations=
 _HIDDEN = 128
 _HEADS = 4  # head size 32, the smallest that vLLM's CPU attention takes
 _LAYERS = 3
+# with the usual base of 10,000, neighbours in a picture differ by 0.003 radian only
+_PICTURE_ROPE_THETA = 4.0
 _TEXT_ROPE_THETA = 100.0  # sequences are a few dozen bytes long, and only their order matters
 _WEIGHT_STD = 0.09  # about 1 / sqrt(_HIDDEN); the usual 0.02 suits widths in the thousands and learns slowly here
 _EMBEDDING_STD = 1.0
@@ -77,6 +82,8 @@ _RUNS = {
     "geometry": _Supervised(16, 7e-4, 0.11),
     "qwen3_vl": _Supervised(16, 7e-4, 0.09),  # at the same loss it reads fewer digits than the first family
     "qwen3_vl_moe": _Supervised(16, 7e-4, 0.09),
+    "glm4v": _Supervised(16, 7e-4, 0.09),
+    "idefics3": _Supervised(16, 7e-4, 0.08),
     "sums": _Supervised(16, 2e-3, 0.10),
     "countdown": _Supervised(32, 2e-3, 0.44),
 }
@@ -125,10 +132,11 @@ def build_model(family: str | None, seed: int, *, tied: bool = True) -> PictureM
     """
     if family == "idefics3":
         return _build_named_tile_model(seed, tied)
+    if family == "glm4v":
+        return _build_glm_model(seed, tied)
     tokenizer = build_tokenizer()
     token: Any = tokenizer.convert_tokens_to_ids
-    # with the usual base of 10,000, neighbours in a picture differ by 0.003 radian only
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 4.0}
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": _PICTURE_ROPE_THETA}
     tower: dict[str, Any] = {
         "hidden_size": _HIDDEN,
         "intermediate_size": 2 * _HIDDEN,
@@ -167,6 +175,39 @@ def build_model(family: str | None, seed: int, *, tied: bool = True) -> PictureM
     )
     model: PictureModel = _random_model(make_model, config, tokenizer, seed)
     if tied:  # the head has the embedding's deviation: logits would have one of sqrt(_HIDDEN) instead of 1
+        torch.nn.init.constant_(model.model.language_model.norm.weight, _HIDDEN**-0.5)
+    return model
+
+
+def _build_glm_model(seed: int, tied: bool) -> Glm4vForConditionalGeneration:
+    processor: Any = build_processor("glm4v")
+    tokenizer = processor.tokenizer
+    token: Any = tokenizer.convert_tokens_to_ids
+    ids = {f"{kind}_token_id": token(f"<|{kind}|>") for kind in ("image", "video")}
+    for side, word in (("start", "begin"), ("end", "end")):
+        ids |= {f"{kind}_{side}_token_id": token(f"<|{word}_of_{kind}|>") for kind in ("image", "video")}
+    rope = {"rope_type": "default", "rope_theta": _PICTURE_ROPE_THETA}
+    config = Glm4vConfig(
+        text_config={
+            **_decoder_options(tokenizer),
+            "attention_bias": True,
+            "rope_parameters": rope | {"partial_rotary_factor": 0.5, "mrope_section": [2, 3, 3]},
+            "tie_word_embeddings": tied,
+        },
+        vision_config={
+            "hidden_size": _HIDDEN,
+            "intermediate_size": 2 * _HIDDEN,
+            "out_hidden_size": _HIDDEN,
+            "num_heads": _HEADS,
+            "depth": 1,
+            "image_size": 8 * 14,
+        },
+        tie_word_embeddings=tied,
+        dtype="float32",
+        **ids,
+    )
+    model: Glm4vForConditionalGeneration = _random_model(Glm4vForConditionalGeneration, config, tokenizer, seed)
+    if tied:
         torch.nn.init.constant_(model.model.language_model.norm.weight, _HIDDEN**-0.5)
     return model
 

@@ -116,12 +116,6 @@ def thought_parts(text: str, *, opened: bool) -> ThoughtParts:
     return ThoughtParts(well_formed=_think_end(whole) is not None, closed=True, after=whole[last.end() :])
 
 
-def opens_thought(prompt: str) -> bool:
-    """Whether a prompt ends with an opening think tag. Blanks after the tag do not matter."""
-    last = last_match(_THINK_TAG, prompt)
-    return last is not None and last["slash"] is None and not prompt[last.end() :].strip()
-
-
 def last_match(pattern: re.Pattern[str], text: str, start: int = 0) -> re.Match[str] | None:
     last = None
     for last in pattern.finditer(text, start):  # noqa: B007 - the last one is wanted

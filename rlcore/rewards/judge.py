@@ -180,7 +180,7 @@ class JudgeGrader:
 
     async def _score(self, problem: Problem, completion: Completion) -> Score:
         text, thoughts = completion.text, self._thoughts
-        thought = None if thoughts is None else thoughts.read(text)
+        thought = None if thoughts is None else thoughts.read(text, problem)
         if thoughts is not None and thought is not None:
             text = thoughts.graded_text(thought)
         score = Score(0.0, {"accuracy": 0.0}, graded=True)  # of an empty answer, which needs no judge

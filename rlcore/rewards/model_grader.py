@@ -194,7 +194,7 @@ class ModelGrader:
 
     def _item(self, problem: Problem, completion: Completion) -> _Item:
         text, thoughts = completion.text, self._thoughts
-        chat = chat_of(problem, text if thoughts is None else thoughts.graded_text(thoughts.read(text)))
+        chat = chat_of(problem, text if thoughts is None else thoughts.graded_text(thoughts.read(text, problem)))
         return _Item(key_of(self._fingerprint, self._config, chat), chat, problem.problem_id)
 
     def _score(self, problem: Problem, completion: Completion) -> Score:
@@ -211,7 +211,7 @@ class ModelGrader:
             reward = (1 - config.format_weight) * score + config.format_weight * parts["format"]
         result = Score(reward, parts, graded=True)
         if thoughts is not None:
-            result = thoughts.add_part(result, thoughts.read(completion.text))
+            result = thoughts.add_part(result, thoughts.read(completion.text, problem))
         return result if self._length is None else self._length.apply(result, len(completion.token_ids))
 
     def _count(self, **numbers: int) -> None:

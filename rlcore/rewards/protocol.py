@@ -43,7 +43,7 @@ def jobs_to_json(jobs: Sequence[Job]) -> bytes:
                 text,
                 (
                     *(p.problem_id, p.question, [astuple(image) for image in p.images], p.answer, p.source),
-                    *(dict(p.extra), p.source_name),
+                    *(dict(p.extra), p.source_name, dict(p.chat_template_arguments), p.opens_thought),
                 ),
                 num_tokens,
                 finish_reason,
@@ -64,10 +64,11 @@ def _problem(
     answer: str,
     source: str,
     extra: dict[str, object],
-    source_name: str,
+    *named: Any,
 ) -> Problem:
     refs = tuple(ImageRef(*image) for image in images)
-    return Problem(problem_id, question, refs, answer, source, extra, source_name=source_name)
+    names = ("source_name", "chat_template_arguments", "opens_thought")
+    return Problem(problem_id, question, refs, answer, source, extra, **dict(zip(names, named, strict=True)))
 
 
 def answer_to_json(answer: Score | str) -> bytes:

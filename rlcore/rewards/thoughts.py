@@ -14,11 +14,12 @@ from rlcore.types import FinishReason, Problem, Score
 class ThoughtRule:
     """What a reward gets of a completion with a thought."""
 
-    opened: bool  # the prompt ends with <think>, so that every completion begins inside a thought
+    opened: bool  # prompts end with <think>, so that completions begin inside a thought; a row may say otherwise
     grades_format: bool  # the reward looks for a think block: an empty one stands for a well-formed thought
 
-    def read(self, text: str) -> ThoughtParts:
-        return thought_parts(text, opened=self.opened)
+    def read(self, text: str, problem: Problem) -> ThoughtParts:
+        own = problem.opens_thought
+        return thought_parts(text, opened=self.opened if own is None else own)
 
     def graded_text(self, thought: ThoughtParts) -> str:
         """The text after the thought; empty if the thought is not closed, which no reward takes for an answer."""
@@ -39,7 +40,7 @@ class StrippedReward:
     rule: ThoughtRule
 
     def __call__(self, text: str, problem: Problem, num_tokens: int, finish_reason: FinishReason) -> Score:
-        thought = self.rule.read(text)
+        thought = self.rule.read(text, problem)
         score = self.inner(self.rule.graded_text(thought), problem, num_tokens, finish_reason)
         return self.rule.add_part(score, thought)
 
@@ -52,7 +53,7 @@ class StrippedBatchReward:
     rule: ThoughtRule
 
     def score_batch(self, jobs: Sequence[Job]) -> Sequence[Score]:
-        thoughts = [self.rule.read(text) for text, *_ in jobs]
+        thoughts = [self.rule.read(text, problem) for text, problem, *_ in jobs]
         stripped = [
             (self.rule.graded_text(thought), problem, num_tokens, finish_reason)
             for thought, (_, problem, num_tokens, finish_reason) in zip(thoughts, jobs, strict=True)

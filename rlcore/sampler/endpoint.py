@@ -158,6 +158,7 @@ class EndpointSampler:
 
     def _body(self, request: SampleRequest) -> bytes:
         decoding = {} if request.decoding is None else asdict(request.decoding)
+        own = dict(request.problem.chat_template_arguments)
         return json.dumps(
             {
                 "model": self._ref.model,
@@ -165,6 +166,7 @@ class EndpointSampler:
                 "max_tokens": self._max_tokens,
                 "seed": request.seed,
                 **decoding,
+                **({"chat_template_kwargs": own} if own else {}),  # as vLLM's server calls them
             }
         ).encode()
 

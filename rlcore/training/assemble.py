@@ -233,8 +233,8 @@ def _prompt_opens_thought(config: ExperimentConfig, model: Path) -> bool:
     Raises:
         ConfigError: think tags are special tokens, which the texts of completions do not have.
     """
-    from rlcore.data.prompts import load_prompts
-    from rlcore.rewards.extract import EMPTY_THOUGHT, opens_thought
+    from rlcore.data.prompts import load_prompts, opens_thought
+    from rlcore.rewards.extract import EMPTY_THOUGHT
 
     prompts = load_prompts(config, model)
     if special := prompts.special_tokens_in(EMPTY_THOUGHT):

@@ -165,6 +165,7 @@ def test_dapo_is_the_paper_s_except_for_the_model() -> None:
 def test_template_and_reward_ask_for_the_same_answer_format(name: str) -> None:
     experiment = load_experiment(name)
     formats = {
+        "boxed": {"math"},
         "math": {"math"},
         "gsm8k": {"gsm8k"},
         "r1v": {"clevr_count", "geoqa", "r1v"},

@@ -6,6 +6,7 @@ import hashlib
 import io
 import json
 import os
+import re
 import stat
 import subprocess
 import sys
@@ -21,10 +22,10 @@ from rlcore.config import DataConfig, ModelConfig, build_experiment
 from rlcore.data.prepare.folder import dataset_key, load_report
 from rlcore.data.prompts import load_processor
 from rlcore.data.rejects import read_rejects
-from rlcore.data.table import load_problems, load_rows
+from rlcore.data.table import load_problems, load_rows, write_rows
 from rlcore.distributed.worker import WorkerSpec
 from rlcore.distributed.worker import _prompts as worker_prompts
-from rlcore.errors import DataError, StorageError
+from rlcore.errors import ConfigError, DataError, StorageError
 from rlcore.files import building
 from rlcore.jobs.prepare import prepare
 from rlcore.models.probe import probe_samples
@@ -295,6 +296,106 @@ def test_workers_and_probe_put_the_question_as_preparation_did(tmp_path):
     assert sample.token_ids[: row.prompt_tokens].tolist() == tokens.tolist()
 
 
+def switched_model(folder: Path) -> Path:
+    """A model whose chat template opens a thought, unless ``enable_thinking`` is false."""
+    load_processor(ModelConfig()).save_pretrained(folder)
+    template = (folder / "chat_template.jinja").read_text()
+    ending = "{{ '<think></think>' if enable_thinking is defined and not enable_thinking else '<think>' }}{{ effort }}"
+    (folder / "chat_template.jinja").write_text(template + ending)
+    return folder
+
+
+@pytest.mark.parametrize("form", ["mapping", "text"])
+def test_rows_with_their_own_arguments_of_the_chat_template(tmp_path, form):
+    """In parquet a mapping has every row's names, with null where the row does not set one."""
+    own = [None, {"enable_thinking": False}, {"enable_thinking": True, "effort": "low"}]
+    rows = [
+        {"problem": "1+1?", "answer": "2", "kwargs": cell if form == "mapping" or cell is None else json.dumps(cell)}
+        for cell in own
+    ]
+    path = write(tmp_path / "rows.parquet", rows)
+    model = switched_model(tmp_path / "model")
+    given = {"chat_template_arguments_column": "kwargs", "template": "tiny"}
+    spec = spec_for(path, **given).model_copy(update={"model": ModelConfig(path=str(model))})
+    folder = Path(prepare(spec).path)
+    rows = load_rows(folder)
+    assert [row.problem.chat_template_arguments for row in rows] == [cell or {} for cell in own]
+    assert [row.problem.opens_thought for row in rows] == [None, False, False]  # the last ends with its effort
+    assert [row.problem.extra for row in rows] == [{}, {}, {}]
+    prompts = worker_prompts(WorkerSpec.alone(model, folder, build_experiment({"name": "x", "data": given}), "cpu"))
+    question = "<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n"
+    expected = [f"{question}<think>", f"{question}<think></think>", f"{question}<think>low"]
+    assert [prompts.tokenizer.decode(prompts.tokens(row.problem)) for row in rows] == expected
+    assert [len(prompts.tokens(row.problem)) for row in rows] == [row.prompt_tokens for row in rows]
+    (folder / "problems.parquet").unlink()
+    write_rows(folder, rows)
+    assert load_rows(folder) == rows
+
+
+def test_whether_the_row_s_own_prompt_opens_a_thought(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    own = [{}, {"enable_thinking": True}, {"enable_thinking": False}]
+    path.write_text("\n".join(json.dumps({"problem": "1?", "answer": "1", "own": cell}) for cell in own))
+    model = switched_model(tmp_path / "model")
+    spec = spec_for(path, chat_template_arguments_column="own")
+    problems = load_problems(Path(prepare(spec.model_copy(update={"model": ModelConfig(path=str(model))})).path))
+    assert [problem.opens_thought for problem in problems] == [None, True, False]
+
+
+@pytest.mark.parametrize(
+    ("cell", "detail"),
+    [
+        ({"thinking": True}, "the model's chat template does not mention thinking"),
+        ({"tokenize": True}, "tokenize is set by rlflow"),
+        ({"effort": [1]}, "effort is no text, number, true or false"),
+        ([1], r"\[1\] is no mapping"),
+        ("effort: low", "'effort: low' is not JSON"),
+        ("3", "3 is no mapping"),
+    ],
+)
+def test_arguments_that_cannot_be_used_are_set_aside(tmp_path, cell, detail):
+    path = tmp_path / "rows.jsonl"
+    cells = [{"effort": "low"}, cell]
+    path.write_text("\n".join(json.dumps({"problem": "1?", "answer": "1", "own": cell}) for cell in cells))
+    model = ModelConfig(path=str(switched_model(tmp_path / "model")))
+    spec = spec_for(path, chat_template_arguments_column="own").model_copy(update={"model": model})
+    (reject,) = read_rejects(Path(prepare(spec).path) / "rejects.jsonl")
+    assert (reject.row, reject.reason) == (1, "chat_template_arguments")
+    assert re.match(detail, reject.detail)
+    with pytest.raises(DataError, match=r"lacks the column.*'kwargs'.*Set data\.chat_template_arguments_column"):
+        prepare(spec_for(path, chat_template_arguments_column="kwargs"))
+
+
+def test_a_system_message_from_the_row_s_columns(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    lines = [
+        {"problem": "<image>Find x.", "answer": "1", "images": ["a.png"], "unit": "cm"},
+        {"problem": chat(("system", "Own."), ("user", "1+1?")), "answer": "2", "unit": "m"},
+        {"problem": chat(("user", "1?"), ("assistant", "1"), ("user", "1+1?")), "answer": "2", "unit": "km"},
+        {"problem": "1+1?", "answer": "2", "unit": ""},
+    ]
+    (tmp_path / "a.png").write_bytes(png())
+    path.write_text("\n".join(map(json.dumps, lines)))
+    system = "{% if unit %}Answer in {{ unit }}.{% endif %}"
+    spec = spec_for(path, system_prompt="Unused.", template="tiny", layout={"system_prompt": system})
+    rows = load_rows(Path(prepare(spec).path))
+    assert [[(m.role, m.text) for m in row.problem.context] for row in rows] == [
+        [("system", "Answer in cm.")],
+        [("system", "Own.")],
+        [("system", "Answer in km."), ("user", "1?"), ("assistant", "1")],
+        [("system", "")],
+    ]
+    assert rows[0].problem.question == "<image>Find x."
+    # one token per byte, and one for each of <|im_start|>, <|im_end|> and an image's start and end; 60 x 60 pixels are
+    # 2 x 2 tokens
+    texts = ["system\nAnswer in cm.", "\nuser\n", "Find x.", "\nassistant\n"]
+    assert rows[0].prompt_tokens == sum(map(len, texts)) + 3 + 2 + 2 + 4
+    with pytest.raises(DataError, match=r"lacks the column.*'measure'.*Set data\.layout\.system_prompt \(measure\)"):
+        prepare(spec_for(path, layout={"system_prompt": "{{ measure }}"}))
+    with pytest.raises(ConfigError, match=r"data\.layout\.system_prompt '\{\{': .*Fix the Jinja text"):
+        prepare(spec_for(path, layout={"system_prompt": "{{"}))
+
+
 def test_cells_of_other_types_and_missing_files(tmp_path):
     lines = [
         {"problem": "1+1?", "answer": 2},
@@ -410,6 +511,10 @@ def test_the_key_changes_with_content_and_settings_that_matter_and_with_nothing_
         {"system_prompt": "Be brief."},
         {"chat_template_arguments": {"enable_thinking": False}},
         {"chat_template_arguments": {"enable_thinking": True}},
+        {"chat_template_arguments_column": "kwargs"},
+        {"layout": {}},
+        {"layout": {"system_prompt": ""}},
+        {"layout": {"system_prompt": "Answer in {{ unit }}."}},
     ]
     keys = {dataset_key(spec_for(path, **change)) for change in changes}
     (tmp_path / "model").mkdir()
@@ -420,7 +525,7 @@ def test_the_key_changes_with_content_and_settings_that_matter_and_with_nothing_
     keys.add(dataset_key(spec_for(path).model_copy(update={"model": other_model})))
     write(path, [row(), row()])
     keys.add(dataset_key(spec_for(path)))
-    assert len(keys | {key}) == 15
+    assert len(keys | {key}) == 19
 
 
 def test_the_key_changes_with_an_image_that_the_source_names_by_path(tmp_path):

@@ -179,6 +179,32 @@ def test_a_text_model_gets_the_turns_as_plain_text(plain):
     )
 
 
+# As DeepSeek-V3.1's: it opens the thought in the prompt, or closes it there.
+SWITCHED = QWEN.replace("<think>\n\n</think>\n\n", "</think>").replace(
+    "{% endif %}{% endif %}", "{% else %}<think>{% endif %}{% if effort is defined %}{{ effort }}{% endif %}{% endif %}"
+)
+
+
+def test_a_row_s_own_arguments_come_before_the_setting_s_and_leave_the_others(plain):
+    found = copy.deepcopy(processor())
+    found.chat_template = found.tokenizer.chat_template = SWITCHED
+    given = {"enable_thinking": False, "effort": "low"}
+    data = DataConfig(template=plain, system_prompt="", chat_template_arguments=given)
+    prompts = PromptBuilder(TextProcessor(found.tokenizer), data)
+    endings = [
+        prompts.text(replace(problem("1+1?"), chat_template_arguments=own)).partition("<|im_start|>assistant\n")[2]
+        for own in ({}, {"enable_thinking": True}, {"effort": 3}, {"effort": "high", "enable_thinking": True})
+    ]
+    assert endings == ["</think>low", "<think>low", "</think>3", "<think>high"]
+    # what the sampler gets and what the trainer reads
+    item = replace(problem("1+1?"), chat_template_arguments={"enable_thinking": True})
+    assert prompts.tokenizer.decode(prompts.unexpanded(item)).endswith(
+        "1+1?<|im_end|>\n<|im_start|>assistant\n<think>low"
+    )
+    assert prompts.tokens(item).tolist() == prompts.unexpanded(item).tolist()
+    assert prompts.unmentioned({"enable_thinking": 1, "thinking": 2, "effort": 3}) == ["thinking"]
+
+
 def test_an_argument_that_the_chat_template_does_not_know_is_refused():
     with pytest.raises(ConfigError, match="sets enable_thinkin, which the model's chat template does not mention"):
         qwen("math", chat_template_arguments={"enable_thinkin": False})
@@ -203,17 +229,19 @@ def test_they_affect_results_and_are_set_like_any_other_value():
     assert build_experiment({"name": "x"}, words) == changed[1]
 
 
-@pytest.mark.parametrize("name", ["math", "r1v", "gsm8k", "countdown"])
+@pytest.mark.parametrize("name", ["boxed", "math", "r1v", "gsm8k", "countdown"])
 def test_known_templates_begin_with_the_problem_and_say_how_to_answer(name):
     text = builder(name).chat_text("<image>Find $x$ & \\frac{1}{2}.", 1)
     assert "<|vision_end|>Find $x$ & \\frac{1}{2}.\n\n" in text
     marks = {
+        "boxed": ["step by step", "\\boxed{}"],
         "math": ["<think>", "\\boxed{}"],
         "r1v": ["<think>", "<answer>"],
         "gsm8k": ["####"],
         "countdown": ["<think>", "<answer>"],
     }[name]
     assert all(mark in text for mark in marks)
+    assert ("<think>" in text) is ("<think>" in marks)
 
 
 def test_the_dapo_template_wraps_a_problem_once():
@@ -298,7 +326,7 @@ def test_a_template_runs_in_a_sandbox(tmp_path):
 
 
 def test_an_unknown_template_lists_the_known_ones():
-    with pytest.raises(ConfigError, match="Allowed: choice, countdown, dapo, gsm8k, math, r1v"):
+    with pytest.raises(ConfigError, match="Allowed: boxed, choice, countdown, dapo, gsm8k, math, r1v"):
         builder("maths")
 
 

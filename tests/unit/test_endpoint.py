@@ -130,6 +130,15 @@ def test_what_is_asked_and_what_comes_back(server: Server, tmp_path: Path, monke
     assert server.keys == {f"Bearer {KEY}"}
 
 
+def test_a_row_s_own_arguments_of_the_chat_template_are_sent_with_it(server: Server, tmp_path: Path) -> None:
+    server.answers = [completion("2")]
+    ask = sampler(server, tmp_path)
+    list(ask.generate([request(), request(chat_template_arguments={"enable_thinking": False})]))
+    sent = sorted((body.get("chat_template_kwargs") for body in server.requests), key=str)
+    assert sent == [None, {"enable_thinking": False}]
+    assert all("chat_template_kwargs" not in body or body["chat_template_kwargs"] for body in server.requests)
+
+
 def test_each_answer_belongs_to_its_request_and_few_run_at_once(server: Server, tmp_path: Path) -> None:
     barrier = threading.Barrier(2, timeout=10)
     server.hold = barrier.wait  # lets two requests through together

@@ -27,6 +27,8 @@ from rlcore.inference.stored import read_settings, store_settings
 from rlcore.jobs.export import export
 from rlcore.jobs.serve import command
 from rlcore.specs import ExportSpec, ServeSpec
+from rlcore.types import Problem
+from tasks.registered import row_of
 
 EXPERIMENT = ExperimentConfig.model_validate(
     {
@@ -100,6 +102,25 @@ def test_the_completion_is_the_likeliest_token_each_time(
     completion, reason, count = asked(registered, question="<image>Sides?", images=[base64.b64encode(data).decode()])
     assert completion == processor.tokenizer.decode(written, skip_special_tokens=True)
     assert (reason, count) == ("stop" if written[-1] == processor.tokenizer.eos_token_id else "length", len(written))
+
+
+def test_a_row_s_own_arguments_of_the_chat_template_reach_the_prompt(untied_model: Path, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(untied_model, model)
+    template = (model / "chat_template.jinja").read_text()
+    (model / "chat_template.jinja").write_text(template + "{{ effort }}")
+    store_settings(tmp_path / "settings", EXPERIMENT, ref(model))
+    loaded = _load_pyfunc(str(tmp_path / "settings"))
+    effort = "Count twice."
+    problem = Problem("p", "Sides?", (), "5", "toy", chat_template_arguments={"effort": effort})
+    row = row_of(problem)
+    assert row["chat_template_arguments"] == json.dumps({"effort": effort})
+    assert asked(loaded, **row) == asked(
+        loaded, question="Sides?", chat_template_arguments=json.dumps({"effort": effort})
+    )
+    assert asked(loaded, **row)[0] != asked(loaded, question="Sides?")[0]
+    with pytest.raises(DataError, match=r"chat_template_arguments is 'effort'\. Give a mapping as JSON"):
+        asked(loaded, question="Sides?", chat_template_arguments="effort")
 
 
 def test_the_limit_and_the_seed_are_the_callers(registered: RegisteredModel) -> None:

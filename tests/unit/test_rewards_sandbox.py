@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -184,7 +185,8 @@ def test_the_log_says_what_is_missing(monkeypatch, caplog):
 
 def test_a_job_travels_as_json():
     problem = Problem("p", "q\ud800", (ImageRef("ab", 3, 4),), "5", "test", {"nums": [1, 2.5, None], "ü": {"a": "b"}})
-    jobs = [("text\x00\udfff", problem, 7, "length")]
+    switched = replace(problem, source_name="a", chat_template_arguments={"effort": 1.5}, opens_thought=False)
+    jobs = [("text\x00\udfff", problem, 7, "length"), ("", switched, 0, "stop")]
     assert jobs_from_json(jobs_to_json(jobs)) == jobs
 
 

@@ -13,13 +13,14 @@ from transformers import AddedToken
 
 from rlcore.config import ModelConfig, build_experiment
 from rlcore.config.reward import MathReward, OverlongPenalty, RewardConfig, UserReward
-from rlcore.data.prompts import load_processor
+from rlcore.data.prompts import load_processor, opens_thought
 from rlcore.errors import ConfigError
 from rlcore.rewards import make_reward
-from rlcore.rewards.extract import ThoughtParts, opens_thought, thought_parts
+from rlcore.rewards.extract import ThoughtParts, thought_parts
 from rlcore.rewards.pool import GradingPool
 from rlcore.training.assemble import make_grader
 from rlcore.types import Completion, Problem, Score
+from tasks.experiments import configure
 
 # How each reward states the answer: right, and wrong.
 STATED = {
@@ -213,6 +214,37 @@ def test_a_run_finds_out_whether_its_chat_template_opens_a_thought(tmp_path, end
     with closing(make_grader(config, tmp_path, tmp_path / "verdicts")) as pool:
         (score,) = pool.submit([Problem("p", "?", (), "5", "test")], [completion(r"\boxed{5}")]).result(60)
     assert score.parts == {"accuracy": not opened, "format": 0, "unclosed_thought": opened}
+
+
+def test_a_row_may_begin_outside_the_thought_that_other_prompts_open():
+    """Its own arguments of the chat template decide. The problems travel to a grading process."""
+    opened_by_row = [None, True, False]
+    problems = [Problem("p", "?", (), "5", "test", opens_thought=opened) for opened in opened_by_row]
+    with GradingPool(make("math", opened=True), 1, 10.0) as pool:
+        opened = pool.submit(problems, [completion(r"\boxed{5}")] * 3).result(60)
+    with GradingPool(make("math", opened=False), 1, 10.0) as pool:
+        closed = pool.submit(problems, [completion(r"\boxed{5}")] * 3).result(60)
+    assert [score.parts["unclosed_thought"] for score in opened] == [1, 1, 0]
+    assert [score.parts["accuracy"] for score in opened] == [0, 0, 1]
+    assert [score.parts["unclosed_thought"] for score in closed] == [0, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens", "expected"),
+    [
+        (r"<think>\boxed{4}</think>It is \boxed{5}.", 12288, 1.0),
+        (r"<think>\boxed{4}</think>It is \boxed{5}.", 14336, 1 - 0.5 / 2),  # half way into the last 4,096 tokens
+        (r"<think>\boxed{4}</think>It is \boxed{5}.", 16384, 1 - 0.5),
+        (r"<think>\boxed{5}</think>It is \boxed{4}.", 12288, 0.0),
+        (r"<think>It is \boxed{5}.", 16384, -0.5),
+        (r"It is \boxed{5}.", 100, 1.0),
+    ],
+)
+def test_the_recipe_for_a_model_that_thinks_grades_the_answer_and_has_a_budget(text, tokens, expected):
+    config = configure("grpo-math12k-qwen3-8b-thinking")
+    reward = make_reward(config.reward, max_completion_tokens=config.rollout.max_completion_tokens)
+    problem = Problem("p", "?", (), "5", "test")
+    assert reward(text, problem, tokens, "stop").reward == expected
 
 
 def test_think_tags_that_completions_lose_are_refused(tmp_path):

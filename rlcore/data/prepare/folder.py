@@ -64,8 +64,12 @@ def dataset_key(spec: PrepareSpec) -> str:
         "max_prompt_tokens": data.max_prompt_tokens,
         "model": _model_content(spec.model),
     }
-    if data.layout is not None:  # datasets that were prepared before this setting existed keep their name
-        settings["layout"] = data.layout.model_dump(mode="json")
+    # datasets that were prepared before these settings existed keep their name
+    if data.layout is not None:
+        unset = {"system_prompt"} if data.layout.system_prompt is None else None
+        settings["layout"] = data.layout.model_dump(mode="json", exclude=unset)
+    if data.chat_template_arguments_column is not None:
+        settings["chat_template_arguments_column"] = data.chat_template_arguments_column
     return _digest(settings)
 
 

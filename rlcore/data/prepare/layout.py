@@ -28,17 +28,17 @@ def columns_of(data: DataConfig) -> dict[str, str]:
     """The columns that the layout needs, by the setting that names each.
 
     Raises:
-        ConfigError: ``data.layout.problem`` does not parse.
+        ConfigError: a Jinja text does not parse.
     """
     layout = data.layout
     if layout is None:
         return {"data.problem_column": data.problem_column}
     needed = {f"data.layout.image_columns ({name})": name for name in layout.image_columns}
     needed |= {f"data.layout.{key}": name for key in _SINGLE if (name := getattr(layout, key)) is not None}
+    needed |= _variables("data.layout.system_prompt", layout.system_prompt)
     if layout.problem is None:
         return {"data.problem_column": data.problem_column, **needed}
-    names = sorted(jinja2.meta.find_undeclared_variables(_parsed(layout.problem)))
-    return {**{f"data.layout.problem ({name})": name for name in names}, **needed}
+    return {**_variables("data.layout.problem", layout.problem), **needed}
 
 
 def lay_out(row: Row, data: DataConfig) -> Row:
@@ -46,7 +46,7 @@ def lay_out(row: Row, data: DataConfig) -> Row:
     columns ``choices`` and ``answers`` (right answers besides the first) where it has them.
 
     Raises:
-        ConfigError: ``data.layout.problem`` does not parse.
+        ConfigError: a Jinja text does not parse.
     """
     layout = data.layout
     if layout is None:
@@ -54,7 +54,7 @@ def lay_out(row: Row, data: DataConfig) -> Row:
     result = {name: value for name, value in row.items() if name not in layout.image_columns}
     text = cell(row, data.problem_column)
     if layout.problem is not None:
-        text = _compiled(layout.problem).render(**row)
+        text = _compiled("data.layout.problem", layout.problem).render(**row)
     choices = _choices(row, layout)
     answer = cell(row, data.answer_column)
     answers: list[object] = [*_texts(answer)] or [answer]
@@ -69,7 +69,18 @@ def lay_out(row: Row, data: DataConfig) -> Row:
     images = _images(row, data, layout)
     if isinstance(text, str):
         text, images = _with_markers(text, images)
+    if layout.system_prompt is not None:
+        text = _with_system(text, _compiled("data.layout.system_prompt", layout.system_prompt).render(**row))
     return {**result, data.problem_column: text, data.answer_column: first, data.images_column: images}
+
+
+def _with_system(problem: object, system: str) -> object:
+    """The problem as chat messages that begin with a system message: its own, else ``system``."""
+    messages = problem if isinstance(problem, list) else [{"role": "user", "content": problem}]
+    first = messages[0] if messages else None
+    if isinstance(first, dict) and first.get("role") == "system":
+        return messages
+    return [{"role": "system", "content": system}, *messages]
 
 
 def _images(row: Row, data: DataConfig, layout: LayoutConfig) -> list[object]:
@@ -122,14 +133,20 @@ def _texts(value: object) -> list[str]:
     return [str(item) for item in value if item is not None] if isinstance(value, list) else []
 
 
-def _parsed(text: str) -> jinja2.nodes.Template:
+def _variables(setting: str, text: str | None) -> dict[str, str]:
+    """The columns that a Jinja text uses, by the setting that names each."""
+    names = [] if text is None else sorted(jinja2.meta.find_undeclared_variables(_parsed(setting, text)))
+    return {f"{setting} ({name})": name for name in names}
+
+
+def _parsed(setting: str, text: str) -> jinja2.nodes.Template:
     try:
         return _ENVIRONMENT.parse(text)
     except jinja2.TemplateSyntaxError as error:
-        raise ConfigError(f"data.layout.problem {text!r}: {error.message}. Fix the Jinja text.") from None
+        raise ConfigError(f"{setting} {text!r}: {error.message}. Fix the Jinja text.") from None
 
 
 @lru_cache(maxsize=16)
-def _compiled(text: str) -> jinja2.Template:
-    _parsed(text)
+def _compiled(setting: str, text: str) -> jinja2.Template:
+    _parsed(setting, text)
     return _ENVIRONMENT.from_string(text)

@@ -3,6 +3,7 @@ in which they write texts and images."""
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from rlcore.config import DataConfig
+from rlcore.config.data import NOT_TEMPLATE_VARIABLES
 from rlcore.data.pixels import IMAGE_MARKER, VIDEO_MARKER
 from rlcore.data.prepare.files import BATCH_ROWS, Row, Table, cell, images_of, open_file, source_files, videos_of
 from rlcore.data.prepare.layout import columns_of, lay_out
@@ -39,6 +41,7 @@ class SourceRow:
     images: tuple[ImageCell, ...]
     videos: tuple[tuple[ImageCell, ...] | None, ...]  # frames; None: not a list of frames
     extra: Mapping[str, object]  # every other column, JSON values
+    template_arguments: object = None  # the row's own, of the chat template
 
     @property
     def num_images(self) -> int:
@@ -133,6 +136,8 @@ def _check_columns(table: Table, data: DataConfig) -> None:
     wanted = {"data.problem_column": data.problem_column, "data.answer_column": data.answer_column}
     if data.layout is not None:
         wanted = {"data.answer_column": data.answer_column, **columns_of(data)}
+    if (own := data.chat_template_arguments_column) is not None:
+        wanted["data.chat_template_arguments_column"] = own
     missing = {key: name for key, name in wanted.items() if not {name, name.partition(".")[0]} & set(table.columns)}
     if missing and table.columns:  # an empty file has no columns; it is reported as a dataset without rows
         raise DataError(
@@ -146,7 +151,8 @@ def _source_row(index: int, row: Row, base: Path, data: DataConfig) -> SourceRow
     row = lay_out(row, data)
     own = data.layout.id_column if data.layout is not None else None
     id_column = next((name for name in ((own,) if own else _ID_COLUMNS) if row.get(name) not in (None, "")), None)
-    used = {data.problem_column, data.answer_column, data.images_column, data.videos_column, id_column}
+    arguments = data.chat_template_arguments_column
+    used = {data.problem_column, data.answer_column, data.images_column, data.videos_column, id_column, arguments}
     return SourceRow(
         index=index,
         row_id=str(row[id_column]) if id_column else None,
@@ -155,6 +161,7 @@ def _source_row(index: int, row: Row, base: Path, data: DataConfig) -> SourceRow
         images=tuple(images_of(cell(row, data.images_column), base)),
         videos=tuple(videos_of(cell(row, data.videos_column), base)),
         extra={name: _json_value(value) for name, value in row.items() if name not in used},
+        template_arguments=None if arguments is None else cell(row, arguments),
     )
 
 
@@ -187,6 +194,35 @@ def plain_text(value: object, what: str, empty: Reason) -> str:
     except UnicodeEncodeError as error:
         raise Unusable(Reason.NOT_TEXT, f"the {what} has an unpaired surrogate: {error.reason}") from None
     return value
+
+
+def template_arguments(value: object) -> dict[str, bool | int | float | str]:
+    """The variables of the chat template that a cell sets: a mapping, or its JSON text. null sets nothing, because in
+    parquet each row has the names of all rows.
+
+    Raises:
+        Unusable: TEMPLATE_ARGUMENTS.
+    """
+    given = value
+    if isinstance(value, str):
+        try:
+            given = json.loads(value) if value.strip() else None
+        except ValueError as error:
+            raise Unusable(Reason.TEMPLATE_ARGUMENTS, f"{value[:80]!r} is not JSON: {error}") from None
+    if given is None:
+        return {}
+    if not isinstance(given, dict) or not all(isinstance(name, str) for name in given):
+        raise Unusable(Reason.TEMPLATE_ARGUMENTS, f"{str(given)[:80]} is no mapping of names")
+    arguments = {name: item for name, item in given.items() if item is not None}
+    if odd := [name for name, item in arguments.items() if not _is_scalar(item)]:
+        raise Unusable(Reason.TEMPLATE_ARGUMENTS, f"{', '.join(odd)} is no text, number, true or false")
+    if taken := sorted(NOT_TEMPLATE_VARIABLES & arguments.keys()):
+        raise Unusable(Reason.TEMPLATE_ARGUMENTS, f"{', '.join(taken)} is set by rlflow, or no variable of a template")
+    return arguments
+
+
+def _is_scalar(value: object) -> bool:
+    return isinstance(value, bool | int | str) or (isinstance(value, float) and math.isfinite(value))
 
 
 def conversation(value: object) -> tuple[Message, ...]:
