@@ -1,7 +1,8 @@
 """The embedded default policies ``tiny``: real models of about a million parameters, made on the spot.
 
-The policy for geometry is a Qwen2.5-VL, a Qwen3-VL with or without experts, or a SmolVLM, with its own vision tower and
-image processor. Those for sums and countdown are a Qwen2. All read bytes and save as ordinary Hugging Face folders.
+The policy for geometry is a Qwen2.5-VL, a Qwen3-VL with or without experts, a GLM-4.1V or a SmolVLM, with its own
+tower and image processor. Those for sums and countdown are a Qwen2. All read bytes and save as ordinary Hugging Face
+folders.
 Random weights are never right and so never rewarded. A short supervised run on synthetic problems therefore teaches the
 format and a few right answers, and stops there: the rest is left to reinforcement learning.
 """
@@ -83,7 +84,6 @@ _RUNS = {
     "qwen3_vl": _Supervised(16, 7e-4, 0.09),  # at the same loss it reads fewer digits than the first family
     "qwen3_vl_moe": _Supervised(16, 7e-4, 0.09),
     "glm4v": _Supervised(16, 7e-4, 0.09),
-    "idefics3": _Supervised(16, 7e-4, 0.08),
     "sums": _Supervised(16, 2e-3, 0.10),
     "countdown": _Supervised(32, 2e-3, 0.44),
 }

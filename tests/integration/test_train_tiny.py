@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from rlcore.config import ExperimentConfig
+from rlcore.data.table import load_rows
 from tests.checking import make_model
 from tests.integration.tiny_run import (
     ALONE,
@@ -19,6 +22,7 @@ from tests.integration.tiny_run import (
     mixed_problems,
     mixture_of_two,
     numbers,
+    prepared,
     run,
     tokens_after,
 )
@@ -129,3 +133,33 @@ def test_a_teacher_and_partial_rollouts_resume_bit_for_bit(
     assert all(metrics["loss/kl_coefficient"] == 0.01 for metrics in steps)
     assert all(metrics["rollout/trained_zero_signal"] == 0 for metrics in steps)
     assert all(metrics["optim/grad_norm"] > 0 for metrics in steps)
+
+
+def test_rows_with_their_own_chat_template_arguments_are_the_same_for_sampler_and_trainer(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    """Two steps, which have each of the eight rows once, with and without a picture."""
+    model = tmp_path / "model"
+    shutil.copytree(tiny_model, model)
+    template = model / "chat_template.jinja"
+    template.write_text(template.read_text() + "{{ '<think></think>' if quick else '' }}{{ effort }}")
+    (tmp_path / "data").mkdir()
+    Image.new("RGB", (84, 56), "white").save(tmp_path / "data" / "a.png")
+    own = [{}, {"quick": True}, {"effort": "high"}, {"quick": True, "effort": 7}]
+    rows = [
+        {"problem": f"{marker}Sides?", "answer": "4", "images": ["a.png"] * len(marker[:1]), "own": cell}
+        for marker in ("", "<image>") for cell in own
+    ]  # fmt: skip
+    source = tmp_path / "data" / "rows.jsonl"
+    source.write_text("\n".join(map(json.dumps, rows)))
+    settings = {"data.chat_template_arguments_column": "own", "model.path": str(model)}
+    config = experiment(**ALONE, **settings)
+    dataset = prepared(tmp_path / "data", config, source)
+    run(tmp_path / "out", model, dataset, config, until=2)
+    steps = [record.metrics for record in journal(tmp_path / "out")]
+    assert len(steps) == 2
+    assert max(metrics["rollout/abs_delta_logprob_mean"] for metrics in steps) < 1e-4
+    # a token for each think tag and byte; a picture of 84 x 56 pixels has 3 x 2 tokens, a start and an end
+    counted = [row.prompt_tokens for row in load_rows(dataset)]
+    assert [length - counted[0] for length in counted] == [0, 2, 4, 3, 8, 10, 12, 11]
+    assert sum(metrics["rollout/prompt_tokens_mean"] for metrics in steps) / 2 == sum(counted) / 8
