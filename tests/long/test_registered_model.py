@@ -3,6 +3,7 @@ and as a folder for the hub. The first two give the completions that the evaluat
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import shutil
@@ -179,6 +180,37 @@ def test_a_served_model_says_what_the_evaluation_recorded_and_wants_its_key(done
         assert [asked(port, NAME, problem) for problem in done.problems] == done.recorded
         with pytest.raises(urllib.error.HTTPError, match="401"):
             asked(port, NAME, done.problems[0], key="wrong")
+
+
+def test_chat_says_what_the_evaluation_recorded(done: Done, tmp_path: Path) -> None:
+    problem = done.problems[0]
+    pictures = [word for path in pictures_of(problem, tmp_path) for word in ("--picture", str(path))]
+    answer = subprocess.run(
+        done.rlflow("chat", f"{NAME}@verified", *pictures, "--question", problem.question),
+        env=done.environment, cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert answer.returncode == 0, answer.stderr[-3000:]
+    assert answer.stdout == f"{done.recorded[0]}\n"
+
+
+def pictures_of(problem: Problem, folder: Path) -> list[Path]:
+    paths = [folder / f"{number}.png" for number in range(len(problem.images))]
+    for path, image in zip(paths, row_of(problem)["images"], strict=True):
+        path.write_bytes(base64.b64decode(image))
+    return paths
+
+
+def test_rollouts_of_the_segment_are_traces_of_the_run(done: Done) -> None:
+    settings = Settings()
+    client = mlflow.MlflowClient(tracking_uri=settings.tracking_uri, registry_uri=settings.tracking_uri)
+    version = client.get_model_version_by_alias(NAME, "verified")
+    run = client.get_run(version.run_id)
+    traces = client.search_traces(locations=[run.info.experiment_id], run_id=run.info.run_id)
+    assert {trace.info.tags["rlflow.rollout"] for trace in traces} == {f"step-2/{n}" for n in range(settings.traces)}
+    folder = existing_run("greedy", settings).run_dir / "samples"
+    saved = {row["completion"] for row in json.loads((folder / "step-000002.json").read_bytes())}
+    said = {trace.data.spans[0].outputs["choices"][0]["message"]["content"] for trace in traces}
+    assert said <= saved
 
 
 def test_adapters_are_served_from_a_checkpoint_that_was_not_merged(done: Done) -> None:
