@@ -28,7 +28,7 @@ from tests.shell import new_shell
 
 SKEW = 300
 AHEAD, BEHIND, UNDISTURBED = "ahead", "behind", "undisturbed"
-STEPS = 40
+STEPS = 24
 _FOLLOWED = 1  # steps that a run has taken while another machine follows
 _SECONDS = 900.0  # of a machine that does other work as well
 _PAUSE = "GRADING_SECONDS"
@@ -39,7 +39,7 @@ def reward(text, problem, num_tokens, finish_reason):
 """  # slow on the machine that dies on the way
 _SETTINGS = (
     "model.tiny.warm_start_steps=0",
-    "segment.steps=4",
+    "segment.steps=2",
     f"training.steps={STEPS}",
     "training.problems_per_batch=4",
     "rollout.group_size=4",
