@@ -61,6 +61,10 @@ try:
 except LeaseLostError as error:
     print(error)
 """
+_RECOVER = """import tasks.recovery.act as act
+for _, facts, decision in act.recover_runs.fn():
+    print(facts.run_id, decision.action.value, facts.driver_running)
+"""
 DATA = SHARED / "data"
 
 
@@ -170,10 +174,9 @@ def sweep(machines: Machines, ahead: Host, behind: Host) -> dict[str, object]:
     written = DATA / "datasets" / ".being-made.node-000000000000.tmp"
     written.mkdir(parents=True)
     before = files_of(DATA)
-    recover = "import flows.recover; flows.recover.recover()"
     with ThreadPoolExecutor() as pool:
         refused = [pool.submit(machines.run, host, f"thief-{host.name}", _ACQUIRE, lease) for host in (ahead, behind)]
-        recovered = [pool.submit(machines.run, host, f"recover-{host.name}", recover) for host in (ahead, behind)]
+        recovered = [pool.submit(machines.run, host, f"recover-{host.name}", _RECOVER) for host in (ahead, behind)]
         cleaned = pool.submit(machines.run, ahead, "clean", "tasks.cli", "clean", "--yes", "--older-than", "1")
         happened: dict[str, object] = {
             "refused": [item.result() for item in refused],
