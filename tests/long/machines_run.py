@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 
+import psutil
 from mlflow import MlflowClient
 
 from rlcore.segment.journal import read_journal
@@ -142,7 +143,8 @@ def play(machines: Machines) -> dict[str, object]:
         wait_until(lambda run=run: steps(run) >= seen[run] + _FOLLOWED, commands[run], run)  # type: ignore[misc]
     happened["trainers while the first machine lived"] = {run: trainers(run) for run in followers}
 
-    followers[BEHIND].kill()  # its command is typed again below; the other one goes on following
+    for process in psutil.Process(followers[BEHIND].pid).children(recursive=True):  # nsenter is only their parent
+        process.kill()  # its command is typed again below; the other one goes on following
     first.die()
     died = time.monotonic()
     happened["steps when it died"] = {run: steps(run) for run in followers}
