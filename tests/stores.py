@@ -144,10 +144,11 @@ class S3:
     access_key: str
     secret_key: str
     process: subprocess.Popen[bytes] | None = None
+    host: str = "127.0.0.1"
 
     @property
     def address(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"http://{self.host}:{self.port}"
 
     @property
     def variables(self) -> Mapping[str, str]:
@@ -169,7 +170,7 @@ class S3:
         )
 
     def start(self, log: Path) -> None:
-        command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(self.port)]
+        command = [sys.executable, "-m", "moto.server", "-H", self.host, "-p", str(self.port)]
         with log.open("ab") as output:
             self.process = subprocess.Popen(command, stdout=output, stderr=output, preexec_fn=end_with_parent)
         wait_for_answer(f"{self.address}/moto-api/data.json", self.process, log)
@@ -182,9 +183,9 @@ class S3:
 
 
 @contextmanager
-def s3_server(log: Path) -> Iterator[S3]:
+def s3_server(log: Path, host: str = "127.0.0.1") -> Iterator[S3]:
     s3fs.S3FileSystem.clear_instance_cache()  # of another server: it keeps those that the environment told before
-    server = S3(reserved_port(), secrets.token_hex(10), secrets.token_hex(20))
+    server = S3(reserved_port(), secrets.token_hex(10), secrets.token_hex(20), host=host)
     try:
         server.start(log)
         yield server

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import psutil
@@ -21,6 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SHARED = Path("/mnt/shared")  # on every host; all else that they write is their own
 LOCAL = Path("/mnt/local")
 _NETWORK = "10.77.0"
+OUTSIDE = f"{_NETWORK}.254"  # the address of ``inside``'s own process, which every host reaches
 # Its own name is a loopback address, as on Debian: what looks for its address by its name is wrong. There is no DNS.
 # The way out exists so that a process which asks the kernel for its address gets this one; nothing answers there.
 _INIT = f"""
@@ -35,17 +37,15 @@ ip link set lo up
 until ip link show host0 >/dev/null 2>&1; do sleep 0.05; done
 ip address add $1/24 dev host0
 ip link set host0 up
-ip route add default via {_NETWORK}.254
+ip route add default via {OUTSIDE}
 exec sleep infinity
 """
-_BRIDGE = (
-    f"ip link set lo up; ip link add net0 type bridge; ip address add {_NETWORK}.254/24 dev net0; ip link set net0 up"
-)
+_BRIDGE = f"ip link set lo up; ip link add net0 type bridge; ip address add {OUTSIDE}/24 dev net0; ip link set net0 up"
 
 
 def why_not() -> str | None:
     """What keeps this machine from having more of them; None: nothing."""
-    missing = [tool for tool in ("unshare", "nsenter", "ip", "mount", "hostname") if shutil.which(tool) is None]
+    missing = [tool for tool in ("unshare", "nsenter", "ip", "mount", "hostname", "gcc") if shutil.which(tool) is None]
     if missing:
         return f"no {', '.join(missing)} here"
     tried = subprocess.run(
@@ -74,14 +74,24 @@ def _unshare() -> list[str]:
     return ["unshare", *root, "--net", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
 
 
+@cache
+def _skewed_clock() -> Path:
+    """A library that moves the clock of what preloads it."""
+    made = SHARED / "skew.so"
+    source = Path(__file__).with_name("skew.c")
+    subprocess.run(["gcc", "-shared", "-fPIC", "-O1", "-Wall", "-o", made, source, "-ldl", "-lpthread"], check=True)
+    return made
+
+
 @dataclass(frozen=True, slots=True)
 class Host:
     name: str
     address: str
     process: subprocess.Popen[bytes]
+    skew: int = 0  # seconds that its wall clock is ahead
 
     @classmethod
-    def start(cls, name: str, number: int) -> Host:
+    def start(cls, name: str, number: int, skew: int = 0) -> Host:
         address = f"{_NETWORK}.{number}"
         process = subprocess.Popen(
             [
@@ -99,7 +109,7 @@ class Host:
             f"link set {link} up",
         ):
             subprocess.run(["ip", *words.split()], check=True)
-        host = cls(name, address, process)
+        host = cls(name, address, process, skew)
         while subprocess.run(
             host.command("ip", "route", "get", "1.1.1.1"), capture_output=True, check=False
         ).returncode:
@@ -112,7 +122,14 @@ class Host:
         return ["nsenter", "--target", str(init.pid), "--all", "--wd=" + str(ROOT), *words]
 
     def environment(self) -> dict[str, str]:
-        return {**os.environ, "TMPDIR": str(LOCAL)}
+        clock = {"LD_PRELOAD": str(_skewed_clock()), "RLFLOW_TEST_SKEW": str(self.skew)} if self.skew else {}
+        return {**os.environ, "TMPDIR": str(LOCAL), **clock}
+
+    def occupy(self, pid: int) -> None:
+        """Give this pid to a process of its own, which does nothing."""
+        told = self.run(["sh", "-c", f"echo {pid - 1} > /proc/sys/kernel/ns_last_pid; sleep 9999 >&- 2>&- & echo $!"])
+        if int(told) != pid:
+            raise RuntimeError(f"{self.name} gave its process the pid {told.strip()}, expected {pid}")
 
     def run(self, words: Sequence[str]) -> str:
         answer = subprocess.run(
