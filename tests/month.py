@@ -110,9 +110,8 @@ class House:
 
 def work(house: House, day: int) -> None:
     """What a group does on a day."""
-    run_id, seed = f"day-{day:02d}", f"seed={day}"
-    settings = [word for value in (*_SMALL, seed) for word in ("--set", value)]
-    house.rlflow("train", EXPERIMENT, "--run-id", run_id, *settings)
+    settings = [word for value in _SMALL for word in ("--set", value)]
+    house.rlflow("train", EXPERIMENT, "--run-id", f"day-{day:02d}", "--set", f"seed={day}", *settings)
     if day % _EVALUATES_EVERY == 0:
         house.run("-c", _EVALUATE)
     if day % _ABLATES_EVERY == 0:
