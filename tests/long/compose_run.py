@@ -57,6 +57,8 @@ def variables(data: Path) -> dict[str, str]:
     found = read_variables(DOCKER / ".env.example")
     made = {name: secrets.token_hex(10 if name.startswith("S3") or "_S3_" in name else 24) for name in found}
     filled = {name: value or made[name] for name, value in found.items()}
+    # A second slot, or a run that recover brings back waits until each checkpoint is evaluated.
+    filled["GPU_SLOTS"] = "2"
     return filled | {"PREFECT_AUTH": f"user:{secrets.token_hex(24)}", "DATA_DIR": str(data)}
 
 
