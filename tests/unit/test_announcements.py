@@ -253,9 +253,9 @@ def test_unreachable_servers_are_reported_together(tmp_path: Path, monkeypatch: 
     assert asked.calls == [((settings,), {})]
     run = Run(run_id="run", run_dir=tmp_path, experiment=build_experiment({"name": "toy"}, []))
     monkeypatch.setattr(recovering, "services_away", Recorder(answer=["a.", "b."]))
-    assert recovering._outage(run, 0.0) is None
+    assert recovering._outage(run) is None
     note_outage(run, ServerError("MLflow is away."))
-    assert recovering._outage(run, 0.0) == "a. b."
+    assert recovering._outage(run) == "a. b."
 
 
 def test_outages_together_are_an_outage() -> None:

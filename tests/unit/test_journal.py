@@ -131,8 +131,8 @@ def test_a_tail_reads_only_what_was_appended(tmp_path, monkeypatch):
     tail = JournalTail(path)
     assert tail.read() == []
     parsed = []
-    parse_line = journal_module._parse_line
-    monkeypatch.setattr(journal_module, "_parse_line", lambda line: parsed.append(line) or parse_line(line))
+    parse_line = journal_module.parse_record
+    monkeypatch.setattr(journal_module, "parse_record", lambda line: parsed.append(line) or parse_line(line))
     _recorded(path, range(1, 4), 1)
     parsed.clear()
     assert [record.step for record in tail.read()] == [1, 2, 3]
