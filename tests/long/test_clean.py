@@ -33,6 +33,7 @@ def pad(data_dir: Path) -> None:
 def test_weeks_of_runs_stay_below_a_quota(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, sizes, named = Folder(Settings()), [], []
     monkeypatch.setenv("FAKE_RIGHT", json.dumps({"4": 8}))
+    monkeypatch.setenv("RLFLOW_CLEAN_FREE_SHARE", "0")
     before: list[int] = []
     quota = 0.0
     for week in range(WEEKS):
