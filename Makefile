@@ -20,7 +20,7 @@ export UV_PYTHON_DOWNLOADS := never
 # Compiled at install, or every start of a worker imports for 15 s instead of 6.
 export UV_COMPILE_BYTECODE := 1
 
-.PHONY: help install up down status tour demo demo-gsm8k demo-countdown demo-geo3k demo-gpu demo-algorithms bench check-models chaos ui docs test test-all test-stacks mutants check lock clean
+.PHONY: help install up down status tour demo demo-gsm8k demo-countdown demo-geo3k demo-gpu demo-algorithms bench check-models chaos ui docs test test-all test-stacks test-clusters mutants check lock clean
 help:
 	@echo 'make demo                      from raw data to a registered model, on the CPU'
 	@echo 'make demo-gsm8k, -countdown    the same with a tiny text policy: sums, the countdown game'
@@ -37,6 +37,7 @@ help:
 	@echo 'make test, make check          the tests of every promise, ten minutes; lint, format and types'
 	@echo 'make test-all                  the long tests as well: many engines, servers, browsers; 42 minutes'
 	@echo 'make test-stacks               the flow-level tests on PostgreSQL and S3'
+	@echo 'make test-clusters             the stack of compose.yaml, and several machines on one folder; as root, 20 minutes'
 	@echo 'make mutants                   do the tests see small faults? SIZE=600 of them, SEED=0; MINUTES=60'
 	@echo 'make docs                      write docs/reference.md, and the tables of measured figures in docs/'
 	@echo 'make install, lock, clean      environment; pinned requirements; remove what make made'
@@ -109,7 +110,11 @@ test: $(STAMP)
 	$(PYTEST) $(filter-out tests/long/ tests/gpu/,$(sort $(dir $(wildcard tests/*/test_*.py))))
 
 test-all: test
-	$(PYTEST) --numprocesses $(LONG_JOBS) tests/long tests/gpu
+	$(PYTEST) --numprocesses $(LONG_JOBS) -m 'not clusters' tests/long tests/gpu
+
+# Ten minutes for each file; .ci/run leaves them out.
+test-clusters: $(STAMP)
+	$(PYTEST) -m clusters tests/long
 
 test-stacks: $(STAMP)
 	$(PYTEST) -m stacks --stack=postgres-s3 tests/long

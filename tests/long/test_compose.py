@@ -13,6 +13,9 @@ import pytest
 from tests.long import hosts
 from tests.long.compose_run import SERVERS, STEPS
 
+# a loaded machine takes minutes for the servers' tables and the deployments
+pytestmark = [pytest.mark.clusters, pytest.mark.timeout(1500)]
+
 
 @pytest.fixture(scope="module")
 def happened(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
@@ -23,7 +26,6 @@ def happened(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.timeout(1500)  # a loaded machine takes minutes for the servers' tables and 39 deployments
 def test_a_run_through_compose_outlives_the_death_of_every_service(happened: dict[str, Any]) -> None:
     assert happened["starts"] == {
         **dict.fromkeys(SERVERS, 2),  # one of them after its death
@@ -40,13 +42,11 @@ def test_a_run_through_compose_outlives_the_death_of_every_service(happened: dic
     assert happened["artifact"] > 0  # bytes of a file that lies in the object store
 
 
-@pytest.mark.timeout(1500)
 def test_the_servers_of_compose_want_a_password(happened: dict[str, Any]) -> None:
     assert happened["refused"] == {"prefect": 401, "mlflow": 401}
     assert happened["worker is admin"] is False
 
 
-@pytest.mark.timeout(1500)
 def test_a_stopped_worker_commits_before_it_ends(happened: dict[str, Any]) -> None:
     """``docker compose stop`` in the middle of a segment: the run goes on from the step that it had reached."""
     stopped = happened["stopped"]

@@ -24,7 +24,7 @@ def happened(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return found
 
 
-pytestmark = pytest.mark.timeout(1800)  # five trainers start, and seven flows
+pytestmark = [pytest.mark.clusters, pytest.mark.timeout(1800)]  # five trainers start, and seven flows
 
 
 def test_a_living_trainer_is_followed_and_not_replaced_by_a_machine_with_another_clock(
