@@ -26,7 +26,7 @@ from tests.long.hosts import ROOT, SHARED
 
 DOCKER = ROOT / "infra" / "deploy" / "docker"
 EXPERIMENT = "grpo-gsm8k-tiny"
-STEPS = 60
+STEPS = 36
 SERVERS = ("postgres", "objects", "mlflow", "prefect", "worker-cpu")
 # Random weights are never right, but not all equally wordy. The pause gives the servers time to come back meanwhile.
 _REWARD = """import time
@@ -110,7 +110,7 @@ def main() -> None:
         stopped = stop_worker(project, run_dir)
         mark("worker stopped")
         project.start("worker")
-        project.wait_for((run_dir / "finished").exists, "the end of the run")
+        project.wait_for((run_dir / "finished").exists, "the end of the run", 1200)
         mark("finished")
         for name in ("bucket", "mlflow-user"):
             project.run_again(name)
