@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import io
 import json
 import os
 import secrets
@@ -27,6 +25,7 @@ from rlcore.data.pixels import IMAGE_MARKER, load_rgb
 from rlcore.data.rejects import Unusable
 from rlcore.errors import DataError, TrainerFailedError
 from rlcore.files import write_json_atomically
+from tasks.pictures import png_url
 from tasks.serve import serve_spec
 
 _KEY = "RLFLOW_CHAT_KEY"
@@ -97,7 +96,8 @@ def content_of(question: str, pictures: Sequence[Path]) -> list[dict[str, Any]]:
         )
     parts: list[dict[str, Any]] = [{"type": "text", "text": first}]
     for picture, text in zip(pictures, others, strict=True):
-        parts += [{"type": "image_url", "image_url": {"url": _data_url(picture)}}, {"type": "text", "text": text}]
+        url = png_url(open_picture(picture))
+        parts += [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": text}]
     return [part for part in parts if part.get("text") != ""]
 
 
@@ -110,12 +110,6 @@ def open_picture(path: Path) -> Image.Image:
         return load_rgb(path.read_bytes())
     except (OSError, Unusable) as error:
         raise DataError(f"the picture {path} cannot be used: {error}. Give another file.") from None
-
-
-def _data_url(path: Path) -> str:
-    file = io.BytesIO()
-    open_picture(path).save(file, "PNG")
-    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
 def half_blocks(image: Image.Image, columns: int, rows: int) -> str:

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import base64
-import io
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
-
-from PIL import Image
 
 from infra.errors import ServerError
 from infra.logs import get_logger
@@ -18,9 +14,10 @@ from infra.settings import Settings
 from infra.tracking.traces import Rollout
 from rlcore.data.pixels import IMAGE_MARKER
 from rlcore.segment.spec import SegmentManifest
+from tasks.pictures import small_picture
 from tasks.run import Run, tracker_of
 
-_MOST_PIXELS = 384  # of a side: MLflow stores the picture with each trace
+MOST_PIXELS = 384  # of a side: MLflow stores the picture with each trace
 
 
 def log_rollouts(run: Run, settings: Settings) -> None:
@@ -56,7 +53,7 @@ def _rollout(row: Mapping[str, Any], step: int, place: int, at_ms: int, images: 
     pictures = []
     for name in row["images"]:
         with suppress(OSError):  # cleaned away, or another machine's
-            pictures.append(small_picture(images / f"{name}.png"))
+            pictures.append(small_picture(images / f"{name}.png", MOST_PIXELS))
     facts = {
         "step": step, "problem": row["problem_id"], "answer": row["answer"], "reward": row["reward"],
         "tokens": row["tokens"], "finish_reason": row["finish_reason"], "graded": row["graded"], **row["parts"],
@@ -75,12 +72,3 @@ def _rollout(row: Mapping[str, Any], step: int, place: int, at_ms: int, images: 
 def _image_folder(run: Run) -> Path:
     spec = run.run_dir / "spec.json"
     return Path(json.loads(spec.read_bytes())["dataset"]["path"]) / "images" if spec.exists() else run.run_dir
-
-
-def small_picture(path: Path) -> str:
-    """A data URL of the picture, at most ``_MOST_PIXELS`` wide and high."""
-    file = io.BytesIO()
-    with Image.open(path) as image:
-        image.thumbnail((_MOST_PIXELS, _MOST_PIXELS))
-        image.save(file, "PNG")
-    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"

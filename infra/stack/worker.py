@@ -1,7 +1,7 @@
 """A Prefect worker for a container: ``python -m infra.stack.worker gpu``. On SIGTERM its flows commit before it ends.
 
-Prefect's own worker ends its flows at once when it is told to stop. This one starts no further flow, sends SIGTERM to
-those that run, waits until they have committed a checkpoint, and ends. When it starts, it asks ``recover`` to bring
+Prefect's own worker ends its flows at once on SIGTERM. This one starts no further flow, sends SIGTERM to those that
+run, waits until they have committed a checkpoint, and ends. When it starts, it asks ``recover`` to bring
 back the runs of a container that was killed.
 
 ``python -m infra.stack.worker stop`` ends the workers and runs of a container in which they do not get the signal.

@@ -182,10 +182,11 @@ class References:
         return Lineage.model_validate_json(text).origins if text is not None else ()
 
     def _jobs(self) -> Iterator[UserFacts]:
+        now = now_of(self._settings.data_dir)
         for spec in sorted(self._settings.jobs_dir.glob("*/spec.json")):
             folder = spec.parent
             ended = (folder / "result.json").exists() or (folder / "result.json.error").exists()
-            if ended or now_of(spec.parent) - usage_of(folder).newest > _JOB_DAYS * DAY_SECONDS:
+            if ended or now - usage_of(folder).newest > _JOB_DAYS * DAY_SECONDS:
                 continue
             with suppress(*UNREADABLE):
                 paths = self._keys.among(_texts(json.loads(spec.read_bytes())))

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import base64
-import io
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from jinja2 import Environment
-from PIL import Image
 
 from infra.tracking.tracker import Tracker
 from rlcore.artifacts import DatasetRef, EvalReport
 from rlcore.data.table import load_problems
 from rlcore.errors import StorageError
 from rlcore.evaluation.rows import EvalRow, read_rows
+from tasks.pictures import small_picture
 
 _EACH = 6  # right completions, and as many wrong ones
-_SIDE = 320  # pixels of a picture's longer side
+_SIDE = 320  # pixels of a picture's longer side, so that the size of a table is bounded
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +60,8 @@ def as_html(
     Args:
         pictures: by problem.
     """
-    shown = [ShownCompletion(row, tuple(map(_thumbnail, pictures.get(row.problem_id, ())))) for row in rows]
+    small = partial(small_picture, most_pixels=_SIDE)
+    shown = [ShownCompletion(row, tuple(map(small, pictures.get(row.problem_id, ())))) for row in rows]
     return templates.get_template("completions.html.jinja").render(report=report, shown=shown)
 
 
@@ -72,12 +72,3 @@ def _pictures(dataset: Path) -> dict[str, list[Path]]:
     except StorageError:
         return {}
     return {problem.problem_id: [Path(image.file) for image in problem.images if image.file] for problem in problems}
-
-
-def _thumbnail(path: Path) -> str:
-    """A small copy, so that the size of a table is bounded."""
-    file = io.BytesIO()
-    with Image.open(path) as image:
-        image.thumbnail((_SIDE, _SIDE))
-        image.save(file, "PNG")
-    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"

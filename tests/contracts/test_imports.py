@@ -74,7 +74,7 @@ LAYERS = {
         ("deploy", "prefect_plugin"),
     ),
     "tasks": (
-        ("store",),
+        ("pictures", "store"),
         ("run",),
         ("driver",),
         ("experiments", "lineage", "named", "retries"),

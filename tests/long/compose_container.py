@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 
 from tests.long.compose_file import Image, Mount, Service, read_image
-from tests.long.hosts import ROOT
+from tests.long.hosts import ROOT, connect
 from tests.shell import installed
 from tests.stores import postgres_programs
 
@@ -131,16 +131,7 @@ class Recipe:
                 stdout=log,
                 stderr=log,
             )
-        ours = Path(f"/proc/{os.getpid()}/ns/net").readlink()
-        while Path(f"/proc/{process.pid}/ns/net").readlink() == ours:
-            time.sleep(0.02)
-        link = f"c{number}"
-        for line in (
-            f"link add {link} type veth peer name host0 netns {process.pid}",
-            f"link set {link} master net0",
-            f"link set {link} up",
-        ):
-            subprocess.run(["ip", *line.split()], check=True)
+        connect(process.pid, f"c{number}")
         container = Container(process, address)
         while process.poll() is None and not container.is_inside():
             time.sleep(0.02)

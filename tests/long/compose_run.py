@@ -28,7 +28,7 @@ DOCKER = ROOT / "infra" / "deploy" / "docker"
 EXPERIMENT = "grpo-gsm8k-tiny"
 STEPS = 36
 SERVERS = ("postgres", "objects", "mlflow", "prefect", "worker-cpu")
-# Random weights are never right, but not all equally wordy. The pause gives the servers time to come back meanwhile.
+# Random weights never give a right answer, so letters are counted. The pause gives the servers time to come back.
 _REWARD = """import time
 def reward(text, problem, num_tokens, finish_reason):
     time.sleep(0.15)

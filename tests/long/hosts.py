@@ -83,6 +83,19 @@ def _skewed_clock() -> Path:
     return made
 
 
+def connect(pid: int, link: str) -> None:
+    """Wait until a process has a network namespace of its own, and connect that to the bridge as ``host0``."""
+    ours = Path(f"/proc/{os.getpid()}/ns/net").readlink()
+    while Path(f"/proc/{pid}/ns/net").readlink() == ours:
+        time.sleep(0.02)
+    for words in (
+        f"link add {link} type veth peer name host0 netns {pid}",
+        f"link set {link} master net0",
+        f"link set {link} up",
+    ):
+        subprocess.run(["ip", *words.split()], check=True)
+
+
 @dataclass(frozen=True, slots=True)
 class Host:
     name: str
@@ -99,16 +112,7 @@ class Host:
                 *("sh", "-ec", _INIT, name, address),
             ]
         )
-        ours = Path(f"/proc/{os.getpid()}/ns/net").readlink()
-        while Path(f"/proc/{process.pid}/ns/net").readlink() == ours:
-            time.sleep(0.02)
-        link = f"host{number}"
-        for words in (
-            f"link add {link} type veth peer name host0 netns {process.pid}",
-            f"link set {link} master net0",
-            f"link set {link} up",
-        ):
-            subprocess.run(["ip", *words.split()], check=True)
+        connect(process.pid, f"host{number}")
         host = cls(name, address, process, skew)
         while subprocess.run(
             host.command("ip", "route", "get", "1.1.1.1"), capture_output=True, check=False

@@ -1,4 +1,4 @@
-"""What a container's worker does when it is told to stop, with programs in place of Prefect's worker and of a flow."""
+"""How a container's worker stops. Small programs stand for Prefect's worker and for a flow."""
 
 from __future__ import annotations
 

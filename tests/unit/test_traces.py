@@ -20,8 +20,9 @@ from rlcore.config import ExperimentConfig
 from rlcore.segment.journal import MetricJournal
 from rlcore.segment.spec import SegmentManifest, segment_path
 from tasks import traces
+from tasks.pictures import small_picture
 from tasks.run import Run
-from tasks.traces import log_rollouts, rollouts_of, small_picture
+from tasks.traces import MOST_PIXELS, log_rollouts, rollouts_of
 
 ROW = {
     "problem_id": "p1", "question": "<image>Sides?", "answer": "4", "images": ["aa"], "completion": "\\boxed{4}",
@@ -123,7 +124,7 @@ def test_an_outage_costs_no_more_than_the_traces(
 
 
 def test_a_picture_is_small_and_one_that_is_gone_is_left_out(settings: Settings, run: Run) -> None:
-    url = small_picture(settings.datasets_dir / "d" / "images" / "aa.png")
+    url = small_picture(settings.datasets_dir / "d" / "images" / "aa.png", MOST_PIXELS)
     assert Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2]))).size == (384, 192)
     (settings.datasets_dir / "d" / "images" / "aa.png").unlink()
     first, second = rollouts_of(run, 1, 2)
