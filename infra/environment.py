@@ -84,6 +84,7 @@ def for_jobs(settings: Settings) -> dict[str, str]:
     """
     compiled = {name: str(settings.data_dir / "compiled" / folder) for name, folder in _COMPILED.items()}
     variables = {name: value for name, value in {**compiled, **for_children(settings)}.items() if name not in _LOGINS}
+    variables["RLFLOW_SHARE_GPUS"] = str(int(settings.share_gpus))
     if not settings.ray_address:
         variables |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     return variables

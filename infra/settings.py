@@ -97,7 +97,11 @@ class Settings(BaseSettings):
     metrics_port: int = Field(0, ge=0, le=65535)
     """Port of the local stack's Prometheus endpoint, such as 9464. 0: the stack has none. docs/howto/operate.md."""
     gpu_slots: int = Field(1, ge=1)
-    """Runs that may use GPUs of the local stack at the same time. Each uses as many GPUs as it has workers."""
+    """Runs that may use GPUs of the local stack at the same time. Each claims as many GPUs as it has workers, and waits
+    until so many are free. Set it to the number of GPUs of a machine whose runs shall share them."""
+    share_gpus: bool = False
+    """Start at once, even if other runs or evaluations of this machine use the GPUs. They must fit next to each other.
+    """
     retry_delay_scale: float = Field(1.0, ge=0)
     """Factor on the delays of docs/reliability.md. 0: every retry starts at once."""
 

@@ -27,6 +27,7 @@ from infra.tracking.extra import check_installed
 from infra.tracking.tracker import check_reachable
 from rlcore.config import ExperimentConfig, ModelConfig
 from rlcore.config.reward import JudgeReward, ModelReward
+from rlcore.config.run import ResourceConfig
 from rlcore.data.prepare.sources import ImageCell, open_source, parse_source
 from rlcore.data.prompts import template_text
 from rlcore.data.rejects import Unusable
@@ -34,6 +35,7 @@ from rlcore.data.synthetic.sources import SYNTHETIC_SOURCES, check_synthetic
 from rlcore.errors import ConfigError, DataError, ModelError, RlflowError
 from rlcore.failures import OUTAGES
 from rlcore.families import family_in, is_of_tower
+from rlcore.gpus import free_gpus, visible_gpus
 from rlcore.types import ImageRef, Problem
 from tasks.data import Split, prepare_spec, source_experiments
 from tasks.driver.failures import failure_of
@@ -171,7 +173,17 @@ def _machine(experiment: ExperimentConfig, settings: Settings) -> str:
             f"and this machine has {len(machine.gpus)} GPU(s). Lower one of them, set resources.device=cpu, or point "
             "RLFLOW_RAY_ADDRESS at a cluster."
         )
-    return f"{machine}; {wanted.devices} worker(s) on {wanted.device}"
+    return f"{machine}; {wanted.devices} worker(s) on {wanted.device}{_wait_for_gpus(wanted, settings)}"
+
+
+def _wait_for_gpus(wanted: ResourceConfig, settings: Settings) -> str:
+    """Says so if the trainer will wait for GPUs that other runs have claimed."""
+    if wanted.device == "cpu" or settings.share_gpus:
+        return ""
+    visible, free = len(visible_gpus()), len(free_gpus())
+    if free >= wanted.devices or visible < wanted.devices:
+        return ""
+    return f"; {free} of {visible} GPU(s) are free, so the trainer waits until others end"
 
 
 def _model(model: ModelConfig, setting: str = "model") -> str:

@@ -147,6 +147,7 @@ def _syscall_filter() -> str:
 FACTS: dict[str, Callable[[], str]] = {
     "gpu": lambda: _gpus(1),
     "two_gpus": lambda: _gpus(2),
+    "four_gpus": lambda: _gpus(4),
     "flash_attention_2": lambda: _flash_attention("FA2"),
     "flash_attention_3": lambda: _flash_attention("FA3"),
     "flash_attention_4": lambda: _flash_attention("FA4"),

@@ -7,7 +7,7 @@ rlcore and the environment variables that change its results.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -19,6 +19,7 @@ from ray.exceptions import AuthenticationError
 
 from rlcore.config import ExperimentConfig
 from rlcore.errors import ConfigError, WorkerLostError
+from rlcore.gpus import claim_gpus, visible_gpus
 
 ADDRESS = "RAY_ADDRESS"  # Ray's own variable: a cluster to join
 _STEERING = ("NCCL_", "TORCH_", "VLLM_", "CUBLAS_", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
@@ -110,6 +111,20 @@ def has_gpus() -> bool:
     """Whether any node of the cluster has a GPU."""
     resources = ray.cluster_resources()  # type: ignore[no-untyped-call]
     return bool(resources.get("GPU", 0) > 0)
+
+
+def claim_for(config: ExperimentConfig, *, waiting: Callable[[], None] = lambda: None) -> None:
+    """Claim the GPUs of all workers, if they run on this machine. ``gpus.claim_gpus`` says how."""
+    if config.resources.device != "cpu" and cluster_address() is None:
+        claim_gpus(config.resources.devices, waiting=waiting)
+
+
+def claim_device(config: ExperimentConfig, gpus: int, *, inherited: bool = False) -> str:
+    """``pick_device``, for a process that itself uses so many GPUs of this machine, or all if it has fewer: they are
+    claimed first. ``gpus.claim_gpus`` says how."""
+    if config.resources.device != "cpu":
+        claim_gpus(min(gpus, len(visible_gpus())), inherited=inherited)
+    return pick_device(config)
 
 
 def pick_device(config: ExperimentConfig) -> str:

@@ -28,7 +28,7 @@ from rlcore.config.run import ResourceConfig
 from rlcore.data.check_inputs import MAX_IMAGES, CheckInputs, write_check_inputs
 from rlcore.data.pixels import ImageStore
 from rlcore.data.prompts import load_prompts
-from rlcore.distributed.cluster import pick_device
+from rlcore.distributed.cluster import claim_device
 from rlcore.distributed.worker import Worker, WorkerSpec
 from rlcore.errors import ModelError
 from rlcore.families import family_in
@@ -139,7 +139,7 @@ def examine(spec: CheckModelSpec, scratch: Path) -> ModelCheck:
         lora=config.model.lora,
         replay_routes=config.rollout.replay_routes,
     )
-    device = pick_device(config)
+    device = claim_device(config, 1)
     where = Where(device, compute_dtype(config, device), _engine_dtype(config, device), trusted)
     layers = total = num_layers(folder, trusted)
     small = folder

@@ -207,12 +207,12 @@ def _merged_before(checkpoint: CheckpointRef, out: Path) -> ModelRef | None:
 
 def _verify_for(spec: MergeSpec, out: Path) -> VerifyReport:
     from rlcore.data.pixels import ImageStore
-    from rlcore.distributed.cluster import pick_device
+    from rlcore.distributed.cluster import claim_device
     from rlcore.models.torch_policy import compute_dtype
     from rlcore.sampler.engine import set_engine_environment, vllm_sequence_logprobs
 
     config, dataset = spec.experiment, Path(spec.dataset.path)
-    device = pick_device(config)
+    device = claim_device(config, config.rollout.tensor_parallel)
     set_engine_environment(device)
 
     def with_vllm(model: Path, sequences: list[ProbeSequence]) -> list[list[float]]:

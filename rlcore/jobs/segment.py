@@ -103,14 +103,15 @@ class StopRequest:
         return self._heartbeat.seconds(state.heartbeat) > self._deadline
 
     def end_waiting(self) -> None:
-        """Called while the trainer waits for a judge that does not answer, which may take longer than a stop leaves it.
+        """Called while the trainer waits for GPUs that other runs use, or for a judge that does not answer. Both may
+        take longer than a stop leaves it.
 
         Raises:
             PreemptedError: the trainer has to stop.
             LeaseLostError: another trainer has taken over: stop without writing anything.
         """
         if self.preempted():
-            raise PreemptedError("the trainer was told to stop while it waited for the judge. Continue the run.")
+            raise PreemptedError("the trainer was told to stop while it waited for GPUs or a judge. Continue the run.")
 
     def begin_segment(self, minutes: float | None) -> None:
         """Start the clock of a segment. It ends with the first batch that finishes after ``minutes``."""
@@ -158,8 +159,9 @@ def main(spec_path: Path) -> int:
 
 
 def _train_segments(spec: SegmentSpec, stop: StopRequest, lease: Lease) -> int:
+    from rlcore.distributed.cluster import claim_for  # imports Ray, as assemble does
     from rlcore.segment.batch_log import write_batch
-    from rlcore.training.assemble import training_run  # imports Ray
+    from rlcore.training.assemble import training_run
 
     store = LocalCheckpointStore(spec.run_dir, spec.run_id)
     start = find_resume_point(spec.run_dir, store)
@@ -169,6 +171,7 @@ def _train_segments(spec: SegmentSpec, stop: StopRequest, lease: Lease) -> int:
     journal = MetricJournal(spec.run_dir / "journal.jsonl")
     journal.cut(start.step)
     cut_records(spec.run_dir, start.step)
+    claim_for(spec.experiment, waiting=stop.end_waiting)
     health = HealthWatch(spec.experiment.health, read_journal(spec.run_dir / "journal.jsonl"), spec.adjustments)
     seconds = CheckpointSeconds()
     with training_run(

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from rlcore.config import ModelConfig
 from rlcore.data.prompts import load_processor
-from rlcore.distributed.cluster import pick_device
+from rlcore.distributed.cluster import claim_device
 from rlcore.errors import RlflowError
 from rlcore.families import family_in, images_in
 from rlcore.inference.chat import chat_template
@@ -121,7 +121,7 @@ def main() -> None:
     """Replace this process by the server."""
     spec = ServeSpec.model_validate_json(spec_file("rlcore.jobs.serve").read_text())
     try:
-        device = pick_device(spec.experiment)
+        device = claim_device(spec.experiment, spec.experiment.rollout.tensor_parallel, inherited=True)
         set_engine_environment(device)
         words = command(spec, device)
     except RlflowError as error:

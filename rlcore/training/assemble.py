@@ -19,7 +19,7 @@ from rlcore.config import ExperimentConfig
 from rlcore.config.reward import JudgeReward, ModelReward, RewardConfig
 from rlcore.data.table import load_problems
 from rlcore.distributed.actors import RayRanks, start_ranks, worker_environment
-from rlcore.distributed.cluster import cluster_address, has_gpus, pick_device, start_ray, stop_ray
+from rlcore.distributed.cluster import claim_for, cluster_address, has_gpus, pick_device, start_ray, stop_ray
 from rlcore.distributed.ranks import LocalRanks, Ranks
 from rlcore.distributed.worker import WorkerSpec, make_worker
 from rlcore.errors import ConfigError
@@ -136,6 +136,7 @@ def graded_samplers(
 ) -> Iterator[tuple[Ranks, Grader]]:
     """As ``graded_ranks``, for an evaluation. A single sampler on this machine runs in this process, because starting
     Ray takes about as long as starting the sampler."""
+    claim_for(config)
     if cluster_address() or config.resources.devices > 1:
         with graded_ranks(config, make, model=model, dataset=dataset, verdicts=verdicts) as ranks_and_grader:
             yield ranks_and_grader

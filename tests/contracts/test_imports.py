@@ -48,7 +48,7 @@ HOMES = {
 LAYERS = {
     "rlcore": (
         ("types", "errors"),
-        ("artifacts", "endpoint", "files", "flops", "process"),
+        ("artifacts", "endpoint", "files", "flops", "gpus", "process"),
         ("config", "families"),
         ("adjustments", "batch", "failures", "specs"),
         ("algorithms", "estimate", "rewards"),
@@ -91,12 +91,12 @@ LAYERS = {
 NO_TORCH = tuple(
     f"rlcore/{name}"
     for name in (
-        *("types.py", "errors.py", "artifacts.py", "endpoint.py", "files.py", "flops.py", "config/", "migrate/"),
-        *("adjustments.py", "failures.py", "specs.py", "estimate.py", "rewards/"),
+        *("types.py", "errors.py", "artifacts.py", "endpoint.py", "files.py", "flops.py", "gpus.py", "config/"),
+        *("adjustments.py", "failures.py", "specs.py", "estimate.py", "rewards/", "migrate/"),
     )
 )
 # Parts of rlcore that a cached job imports and that do not change its result: plain data, and what starts and checks.
-NOT_IN_KEYS = {"artifacts", "config", "errors", "failures", "files", "flops", "process", "specs", "types"}
+NOT_IN_KEYS = {"artifacts", "config", "errors", "failures", "files", "flops", "gpus", "process", "specs", "types"}
 NOT_IN_KEY_OF = {"evaluate": {"adjustments", "algorithms", "batch", "distributed", "training"},
                  "merge": {"adjustments", "data", "distributed", "segment"},
                  "check_model": {"adjustments", "segment"}}  # fmt: skip

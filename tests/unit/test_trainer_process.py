@@ -20,6 +20,7 @@ import psutil
 import pytest
 
 import rlcore.training.assemble
+from rlcore import gpus
 from rlcore.adjustments import Adjustments, Intervention
 from rlcore.artifacts import DatasetRef, ModelRef
 from rlcore.config import ExperimentConfig
@@ -400,3 +401,33 @@ def test_progress_is_written_once_a_second_at_most(tmp_path: Path) -> None:
     assert not stop.preempted()  # this is progress as well
     assert progress_after(1.0) == 3
     assert progress_after(0.125) == 4
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_a_trainer_waits_for_gpus_that_another_run_uses(run: Run, monkeypatch: pytest.MonkeyPatch, told: bool) -> None:
+    """It can be told to stop meanwhile; otherwise it trains once they are free."""
+    monkeypatch.setattr("tempfile.tempdir", str(run.root))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setattr(gpus, "_POLL_SECONDS", 0.01)
+    of_another: dict[str, int] = {}
+    monkeypatch.setattr(gpus, "_claimed", of_another)
+    gpus.claim_gpus(1)
+    monkeypatch.setattr(gpus, "_claimed", {})
+    with ThreadPoolExecutor() as thread:
+
+        def end_the_wait() -> None:
+            while not (run.dir / "lease.json").exists():
+                time.sleep(0.01)
+            assert not (run.dir / "journal.jsonl").exists()
+            if told:
+                run.control.beat(99, stop=True)
+            else:
+                os.close(of_another.popitem()[1])
+
+        done = thread.submit(end_the_wait)
+        code = run.train(resources={"device": "auto"})
+        done.result()
+    assert code == (EXIT_PREEMPTED if told else EXIT_DONE)
+    assert (run.rank.calls == []) == told
+    for file in (*of_another.values(), *gpus._claimed.values()):
+        os.close(file)
