@@ -11,7 +11,6 @@ import fcntl
 import logging
 import os
 import stat
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -19,6 +18,7 @@ from pathlib import Path
 
 logger = logging.getLogger(__name__)
 SHARE = "RLFLOW_SHARE_GPUS"
+FOLDER = Path("/tmp/rlflow-gpus")  # not in TMPDIR: each trainer has one of its own
 _VISIBLE, _ORDER = "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"
 _POLL_SECONDS, _TELL_SECONDS = 1.0, 60.0
 _claimed: dict[str, int] = {}  # open files by GPU: their locks last as long as this process
@@ -107,11 +107,10 @@ def _locked(names: Sequence[str]) -> Iterator[dict[str, int]]:
 
 def _open(name: str) -> int:
     """An open file of this name, the same one for all users of the machine."""
-    folder = Path(tempfile.gettempdir()) / "rlflow-gpus"
     with suppress(FileExistsError):
-        folder.mkdir()
-        folder.chmod(stat.S_ISVTX | 0o777)
-    path = folder / name.replace("/", "-")
+        FOLDER.mkdir()
+        FOLDER.chmod(stat.S_ISVTX | 0o777)
+    path = FOLDER / name.replace("/", "-")
     while True:
         with suppress(FileNotFoundError):
             return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)

@@ -37,6 +37,9 @@ FILES = {
     "flow-vl-3b-h200": "the same, VL-3B with LoRA",
     "flow-vl-7b-h100": "the same, VL-7B with LoRA",
     "rollout-vl-h100": "sampling of VL-3B on an H100 with vLLM 0.32",
+    "pinned-h200": "steps, updates and sampling with the pinned versions",
+    "recipe-vl-7b-h200x4": "VL-7B in its own recipe on four GPUs",
+    "large-vl-32b-h200x4": "VL-32B with LoRA on four GPUs, by stage",
     "first-step-h200": "first and later steps by caches, versions and compilation of the engine",
     "sequential": "simulated comparisons of two policies ([evaluation](evaluation.md))",
 }
@@ -80,6 +83,7 @@ def performance() -> Iterator[Row]:
     yield from _whole_steps()
     yield from _sampler()
     yield from _several_gpus()
+    yield from _pinned()
     yield from _memory()
     yield from _cpu()
     yield from _growth()
@@ -235,6 +239,45 @@ def _sampler() -> Iterator[Row]:
         " / ".join(f"{value:.3f}" for value in ours),
         "0.01",
         reached(*(value <= 0.01 for value in ours), see="6"),
+    )
+
+
+def _pinned() -> Iterator[Row]:
+    """With the versions that an installation for GPUs has now."""
+    found, see = record("pinned-h200"), "15"
+    text, seven, vl = found["step text"]["regimes"], found["update"]["text-7b"], found["update"]["vl"]["kept"]
+    steps = [text[regime] for regime in ("fixed", "ragged")]
+    yield Row("whole step, text, fixed / ragged ‡", "", " / ".join(spread(own) for own in steps), "", f"see {see}")
+    for measure, values, goals in (
+        ("update MFU in these steps ‡", [medians(own)["update_mfu_shared_once"] for own in steps], (0.5, 0.5)),
+        ("update MFU, 7B text, fixed ‡", [seven["kept_bf16"]["fixed"]["mfu"]], (0.56,)),
+        ("update MFU, VL-3B, fixed / ragged ‡", [vl[regime]["mfu"] for regime in ("fixed", "ragged")], (0.47, 0.45)),
+    ):
+        wanted = " / ".join(dict.fromkeys(f"{100 * goal:.0f} %" for goal in goals))
+        met = [value >= goal for value, goal in zip(values, goals, strict=True)]
+        yield Row(measure, "", " / ".join(map(percent, values)), wanted, reached(*met, see=see))
+    for kind, measure, goal in (
+        ("rollout text", "sampling, text, 1,024 x (256 + 512), tokens/s ‡", 100_000.0),
+        ("rollout vl", "sampling, VL-3B, 256 x (431 + 512), a picture each, tokens/s ‡", None),
+    ):
+        own = found[kind]["vllm_own_loop"]["tokens_per_s"]
+        best = max(run["tokens_per_s"] for run in found[kind]["bursts"])
+        yield Row(
+            measure,
+            f"{rounded(own)} (vLLM's own loop, our settings)",
+            f"{rounded(best)}: {best / own:.2f} x",
+            "2 x" if goal is None else rounded(goal),
+            reached(best >= (goal or 2 * own), see=see),
+        )
+    recipe = record("recipe-vl-7b-h200x4")
+    (warm,) = (batch["metrics"] for batch in recipe["batches"] if batch["step"] == 8)
+    speed = warm["system/tokens_per_second"] / recipe["workers"]
+    yield Row(
+        "VL-7B, all weights, the recipe `grpo-geo3k` on four GPUs, real tokens/s of each ‡",
+        "2,000, published by EasyR1 for eight H100s",
+        f"{rounded(speed)}: {speed / 2_000:.1f} x",
+        "",
+        "see 16",
     )
 
 

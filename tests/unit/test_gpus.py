@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -25,20 +27,36 @@ if len(sys.argv) > 2:
     os.execvp(sys.argv[2], sys.argv[2:])
 sys.stdin.read()
 """
-_OTHER = 12_345  # a user
-_LOOK = "print(free_gpus()); claim_gpus(1); print(free_gpus())"
+_LOOK = """
+import os
+from rlcore.gpus import claim_gpus, free_gpus
+os.setuid(12345)
+print(*free_gpus())
+claim_gpus(1)
+print(*free_gpus())
+"""
 Start = Callable[..., "subprocess.Popen[str]"]
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
+def machine() -> Iterator[list[str]]:
+    """Names of four GPUs that no other process knows."""
+    names = [f"{uuid.uuid4().hex}-{index}" for index in range(4)]
+    yield names
+    for name in names:
+        (gpus.FOLDER / f"gpu-{name}").unlink(missing_ok=True)
+
+
+@pytest.fixture
+def start(machine: list[str], tmp_path: Path) -> Iterator[Start]:
     """Starts a process that claims as many GPUs as its argument says, and holds them until it ends."""
     with ExitStack() as ends:
 
-        def one(*words: str, visible: str = "0,1,2,3") -> subprocess.Popen[str]:
+        def one(*words: str, visible: tuple[int, ...] = (0, 1, 2, 3)) -> subprocess.Popen[str]:
+            own = {"TMPDIR": tempfile.mkdtemp(dir=tmp_path)}  # as each trainer has
             process = subprocess.Popen(
                 [sys.executable, "-c", _CLAIM, *words],
-                env=os.environ | {"TMPDIR": str(tmp_path), "CUDA_VISIBLE_DEVICES": visible},
+                env=os.environ | own | {"CUDA_VISIBLE_DEVICES": ",".join(machine[index] for index in visible)},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
@@ -51,11 +69,10 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
-    """This process is on the same machine with four GPUs, and forgets its claims at the end."""
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+def here(machine: list[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """This process is on the same machine, and forgets its claims at the end."""
     claimed: dict[str, int] = {}
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(machine))
     monkeypatch.setattr(gpus, "_claimed", claimed)
     monkeypatch.setattr(gpus, "_POLL_SECONDS", 0.01)
     yield monkeypatch
@@ -63,51 +80,49 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.Mon
         os.close(file)
 
 
-def line(process: subprocess.Popen[str]) -> str:
+def said(process: subprocess.Popen[str]) -> str:
+    """The next line: "waits", or the GPUs that it has got, by their numbers."""
     assert process.stdout is not None
-    return process.stdout.readline().strip()
+    return "".join(name.rpartition("-")[2] for name in process.stdout.readline().strip().split(","))
 
 
 def test_two_runs_of_two_gpus_share_four_and_a_third_waits_until_one_is_killed(start: Start) -> None:
-    first, second = start("2"), None
-    assert line(first) == "0,1"
-    second = start("2")
-    assert line(second) == "2,3"
+    first = start("2")
+    assert said(first) == "01"
+    assert said(start("2")) == "23"
     third = start("2")
-    assert line(third) == "waits"
+    assert said(third) == "waits"
     first.kill()
-    while (said := line(third)) == "waits":
+    while (word := said(third)) == "waits":
         pass
-    assert said == "0,1"
+    assert word == "01"
 
 
 def test_a_run_that_needs_more_than_are_free_takes_none_of_them(start: Start) -> None:
-    assert line(start("3")) == "0,1,2"
-    assert line(start("2")) == "waits"
-    assert line(start("1")) == "3"
+    assert said(start("3")) == "012"
+    assert said(start("2")) == "waits"
+    assert said(start("1")) == "3"
 
 
 def test_a_run_sees_only_the_gpus_that_its_environment_names(start: Start) -> None:
-    assert line(start("1", visible="2,3")) == "2"
-    assert line(start("2", visible="1,2,3")) == "1,3"
+    assert said(start("1", visible=(2, 3))) == "2"
+    assert said(start("2", visible=(1, 2, 3))) == "13"
 
 
 def test_a_program_that_takes_the_place_of_the_process_holds_the_claim(start: Start) -> None:
-    server = start("4", "sleep", "600")
-    assert line(server) == "0,1,2,3"
-    assert line(start("1")) == "waits"
+    assert said(start("4", "sleep", "600")) == "0123"
+    assert said(start("1")) == "waits"
 
 
 @pytest.mark.usefixtures("here")
-def test_a_process_that_has_its_gpus_claims_no_more() -> None:
+def test_a_process_that_has_its_gpus_claims_no_more(machine: list[str]) -> None:
     gpus.claim_gpus(2)
-    assert os.environ["CUDA_VISIBLE_DEVICES"] == "0,1"
     gpus.claim_gpus(1)  # would wait for ever if it took its own claim for another's
-    assert os.environ["CUDA_VISIBLE_DEVICES"] == "0,1"
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == ",".join(machine[:2])
 
 
 def test_a_wait_ends_when_the_run_has_to_stop(start: Start, here: pytest.MonkeyPatch) -> None:
-    assert line(start("4")) == "0,1,2,3"
+    assert said(start("4")) == "0123"
     asked = []
 
     def stop() -> None:
@@ -124,12 +139,13 @@ def test_a_wait_ends_when_the_run_has_to_stop(start: Start, here: pytest.MonkeyP
 
 
 @pytest.mark.usefixtures("here")
-def test_more_gpus_than_there_are_is_an_error_of_those_who_need_them() -> None:
+def test_more_gpus_than_there_are_is_an_error_of_those_who_need_them(machine: list[str]) -> None:
     gpus.claim_gpus(5)
-    assert gpus.free_gpus() == ["0", "1", "2", "3"]
+    assert gpus.free_gpus() == machine
 
 
-def test_the_driver_counts_gpus_where_the_environment_names_none(here: pytest.MonkeyPatch) -> None:
+def test_the_driver_counts_gpus_where_the_environment_names_none(here: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    here.setattr(gpus, "FOLDER", tmp_path / "gpus")
     here.setattr(gpus, "_count", lambda: 3)
     here.delenv("CUDA_VISIBLE_DEVICES")
     gpus.claim_gpus(2)
@@ -138,16 +154,9 @@ def test_the_driver_counts_gpus_where_the_environment_names_none(here: pytest.Mo
     assert gpus.visible_gpus() == []
 
 
-def test_another_user_of_the_machine_meets_the_claim(here: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for folder in (tmp_path, *tmp_path.parents):
-        folder.chmod(folder.stat().st_mode | 0o011)
-    tmp_path.chmod(0o1777)  # as /tmp is
+@pytest.mark.usefixtures("here")
+def test_another_user_of_the_machine_meets_the_claim(machine: list[str]) -> None:
     gpus.claim_gpus(3)
-    other = subprocess.run(
-        [sys.executable, "-c", f"from rlcore.gpus import *; os.setuid({_OTHER}); {_LOOK}"],
-        env=os.environ | {"TMPDIR": str(tmp_path), "CUDA_VISIBLE_DEVICES": "0,1,2,3"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert other.stdout.splitlines() == ["['3']", "[]"]
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(machine)}
+    other = subprocess.run([sys.executable, "-c", _LOOK], env=environment, capture_output=True, text=True, check=True)
+    assert other.stdout.splitlines() == [machine[3], ""]

@@ -406,7 +406,7 @@ def test_progress_is_written_once_a_second_at_most(tmp_path: Path) -> None:
 @pytest.mark.parametrize("told", [True, False])
 def test_a_trainer_waits_for_gpus_that_another_run_uses(run: Run, monkeypatch: pytest.MonkeyPatch, told: bool) -> None:
     """It can be told to stop meanwhile; otherwise it trains once they are free."""
-    monkeypatch.setattr("tempfile.tempdir", str(run.root))
+    monkeypatch.setattr(gpus, "FOLDER", run.root / "gpus")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     monkeypatch.setattr(gpus, "_POLL_SECONDS", 0.01)
     of_another: dict[str, int] = {}
