@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from prefect import flow
 
+from infra.logs import get_logger
 from infra.processes import alone
 from infra.settings import Settings
 from rlcore.errors import RlflowError
@@ -18,7 +21,8 @@ def evaluate_latest(
 ) -> None:
     """Started by a schedule and by each committed checkpoint; only one runs at a time over a data folder.
 
-    A failed evaluation does not stop the others; the flow then fails with the first error.
+    A failed evaluation does not stop the others; the flow then fails with the first error. A checkpoint that the run
+    removes meanwhile (``segment.keep_checkpoints``) is left out.
     """
     chosen = load_benchmarks(benchmarks)
     failures: list[RlflowError] = []
@@ -29,7 +33,10 @@ def evaluate_latest(
             try:
                 promote(todo, evaluate_todo(todo), confidence)
             except RlflowError as error:
-                failures.append(error)
+                if Path(todo.checkpoint.path).is_dir():
+                    failures.append(error)
+                else:
+                    get_logger().info("eval: %s was removed before it was evaluated", todo.checkpoint.path)
         if tried:
             show_leaderboard()
     if failures:

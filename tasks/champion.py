@@ -114,7 +114,7 @@ def evaluate_todo(todo: Todo) -> Evaluation:
     """Evaluate, log the numbers to the run in MLflow, and add a line to its ``evaluations.jsonl``.
 
     Raises:
-        RlflowError: a step failed; retention may have removed the checkpoint in the meantime.
+        RlflowError: a step failed, or the run has removed the checkpoint meanwhile.
     """
     base = bootstrap_policy(todo.run.experiment.model)
     problems = prepare_and_resize(todo.suite, "validation")

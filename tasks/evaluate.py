@@ -12,7 +12,7 @@ from infra.settings import Settings
 from rlcore.artifacts import CheckpointRef, DatasetRef, EndpointRef, EvalReport, EvalReports, ModelRef
 from rlcore.config import ExperimentConfig, build_experiment
 from rlcore.config.experiment import FREE_SETTINGS
-from rlcore.errors import StorageError
+from rlcore.errors import ConfigError, StorageError
 from rlcore.evaluation.records import as_step_record, own_digests, suite_digest
 from rlcore.segment.spec import SegmentManifest
 from rlcore.specs import EvaluateSpec, EvaluationPart
@@ -90,6 +90,11 @@ def evaluate_parts(
     for part in jobs.values():
         fetch(part.out_dir, settings)
     missing = tuple(part for part in jobs.values() if _read_report(part.out_dir) is None)
+    if missing and isinstance(policy, CheckpointRef) and not Path(policy.path).is_dir():
+        raise ConfigError(
+            f"the checkpoint {policy.path} was removed before it was evaluated. Evaluate a newer one, or raise "
+            "segment.keep_checkpoints for the next run."
+        )
     if missing:
         spec = EvaluateSpec(result=new_result_path(settings, "evaluate"), policy=policy, base=base, parts=missing)
         get_logger().info("eval: %s", policy.path)

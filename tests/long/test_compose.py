@@ -27,8 +27,10 @@ def happened(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def test_a_run_through_compose_outlives_the_death_of_every_service(happened: dict[str, Any]) -> None:
-    assert happened["starts"] == {
-        **dict.fromkeys(SERVERS, 2),  # one of them after its death
+    starts = dict(happened["starts"])
+    assert starts.pop("worker-cpu") in (2, 3)  # it may also end while Prefect is away
+    assert starts == {
+        **dict.fromkeys(SERVERS[:-1], 2),  # one of them after its death
         "worker": 3,  # and one after its stop
         "deploy": 1,
         **dict.fromkeys(("bucket", "mlflow-user"), 2),  # a second up repeats what they do

@@ -12,6 +12,7 @@ import pytest
 from mlflow import MlflowClient
 from prefect.artifacts import Artifact
 
+import flows.evaluate_latest as flow
 from flows.evaluate_latest import evaluate_latest
 from flows.train_grpo import train_grpo
 from infra.logs import get_logger
@@ -19,7 +20,7 @@ from infra.processes import alone
 from infra.settings import Settings
 from rlcore.artifacts import CheckpointRef
 from rlcore.errors import ConfigError
-from tasks.champion import Todo, evaluations, newest_unevaluated, promote
+from tasks.champion import Evaluation, Todo, evaluations, newest_unevaluated, promote
 from tasks.experiments import deciding_benchmark, load_benchmarks, load_experiment
 from tasks.run import Run, existing_run
 
@@ -150,3 +151,22 @@ def test_the_experiment_s_first_benchmark_decides_whichever_are_chosen() -> None
         suite=load_experiment("grpo-math12k"),
     )
     promote(todo, done=None, confidence=0.95)  # type: ignore[arg-type]  # nobody looks at the evaluation
+
+
+def test_a_checkpoint_that_its_run_removes_meanwhile_is_left_out(
+    data_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    train_grpo("grpo-geo3k-tiny", steps=4, overrides=SMALL, run_id="run")
+    before = len(evaluated(data_dir))
+    newest = next(iter((data_dir / "runs" / "run" / "checkpoints").glob("step-000004")))
+    evaluate = flow.evaluate_todo
+
+    def evaluate_while_it_is_removed(todo: Todo) -> Evaluation:
+        shutil.rmtree(newest, ignore_errors=True)
+        return evaluate(todo)
+
+    monkeypatch.setattr(flow, "evaluate_todo", evaluate_while_it_is_removed)
+    with caplog.at_level(logging.INFO, get_logger().name):
+        evaluate_latest(benchmarks=["tiny-geometry"])
+    assert evaluated(data_dir)[before:] == ["evaluate 2"]
+    assert f"{newest} was removed before it was evaluated" in caplog.text
