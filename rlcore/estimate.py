@@ -91,7 +91,7 @@ class Plan:
     adapters: bool  # LoRA trains, and all else is frozen
     sleeps: bool  # the sampler frees its GPU memory while the policy trains
     reference: bool
-    old_logprobs: bool  # computed in a separate pass
+    old_logprobs: float  # share of a batch for which they are computed in a separate pass
     sampler_share: float  # of the GPU's memory
     max_sequences: int  # of one sampler
     in_flight: float  # unfinished sequences per sequence of a batch; above 1 with partial rollouts
@@ -266,7 +266,7 @@ def estimate_seconds(
     share = rate[plan.checkpointing]
     if model.shape.tower is not None and model.shape.tower.trains:
         share *= rates.update_tower
-    scored = (int(plan.old_logprobs) + int(plan.reference)) * work.forward_flops
+    scored = (plan.old_logprobs + int(plan.reference)) * work.forward_flops
     if plan.teacher is not None:
         scored += batch_work(plan.teacher, plan).forward_flops
     return TimeEstimate(

@@ -339,9 +339,9 @@ class AlgorithmConfig(Frozen):
     """Do not train on completions that were cut at rollout.max_completion_tokens. They still count in the statistics of
     their group."""
     recompute_old_logprobs: bool = False
-    """Always compute the log-probs of the policy that the updates of a batch start from in a separate forward pass. By
-    default it is skipped with one update per batch, because they equal the new log-probs. Several updates, KL in the
-    reward, a teacher, an entropy_mask, and surplus groups of dynamic sampling always need it."""
+    """Compute the log-probs of the policy that the updates of a batch start from in a separate forward pass for all of
+    the batch. By default the first update is left out, because there they equal the new log-probs. Several epochs, KL
+    in the reward, a teacher, an entropy_mask, and surplus groups of dynamic sampling always need all."""
 
     @property
     def trains_on_reward(self) -> bool:

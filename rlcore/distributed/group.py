@@ -114,10 +114,10 @@ class WorkerGroup:
 
     def reference_logprobs(self, samples: Sequence[TrainingSample]) -> list[ScoredTokens]:
         """The reference chooses its own experts, as ``teacher_logprobs``: it is a fixed policy."""
-        return self._score(without_routes(samples), lambda worker, own: worker.policy.logprobs(own, reference=True))
+        return self._score(for_another_policy(samples), lambda worker, own: worker.policy.logprobs(own, reference=True))
 
     def teacher_logprobs(self, samples: Sequence[TrainingSample]) -> list[ScoredTokens]:
-        return self._score(without_routes(samples), lambda worker, own: worker.policy.teacher_logprobs(own))
+        return self._score(for_another_policy(samples), lambda worker, own: worker.policy.teacher_logprobs(own))
 
     def _score(self, samples: Sequence[TrainingSample], score: _Score) -> list[ScoredTokens]:
         plan = self._plan(samples)
@@ -234,9 +234,15 @@ def with_high_entropy(samples: Sequence[TrainingSample], share: float) -> list[T
     return [replace(s, high_entropy=mask) for s, mask in zip(samples, masks, strict=True)]
 
 
-def without_routes(samples: Sequence[TrainingSample]) -> list[TrainingSample]:
-    """The samples without the experts that the sampler chose."""
-    return [s if s.routes is None else replace(s, routes=None) for s in samples]
+def for_another_policy(samples: Sequence[TrainingSample]) -> list[TrainingSample]:
+    """The samples without what belongs to the policy that trains: the experts that its sampler chose, and its old
+    log-probs, which not all of them may have."""
+    return [
+        s
+        if s.routes is None and s.old_logprobs is None
+        else replace(s, routes=None, old_logprobs=None, truncation_logprobs=None, entropies=None)
+        for s in samples
+    ]
 
 
 def has_gradient(sample: TrainingSample) -> bool:

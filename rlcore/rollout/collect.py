@@ -385,8 +385,9 @@ def _scored_by_policies(run: RolloutRun, groups: Sequence[Group], clock: Clock, 
     """
     samples: Sequence[TrainingSample] = [sample for group in groups for sample in group.samples]
     with clock("old_logprobs"):
-        if needs_old_logprobs(run.config):
-            samples = [sample for part in split(samples, parts) for sample in _with_old_logprobs(run, part)]
+        first = first_update_with_old_logprobs(run.config)
+        updates = enumerate(split(samples, parts))
+        samples = [s for index, update in updates for s in _with_old_logprobs(run, update, needed=index >= first)]
     with clock("ref_logprobs"):
         missing = [sample for sample in samples if sample.ref_logprobs is None]
         if run.config.algorithm.kl.coefficient > 0 and missing:
@@ -401,10 +402,12 @@ def _scored_by_policies(run: RolloutRun, groups: Sequence[Group], clock: Clock, 
     return [replace(group, samples=tuple(next(rest) for _ in group.samples)) for group in groups]
 
 
-def _with_old_logprobs(run: RolloutRun, update: Sequence[TrainingSample]) -> Sequence[TrainingSample]:
-    """The samples of one update with old log-probs. Samples that have some pass through the model too, so that the
-    microbatches are those of the update and its ratio starts at exactly 1."""
-    if all(sample.old_logprobs is not None for sample in update):
+def _with_old_logprobs(run: RolloutRun, update: Sequence[TrainingSample], *, needed: bool) -> Sequence[TrainingSample]:
+    """The samples of one update with old log-probs, where they are needed or some samples have them already. Samples
+    that have some pass through the model too, so that the microbatches are those of the update and its ratio starts at
+    exactly 1."""
+    have = [sample.old_logprobs is not None for sample in update]
+    if all(have) or not (needed or any(have)):
         return update
     return [
         s
@@ -426,13 +429,15 @@ def _with_teacher_logprobs(run: RolloutRun, update: Sequence[TrainingSample]) ->
     return [replace(sample, teacher_logprobs=s.logprobs) for sample, s in zip(update, scored, strict=True)]
 
 
-def needs_old_logprobs(config: ExperimentConfig) -> bool:
-    """Whether the policy that updates may differ from the one that sampled, or its log-probs are needed earlier."""
+def first_update_with_old_logprobs(config: ExperimentConfig) -> int:
+    """The first of a batch's updates, from 0, that needs its old log-probs before the updates begin. The first update
+    of all starts from the old policy, so its own log-probs are the old ones; unless they are needed even earlier, or
+    again in a later epoch."""
     schedule, algorithm = Schedule.of(config), config.algorithm
     surplus = schedule.needs_signal and schedule.keeps_surplus and not schedule.asynchronous
     kl_in_reward = algorithm.kl.place == "reward" and algorithm.kl.coefficient > 0
     earlier = surplus or kl_in_reward or algorithm.teacher is not None or algorithm.entropy_mask is not None
-    return config.training.steps_per_batch > 1 or earlier or algorithm.recompute_old_logprobs
+    return int(not (earlier or config.training.ppo_epochs > 1 or algorithm.recompute_old_logprobs))
 
 
 def split(samples: Sequence[TrainingSample], parts: int) -> list[Sequence[TrainingSample]]:

@@ -168,7 +168,7 @@ def plan_of(
     training, rollout, data = experiment.training, experiment.rollout, experiment.data
     algorithm, resources = experiment.algorithm, experiment.resources
     earlier = algorithm.kl.place == "reward" or algorithm.teacher is not None or algorithm.entropy_mask is not None
-    old = training.steps_per_batch > 1 or algorithm.recompute_old_logprobs or earlier
+    all_old = earlier or training.ppo_epochs > 1 or algorithm.recompute_old_logprobs
     return Plan(
         reward_model=_reward_model_bytes(experiment),
         workers=resources.workers,
@@ -190,7 +190,7 @@ def plan_of(
         adapters=experiment.model.lora is not None,
         sleeps=rollout.sleep != "never" and not resources.rollout_workers,
         reference=algorithm.kl.coefficient > 0 and experiment.model.lora is None,
-        old_logprobs=old,
+        old_logprobs=1.0 if all_old else 1 - 1 / training.mini_batches,
         sampler_share=rollout.gpu_memory_utilization,
         max_sequences=rollout.max_sequences,
         in_flight=rollout.partial.in_flight if rollout.partial is not None else 1.0,

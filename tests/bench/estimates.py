@@ -65,7 +65,7 @@ def plan_of(kind: str, *, problems: int, prompt: float, completion: float, **oth
         prompt_tokens=prompt, completion_tokens=completion, longest=shape.prompt + shape.cap,
         image_size=(shape.side, shape.side) if shape.side else None, tokens_per_microbatch=17_408,
         checkpointing="none", compiled=True, bf16_optimizer=False, reshard=False, offload=False, adapters=False,
-        sleeps=True, reference=False, old_logprobs=False, sampler_share=0.5, max_sequences=1024, in_flight=1.0,
+        sleeps=True, reference=False, old_logprobs=0.0, sampler_share=0.5, max_sequences=1024, in_flight=1.0,
         overlapped=False, device=DEVICE,
     )  # fmt: skip
     return replace(plain, **others)
