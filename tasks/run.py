@@ -36,6 +36,17 @@ DRIVERS = "drivers.jsonl"
 ABLATION_ID = r"[a-z0-9][a-z0-9-]{0,79}"  # also the name of its artifacts in Prefect, which allows no more
 
 
+def changed_since_driver(run_dir: Path, name: str) -> bool:
+    """Whether the file ``name`` of a run's folder was written after the run's last driver started.
+
+    The file system's times decide: hosts that share the folder may have clocks that differ by minutes.
+    """
+    path, start = run_dir / name, run_dir / DRIVERS
+    if not path.exists():
+        return False
+    return not start.exists() or path.stat().st_mtime_ns >= start.stat().st_mtime_ns
+
+
 class Run(BaseModel):
     """A run, as every task after preflight gets it. Its folder holds all of its state."""
 
@@ -65,14 +76,8 @@ class Run(BaseModel):
         return f"trainer-{hashlib.sha256(str(self.run_dir).encode()).hexdigest()[:16]}"
 
     def changed_since_driver(self, name: str) -> bool:
-        """Whether the file ``name`` of the run's folder was written after the last driver started.
-
-        The file system's times decide: hosts that share the folder may have clocks that differ by minutes.
-        """
-        path, start = self.run_dir / name, self.run_dir / DRIVERS
-        if not path.exists():
-            return False
-        return not start.exists() or path.stat().st_mtime_ns >= start.stat().st_mtime_ns
+        """Whether the file ``name`` of the run's folder was written after the last driver started."""
+        return changed_since_driver(self.run_dir, name)
 
     def journal(self) -> list[StepRecord]:
         """Every step so far. Cheap enough to call every second."""

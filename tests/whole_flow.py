@@ -278,7 +278,11 @@ def run_demo(shape: str, folder: Path, settings: Mapping[str, object] | None = N
             **given,
         }
         kill = Kill(folder / "data" / "runs" / RUN, int(str(values["training.steps"])))
-        flow = run_flow(case.experiment, values, folder, watch=kill)
+        try:
+            flow = run_flow(case.experiment, values, folder, watch=kill)
+        except BaseException:  # ended by a limit of time or by a person, it has measured something
+            sys.stdout.write(f"\n{table(memory.measured([made, *task_stages(folder / 'data')]))}\n")
+            raise
     return _outcome(shape, folder, flow, kill, made, memory)
 
 

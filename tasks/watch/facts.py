@@ -21,7 +21,7 @@ from rlcore.segment.journal import StepRecord, parse_record
 from rlcore.segment.lease import holder_alive
 from tasks.driver.failures import FailureRecord
 from tasks.driver.progress import pace
-from tasks.run import ENDED, Driver
+from tasks.run import ENDED, Driver, changed_since_driver
 
 _TAIL_BYTES = 65_536  # more than the last records, whose lines have 2 to 4 KiB
 _TAIL_RECORDS = 11
@@ -142,7 +142,7 @@ def read_view(folder: Path, now: float) -> RunView:
     failures = [FailureRecord.model_validate_json(line) for line in _lines(folder / "failures.jsonl")]
     warned = [json.loads(line) for line in _lines(folder / "health.jsonl")]
     started = drivers[-1].at if drivers else 0.0
-    ended = _note(folder / ENDED, started)
+    ended = _note(folder, ENDED)
     signs = _signs(folder, drivers[-1] if drivers else None, failures, ended, trained=last.step >= steps)
     state = state_of(signs, now)
     error = str(ended["error"]).splitlines()[0] if ended is not None and state is State.FAILED else None
@@ -170,9 +170,9 @@ def _signs(
     *,
     trained: bool,
 ) -> Signs:
-    finished, started = (folder / "finished").exists(), driver.at if driver else 0.0
+    finished = (folder / "finished").exists()
     last = failures[-1] if failures else None
-    outage = _note(folder / "outage.json", started)
+    outage = _note(folder, "outage.json")
     return Signs(
         finished=finished,
         trainer=not finished and holder_alive(folder / "lease.json") is not None,
@@ -184,10 +184,12 @@ def _signs(
     )
 
 
-def _note(path: Path, since: float) -> dict[str, Any] | None:
+def _note(folder: Path, name: str) -> dict[str, Any] | None:
     """A note about the end of a flow, unless it is from before the last start."""
-    note: dict[str, Any] | None = json.loads(path.read_bytes()) if path.exists() else None
-    return note if note is not None and float(note["at"]) >= since else None
+    if not changed_since_driver(folder, name):
+        return None
+    note: dict[str, Any] = json.loads((folder / name).read_bytes())
+    return note
 
 
 def _lines(path: Path) -> list[str]:
