@@ -37,7 +37,7 @@ help:
 	@echo 'make test, make check          the tests of every promise, ten minutes; lint, format and types'
 	@echo 'make test-all                  the long tests as well: many engines, servers, browsers; 42 minutes'
 	@echo 'make test-stacks               the flow-level tests on PostgreSQL and S3'
-	@echo 'make test-clusters             the stack of compose.yaml, and several machines on one folder; as root, 20 minutes'
+	@echo 'make test-clusters             the stack of compose.yaml, the Dockerfile, several machines on one folder; as root, 30 min'
 	@echo 'make mutants                   do the tests see small faults? SIZE=600 of them, SEED=0; MINUTES=60'
 	@echo 'make docs                      write docs/reference.md, and the tables of measured figures in docs/'
 	@echo 'make install, lock, clean      environment; pinned requirements; remove what make made'

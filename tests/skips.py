@@ -111,6 +111,12 @@ def _namespaces() -> str:
     return why_not() or ""
 
 
+def _debootstrap() -> str:
+    from tests.long.image_build import why_not
+
+    return why_not()
+
+
 def _postgresql() -> str:
     from tests.stores import postgres_programs
 
@@ -156,6 +162,7 @@ FACTS: dict[str, Callable[[], str]] = {
     "swift": _swift,
     "openssl": lambda: "" if shutil.which("openssl") else "it is not on the PATH",
     "namespaces": _namespaces,
+    "debootstrap": _debootstrap,
     "mounts": _mounts,
     "root": lambda: "" if os.geteuid() == 0 else f"this is user {os.geteuid()}",
     "linux": lambda: "" if sys.platform == "linux" else f"this is {sys.platform}",

@@ -188,6 +188,8 @@ def test_the_dockerfile_lints_and_copies_what_is_there(tmp_path: Path) -> None:
     copied = [line.split()[1:-1] for line in dockerfile.read_text().splitlines() if line.startswith("COPY ")]
     sources = [source for words in copied for source in words if not words[0].startswith("--from")]
     assert "infra/requirements/gpu.txt" in sources
+    (build,) = re.findall(r"^RUN uv pip (\w+) .*--no-build .*/tmp/gpu.txt", dockerfile.read_text(), re.MULTILINE)
+    assert build == "sync", "gpu.txt leaves pwinput out, which install would look for"
     assert not [source for source in sources if not (ROOT / source).exists() or source.split("/")[0] not in sent]
     assert not re.search(r"PASSWORD|TOKEN|SECRET", dockerfile.read_text())
 

@@ -171,18 +171,35 @@ def _seconds(text: str) -> float:
     return float(number) * {"s": 1, "m": 60}[unit]
 
 
-def read_image(dockerfile: Path, stage: str) -> Image:
-    """The last word of each instruction of a stage; what its base image says is not known here."""
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A stage of a Dockerfile, as it is written."""
+
+    base: str
+    steps: tuple[tuple[str, str], ...]  # instruction, rest of its line
+
+
+def read_stages(dockerfile: Path) -> dict[str, Stage]:
+    """All stages, by name. What stands before the first one is left out."""
     text = re.sub(r"\\\n", " ", dockerfile.read_text())
     lines = [line for line in text.splitlines() if line and not line.startswith("#")]
-    starts = {found["name"]: number for number, line in enumerate(lines) if (found := _STAGE.match(line))}
-    end = min((number for number in starts.values() if number > starts[stage]), default=len(lines))
+    starts = [number for number, line in enumerate(lines) if _STAGE.match(line)]
+    stages = {}
+    for start, end in zip(starts, [*starts[1:], len(lines)], strict=True):
+        found = _STAGE.match(lines[start])
+        assert found is not None
+        steps = [line.split(maxsplit=1) for line in lines[start + 1 : end]]
+        stages[found["name"]] = Stage(found["base"], tuple((word, rest) for word, rest in steps))
+    return stages
+
+
+def read_image(dockerfile: Path, stage: str) -> Image:
+    """The last word of each instruction of a stage; what its base image says is not known here."""
     environment: dict[str, str] = {}
     copied: list[tuple[str, str]] = []
     folders: list[str] = []
     user, folder, command = 0, "/", ()
-    for line in lines[starts[stage] + 1 : end]:
-        word, rest = line.split(maxsplit=1)
+    for word, rest in read_stages(dockerfile)[stage].steps:
         match word:
             case "ENV":
                 environment |= dict(item.split("=", 1) for item in shlex.split(rest))
@@ -192,7 +209,7 @@ def read_image(dockerfile: Path, stage: str) -> Image:
                 folder = rest
             case "COPY" if not rest.startswith("--from"):
                 *sources, target = rest.split()
-                copied += [(source, _place(folder, source, target)) for source in sources]
+                copied += [(source, place(folder, source, target)) for source in sources]
             case "RUN":
                 folders += re.findall(r"install --directory --owner rlflow (\S+)", rest)
             case "CMD":
@@ -200,6 +217,7 @@ def read_image(dockerfile: Path, stage: str) -> Image:
     return Image(environment, user, folder, tuple(copied), tuple(folders), (), command)
 
 
-def _place(folder: str, source: str, target: str) -> str:
+def place(folder: str, source: str, target: str) -> str:
+    """Where COPY puts ``source``. A folder's content goes to ``target`` itself."""
     base = target if target.startswith("/") else f"{folder}/{target.removeprefix('./')}"
     return f"{base.rstrip('/')}/{Path(source).name}" if target.endswith("/") else base
