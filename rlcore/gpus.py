@@ -39,6 +39,12 @@ def free_gpus() -> list[str]:
         return list(locks)
 
 
+def shortage(count: int) -> str:
+    """In words, if a process that claims so many GPUs now would have to wait; empty: it would not."""
+    visible, free = len(visible_gpus()), len(free_gpus())
+    return "" if free >= count or visible < count else f"{free} of {visible} GPU(s) are free"
+
+
 def claim_gpus(count: int, *, waiting: Callable[[], None] = lambda: None, inherited: bool = False) -> None:
     """Claim ``count`` GPUs for the rest of this process, and hide the others from CUDA. Waits until they are free.
 

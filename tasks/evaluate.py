@@ -16,7 +16,7 @@ from rlcore.errors import ConfigError, StorageError
 from rlcore.evaluation.records import as_step_record, own_digests, suite_digest
 from rlcore.segment.spec import SegmentManifest
 from rlcore.specs import EvaluateSpec, EvaluationPart
-from tasks.driver.jobs import new_result_path, run_job
+from tasks.driver.jobs import new_result_path, run_job, tell_shortage
 from tasks.experiments import load_experiment
 from tasks.registered import checkpoint_model, log_metrics_of
 from tasks.retries import step
@@ -98,6 +98,9 @@ def evaluate_parts(
     if missing:
         spec = EvaluateSpec(result=new_result_path(settings, "evaluate"), policy=policy, base=base, parts=missing)
         get_logger().info("eval: %s", policy.path)
+        if not (settings.ray_address or isinstance(policy, EndpointRef)):
+            first = missing[0].experiment
+            tell_shortage("eval", first, first.resources.devices, settings)
         run_job("rlcore.jobs.evaluate", spec, EvalReports, settings, quiet=True)
     return [
         made(key, part.out_dir, partial(_finished_report, part.out_dir), EvalReport).model_copy(

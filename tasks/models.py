@@ -16,7 +16,7 @@ from rlcore.artifacts import CheckpointRef, DatasetRef, EvalReport, ModelCheck, 
 from rlcore.config import ExperimentConfig, ModelConfig, build_experiment
 from rlcore.segment.store import read_manifest
 from rlcore.specs import BootstrapSpec, CheckModelSpec, MergeSpec, tiny_folder
-from tasks.driver.jobs import new_result_path, run_job
+from tasks.driver.jobs import new_result_path, run_job, tell_shortage
 from tasks.driver.outbox import prefect_outage_named
 from tasks.lineage import artifact_name, lineage_of
 from tasks.registered import log_metrics_of, pyfunc_of
@@ -139,6 +139,7 @@ def _compared(experiment: ExperimentConfig, model: ModelRef, settings: Settings,
         result=new_result_path(settings, "check-model"), experiment=experiment, model=model, with_engine=with_engine
     )
     get_logger().info("model: comparing trainer and transformers%s", " and vLLM" if with_engine else "")
+    tell_shortage("model", experiment, 1, settings)
     return run_job("rlcore.jobs.check_model", spec, ModelCheck, settings, quiet=True)
 
 
@@ -181,6 +182,7 @@ def merge_checkpoint(
 
     def make() -> ModelRef:
         get_logger().info("merge: %s, then compare with transformers and vLLM", checkpoint.path)
+        tell_shortage("merge", experiment, experiment.rollout.tensor_parallel, settings)
         return run_job("rlcore.jobs.merge", spec, ModelRef, settings, quiet=True)
 
     return made(merge_key(checkpoint, base), spec.out, make, ModelRef)

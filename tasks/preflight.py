@@ -35,7 +35,7 @@ from rlcore.data.synthetic.sources import SYNTHETIC_SOURCES, check_synthetic
 from rlcore.errors import ConfigError, DataError, ModelError, RlflowError
 from rlcore.failures import OUTAGES
 from rlcore.families import family_in, is_of_tower
-from rlcore.gpus import free_gpus, visible_gpus
+from rlcore.gpus import shortage
 from rlcore.types import ImageRef, Problem
 from tasks.data import Split, prepare_spec, source_experiments
 from tasks.driver.failures import failure_of
@@ -180,10 +180,8 @@ def _wait_for_gpus(wanted: ResourceConfig, settings: Settings) -> str:
     """Says so if the trainer will wait for GPUs that other runs have claimed."""
     if wanted.device == "cpu" or settings.share_gpus:
         return ""
-    visible, free = len(visible_gpus()), len(free_gpus())
-    if free >= wanted.devices or visible < wanted.devices:
-        return ""
-    return f"; {free} of {visible} GPU(s) are free, so the trainer waits until others end"
+    short = shortage(wanted.devices)
+    return f"; {short}, so the trainer waits until others end" if short else ""
 
 
 def _model(model: ModelConfig, setting: str = "model") -> str:

@@ -11,7 +11,7 @@ from infra.settings import Settings
 from rlcore.errors import ConfigError
 from rlcore.files import write_json_atomically
 from rlcore.specs import ServeSpec
-from tasks.driver.jobs import new_result_path
+from tasks.driver.jobs import new_result_path, tell_shortage
 from tasks.named import find_named
 
 _SHARE = 0.9  # of a GPU that nothing else uses
@@ -56,5 +56,6 @@ def become_server(spec: ServeSpec, settings: Settings) -> None:
     path = spec.result.with_name("spec.json")
     write_json_atomically(path, spec.model_dump_json(indent=1))
     get_logger().info("serve: %s as %s at http://%s:%d/v1", spec.model, spec.name, spec.host, spec.port)
+    tell_shortage("serve", spec.experiment, spec.experiment.rollout.tensor_parallel, settings)
     python = str(settings.trainer_python)
     os.execve(python, [python, "-m", "rlcore.jobs.serve", str(path)], environment.for_jobs(settings))

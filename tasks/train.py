@@ -34,7 +34,7 @@ from rlcore.segment.store import move_aside, verify_checkpoint
 from rlcore.specs import JobError
 from tasks.driver.failures import handle_failures, read_adjustments, wait_for_next_try
 from tasks.driver.health import HangWatch, HealthWarnings, announce_on_prefect, end_stuck_trainer
-from tasks.driver.jobs import UNKNOWN_EXIT, describe_exit, error_from, worth_retrying
+from tasks.driver.jobs import UNKNOWN_EXIT, describe_exit, error_from, tell_shortage, worth_retrying
 from tasks.driver.mirror import safe_step, wait_until_mirrored
 from tasks.driver.outbox import Heartbeat, Outbox, ending
 from tasks.driver.progress import TrainingProgress, announce_checkpoint
@@ -287,6 +287,8 @@ def _start(run: Run, settings: Settings, inputs: _Inputs, index: int) -> Trainer
     spec_path = run.run_dir / "spec.json"
     write_json_atomically(spec_path, spec.model_dump_json(indent=1))
     (run.run_dir / "trainer_error.json").unlink(missing_ok=True)
+    if not settings.ray_address:
+        tell_shortage("train", run.experiment, run.experiment.resources.devices, settings)
     _beat(run, index)
     where = f"from step {step}" if (step := run.committed_step()) else "from the start"
     with (run.run_dir / "trainer.log").open("ab") as log:

@@ -20,9 +20,11 @@ from infra.logs import get_logger
 from infra.settings import Settings
 from infra.tracking.extra import end_trackers
 from rlcore import errors
+from rlcore.config import ExperimentConfig
 from rlcore.errors import RlflowError, TrainerFailedError
 from rlcore.failures import policy_of
 from rlcore.files import write_json_atomically
+from rlcore.gpus import shortage
 from rlcore.specs import JobError, JobSpec, read_error
 from tasks.driver.failures import failure_of
 from tasks.run import close_as_killed, drivers, existing_run
@@ -39,6 +41,14 @@ _STOP_GRACE_SECONDS = 5.0
 def new_result_path(settings: Settings, name: str) -> Path:
     """A new folder for a job's spec, result and error: the path of the result in it."""
     return settings.jobs_dir / f"{name}-{uuid.uuid4().hex[:12]}" / "result.json"
+
+
+def tell_shortage(work: str, experiment: ExperimentConfig, gpus: int, settings: Settings) -> None:
+    """Log it if ``work``, which claims so many GPUs of this machine, will have to wait for them."""
+    if experiment.resources.device == "cpu" or settings.share_gpus:
+        return
+    if short := shortage(gpus):
+        get_logger().info("%s: %s, so this waits until others end", work, short)
 
 
 def run_job(module: str, spec: JobSpec, result_type: type[R], settings: Settings, *, quiet: bool = False) -> R:

@@ -134,6 +134,8 @@ def test_a_wait_ends_when_the_run_has_to_stop(start: Start, here: pytest.MonkeyP
         gpus.claim_gpus(1, waiting=stop)
     assert len(asked) == 3
     assert gpus.free_gpus() == []
+    assert gpus.shortage(1) == "0 of 4 GPU(s) are free"
+    assert gpus.shortage(5) == ""  # no wait would help
     here.setenv(gpus.SHARE, "1")
     gpus.claim_gpus(1, waiting=stop)  # does not wait
 
