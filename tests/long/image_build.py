@@ -31,8 +31,8 @@ _PYTHON_OF_DEBIAN = ("python3", "python3-venv")
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _CERTIFICATES = "usr/local/share/certificates-of-the-host.crt"
 _ENTER = """
-for name in proc sys dev; do mount --rbind /$name "$0/$name"; done
-user=$1; shift; exec chroot --userspec=$user "$0" "$@"
+for name in proc sys dev; do /bin/mount --rbind /$name "$0/$name"; done
+user=$1; shift; exec /usr/sbin/chroot --userspec=$user "$0" "$@"
 """
 
 
