@@ -160,7 +160,7 @@ def tracked(env: Mapping[str, str], run_id: str) -> dict[str, object]:
         "tracked": sorted(point.step for point in points),
         "status": run.info.status,
         "worker is admin": get_app_client("basic-auth", "http://127.0.0.1:5000").get_user("rlflow").is_admin,
-        "registered": [version.status for version in versions],
+        "registered": sorted((int(version.tags["rlflow.step"]), version.status) for version in versions),
         "artifact": files[0].file_size,  # as the object store lists it
     }
 

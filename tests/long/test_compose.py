@@ -40,7 +40,8 @@ def test_a_run_through_compose_outlives_the_death_of_every_service(happened: dic
     assert happened["steps"] == list(range(1, STEPS + 1))
     assert happened["tracked"] == list(range(1, STEPS + 1))
     assert happened["status"] == "FINISHED"
-    assert happened["registered"] == ["READY"]
+    steps, states = zip(*happened["registered"], strict=True)  # evaluate-latest may have registered a champion as well
+    assert (steps.count(STEPS), len(set(steps)), set(states)) == (1, len(steps), {"READY"})
     assert happened["artifact"] > 0  # bytes of a file that lies in the object store
 
 
