@@ -26,7 +26,7 @@ from tests.long.hosts import ROOT, SHARED
 
 DOCKER = ROOT / "infra" / "deploy" / "docker"
 EXPERIMENT = "grpo-gsm8k-tiny"
-STEPS = 36
+STEPS = 90  # more than a loaded machine trains until every service is back
 SERVERS = ("postgres", "objects", "mlflow", "prefect", "worker-cpu")
 # Random weights never give a right answer, so letters are counted. The pause gives the servers time to come back.
 _REWARD = """import time
