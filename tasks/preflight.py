@@ -27,7 +27,6 @@ from infra.tracking.extra import check_installed
 from infra.tracking.tracker import check_reachable
 from rlcore.config import ExperimentConfig, ModelConfig
 from rlcore.config.reward import JudgeReward, ModelReward
-from rlcore.config.run import ResourceConfig
 from rlcore.data.prepare.sources import ImageCell, open_source, parse_source
 from rlcore.data.prompts import template_text
 from rlcore.data.rejects import Unusable
@@ -35,10 +34,10 @@ from rlcore.data.synthetic.sources import SYNTHETIC_SOURCES, check_synthetic
 from rlcore.errors import ConfigError, DataError, ModelError, RlflowError
 from rlcore.failures import OUTAGES
 from rlcore.families import family_in, is_of_tower
-from rlcore.gpus import shortage
 from rlcore.types import ImageRef, Problem
 from tasks.data import Split, prepare_spec, source_experiments
 from tasks.driver.failures import failure_of
+from tasks.driver.jobs import gpu_shortage
 from tasks.driver.outbox import prefect_outage_named
 from tasks.experiments import deciding_benchmark
 from tasks.retries import step
@@ -173,15 +172,9 @@ def _machine(experiment: ExperimentConfig, settings: Settings) -> str:
             f"and this machine has {len(machine.gpus)} GPU(s). Lower one of them, set resources.device=cpu, or point "
             "RLFLOW_RAY_ADDRESS at a cluster."
         )
-    return f"{machine}; {wanted.devices} worker(s) on {wanted.device}{_wait_for_gpus(wanted, settings)}"
-
-
-def _wait_for_gpus(wanted: ResourceConfig, settings: Settings) -> str:
-    """Says so if the trainer will wait for GPUs that other runs have claimed."""
-    if wanted.device == "cpu" or settings.share_gpus:
-        return ""
-    short = shortage(wanted.devices)
-    return f"; {short}, so the trainer waits until others end" if short else ""
+    short = gpu_shortage(experiment, wanted.devices, settings)
+    waits = f"; {short}, so the trainer waits until others end" if short else ""
+    return f"{machine}; {wanted.devices} worker(s) on {wanted.device}{waits}"
 
 
 def _model(model: ModelConfig, setting: str = "model") -> str:

@@ -43,11 +43,14 @@ def new_result_path(settings: Settings, name: str) -> Path:
     return settings.jobs_dir / f"{name}-{uuid.uuid4().hex[:12]}" / "result.json"
 
 
+def gpu_shortage(experiment: ExperimentConfig, gpus: int, settings: Settings) -> str:
+    """In words, if work that claims so many GPUs of this machine would have to wait now; empty: it would not."""
+    return "" if experiment.resources.device == "cpu" or settings.share_gpus else shortage(gpus)
+
+
 def tell_shortage(work: str, experiment: ExperimentConfig, gpus: int, settings: Settings) -> None:
     """Log it if ``work``, which claims so many GPUs of this machine, will have to wait for them."""
-    if experiment.resources.device == "cpu" or settings.share_gpus:
-        return
-    if short := shortage(gpus):
+    if short := gpu_shortage(experiment, gpus, settings):
         get_logger().info("%s: %s, so this waits until others end", work, short)
 
 

@@ -8,6 +8,7 @@ that fails ends the build.
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import shutil
@@ -21,7 +22,6 @@ from tests.long.hosts import ROOT
 
 DOCKERFILE = ROOT / "infra" / "deploy" / "docker" / "Dockerfile"
 _SUITE = "bookworm"
-_MANAGED = Path("opt/python") / "cpython-{version}-linux-x86_64-gnu"  # where uv looks for its own Python
 # what this machine's Python is linked against
 _LIBRARIES = (
     "libssl3", "libsqlite3-0", "libffi8", "libbz2-1.0", "liblzma5", "libreadline8", "zlib1g", "libncursesw6",
@@ -83,13 +83,15 @@ class Build:
     # ---- the steps
 
     def _execute(self, name: str, arguments: Mapping[str, str]) -> None:
-        variables: dict[str, str] = {"PWD": "/"}
+        variables, shell = {"PWD": "/"}, ["/bin/sh", "-c"]
         for word, rest in self._stages[name].steps:
             sys.stdout.write(f"{name}: {word} {rest[:100]}\n")
             sys.stdout.flush()
             match word:
                 case "RUN":
-                    self.run(name, ["/bin/bash", "-o", "pipefail", "-c", rest], **variables)
+                    self.run(name, [*shell, rest], **variables)
+                case "SHELL":
+                    shell = json.loads(rest)
                 case "ENV":
                     for item in shlex.split(rest):
                         key, value = item.split("=", 1)
@@ -102,7 +104,7 @@ class Build:
                     (self.root(name) / rest.lstrip("/")).mkdir(parents=True, exist_ok=True)
                 case "COPY":
                     self._copy(name, rest, variables["PWD"])
-                case "SHELL" | "USER" | "VOLUME" | "CMD":
+                case "USER" | "VOLUME" | "CMD":
                     pass  # for those who start a container
                 case _:
                     raise NotUnderstoodError(f"{word} {rest}")
@@ -144,7 +146,8 @@ class Build:
         for library in own.glob("lib/libpython*.so*"):  # the build's path to it is not there
             shutil.copy(library, root / "usr/lib")
         if name == "build":
-            managed = root / str(_MANAGED).format(version=".".join(map(str, sys.version_info[:3])))
+            version = ".".join(map(str, sys.version_info[:3]))
+            managed = root / "opt/python" / f"cpython-{version}-linux-x86_64-gnu"  # where uv looks for its own Python
             left_out = shutil.ignore_patterns("site-packages", "test", "__pycache__")
             shutil.copytree(own, managed, symlinks=True, ignore=left_out)
 

@@ -27,10 +27,8 @@ def happened(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def test_a_run_through_compose_outlives_the_death_of_every_service(happened: dict[str, Any]) -> None:
-    starts = dict(happened["starts"])
-    assert 2 <= starts.pop("worker-cpu") <= 5  # while Prefect is away it may end each time it is started
-    assert starts == {
-        **dict.fromkeys(SERVERS[:-1], 2),  # one of them after its death
+    assert happened["starts"] == {
+        **dict.fromkeys(SERVERS, 2),  # one of them after its death
         "worker": 3,  # and one after its stop
         "deploy": 1,
         **dict.fromkeys(("bucket", "mlflow-user"), 2),  # a second up repeats what they do
