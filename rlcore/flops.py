@@ -44,12 +44,14 @@ class ModelShape:
     weights_train: bool  # False with adapters: the backward pass has no weight gradients
     tower: TowerShape | None
     windows: tuple[int, ...] = ()  # of the layers with a sliding window, in tokens
+    recurrent_layers: int = 0  # of ``layers``: those with a recurrent state in place of attention
+    state_elements: int = 0  # of the states of all of them
 
     @property
     def attention_weight(self) -> float:
         """Cost of attending to one token in all layers, relative to the matrix products of a token. Microbatches are
         balanced by it, as if no layer had a window."""
-        return 2 * self.layers * self.width / self.parameters
+        return 2 * (self.layers - self.recurrent_layers) * self.width / self.parameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,19 +84,20 @@ def pass_work(shape: ModelShape, groups: Sequence[GroupSize], images: Sequence[t
     """The work of one microbatch.
 
     Forward: 2 N FLOPs per token (N parameters of the layers), 2 V H per trained token for the head, and
-    4 * layers * width per pair of a token and a token that it attends to (itself counts half). The tower is counted in
-    the same way. Backward: twice that if the weights train, once for a decoder with frozen weights. A frozen tower
-    counts 0, because its outputs are cached.
+    4 * layers * width per pair of a token and a token that it attends to (itself counts half). A token reads a
+    recurrent state twice and writes it once: 6 FLOPs per element. The tower is counted in the same way. Backward: twice
+    that if the weights train, once for a decoder with frozen weights. A frozen tower counts 0, because its outputs are
+    cached.
 
     Args:
         images: (width, height) in pixels of each distinct image.
     """
     prompt_tokens = sum(group.prompt for group in groups)
     tokens = prompt_tokens + sum(sum(group.completions) for group in groups)
-    of_layers = [*[None] * (shape.layers - len(shape.windows)), *shape.windows]
+    of_layers = [*[None] * (shape.layers - shape.recurrent_layers - len(shape.windows)), *shape.windows]
     pairs = {window: sum(_pairs(group, window) for group in groups) for window in set(of_layers)}
     decoder = (
-        2.0 * shape.parameters * tokens
+        (2.0 * shape.parameters + 6.0 * shape.state_elements) * tokens
         + 2.0 * shape.head_parameters * sum(group.trained for group in groups)
         + 4.0 * shape.width * sum(pairs[window] for window in of_layers)
     )

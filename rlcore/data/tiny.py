@@ -115,7 +115,7 @@ def build_processor(family: str | None = None) -> PictureProcessor:
         return _build_named_tile_processor()
     make_processor: Callable[..., PictureProcessor] = Qwen2_5_VLProcessor
     make_video_processor: Callable[..., Any] = Qwen2VLVideoProcessor
-    if family in ("qwen3_vl", "qwen3_vl_moe"):
+    if family in ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"):
         look["patch_size"] = 16
         make_processor, make_video_processor = Qwen3VLProcessor, Qwen3VLVideoProcessor
     return make_processor(

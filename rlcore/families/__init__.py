@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rlcore.errors import ModelError
-from rlcore.families import glm4v, idefics3, internvl, qwen2, qwen2_vl, qwen3_moe, qwen3_vl, qwen3_vl_moe
+from rlcore.families import glm4v, idefics3, internvl, qwen2, qwen2_vl, qwen3_5, qwen3_moe, qwen3_vl, qwen3_vl_moe
 from rlcore.families.protocol import Family, Images
 
 FAMILIES: Mapping[str, Family] = {
@@ -30,6 +30,10 @@ FAMILIES: Mapping[str, Family] = {
     "qwen2_5_vl": qwen2_vl.FAMILY,
     "qwen3_vl": qwen3_vl.FAMILY,
     "qwen3_vl_moe": qwen3_vl_moe.FAMILY,
+    "qwen3_5_text": qwen3_5.TEXT,
+    "qwen3_5": qwen3_5.FAMILY,
+    "qwen3_5_moe_text": qwen3_5.MOE_TEXT,
+    "qwen3_5_moe": qwen3_5.MOE,
     "glm4v": glm4v.FAMILY,
     "internvl": internvl.FAMILY,
     "idefics3": idefics3.FAMILY,  # SmolVLM is one
@@ -91,6 +95,16 @@ def images_in(folder: Path) -> Images | None:
     """
     config = _config_in(folder)
     return family_of(config).images if "vision_config" in config else None
+
+
+def has_states(folder: Path) -> bool:
+    """Whether layers of the model in a folder have a recurrent state. False for a type that no family has.
+
+    Raises:
+        ModelError: as ``images_in``.
+    """
+    family = FAMILIES.get(str(_config_in(folder).get("model_type")))
+    return family is not None and family.recurrence is not None
 
 
 def _config_in(folder: Path) -> Mapping[str, Any]:

@@ -44,6 +44,10 @@ class Family(Protocol):
     def experts(self) -> Experts | None:
         """None: the layers of the family have no experts."""
 
+    @property
+    def recurrence(self) -> Recurrence | None:
+        """None: all layers of the family have attention."""
+
     def decoder(self, hf: Any) -> Any:
         """The module with the embeddings and ``layers``, without the head."""
 
@@ -81,6 +85,31 @@ class Experts(Protocol):
 
     def weights(self, router: Any, logits: Tensor, experts: Tensor) -> Tensor:
         """[T, k] the weights that a router gives to ``experts`` [T, k], whether it would choose them or not."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RecurrentInputs:
+    """What a layer with a recurrent state computes of each token alone. Hk key heads of size Dk, Hv value heads of size
+    Dv."""
+
+    mixed: Tensor  # [T, 2 Hk Dk + Hv Dv]: query, key and value, before the convolution along the sequence
+    gate: Tensor  # [T, Hv Dv], of the output
+    write: Tensor  # [T, Hv]: the sigmoid of it is the share of the old value that the new one replaces
+    decay: Tensor  # [T, Hv]: the larger, the more of the state is forgotten
+
+
+class Recurrence(Protocol):
+    """Decoder layers with a recurrent state in place of attention: gated delta nets, arXiv:2412.06464."""
+
+    def layers(self, decoder: Any) -> list[Any]:
+        """The modules that stand where other layers have attention. ``models.recurrence`` names the parts that it uses
+        besides ``inputs``."""
+
+    def state_elements(self, layer: Any) -> int:
+        """Elements of a layer's state."""
+
+    def inputs(self, layer: Any, hidden: Tensor) -> RecurrentInputs:
+        """Of the tokens of a row [T, H]."""
 
 
 class Images(Protocol):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rlcore.errors import ModelError
-from rlcore.families.protocol import Experts, Images, LayerMask
+from rlcore.families.protocol import Experts, Images, LayerMask, Recurrence
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -34,6 +34,7 @@ class Qwen2:
     images: Images | None = None
     adapted: tuple[str, ...] | None = None
     experts: Experts | None = None
+    recurrence: Recurrence | None = None
 
     def decoder(self, hf: Any) -> Any:
         return hf.get_submodule(self.decoder_path)

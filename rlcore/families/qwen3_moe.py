@@ -23,7 +23,8 @@ class Qwen3Moe(Qwen2):
 
     def feed_forward_widths(self, config: Any) -> list[int]:
         text = config.get_text_config()
-        return [text.moe_intermediate_size] * text.num_experts_per_tok
+        shared = getattr(text, "shared_expert_intermediate_size", 0)  # of an expert that every token uses
+        return [text.moe_intermediate_size] * text.num_experts_per_tok + ([shared] if shared else [])
 
     def active_elements(self, layer: nn.Module) -> int:
         feed_forward: Any = layer.mlp

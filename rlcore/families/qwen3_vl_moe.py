@@ -11,7 +11,7 @@ from rlcore.families.qwen3_vl import FAMILY as DENSE
 if TYPE_CHECKING:
     from torch import Tensor
 
-_TOWER = ("qkv", "proj", "linear_fc1", "linear_fc2")  # no linear layer of the decoder has one of these names
+TOWER = ("qkv", "proj", "linear_fc1", "linear_fc2")  # no linear layer of the decoder has one of these names
 _TRANSPOSED = (".experts.gate_up_proj", ".experts.down_proj")
 
 
@@ -24,5 +24,5 @@ class Qwen3VLMoe(Qwen3Moe):
 
 
 FAMILY = Qwen3VLMoe(
-    decoder_path=DENSE.decoder_path, images=DENSE.images, adapted=ATTENTION + _TOWER, experts=SoftmaxExperts()
+    decoder_path=DENSE.decoder_path, images=DENSE.images, adapted=ATTENTION + TOWER, experts=SoftmaxExperts()
 )

@@ -18,6 +18,9 @@ from rlcore.config import LoraConfig
 from rlcore.errors import ModelError
 from rlcore.families import family_of
 
+RECURRENT = "linear_attention"
+"""transformers' name of layers with a recurrent state."""
+
 
 def load_hf_model(
     folder: Path,
@@ -188,10 +191,16 @@ def require_supported(
         )
     family.require_plain(model)
     kinds = dict.fromkeys(mask.kind for mask in family.masks(model))
-    if unknown := sorted(kinds.keys() - {"full_attention", "sliding_attention"}):
+    known = {"full_attention", "sliding_attention"} | ({RECURRENT} if family.recurrence is not None else set())
+    if unknown := sorted(kinds.keys() - known):
         raise ModelError(
             f"{name} has {' and '.join(unknown)} layers. Allowed are full_attention and sliding_attention: in "
             "other layers the sequences of a packed row would see each other."
+        )
+    if sequence_parallel > 1 and RECURRENT in kinds:
+        raise ModelError(
+            f"training.sequence_parallel is {sequence_parallel}, and {name} has layers with a recurrent state, which "
+            "the ranks do not pass on to each other. Set it to 1."
         )
 
 
@@ -202,7 +211,8 @@ def tensor_parallel_degrees(model: Any) -> list[int]:
     divide evenly, or each is copied to equally many ranks.
     """
     text, images = model.get_text_config(), family_of(model).images
-    sizes = ("num_attention_heads", "intermediate_size", "moe_intermediate_size")
+    sizes = ["num_attention_heads", "intermediate_size", "moe_intermediate_size"]
+    sizes += ["linear_num_key_heads", "linear_num_value_heads"]  # of layers with a recurrent state
     cut = [getattr(text, size) for size in sizes if hasattr(text, size)]
     cut += [] if images is None else images.head_counts_and_widths(model)
     key_value = getattr(text, "num_key_value_heads", None) or text.num_attention_heads

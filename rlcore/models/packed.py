@@ -17,6 +17,7 @@ from rlcore.families.protocol import Images
 from rlcore.flops import ModelShape
 from rlcore.models.attention import use_packed_attention, use_tile_attention
 from rlcore.models.lora import decoder_of, is_adapter, vision_tower
+from rlcore.models.recurrence import use_packed_recurrence
 from rlcore.models.replay import RouterReplay
 from rlcore.models.sequence import SequenceGroup, gather_rows, gather_trained
 from rlcore.models.vision import tower_arguments
@@ -54,6 +55,8 @@ class PackedModel(nn.Module):
         self.sequence, self.images_embedded = sequence, images_embedded
         self.temperature, self.top_p, self.top_k = temperature, top_p, top_k
         use_packed_attention(hf)
+        if (recurrence := family_of(hf.config).recurrence) is not None:
+            use_packed_recurrence(recurrence.layers(decoder_of(hf)), recurrence)
         self.replay = RouterReplay(hf) if replays else None
         if hf.lm_head.bias is not None:
             raise ModelError(f"{type(hf).__name__} has a bias in its LM head; allowed are models without one.")
@@ -136,6 +139,7 @@ def model_shape(hf: Any) -> ModelShape:
     """The sizes that determine the FLOPs of a pass. Only matrices count."""
     family, text = family_of(hf.config), hf.config.get_text_config()
     decoder, tower = decoder_of(hf), vision_tower(hf)
+    recurrent = [] if family.recurrence is None else family.recurrence.layers(decoder)
     head_size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     return ModelShape(
         parameters=sum(family.active_elements(layer) for layer in decoder.layers),
@@ -145,4 +149,6 @@ def model_shape(hf: Any) -> ModelShape:
         weights_train=any(p.requires_grad and not is_adapter(name) for name, p in decoder.named_parameters()),
         tower=None if family.images is None or tower is None else family.images.shape(tower, tower.config),
         windows=tuple(mask.window for mask in family.masks(hf.config) if mask.window is not None),
+        recurrent_layers=len(recurrent),
+        state_elements=sum(family.recurrence.state_elements(x) for x in recurrent) if family.recurrence else 0,
     )

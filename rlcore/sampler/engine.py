@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from rlcore.config import ExperimentConfig, RolloutConfig
 from rlcore.data.pixels import ImageStore
 from rlcore.data.prompts import load_prompts
-from rlcore.errors import SamplerError
-from rlcore.families import family_in, images_in
+from rlcore.errors import ModelError, SamplerError
+from rlcore.families import family_in, has_states, images_in
 from rlcore.families.protocol import Family
 from rlcore.process import importing_vllm
 from rlcore.sampler.decoding import ReadRoutes
@@ -68,6 +68,11 @@ class Engine:
 
         rollout, self.config, self.device, self._folder = config.rollout, config, device, model
         self.dtype = cast(torch.dtype, getattr(torch, engine_dtype(device, rollout.dtype)))
+        if device == "cpu" and self.dtype != torch.bfloat16 and has_states(model):
+            raise ModelError(
+                f"the sampler's dtype is {str(self.dtype).removeprefix('torch.')}, and on a CPU vLLM computes layers "
+                "with a recurrent state in bfloat16 only. Set rollout.dtype to bfloat16."
+            )
         _register_model_class(model)
         gc.freeze()  # vLLM collects garbage five times while it starts; the objects made by imports never are
         if not join_world and not starts_workers:
@@ -113,7 +118,8 @@ class Engine:
                 max_num_seqs=rollout.max_sequences,
                 max_num_batched_tokens=max(8192 if device == "cpu" else 16384, config.max_sequence_tokens),
                 enforce_eager=rollout.enforce_eager or device == "cpu",
-                enable_prefix_caching=True,
+                # vLLM caches states at the ends of long blocks only, and on a CPU needs chunks of prompts for it
+                enable_prefix_caching=not has_states(model),
                 logprobs_mode="processed_logprobs",
                 seed=config.seed,
                 trust_remote_code=config.model.trust_remote_code,
@@ -276,9 +282,16 @@ class Engine:
                 if isinstance(module, ParallelLMHead) or value.numel() == 0:
                     yield _through_kernel(module, packed, value)
                     continue
-                yield value
+                yield _as_sent(value, self.dtype)
                 if tied and isinstance(module, VocabParallelEmbedding):
                     yield _through_kernel(module, packed, value)
+
+
+def _as_sent(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """A weight that vLLM keeps in another dtype, in the one in which the trainer sends it. Unchanged where that would
+    round it: then it is not what was sent."""
+    narrow = value.to(dtype)
+    return narrow if torch.equal(narrow.to(value.dtype), value) else value
 
 
 def _zeros() -> str:

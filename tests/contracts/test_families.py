@@ -83,7 +83,7 @@ for family in {id(f.images): f for f in FAMILIES.values() if f.images}.values():
 print(json.dumps([sizes, len(PLACEHOLDERS), [n for n in ("torch", "transformers", "vllm") if n in sys.modules]]))
 """
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
-    assert json.loads(answer.stdout) == [[[[476, 420], 6]] * 3 + [[[84, 84], 1], [[112, 112], 1]], 18, []]
+    assert json.loads(answer.stdout) == [[[[476, 420], 6]] * 4 + [[[84, 84], 1], [[112, 112], 1]], 18, []]
 
 
 def test_an_unsupported_family_is_refused_with_what_is_supported(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rlcore.errors import ModelError
 from tests.bench import tiny
-from tests.checking import FAMILIES, checked, differing, make_model
+from tests.checking import FAMILIES, checked, differing, make_model, settings_on_a_cpu
 from tests.integration.engine_bench import measured
 
 VLLM, SYNC = "vLLM", "vLLM after a weight sync"
@@ -107,6 +107,11 @@ CONTROLS: dict[str, tuple[str, Callable[[], Any], dict[str, str]]] = {
         lambda: stale("model.visual.merger.mlp.0.weight"),
         {SYNC: "the features of pictures"},
     ),
+    "stale inputs of a state": (
+        "qwen3_5_text",
+        lambda: stale("model.layers.1.linear_attn.in_proj_qkv.weight"),
+        {SYNC: "decoder layer 1"},
+    ),
     # the last one, because engines of one process share their rotary tables
     "rotary base": ("llama", rotary_base_of_the_engine, {VLLM: "decoder layer 0", SYNC: "decoder layer 0"}),
 }
@@ -119,7 +124,7 @@ def broken(folder: Path) -> dict[str, Any]:
     for name, (family, fault, _) in CONTROLS.items():
         model = make_model(folder / name.replace(" ", "-"), family)
         with fault(), mock.patch.object(check_model, "_check_small", return_value=[]):
-            result[name] = differing(checked(model))
+            result[name] = differing(checked(model, *settings_on_a_cpu(family)))
     return result
 
 
@@ -145,7 +150,8 @@ def compared(folder: Path) -> dict[str, Any]:
         "bfloat16": ("llama", "model.compute_dtype=bfloat16"),
         "an engine in bfloat16": ("llama", "rollout.dtype=bfloat16"),
     }
-    models = {f: (f,) for f in sorted(FAMILIES, key=lambda name: "_moe" not in name)} | more  # as in CONTROLS
+    # those with experts come first, as in CONTROLS
+    models = {f: (f, *settings_on_a_cpu(f)) for f in sorted(FAMILIES, key=lambda name: "_moe" not in name)} | more
     for number, (name, (family, *overrides)) in enumerate(models.items()):
         try:
             check = checked(make_model(folder / str(number), family), *overrides)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -78,6 +79,48 @@ def ignores_the_window(right: Any, *others: Any) -> Tensor:
 
 def loses_the_gradient_of_keys(right: Any, query: Tensor, key: Tensor, *others: Any) -> Tensor:
     return right(query, key.detach(), *others)
+
+
+@contextmanager
+def completions_with_an_empty_state() -> Iterator[None]:
+    from rlcore.models import recurrence
+
+    right = recurrence._along
+
+    def from_nothing(tokens: Any, bounds: Tensor, states: Tensor) -> Any:
+        return right(tokens, bounds, torch.zeros_like(states))
+
+    with mock.patch.object(recurrence, "_along", from_nothing):
+        yield
+
+
+@contextmanager
+def states_that_pass_to_the_next_sequence() -> Iterator[None]:
+    from rlcore.models import recurrence
+
+    right = recurrence._along
+
+    def as_one_sequence(tokens: Any, bounds: Tensor, states: Tensor) -> Any:
+        out, last = right(tokens, bounds[[0, -1]], states[:1])
+        return out, last.expand_as(states)
+
+    with mock.patch.object(recurrence, "_along", as_one_sequence):
+        yield
+
+
+@contextmanager
+def convolutions_without_the_prompt() -> Iterator[None]:
+    from rlcore.models import recurrence
+
+    right = recurrence.causal_convolution
+
+    def alone(mixed: Tensor, weight: Tensor, segments: Any) -> Tensor:
+        bounds = segments.bounds
+        own = replace(segments, key_bounds=bounds, key_rows=torch.arange(len(mixed)))
+        return right(mixed, weight, own)
+
+    with mock.patch.object(recurrence, "causal_convolution", alone):
+        yield
 
 
 @contextmanager
@@ -169,6 +212,24 @@ CONTROLS: dict[str, tuple[str, dict[str, Any], Callable[[], Any], dict[str, str]
         lambda: attention_that(ignores_the_window),
         {TRAINER: "decoder layer 0", ZERO: "decoder layer 0", "adapters, merged": "decoder layer 0"},
     ),
+    "empty states": (
+        "qwen3_5_text",
+        {},
+        completions_with_an_empty_state,
+        {TRAINER: "decoder layer 0", ZERO: "decoder layer 0", "adapters, merged": "decoder layer 0"},
+    ),
+    "states that pass on": (
+        "qwen3_5_moe_text",
+        {},
+        states_that_pass_to_the_next_sequence,
+        {TRAINER: "decoder layer 0", ZERO: "decoder layer 0", "adapters, merged": "decoder layer 0"},
+    ),
+    "convolutions without the prompt": (
+        "qwen3_5_text",
+        {},
+        convolutions_without_the_prompt,
+        {TRAINER: "decoder layer 0", ZERO: "decoder layer 0", "adapters, merged": "decoder layer 0"},
+    ),
     "pictures swapped": (
         "qwen2_5_vl",
         {},
@@ -206,7 +267,14 @@ CONTROLS: dict[str, tuple[str, dict[str, Any], Callable[[], Any], dict[str, str]
 }
 
 
-IN_BFLOAT16 = ("soft cap of logits", "rotary base", "rows that see each other", "pictures swapped", "gradient of keys")
+IN_BFLOAT16 = (
+    "soft cap of logits",
+    "rotary base",
+    "rows that see each other",
+    "pictures swapped",
+    "gradient of keys",
+    "empty states",
+)
 
 
 def broken(folder: Path) -> dict[str, Any]:

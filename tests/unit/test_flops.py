@@ -45,6 +45,15 @@ def test_a_window_by_hand():
     )
 
 
+def test_states_by_hand():
+    """One of two layers has states of 24 elements. A token reads them twice and writes them once, two FLOPs each."""
+    shape = replace(TEXT, recurrent_layers=1, state_elements=24)
+    pairs = 4 * 4 / 2 + 2 * (4 + 1)
+    forward = 2 * 1000 * 6 + 2 * 500 * 2 + 4 * 8 * pairs + 6 * 24 * 6
+    assert pass_work(shape, [GroupSize(4, (2,), 2)], []).forward_flops == forward
+    assert shape.attention_weight == 2 * 8 / 1000
+
+
 def test_the_tower_by_hand():
     """56 x 56 pixels: 16 patches; the full layer sees 16 of them, the two with windows 8."""
     shape = ModelShape(parameters=1000, head_parameters=0, layers=2, width=8, weights_train=True, tower=TOWER)

@@ -13,6 +13,7 @@ from transformers import (
     InternVLConfig,
     MistralConfig,
     Qwen2Config,
+    Qwen3_5TextConfig,
     Qwen3MoeConfig,
     Qwen3NextConfig,
     Qwen3VLConfig,
@@ -65,6 +66,16 @@ def masks(config: object) -> list[int | None]:
 def test_layers_with_a_state_are_refused():
     with pytest.raises(ModelError, match="linear_attention"):
         check(Qwen3NextConfig(**SMALL, layer_types=["linear_attention", "full_attention"]))
+
+
+def test_layers_with_a_state_take_whole_rows_and_their_heads_are_cut():
+    states = {"linear_num_key_heads": 2, "linear_num_value_heads": 6, "intermediate_size": 48}
+    config = Qwen3_5TextConfig(**SMALL, layer_types=["linear_attention", "full_attention"], **states)
+    check(config, tensor_parallel=2)
+    with pytest.raises(ModelError, match=r"sequence_parallel is 2, and qwen3_5_text has layers with a recurrent state"):
+        check(config, sequence_parallel=2)
+    with pytest.raises(ModelError, match=r"tensor_parallel is 4, .* Allowed are \[1, 2\]"):
+        check(config, tensor_parallel=4)
 
 
 def test_deepstack_of_an_unknown_family_is_refused():

@@ -1,0 +1,193 @@
+"""Layers with a recurrent state over packed rows: gated delta nets, arXiv:2412.06464.
+
+A prompt starts with an empty state. A completion starts with the state after its prompt, so a shared prompt is computed
+once. The short convolution in front of the state sees the last tokens of the prompt in the same way.
+
+The state S [Dk, Dv] of a head maps keys to values. A token forgets a part of it, then replaces the value v' of its key:
+
+    S <- exp(g) S        S <- S + k (b (v - S^T k))^T        output = S^T q
+
+Tokens are computed in chunks, as in section 3.3 of the paper: all pairs within each chunk at once, then the states from
+chunk to chunk, at each step those of all sequences that are so long. So a row of ragged sequences is padded by less
+than a chunk per sequence.
+
+T tokens of the row, S prompts and completions, Hk key heads of size Dk, Hv value heads of size Dv, C = 64 tokens of a
+chunk, M chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import silu, softplus
+
+from rlcore.batch import Segments
+from rlcore.errors import ModelError
+from rlcore.families.protocol import Recurrence
+
+CHUNK = 64
+_TINY = 1e-6  # as transformers and vLLM add it to the length of a key
+
+
+def use_packed_recurrence(layers: Iterable[Any], recurrence: Recurrence) -> None:
+    """Let each layer compute ``packed_delta_net``.
+
+    Raises:
+        ModelError: another activation than SiLU follows the convolution.
+    """
+    for layer in layers:
+        if layer.activation not in ("silu", "swish"):
+            raise ModelError(
+                f"{type(layer).__name__} has the activation {layer.activation} after its convolution. Allowed is silu. "
+                "Choose a model with it."
+            )
+        layer.forward = partial(packed_delta_net, layer, recurrence)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # the number of chunks depends on the lengths of the sequences
+def packed_delta_net(
+    layer: Any,
+    recurrence: Recurrence,
+    hidden_states: Tensor,  # [1, T, H]
+    segments: Segments | None = None,
+    **_: object,
+) -> Tensor:
+    """The layer's output [1, T, H].
+
+    Args:
+        layer: with ``conv1d`` (no bias), ``A_log``, ``dt_bias``, ``norm``, ``out_proj`` and the sizes of its heads.
+
+    Raises:
+        ValueError: without ``segments`` sequences would see each other.
+    """
+    if segments is None:
+        raise ValueError("a layer with a recurrent state was called without segments: sequences would see each other")
+    inputs = recurrence.inputs(layer, hidden_states[0])
+    mixed = causal_convolution(inputs.mixed, layer.conv1d.weight[:, 0], segments)
+    sizes = [layer.num_k_heads * layer.head_k_dim] * 2 + [layer.num_v_heads * layer.head_v_dim]
+    heads = (layer.head_k_dim, layer.head_k_dim, layer.head_v_dim)
+    parts = zip(torch.split(mixed, sizes, 1), heads, strict=True)
+    query, key, value = (part.reshape(len(part), -1, size).float() for part, size in parts)
+    copies = layer.num_v_heads // layer.num_k_heads
+    query, key = (_normalised(x).repeat_interleave(copies, 1) for x in (query, key))
+    log_decay = -layer.A_log.float().exp() * softplus(inputs.decay.float() + layer.dt_bias)
+    write = inputs.write.sigmoid().float()
+    out = gated_delta_rule(query * layer.head_k_dim**-0.5, key, value, log_decay, write, segments)
+    gated = layer.norm(out.to(mixed.dtype).flatten(0, 1), inputs.gate.reshape(-1, layer.head_v_dim))
+    return layer.out_proj(gated.view(1, len(out), -1))  # type: ignore[no-any-return]
+
+
+def causal_convolution(mixed: Tensor, weight: Tensor, segments: Segments) -> Tensor:
+    """SiLU of a convolution of each channel along its sequence, of which a completion's prompt is a part.
+
+    Args:
+        mixed: [T, channels].
+        weight: [channels, K]; the last column belongs to the token itself.
+    """
+    lengths = segments.bounds.diff().long()
+    segment = torch.arange(len(lengths), device=mixed.device).repeat_interleave(lengths)  # [T]
+    # of each token among the rows that its segment attends to, the last of which are the segment's own
+    place = torch.arange(len(mixed), device=mixed.device) + (segments.key_bounds[1:] - segments.bounds[1:])[segment]
+    first = segments.key_bounds[segment]
+    total = torch.zeros_like(mixed, dtype=torch.float32)
+    for back in range(weight.shape[1]):
+        exists = place - back >= first
+        row = segments.key_rows[torch.where(exists, place - back, place)]
+        total = total + weight[:, -1 - back].float() * mixed[row].float() * exists[:, None]
+    return silu(total).to(mixed.dtype)
+
+
+def gated_delta_rule(
+    query: Tensor,  # [T, Hv, Dk], scaled
+    key: Tensor,  # [T, Hv, Dk], of length 1
+    value: Tensor,  # [T, Hv, Dv]
+    log_decay: Tensor,  # [T, Hv], g above, not positive
+    write: Tensor,  # [T, Hv], b above, in 0..1
+    segments: Segments,
+) -> Tensor:
+    """[T, Hv, Dv] what each token reads from its sequence's state, in float32."""
+    prompts = int(segments.sizes[0])
+    tokens = (query, key, value, log_decay, write)
+    empty = query.new_zeros(prompts, query.shape[1], query.shape[2], value.shape[2])
+    out, states = _along(tokens, segments.bounds[: prompts + 1], empty)
+    if len(segments.bounds) == prompts + 1:
+        return out
+    first_keys = segments.key_rows[segments.key_bounds[prompts:-1].long()]  # the first row of each completion's prompt
+    prompt = torch.searchsorted(segments.bounds[: prompts + 1].long(), first_keys, right=True) - 1
+    later, _ = _along(tokens, segments.bounds[prompts:], states[prompt])
+    return torch.cat([out, later])
+
+
+def _along(tokens: tuple[Tensor, ...], bounds: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
+    """What the tokens between ``bounds`` read, [tokens, Hv, Dv], and the states [sequences, Hv, Dk, Dv] after them.
+
+    Args:
+        states: of each sequence before its first token.
+    """
+    plan = _chunks(bounds)
+    query, key, value, log_decay, write = (
+        _in_chunks(x, plan) for x in tokens
+    )  # [M, Hv, C, Dk] three times with Dv, [M, Hv, C] twice
+    since_start = log_decay.cumsum(2)
+    lower = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=key.device).tril()
+    between = (since_start[..., :, None] - since_start[..., None, :]).masked_fill(~lower, float("-inf")).exp()
+    # a token of the chunk writes the difference to what is there by then: a triangular system over the chunk
+    system = (write[..., None] * key @ key.transpose(2, 3)) * between
+    own = torch.linalg.solve_triangular(system, write[..., None] * value, upper=False, unitriangular=True)
+    known = torch.linalg.solve_triangular(
+        system, (write * since_start.exp())[..., None] * key, upper=False, unitriangular=True
+    )
+    seen = (query @ key.transpose(2, 3)) * between
+    query = query * since_start.exp()[..., None]
+    key = key * (since_start[..., -1:] - since_start).exp()[..., None]
+    left = since_start[..., -1].exp()[..., None, None]  # of the state at the end of the chunk
+
+    state, ended, read, start = states[plan.order], [], [], 0
+    for count in plan.counts:
+        ended.append(state[count:])
+        state, now = state[:count], slice(start, start + count)
+        written = own[now] - known[now] @ state
+        read.append(query[now] @ state + seen[now] @ written)
+        state = state * left[now] + key[now].transpose(2, 3) @ written
+        start += count
+    after = torch.cat([state, *reversed(ended)])[plan.order.argsort()]
+    in_order = torch.cat(read).transpose(1, 2)[plan.inside]  # [tokens, Hv, Dv] in the order of the chunks
+    first = int(bounds[0])
+    return torch.empty_like(in_order).index_copy(0, plan.rows[plan.inside] - first, in_order), after
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Chunks:
+    """The chunks of some sequences: the first of each, then the second of each that has two, and so on."""
+
+    order: Tensor  # the sequences, the longest first
+    counts: list[int]  # of the sequences that have a first chunk, a second, ...
+    rows: Tensor  # [M, C] int64
+    inside: Tensor  # [M, C] bool, False on padding
+
+
+def _chunks(bounds: Tensor) -> _Chunks:
+    starts, ends = bounds[:-1].long(), bounds[1:].long()
+    numbers = (ends - starts + CHUNK - 1) // CHUNK
+    order = numbers.argsort(descending=True, stable=True)
+    counts = [int((numbers > i).sum()) for i in range(int(numbers.max()))]
+    first = torch.cat([starts[order[:count]] + i * CHUNK for i, count in enumerate(counts)])
+    last = torch.cat([ends[order[:count]] for count in counts])
+    rows = first[:, None] + torch.arange(CHUNK, device=bounds.device)
+    inside = rows < last[:, None]
+    return _Chunks(order, counts, torch.where(inside, rows, first[:, None]), inside)
+
+
+def _in_chunks(x: Tensor, plan: _Chunks) -> Tensor:
+    """[T, Hv, ...] -> [M, Hv, C, ...], 0 on padding: such a token forgets and writes nothing."""
+    inside = plan.inside.view(*plan.inside.shape, *[1] * (x.dim() - 1))
+    return (x[plan.rows] * inside).transpose(1, 2)
+
+
+def _normalised(x: Tensor) -> Tensor:
+    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + _TINY)

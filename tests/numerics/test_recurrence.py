@@ -1,0 +1,168 @@
+"""Layers with a recurrent state over packed rows: against the recurrence token by token, and over shared prompts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing import assert_close
+
+from rlcore.algorithms.loss import StepTotals
+from rlcore.batch import Segments
+from rlcore.errors import ModelError
+from rlcore.families import FAMILIES
+from rlcore.models.recurrence import CHUNK, causal_convolution, gated_delta_rule, use_packed_recurrence
+from rlcore.models.torch_policy import TorchPolicy
+from tests.checking import make_model
+from tests.numerics import toy
+from tests.ranks import on_ranks
+
+HEADS, KEY, VALUE = 2, 4, 3
+
+
+def row(prompts: list[int], completions: list[tuple[int, int]]) -> tuple[Segments, list[list[int]]]:
+    """A packed row, and the rows of each of its sequences.
+
+    Args:
+        prompts: their lengths.
+        completions: prompt and length of each.
+    """
+    lengths = [*prompts, *(length for _, length in completions)]
+    starts = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
+    own = [list(range(starts[i], starts[i + 1])) for i in range(len(lengths))]
+    keys = own[: len(prompts)] + [own[p] + own[len(prompts) + i] for i, (p, _) in enumerate(completions)]
+    key_bounds = [sum(map(len, keys[:i])) for i in range(len(keys) + 1)]
+    segments = Segments(
+        bounds=torch.tensor(starts, dtype=torch.int32),
+        key_bounds=torch.tensor(key_bounds, dtype=torch.int32),
+        key_rows=torch.tensor([r for rows in keys for r in rows]),
+        sizes=torch.tensor([len(prompts), max(lengths), max(map(len, keys))]),
+    )
+    return segments, keys
+
+
+def tokens(count: int) -> tuple[Tensor, ...]:
+    torch.manual_seed(count)
+    key = torch.randn(count, HEADS, KEY, dtype=torch.float64)
+    return (
+        torch.randn(count, HEADS, KEY, dtype=torch.float64),
+        key / key.norm(dim=-1, keepdim=True),
+        torch.randn(count, HEADS, VALUE, dtype=torch.float64),
+        -torch.rand(count, HEADS, dtype=torch.float64),
+        torch.rand(count, HEADS, dtype=torch.float64),
+    )
+
+
+def one_by_one(query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, write: Tensor) -> Tensor:
+    """The formula, token after token."""
+    state = query.new_zeros(HEADS, KEY, VALUE)
+    read = []
+    for q, k, v, g, b in zip(query, key, value, log_decay, write, strict=True):
+        state = state * g.exp()[:, None, None]
+        held = torch.einsum("hkv,hk->hv", state, k)
+        state = state + torch.einsum("hk,hv->hkv", k, b[:, None] * (v - held))
+        read.append(torch.einsum("hkv,hk->hv", state, q))
+    return torch.stack(read)
+
+
+LAYOUTS = {
+    "one prompt": ([5], []),
+    "a prompt of a whole chunk": ([CHUNK], [(0, CHUNK)]),
+    "ragged": ([3, 150, CHUNK + 1], [(0, 2), (0, 200), (1, 1), (1, 70), (2, CHUNK), (2, 5)]),
+    "a prompt without completions": ([7, 80], [(1, 90), (1, 3)]),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_each_sequence_reads_what_it_reads_alone(layout: tuple[list[int], list[tuple[int, int]]]) -> None:
+    segments, sequences = row(*layout)
+    inputs = tokens(int(segments.bounds[-1]))
+    found = gated_delta_rule(*inputs, segments)
+    for rows in sequences:
+        assert_close(found[rows], one_by_one(*(x[rows] for x in inputs)))
+
+
+def test_the_gradient_of_a_shared_prompt_is_the_sum_over_its_completions() -> None:
+    segments, sequences = row([70, 4], [(0, 9), (0, 90), (1, 3)])
+    inputs = tuple(x.requires_grad_() for x in tokens(int(segments.bounds[-1])))
+    weights = torch.randn(int(segments.bounds[-1]), HEADS, VALUE, dtype=torch.float64)
+    prompt_end = 74
+    found = torch.autograd.grad((gated_delta_rule(*inputs, segments) * weights)[prompt_end:].sum(), inputs)
+    alone = sum(
+        (one_by_one(*(x[rows] for x in inputs)) * weights[rows])[torch.tensor(rows) >= prompt_end].sum()
+        for rows in sequences[2:]
+    )
+    for one, other in zip(found, torch.autograd.grad(alone, inputs), strict=True):
+        assert_close(one, other)
+
+
+def test_two_tokens_by_hand() -> None:
+    """One head of size 1. S = 0 + 1 * 0.5 * 4 = 2, read 2 * 3 = 6. Half is left: S = 1, and replacing it wholly by 5
+    gives S = 5, read 5 * 2 = 10."""
+    segments, _ = row([1], [(0, 1)])
+    query, key, value = (torch.tensor(x).view(2, 1, 1) for x in ([3.0, 2.0], [1.0, 1.0], [4.0, 5.0]))
+    log_decay, write = torch.tensor([[1.0], [0.5]]).log(), torch.tensor([[0.5], [1.0]])
+    assert gated_delta_rule(query, key, value, log_decay, write, segments).flatten().tolist() == pytest.approx([6, 10])
+
+
+def test_a_convolution_sees_the_end_of_the_prompt_and_nothing_before_it() -> None:
+    segments, sequences = row([1, 5], [(0, 2), (1, 1), (1, 6)])
+    count = int(segments.bounds[-1])
+    torch.manual_seed(0)
+    mixed, weight = torch.randn(count, 3), torch.randn(3, 4)
+    found = causal_convolution(mixed, weight, segments)
+    for rows in sequences:
+        padded = torch.nn.functional.pad(mixed[rows].T[None], (3, 0))
+        expected = torch.nn.functional.silu(torch.nn.functional.conv1d(padded, weight[:, None], groups=3))[0].T
+        assert_close(found[rows], expected)
+
+
+def test_a_call_without_segments_is_refused() -> None:
+    layer: Any = SimpleNamespace(activation="silu")
+    recurrence: Any = FAMILIES["qwen3_5"].recurrence
+    use_packed_recurrence([layer], recurrence)
+    with pytest.raises(ValueError, match="sequences would see each other"):
+        layer.forward(torch.zeros(1, 2, 4))
+    with pytest.raises(ModelError, match=r"has the activation gelu after its convolution\. Allowed is silu"):
+        use_packed_recurrence([SimpleNamespace(activation="gelu")], recurrence)
+
+
+def step(policy: TorchPolicy, rank: int = 0, world: int = 1) -> dict[str, Any]:
+    """Loss and gradients of a step that is not taken, over pictures and texts in groups."""
+    every = [*toy.samples(6, group=2), *toy.samples(2, group=2, seed=5, text_only=True)]
+    plan = toy.plan(every, num_ranks=world, token_budget=150)[rank]
+    mine = [[every[i] for i in micro] for micro in plan]
+    gradients = toy.keep_gradients(policy, then_step=False)
+    result = policy.update(mine, StepTotals(sum(s.num_trained for s in every), len(every)), 1e-3, 0.0)
+    return {"loss": float(result.sums.totals["policy_loss"]), "norm": result.grad_norm, "gradients": dict(gradients)}
+
+
+def policy(model: Path, mesh: Any = None, **settings: Any) -> TorchPolicy:
+    base = toy.config()
+    own = type(base.model).model_validate({**base.model.model_dump(), **settings})
+    return toy.policy(model, base.model_copy(update={"model": own}), mesh)
+
+
+def _rank(rank: int, world: int, model: str, out: str) -> None:
+    mesh = init_device_mesh("cpu", (world,))
+    found = step(policy(Path(model), mesh, freeze_vision_tower=True, gradient_checkpointing="selective"), rank, world)
+    if rank == 0:
+        torch.save(found, out)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
+def test_two_ranks_take_the_step_of_one(family: str, tmp_path: Path) -> None:
+    """With a frozen tower, and activations computed again in the backward pass."""
+    model = make_model(tmp_path / "model", family)
+    on_ranks(2, _rank, str(model), str(tmp_path / "two.pt"))
+    one, two = step(policy(model)), torch.load(tmp_path / "two.pt", weights_only=True)
+    assert two["loss"] == pytest.approx(one["loss"], rel=1e-5, abs=1e-7)
+    decoder = [name for name in two["gradients"] if "language_model" in name]
+    assert any("linear_attn.A_log" in name for name in decoder)
+    a, b = (torch.cat([found["gradients"][name].flatten() for name in decoder]) for found in (one, two))
+    assert float((a / a.norm() - b / b.norm()).norm()) < 1e-5  # the tower counts in the norm that they are clipped by
