@@ -1,8 +1,8 @@
 """The embedded default policies ``tiny``: real models of about a million parameters, made on the spot.
 
-The policy for geometry is a Qwen2.5-VL, a Qwen3-VL with or without experts, a GLM-4.1V or a SmolVLM, with its own
-tower and image processor. Those for sums and countdown are a Qwen2. All read bytes and save as ordinary Hugging Face
-folders.
+The policy for geometry is a Qwen2.5-VL, a Qwen3-VL with or without experts, a Qwen3.5, a GLM-4.1V or a SmolVLM, with
+its own tower and image processor. Those for sums and countdown are a Qwen2. All read bytes and save as ordinary Hugging
+Face folders.
 Random weights are never right and so never rewarded. A short supervised run on synthetic problems therefore teaches the
 format and a few right answers, and stops there: the rest is left to reinforcement learning.
 """
@@ -33,6 +33,8 @@ from transformers import (
     Qwen2_5_VLForConditionalGeneration,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
     Qwen3VLMoeConfig,
@@ -49,6 +51,7 @@ PictureModel = (
     Qwen2_5_VLForConditionalGeneration
     | Qwen3VLForConditionalGeneration
     | Qwen3VLMoeForConditionalGeneration
+    | Qwen3_5ForConditionalGeneration
     | Glm4vForConditionalGeneration
     | Idefics3ForConditionalGeneration
 )
@@ -59,6 +62,14 @@ GAME = CountdownConfig(numbers=(3, 4), max_number=12, max_target=40, operations=
 _HIDDEN = 128
 _HEADS = 4  # head size 32, the smallest that vLLM's CPU attention takes
 _LAYERS = 3
+# heads of 128, which vLLM's CPU kernels of recurrent states take
+_STATES = {
+    "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+}
 # with the usual base of 10,000, neighbours in a picture differ by 0.003 radian only
 _PICTURE_ROPE_THETA = 4.0
 _TEXT_ROPE_THETA = 100.0  # sequences are a few dozen bytes long, and only their order matters
@@ -83,6 +94,7 @@ _RUNS = {
     "geometry": _Supervised(16, 7e-4, 0.11),
     "qwen3_vl": _Supervised(16, 7e-4, 0.09),  # at the same loss it reads fewer digits than the first family
     "qwen3_vl_moe": _Supervised(16, 7e-4, 0.09),
+    "qwen3_5": _Supervised(16, 7e-4, 0.09),
     "glm4v": _Supervised(16, 7e-4, 0.09),
     "sums": _Supervised(16, 2e-3, 0.10),
     "countdown": _Supervised(32, 2e-3, 0.44),
@@ -143,10 +155,15 @@ def build_model(family: str | None, seed: int, *, tied: bool = True) -> PictureM
         "num_heads": _HEADS,
         "out_hidden_size": _HIDDEN,
     }
-    experts: dict[str, Any] = {}
+    special: dict[str, Any] = {}
     make_config: Callable[..., PretrainedConfig] = Qwen2_5_VLConfig
     make_model: Callable[..., PictureModel] = Qwen2_5_VLForConditionalGeneration
-    if family in ("qwen3_vl", "qwen3_vl_moe"):
+    if family == "qwen3_5":
+        make_config, make_model = Qwen3_5Config, Qwen3_5ForConditionalGeneration
+        rope |= {"partial_rotary_factor": 0.5, "mrope_section": [2, 3, 3], "mrope_interleaved": True}
+        tower |= {"depth": 2, "num_position_embeddings": 8 * 8}
+        special = _STATES
+    elif family in ("qwen3_vl", "qwen3_vl_moe"):
         make_config, make_model = Qwen3VLConfig, Qwen3VLForConditionalGeneration
         rope |= {"mrope_section": [6, 5, 5], "mrope_interleaved": True}
         tower |= {"depth": 2, "deepstack_visual_indexes": [0, 1], "num_position_embeddings": 8 * 8}
@@ -155,12 +172,12 @@ def build_model(family: str | None, seed: int, *, tied: bool = True) -> PictureM
         tower |= {"depth": 1, "fullatt_block_indexes": [0]}
     if family == "qwen3_vl_moe":
         make_config, make_model = Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration
-        experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 3 * _HIDDEN // 2}
-        experts["norm_topk_prob"] = True  # vLLM reads it, and transformers always does it
+        special = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 3 * _HIDDEN // 2}
+        special["norm_topk_prob"] = True  # vLLM reads it, and transformers always does it
     config = make_config(
         text_config={
             **_decoder_options(tokenizer),
-            **experts,
+            **special,
             "head_dim": _HIDDEN // _HEADS,
             "rope_parameters": rope,
             "tie_word_embeddings": tied,
@@ -175,7 +192,8 @@ def build_model(family: str | None, seed: int, *, tied: bool = True) -> PictureM
     )
     model: PictureModel = _random_model(make_model, config, tokenizer, seed)
     if tied:  # the head has the embedding's deviation: logits would have one of sqrt(_HIDDEN) instead of 1
-        torch.nn.init.constant_(model.model.language_model.norm.weight, _HIDDEN**-0.5)
+        zero = 1.0 if family == "qwen3_5" else 0.0  # its norms multiply by 1 + weight
+        torch.nn.init.constant_(model.model.language_model.norm.weight, _HIDDEN**-0.5 - zero)
     return model
 
 
