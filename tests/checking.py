@@ -41,6 +41,7 @@ from transformers import (
     Qwen3MoeConfig,
     Qwen3VLConfig,
     Qwen3VLMoeConfig,
+    SmolVLMConfig,
 )
 
 from rlcore.artifacts import ModelCheck, ModelRef
@@ -198,10 +199,10 @@ def _glm4v(size: Size, **changes: Any) -> Any:
     )
 
 
-def _with_named_tiles(size: Size, **changes: Any) -> Any:
+def _with_named_tiles(size: Size, config: type = Idefics3Config, **changes: Any) -> Any:
     processor = build_processor("idefics3")
     tower = {"hidden_size": size.width, "intermediate_size": 3 * size.width // 2, "image_size": 28, "patch_size": 7}
-    return Idefics3Config(
+    return config(
         text_config={**_decoder(size), "model_type": "llama", "head_dim": size.head, **changes},
         vision_config={"num_hidden_layers": 2, "num_attention_heads": 2, **tower},
         image_token_id=processor.image_token_id,
@@ -296,6 +297,7 @@ FAMILIES: dict[str, Callable[..., Any]] = {
     "internvl": _with_tiles("qwen3"),
     "internvl, older decoder": _with_tiles("qwen2"),
     "idefics3": _with_named_tiles,
+    "smolvlm": partial(_with_named_tiles, config=SmolVLMConfig),
 }
 """Name -> size and further fields of the decoder -> configuration. The name starts with the model type."""
 
@@ -357,7 +359,6 @@ REFUSED: dict[str, Callable[[Path], None]] = {
     "gemma3": _gemma3,
     "gpt_oss": _gpt_oss,
     "kimi_vl": partial(_only_a_config, model_type="kimi_vl"),
-    "smolvlm": partial(_only_a_config, model_type="smolvlm"),
 }
 """Model type -> writes a model of it to a folder."""
 

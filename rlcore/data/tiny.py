@@ -22,9 +22,14 @@ from transformers import (
     Qwen2VLVideoProcessor,
     Qwen3VLProcessor,
     Qwen3VLVideoProcessor,
+    SmolVLMImageProcessor,
+    SmolVLMProcessor,
+    SmolVLMVideoProcessor,
 )
 
-PictureProcessor = Qwen2_5_VLProcessor | Qwen3VLProcessor | InternVLProcessor | Idefics3Processor | Glm4vProcessor
+PictureProcessor = (
+    Qwen2_5_VLProcessor | Qwen3VLProcessor | InternVLProcessor | Idefics3Processor | SmolVLMProcessor | Glm4vProcessor
+)
 
 # Qwen2.5-VL's special tokens, then Qwen3's thinking marks, which are ordinary text and stay in decoded text.
 SPECIAL_TOKENS = (
@@ -111,8 +116,8 @@ def build_processor(family: str | None = None) -> PictureProcessor:
         return _build_tile_processor(look)
     if family == "glm4v":
         return _build_glm_processor(look)
-    if family == "idefics3":
-        return _build_named_tile_processor()
+    if family in ("idefics3", "smolvlm"):
+        return _build_named_tile_processor(family)
     make_processor: Callable[..., PictureProcessor] = Qwen2_5_VLProcessor
     make_video_processor: Callable[..., Any] = Qwen2VLVideoProcessor
     if family in ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"):
@@ -176,16 +181,22 @@ NAMED_TILE_TOKENS = {
 }
 
 
-def _build_named_tile_processor() -> Idefics3Processor:
-    make_processor: Callable[..., Idefics3Processor] = Idefics3Processor
+def _build_named_tile_processor(family: str) -> Idefics3Processor | SmolVLMProcessor:
+    make_processor: Callable[..., Idefics3Processor | SmolVLMProcessor] = Idefics3Processor
+    make_image_processor: Callable[..., Any] = Idefics3ImageProcessor
+    look: dict[str, Any] = {
+        "image_mean": [0.99] * 3,  # paper is only almost 0: transformers and vLLM take a tile of zeros for padding
+        "image_std": _IMAGE_STD,
+        "size": {"longest_edge": _GRID * _NAMED_TILE},
+        "max_image_size": {"longest_edge": _NAMED_TILE},
+    }
+    videos: dict[str, Any] = {}
+    if family == "smolvlm":
+        make_processor, make_image_processor = SmolVLMProcessor, SmolVLMImageProcessor
+        videos["video_processor"] = SmolVLMVideoProcessor(**look)
     return make_processor(
-        # paper is only almost 0: transformers and vLLM take a tile of zeros for padding
-        image_processor=Idefics3ImageProcessor(
-            image_mean=[0.99] * 3,
-            image_std=_IMAGE_STD,
-            size={"longest_edge": _GRID * _NAMED_TILE},
-            max_image_size={"longest_edge": _NAMED_TILE},
-        ),
+        image_processor=make_image_processor(**look),
+        **videos,
         tokenizer=build_tokenizer(named_tokens=NAMED_TILE_TOKENS),
         image_seq_len=_TILE_TOKENS,
         chat_template=CHAT_TEMPLATE.replace("<|vision_start|><|image_pad|><|vision_end|>", "<image>"),

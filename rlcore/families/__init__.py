@@ -36,14 +36,14 @@ FAMILIES: Mapping[str, Family] = {
     "qwen3_5_moe": qwen3_5.MOE,
     "glm4v": glm4v.FAMILY,
     "internvl": internvl.FAMILY,
-    "idefics3": idefics3.FAMILY,  # SmolVLM is one
+    "idefics3": idefics3.FAMILY,  # the first SmolVLM is one
+    "smolvlm": idefics3.FAMILY,  # SmolVLM2
 }
 REFUSED: Mapping[str, str] = {
     "gemma3": "the tokens of a picture attend to each other in both directions, which the trainer's packed attention "
     "and vLLM 0.32 on a CPU do not compute, and vLLM 0.32 does not find the tower's weights by transformers' names",
     "gpt_oss": "its attention has sinks, which the trainer's packed attention does not compute",
     "kimi_vl": "transformers 5.19 has no implementation of it, which the trainer would run",
-    "smolvlm": "its processor needs the package num2words, which rlflow does not install",
 }
 """Model types that were tried, and what is missing. tests/long/test_refused_families.py measures it."""
 

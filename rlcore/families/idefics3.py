@@ -1,4 +1,4 @@
-"""Idefics3 and SmolVLM (arXiv:2408.12637, arXiv:2504.05299): images cut into tiles that are named one by one.
+"""Idefics3, SmolVLM and SmolVLM2 (arXiv:2408.12637, arXiv:2504.05299): images cut into tiles that are named one by one.
 
 An image is stretched until its longer side has the same number of pixels as every other image's, and then to a grid of
 square tiles. Each tile, and the whole image as the last one, becomes the same number of tokens behind a marker that
@@ -52,7 +52,12 @@ class Idefics3(Qwen2):
 class Idefics3Images:
     """Implements ``Images``. The grid of an image is its tiles, and the rows and columns of pixels of a tile."""
 
-    processors: tuple[str, ...] = ("Idefics3ImageProcessor", "Idefics3ImageProcessorPil")
+    processors: tuple[str, ...] = (
+        "Idefics3ImageProcessor",
+        "Idefics3ImageProcessorPil",
+        "SmolVLMImageProcessor",
+        "SmolVLMImageProcessorPil",
+    )
     placeholders: tuple[str, ...] = ("<image>", "<fake_token_around_image>", "<global-img>")
     takes_tiles: bool = True
     adapts_tower: bool = True
