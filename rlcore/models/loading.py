@@ -168,12 +168,16 @@ def require_supported(
             without experts.
     """
     family, name = family_of(model), model.model_type
-    heads = model.get_text_config().num_attention_heads
-    if heads % sequence_parallel:
-        raise ModelError(
-            f"training.sequence_parallel is {sequence_parallel}, and {name} has {heads} attention heads, which do not "
-            f"divide evenly over as many ranks. Allowed are {_divisors(heads)}."
-        )
+    text = model.get_text_config()
+    counts = {"attention heads": text.num_attention_heads}
+    if family.recurrence is not None:
+        counts["key heads in its layers with a recurrent state"] = text.linear_num_key_heads
+    for of, heads in counts.items():
+        if heads % sequence_parallel:
+            raise ModelError(
+                f"training.sequence_parallel is {sequence_parallel}, and {name} has {heads} {of}, which do not "
+                f"divide evenly over as many ranks. Allowed are {_divisors(math.gcd(*counts.values()))}."
+            )
     if tensor_parallel > 1 and tensor_parallel not in (allowed := tensor_parallel_degrees(model)):
         raise ModelError(
             f"rollout.tensor_parallel is {tensor_parallel}, and the heads and widths of {name} do not divide evenly "
@@ -196,11 +200,6 @@ def require_supported(
         raise ModelError(
             f"{name} has {' and '.join(unknown)} layers. Allowed are full_attention and sliding_attention: in "
             "other layers the sequences of a packed row would see each other."
-        )
-    if sequence_parallel > 1 and RECURRENT in kinds:
-        raise ModelError(
-            f"training.sequence_parallel is {sequence_parallel}, and {name} has layers with a recurrent state, which "
-            "the ranks do not pass on to each other. Set it to 1."
         )
 
 

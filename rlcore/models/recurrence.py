@@ -29,6 +29,7 @@ from torch.nn.functional import silu, softplus
 from rlcore.batch import Segments
 from rlcore.errors import ModelError
 from rlcore.families.protocol import Recurrence
+from rlcore.models.sequence import SequenceGroup, own_heads_of_all_tokens, tokens_of_all_heads
 
 CHUNK = 64
 _TINY = 1e-6  # as transformers and vLLM add it to the length of a key
@@ -53,33 +54,57 @@ def use_packed_recurrence(layers: Iterable[Any], recurrence: Recurrence) -> None
 def packed_delta_net(
     layer: Any,
     recurrence: Recurrence,
-    hidden_states: Tensor,  # [1, T, H]
+    hidden_states: Tensor,  # [1, T, H], of a rank of a sequence group [1, t, H]
     segments: Segments | None = None,
+    sequence: SequenceGroup | None = None,
     **_: object,
 ) -> Tensor:
-    """The layer's output [1, T, H].
+    """The layer's output, in the shape of its input.
 
     Args:
         layer: with ``conv1d`` (no bias), ``A_log``, ``dt_bias``, ``norm``, ``out_proj`` and the sizes of its heads.
+        sequence: the ranks that hold the other parts of the row. Each computes some heads of all its tokens.
 
     Raises:
         ValueError: without ``segments`` sequences would see each other.
     """
     if segments is None:
         raise ValueError("a layer with a recurrent state was called without segments: sequences would see each other")
+    heads, copies = layer.num_k_heads, layer.num_v_heads // layer.num_k_heads
+    sizes = [layer.head_k_dim, layer.head_k_dim, copies * layer.head_v_dim]  # of a key head: query, key, values
     inputs = recurrence.inputs(layer, hidden_states[0])
-    mixed = causal_convolution(inputs.mixed, layer.conv1d.weight[:, 0], segments)
-    sizes = [layer.num_k_heads * layer.head_k_dim] * 2 + [layer.num_v_heads * layer.head_v_dim]
-    heads = (layer.head_k_dim, layer.head_k_dim, layer.head_v_dim)
-    parts = zip(torch.split(mixed, sizes, 1), heads, strict=True)
-    query, key, value = (part.reshape(len(part), -1, size).float() for part, size in parts)
-    copies = layer.num_v_heads // layer.num_k_heads
+    weight = _by_key_head(layer.conv1d.weight[:, 0].T, heads, sizes)  # [K, Hk, sum of sizes]
+    bias, rate = layer.dt_bias.view(heads, copies), layer.A_log.float().exp().view(heads, copies)
+    of_values = (x.view(-1, heads, copies) for x in (inputs.write, inputs.decay))
+    tokens = torch.cat([_by_key_head(inputs.mixed, heads, sizes), *of_values], 2)
+    if sequence is not None:
+        tokens = own_heads_of_all_tokens(tokens, sequence)
+        own = slice(sequence.rank * heads // sequence.size, (sequence.rank + 1) * heads // sequence.size)
+        weight, bias, rate = weight[:, own], bias[own], rate[own]
+    mixed, write, decay = torch.split(tokens, [sum(sizes), copies, copies], 2)
+    shape = mixed.shape
+    mixed = causal_convolution(mixed.flatten(1), weight.flatten(1).T, segments).view(shape)
+    query, key, value = torch.split(mixed.float(), sizes, 2)
     query, key = (_normalised(x).repeat_interleave(copies, 1) for x in (query, key))
-    log_decay = -layer.A_log.float().exp() * softplus(inputs.decay.float() + layer.dt_bias)
-    write = inputs.write.sigmoid().float()
-    out = gated_delta_rule(query * layer.head_k_dim**-0.5, key, value, log_decay, write, segments)
-    gated = layer.norm(out.to(mixed.dtype).flatten(0, 1), inputs.gate.reshape(-1, layer.head_v_dim))
+    log_decay = -rate * softplus(decay.float() + bias)
+    out = gated_delta_rule(
+        query * layer.head_k_dim**-0.5,
+        key,
+        value.reshape(len(value), -1, layer.head_v_dim),
+        log_decay.flatten(1),
+        write.sigmoid().float().flatten(1),
+        segments,
+    ).to(mixed.dtype)  # [T, Hv, Dv]
+    if sequence is not None:
+        out = tokens_of_all_heads(out, sequence)
+    gated = layer.norm(out.flatten(0, 1), inputs.gate.reshape(-1, layer.head_v_dim))
     return layer.out_proj(gated.view(1, len(out), -1))  # type: ignore[no-any-return]
+
+
+def _by_key_head(channels: Tensor, heads: int, sizes: list[int]) -> Tensor:
+    """[N, all queries, all keys, all values] -> [N, Hk, query, key and values of a key head]."""
+    parts = torch.split(channels, [heads * size for size in sizes], 1)
+    return torch.cat([part.reshape(len(part), heads, -1) for part in parts], 2)
 
 
 def causal_convolution(mixed: Tensor, weight: Tensor, segments: Segments) -> Tensor:
@@ -119,6 +144,7 @@ def gated_delta_rule(
         return out
     first_keys = segments.key_rows[segments.key_bounds[prompts:-1].long()]  # the first row of each completion's prompt
     prompt = torch.searchsorted(segments.bounds[: prompts + 1].long(), first_keys, right=True) - 1
+    states = torch.cat([states, states.new_zeros(1, *states.shape[1:])])  # the last one for tokens that fill up a row
     later, _ = _along(tokens, segments.bounds[prompts:], states[prompt])
     return torch.cat([out, later])
 

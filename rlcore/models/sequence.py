@@ -167,9 +167,16 @@ def heads_of_all_tokens(
         for x in (query, key, value)
     ]
     heads = [part.shape[2] for part in parts]
-    received = EXCHANGE(torch.cat(parts, 2).transpose(0, 1), group.name)  # [S, t, heads, D]
-    whole_query, whole_key, whole_value = received.flatten(0, 1).split(heads, 1)
+    received = own_heads_of_all_tokens(torch.cat(parts, 2).flatten(1, 2), group)
+    whole_query, whole_key, whole_value = received.split(heads, 1)  # type: ignore[no-untyped-call]
     return whole_query, whole_key, whole_value
+
+
+def own_heads_of_all_tokens(values: Tensor, group: SequenceGroup) -> Tensor:
+    """All heads of this rank's tokens [t, H, D] -> this rank's heads of all tokens [T, H / S, D]."""
+    parts: Tensor = values.unflatten(1, (group.size, -1))  # type: ignore[no-untyped-call]
+    received = EXCHANGE(parts.transpose(0, 1), group.name)  # [S, t, H / S, D]
+    return received.flatten(0, 1)  # type: ignore[no-any-return]
 
 
 def tokens_of_all_heads(out: Tensor, group: SequenceGroup) -> Tensor:

@@ -68,12 +68,14 @@ def test_layers_with_a_state_are_refused():
         check(Qwen3NextConfig(**SMALL, layer_types=["linear_attention", "full_attention"]))
 
 
-def test_layers_with_a_state_take_whole_rows_and_their_heads_are_cut():
+def test_ranks_share_the_heads_of_layers_with_a_state():
     states = {"linear_num_key_heads": 2, "linear_num_value_heads": 6, "intermediate_size": 48}
     config = Qwen3_5TextConfig(**SMALL, layer_types=["linear_attention", "full_attention"], **states)
     check(config, tensor_parallel=2)
-    with pytest.raises(ModelError, match=r"sequence_parallel is 2, and qwen3_5_text has layers with a recurrent state"):
-        check(config, sequence_parallel=2)
+    check(config, sequence_parallel=2)
+    wrong = r"sequence_parallel is 3, and qwen3_5_text has 2 key heads in its layers .* Allowed are \[1, 2\]"
+    with pytest.raises(ModelError, match=wrong):
+        check(config, sequence_parallel=3)
     with pytest.raises(ModelError, match=r"tensor_parallel is 4, .* Allowed are \[1, 2\]"):
         check(config, tensor_parallel=4)
 
