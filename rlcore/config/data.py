@@ -129,11 +129,16 @@ class DataConfig(Frozen):
     images_column: str = "images"
     """Column of lists of images: bytes, or paths relative to the source. May be missing for text."""
     videos_column: str = "videos"
-    """Column of videos, each a list of frames. A ``<video>`` marker becomes one image per frame."""
+    """Column of videos: each a file (bytes, or a path as for images) or a list of frames. A ``<video>`` marker becomes
+    one image per frame."""
+    video_fps: float = Field(2.0, gt=0)
+    """Frames that are taken from a second of a video file."""
+    video_frames: int = Field(8, ge=1)
+    """Most frames that are taken from a video file, spread evenly over a longer one."""
     layout: LayoutConfig | None = None
     """Further columns, of a published benchmark. null: the problem is in the columns above."""
     max_images: int = Field(8, ge=1)
-    """Problems with more images, including frames, are rejected."""
+    """Problems with more images, including the frames of videos, are rejected."""
     template: str = "math"
     """Prompt template: a name under rlcore/data/templates, or the path of a Jinja file that uses ``content``."""
     system_prompt: str | None = None

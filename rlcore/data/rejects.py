@@ -27,7 +27,7 @@ class Reason(StrEnum):
         "chat_template_arguments",
         "write variables of the model's chat template into data.chat_template_arguments_column",
     )
-    TOO_MANY_IMAGES = "too_many_images", "raise data.max_images, or keep fewer frames of each video"
+    TOO_MANY_IMAGES = "too_many_images", "raise data.max_images, or lower data.video_frames"
     EMPTY_PROBLEM = "empty_problem", "set data.problem_column to the column that holds the question"
     EMPTY_ANSWER = "empty_answer", "set data.answer_column to the column that holds the answer"
     NOT_TEXT = "not_text", "set data.problem_column and data.answer_column to columns of text or numbers"
@@ -40,7 +40,8 @@ class Reason(StrEnum):
         "video_marker_count",
         "set data.videos_column, and write one <video> marker per video into the problem",
     )
-    VIDEO_FORMAT = "video_format", "write each video as a list of its frames, each an image"
+    VIDEO_FORMAT = "video_format", "write each video as an MP4, Matroska or AVI file, or as a list of its frames"
+    VIDEO_DAMAGED = "video_damaged", "fetch the source again; its video files do not decode"
     MODEL_WITHOUT_IMAGES = "model_without_images", "set model.path to a vision-language model"
     IMAGE_MISSING = "image_missing", "keep image files next to the source file, or embed their bytes"
     IMAGE_OUTSIDE = "image_outside", "point data.train at the folder that holds rows and images, or embed their bytes"

@@ -25,6 +25,7 @@ from rlcore.data.prepare.sources import (
     plain_text,
     template_arguments,
 )
+from rlcore.data.prepare.video import frames_of
 from rlcore.data.prompts import PromptBuilder, load_processor, opens_thought
 from rlcore.data.rejects import Reason, Reject, Unusable, nothing_usable
 from rlcore.data.table import PreparedRow
@@ -143,8 +144,11 @@ class _Intake:
         answer = plain_text(row.answer, "answer", Reason.EMPTY_ANSWER).strip()
         if special := [token for m in messages for token in self.prompts.special_tokens_in(m.text)]:
             raise Unusable(Reason.SPECIAL_TOKEN, f"the problem spells out {', '.join(special)}")
-        videos = [_frames(video) for video in row.videos]
+        videos = [self._frames(video) for video in row.videos]
         (*before, question), images = place_images([m.text for m in messages], row.images, videos)
+        if len(images) > self.spec.data.max_images:
+            detail = f"{len(images)} images, with the frames of videos, above {self.spec.data.max_images}"
+            raise Unusable(Reason.TOO_MANY_IMAGES, detail)
         context = tuple(Message(m.role, text) for m, text in zip(messages[:-1], before, strict=True))
         if images and self.prompts.image_token_id is None:
             raise Unusable(Reason.MODEL_WITHOUT_IMAGES, f"{len(images)} image(s), and the model takes none")
@@ -163,6 +167,14 @@ class _Intake:
             raise Unusable(Reason.PROMPT_TOO_LONG, detail)
         originals = {ref.sha256: content for ref, content in zip(refs, contents, strict=True)}
         return PreparedRow(problem, row.index, prompt_tokens, image_tokens), originals
+
+    def _frames(self, video: tuple[ImageCell, ...] | ImageCell) -> tuple[ImageCell, ...]:
+        if video is None or video == ():
+            found = "is neither a file nor a list of frames" if video is None else "holds no frame"
+            raise Unusable(Reason.VIDEO_FORMAT, f"a video {found}")
+        if isinstance(video, tuple):
+            return video
+        return tuple(frames_of(self.images.read(video), self.spec.data.video_fps, self.spec.data.video_frames))
 
     def _image_ref(self, content: bytes) -> ImageRef:
         sha256 = hashlib.sha256(content).hexdigest()
@@ -186,13 +198,6 @@ class _Intake:
             problem_id = f"{wanted}-{count}"
         self.ids.add(problem_id)
         return problem_id
-
-
-def _frames(video: tuple[ImageCell, ...] | None) -> tuple[ImageCell, ...]:
-    if not video:
-        found = "holds no frame" if video is not None else "is no list of frames"
-        raise Unusable(Reason.VIDEO_FORMAT, f"a video {found}")
-    return video
 
 
 if __name__ == "__main__":

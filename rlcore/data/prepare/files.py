@@ -14,6 +14,8 @@ from rlcore.errors import DataError
 
 BATCH_ROWS = 64  # a batch with its images fits in memory many times over
 
+VIDEO_SUFFIXES = (".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi")
+
 _SUFFIXES = (".parquet", ".jsonl", ".json")
 _SPLIT_WORDS = {
     "train": ("train", "training"),
@@ -100,12 +102,15 @@ def cell(row: Row, column: str) -> object:
     return value
 
 
-def videos_of(value: object, base: Path) -> Iterator[tuple[bytes | Path | None, ...] | None]:
-    """The videos of one cell, a list of lists of frames; None for a video that is not a list."""
+def videos_of(value: object, base: Path) -> Iterator[tuple[bytes | Path | None, ...] | bytes | Path | None]:
+    """The videos of one cell: each the frames of a list, or a file as ``images_of`` finds it. None: neither."""
     if value is None:
         return
     for video in value if isinstance(value, list) else [value]:
-        yield tuple(images_of(video, base)) if isinstance(video, list) else None
+        if isinstance(video, list):
+            yield tuple(images_of(video, base))
+        else:
+            yield next(images_of(video, base), None)
 
 
 def images_of(value: object, base: Path) -> Iterator[bytes | Path | None]:

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from rlcore.artifacts import DatasetRef, SourceRows
 from rlcore.config import DataConfig, ModelConfig
-from rlcore.data.prepare.files import image_files, source_files
+from rlcore.data.prepare.files import VIDEO_SUFFIXES, image_files, source_files
 from rlcore.data.prepare.sources import parse_source
 from rlcore.data.prompts import template_text
 from rlcore.data.rejects import Reject, write_rejects
@@ -70,7 +70,20 @@ def dataset_key(spec: PrepareSpec) -> str:
         settings["layout"] = data.layout.model_dump(mode="json", exclude=unset)
     if data.chat_template_arguments_column is not None:
         settings["chat_template_arguments_column"] = data.chat_template_arguments_column
+    # whether the bytes of a source have videos is not known before they are read
+    usual = DataConfig()
+    videos = [data.video_fps, data.video_frames]
+    if videos != [usual.video_fps, usual.video_frames] or _names_videos(spec):
+        settings["videos"] = videos
     return _digest(settings)
+
+
+def _names_videos(spec: PrepareSpec) -> bool:
+    if spec.source_path is None:
+        return False
+    files = source_files(spec.source_path, parse_source(spec.source, spec.split)[1])
+    named = (path for file in files for path in image_files(file, spec.data.videos_column))
+    return any(path.suffix.lower() in VIDEO_SUFFIXES for path in named)
 
 
 def resized_key(spec: ResizeSpec) -> str:

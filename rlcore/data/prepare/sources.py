@@ -39,14 +39,14 @@ class SourceRow:
     problem: object
     answer: object
     images: tuple[ImageCell, ...]
-    videos: tuple[tuple[ImageCell, ...] | None, ...]  # frames; None: not a list of frames
+    videos: tuple[tuple[ImageCell, ...] | ImageCell, ...]  # the frames, or a file of them; None: neither
     extra: Mapping[str, object]  # every other column, JSON values
     template_arguments: object = None  # the row's own, of the chat template
 
     @property
     def num_images(self) -> int:
-        """Images and frames of videos."""
-        return len(self.images) + sum(len(video) for video in self.videos if video)
+        """Images and listed frames of videos. How many a file has is known once it is read."""
+        return len(self.images) + sum(len(video) for video in self.videos if isinstance(video, tuple))
 
 
 @dataclass(frozen=True, slots=True)
