@@ -20,6 +20,7 @@ _COMPUTE = 2  # bytes of bfloat16, for forward, backward and sampling
 _LOGITS = 3 * GIB  # algorithms.logprobs.LOGIT_BYTES of float32 logits, and half as much for their gradient
 _TEMPORARIES = 2 * GIB  # one block's forward and backward, and fragmentation
 _SCORER = 2 * GIB  # CUDA and a batch of a reward model's process; an assumption, not measured
+_STATES = GIB  # models.recurrence computes the rule of so many heads again at a time
 _ENGINE = 2 * GIB  # vLLM's activations and CUDA graphs
 _PIXELS = 4 * GIB  # vLLM's cache of processed images, mm_processor_cache_gb
 _PROCESS = 4 * GIB  # host memory of a worker before it holds any tensor: torch, vLLM, CUDA's own
@@ -200,10 +201,10 @@ def estimate_memory(model: Architecture, plan: Plan) -> MemoryEstimate:
         reference=reference,
         activations=_activations(model, plan),
         head=_LOGITS + head_width * (4 + _COMPUTE),
-        temporaries=_TEMPORARIES,
+        temporaries=_TEMPORARIES + (_STATES if model.shape.recurrent_layers else 0),
         sampler_weights=sampler,
         kv_cache=int(plan.sampler_share * device) - sampler - _ENGINE,
-        kv_cache_wanted=plan.max_sequences * plan.longest * _cache_bytes(model) // plan.engine_workers,
+        kv_cache_wanted=plan.max_sequences * _sequence_bytes(model, plan.longest) // plan.engine_workers,
         device=device,
         largest_tensor=max(each.largest_parameter for each in read) * _COMPUTE // plan.workers,
         host_stack=_STACK_COPIES * max(each.largest_stack for each in read) * _COMPUTE,
@@ -239,9 +240,12 @@ def _activations(model: Architecture, plan: Plan) -> int:
     return int(inputs + share * kept * (1.0 if plan.compiled else _EAGER))
 
 
-def _cache_bytes(model: Architecture) -> int:
-    """Key and value of one token in all layers of the sampler's cache."""
-    return 2 * model.shape.layers * model.key_value_width * _COMPUTE
+def _sequence_bytes(model: Architecture, tokens: float) -> int:
+    """Of the sampler's cache: a key and a value for each token in each layer with attention, and the states of the
+    other layers."""
+    with_attention = model.shape.layers - model.shape.recurrent_layers
+    keys_and_values = 2 * with_attention * model.key_value_width * tokens
+    return int((keys_and_values + model.shape.state_elements) * _COMPUTE)
 
 
 def batch_work(model: Architecture, plan: Plan) -> Work:
@@ -290,7 +294,7 @@ def _generate(model: Architecture, plan: Plan, peak: float, bandwidth: float) ->
     decoder = model.shape.parameters + model.shape.head_parameters
     context = plan.prompt_tokens + plan.completion_tokens / 2
     layers = min(model.decoder_parameters, together * model.shape.parameters)
-    read = (layers + model.shape.head_parameters) * _COMPUTE + together * context * _cache_bytes(model)
+    read = (layers + model.shape.head_parameters) * _COMPUTE + together * _sequence_bytes(model, context)
     step = read / bandwidth + 2 * decoder * together / peak
     begun = (plan.in_flight - 1) * sequences * context
     prompts = 2 * decoder * (plan.problems / samplers * plan.prompt_tokens + begun) / peak

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import silu, softplus
+from torch.utils.checkpoint import checkpoint
 
 from rlcore.batch import Segments
 from rlcore.errors import ModelError
@@ -32,6 +33,10 @@ from rlcore.families.protocol import Recurrence
 from rlcore.models.sequence import SequenceGroup, own_heads_of_all_tokens, tokens_of_all_heads
 
 CHUNK = 64
+# What the backward pass needs of the rule is computed again, for some heads at a time: measured are 145 bytes for each
+# element of the values, which at 16,384 tokens and a width of 4,096 would be 9 GiB for each layer.
+_HELD_PER_VALUE = 145
+_HELD_BYTES = 1 << 30
 _TINY = 1e-6  # as transformers and vLLM add it to the length of a key
 
 
@@ -81,24 +86,39 @@ def packed_delta_net(
         tokens = own_heads_of_all_tokens(tokens, sequence)
         own = slice(sequence.rank * heads // sequence.size, (sequence.rank + 1) * heads // sequence.size)
         weight, bias, rate = weight[:, own], bias[own], rate[own]
-    mixed, write, decay = torch.split(tokens, [sum(sizes), copies, copies], 2)
-    shape = mixed.shape
-    mixed = causal_convolution(mixed.flatten(1), weight.flatten(1).T, segments).view(shape)
-    query, key, value = torch.split(mixed.float(), sizes, 2)
-    query, key = (_normalised(x).repeat_interleave(copies, 1) for x in (query, key))
-    log_decay = -rate * softplus(decay.float() + bias)
-    out = gated_delta_rule(
-        query * layer.head_k_dim**-0.5,
-        key,
-        value.reshape(len(value), -1, layer.head_v_dim),
-        log_decay.flatten(1),
-        write.sigmoid().float().flatten(1),
-        segments,
-    ).to(mixed.dtype)  # [T, Hv, Dv]
+    at_once = max(1, _HELD_BYTES // (_HELD_PER_VALUE * len(tokens) * sizes[2]))
+    again = partial(checkpoint, _of_heads, use_reentrant=False, preserve_rng_state=False)
+    parts = [
+        again(tokens[:, some], weight[:, some], bias[some], rate[some], segments, sizes, copies)
+        for some in (slice(first, first + at_once) for first in range(0, tokens.shape[1], at_once))
+    ]
+    out = torch.cat(parts, 1)  # [T, Hv, Dv]
     if sequence is not None:
         out = tokens_of_all_heads(out, sequence)
     gated = layer.norm(out.flatten(0, 1), inputs.gate.reshape(-1, layer.head_v_dim))
     return layer.out_proj(gated.view(1, len(out), -1))  # type: ignore[no-any-return]
+
+
+def _of_heads(
+    tokens: Tensor,  # [T, h, sum of sizes + 2 copies], of h key heads
+    weight: Tensor,  # [K, h, sum of sizes]
+    bias: Tensor,  # [h, copies]
+    rate: Tensor,
+    segments: Segments,
+    sizes: list[int],
+    copies: int,
+) -> Tensor:
+    """[T, h * copies, Dv] what the tokens read from the states of some heads."""
+    mixed, write, decay = torch.split(tokens, [sum(sizes), copies, copies], 2)
+    mixed = causal_convolution(mixed.flatten(1), weight.flatten(1).T, segments).view(mixed.shape)
+    query, key, value = torch.split(mixed.float(), sizes, 2)
+    query, key = (_normalised(x).repeat_interleave(copies, 1) for x in (query, key))
+    log_decay = -rate * softplus(decay.float() + bias)
+    value = value.reshape(len(value), log_decay[0].numel(), -1)
+    out = gated_delta_rule(
+        query * sizes[0] ** -0.5, key, value, log_decay.flatten(1), write.sigmoid().float().flatten(1), segments
+    )
+    return out.to(tokens.dtype)
 
 
 def _by_key_head(channels: Tensor, heads: int, sizes: list[int]) -> Tensor:

@@ -16,6 +16,7 @@ from rlcore.algorithms.loss import StepTotals
 from rlcore.batch import Segments
 from rlcore.errors import ModelError
 from rlcore.families import FAMILIES
+from rlcore.models import recurrence
 from rlcore.models.recurrence import CHUNK, causal_convolution, gated_delta_rule, use_packed_recurrence
 from rlcore.models.torch_policy import TorchPolicy
 from tests.checking import make_model
@@ -122,14 +123,24 @@ def test_a_convolution_sees_the_end_of_the_prompt_and_nothing_before_it() -> Non
         assert_close(found[rows], expected)
 
 
+def test_some_heads_at_a_time_give_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model(tmp_path / "model", "qwen3_5", linear_num_key_heads=2, linear_num_value_heads=4)
+    together = step(policy(model))
+    monkeypatch.setattr(recurrence, "_HELD_BYTES", 1)
+    one_by_one = step(policy(model))
+    assert one_by_one["loss"] == pytest.approx(together["loss"], rel=1e-6)
+    for name, gradient in together["gradients"].items():
+        assert_close(one_by_one["gradients"][name], gradient, rtol=1e-4, atol=1e-6)
+
+
 def test_a_call_without_segments_is_refused() -> None:
     layer: Any = SimpleNamespace(activation="silu")
-    recurrence: Any = FAMILIES["qwen3_5"].recurrence
-    use_packed_recurrence([layer], recurrence)
+    kind: Any = FAMILIES["qwen3_5"].recurrence
+    use_packed_recurrence([layer], kind)
     with pytest.raises(ValueError, match="sequences would see each other"):
         layer.forward(torch.zeros(1, 2, 4))
     with pytest.raises(ModelError, match=r"has the activation gelu after its convolution\. Allowed is silu"):
-        use_packed_recurrence([SimpleNamespace(activation="gelu")], recurrence)
+        use_packed_recurrence([SimpleNamespace(activation="gelu")], kind)
 
 
 def step(policy: TorchPolicy, rank: int = 0, world: int = 1) -> dict[str, Any]:
