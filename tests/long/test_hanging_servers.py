@@ -188,6 +188,7 @@ def test_a_pause_longer_than_the_trainer_s_patience_is_not_noticed(
         assert_each_step_once_in_mlflow(command, servers.mlflow)
 
 
+@pytest.mark.clusters
 @pytest.mark.timeout(3000)
 def test_five_minutes_without_an_answer_change_nothing_in_a_real_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
