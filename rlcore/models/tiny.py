@@ -1,8 +1,8 @@
 """The embedded default policies ``tiny``: real models of about a million parameters, made on the spot.
 
-The policy for geometry is a Qwen2.5-VL, a Qwen3-VL with or without experts, a Qwen3.5, a GLM-4.1V or a SmolVLM, with
-its own tower and image processor. Those for sums and countdown are a Qwen2. All read bytes and save as ordinary Hugging
-Face folders.
+The policy for geometry is a Qwen2.5-VL, a Qwen3-VL with or without experts, a Qwen3.5, a GLM-4.1V, an InternVL3.5 or a
+SmolVLM, with its own tower and image processor. Those for sums and countdown are a Qwen2. All read bytes and save as
+ordinary Hugging Face folders.
 Random weights are never right and so never rewarded. A short supervised run on synthetic problems therefore teaches the
 format and a few right answers, and stops there: the rest is left to reinforcement learning.
 """
@@ -26,6 +26,8 @@ from transformers import (
     Glm4vForConditionalGeneration,
     Idefics3Config,
     Idefics3ForConditionalGeneration,
+    InternVLConfig,
+    InternVLForConditionalGeneration,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
@@ -53,6 +55,7 @@ PictureModel = (
     | Qwen3VLMoeForConditionalGeneration
     | Qwen3_5ForConditionalGeneration
     | Glm4vForConditionalGeneration
+    | InternVLForConditionalGeneration
     | Idefics3ForConditionalGeneration
 )
 
@@ -96,6 +99,7 @@ _RUNS = {
     "qwen3_vl_moe": _Supervised(16, 7e-4, 0.09),
     "qwen3_5": _Supervised(16, 7e-4, 0.09),
     "glm4v": _Supervised(16, 7e-4, 0.09),
+    "internvl": _Supervised(16, 7e-4, 0.09),
     "sums": _Supervised(16, 2e-3, 0.10),
     "countdown": _Supervised(32, 2e-3, 0.44),
 }
@@ -146,6 +150,8 @@ def build_model(family: str | None, seed: int, *, tied: bool = True) -> PictureM
         return _build_named_tile_model(seed, tied)
     if family == "glm4v":
         return _build_glm_model(seed, tied)
+    if family == "internvl":
+        return _build_tile_model(seed, tied)
     tokenizer = build_tokenizer()
     token: Any = tokenizer.convert_tokens_to_ids
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": _PICTURE_ROPE_THETA}
@@ -225,6 +231,35 @@ def _build_glm_model(seed: int, tied: bool) -> Glm4vForConditionalGeneration:
         **ids,
     )
     model: Glm4vForConditionalGeneration = _random_model(Glm4vForConditionalGeneration, config, tokenizer, seed)
+    if tied:
+        torch.nn.init.constant_(model.model.language_model.norm.weight, _HIDDEN**-0.5)
+    return model
+
+
+def _build_tile_model(seed: int, tied: bool) -> InternVLForConditionalGeneration:
+    processor: Any = build_processor("internvl")
+    tokenizer, size = processor.tokenizer, processor.image_processor.size
+    config = InternVLConfig(
+        text_config={
+            **_decoder_options(tokenizer),
+            "model_type": "qwen3",
+            "head_dim": _HIDDEN // _HEADS,
+            "rope_parameters": {"rope_type": "default", "rope_theta": _TEXT_ROPE_THETA},
+            "tie_word_embeddings": tied,
+        },
+        vision_config={
+            "hidden_size": _HIDDEN,
+            "intermediate_size": 2 * _HIDDEN,
+            "num_hidden_layers": 2,
+            "num_attention_heads": _HEADS,
+            "image_size": [size["height"], size["width"]],
+        },
+        image_token_id=processor.image_token_id,
+        image_seq_length=processor.image_seq_length,
+        tie_word_embeddings=tied,
+        dtype="float32",
+    )
+    model: InternVLForConditionalGeneration = _random_model(InternVLForConditionalGeneration, config, tokenizer, seed)
     if tied:
         torch.nn.init.constant_(model.model.language_model.norm.weight, _HIDDEN**-0.5)
     return model
@@ -385,7 +420,7 @@ def _worked_example(
         inputs = processor(text=[prompt], images=[problem.picture], return_tensors="pt")
         prompt_ids = inputs["input_ids"][0]
         pixels = {name: inputs[name] for name in ("pixel_values", "image_grid_thw") if name in inputs}
-        if "image_grid_thw" not in pixels:
+        if pixels["pixel_values"].ndim == 5:  # of one prompt
             pixels["pixel_values"] = pixels["pixel_values"][0]
     else:
         prompt_ids = torch.tensor(tokenizer.encode(prompt, add_special_tokens=False))
@@ -405,9 +440,9 @@ def _supervised_loss(model: PreTrainedModel, batch: list[_Example]) -> Tensor:
     images: dict[str, Tensor] = {}
     if batch[0].pixel_values is not None:
         images["pixel_values"] = torch.cat([e.pixel_values for e in batch if e.pixel_values is not None])
-        if batch[0].image_grid_thw is None:
+        if isinstance(model, Idefics3ForConditionalGeneration):
             images["pixel_values"] = images["pixel_values"][None]
-        else:
+        elif batch[0].image_grid_thw is not None:
             images["mm_token_type_ids"] = (token_ids == model.config.image_token_id).int()
             images["image_grid_thw"] = torch.cat([e.image_grid_thw for e in batch if e.image_grid_thw is not None])
     loss: Tensor = model(input_ids=token_ids, attention_mask=mask, labels=labels, **images).loss

@@ -133,7 +133,7 @@ def test_weights_depend_on_the_seed_and_the_generator_is_unchanged() -> None:
     assert same == again != other
 
 
-@pytest.mark.parametrize("family", [None, "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "glm4v", "idefics3"])
+@pytest.mark.parametrize("family", [None, "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "glm4v", "internvl", "idefics3"])
 def test_size(family: str | None) -> None:
     parameters = sum(p.numel() for p in build_model(family, 0).parameters())
     assert 9e5 < parameters < 4e6
