@@ -99,7 +99,7 @@ def test_a_mixture_resumes_bit_for_bit(tiny_model: Path, tmp_path: Path) -> None
     assert abs(places[0] - 3 * places[1]) <= 2, "within half a place of 3 : 1"
 
 
-@pytest.mark.parametrize("kind", ["internvl", "idefics3"])
+@pytest.mark.parametrize("kind", ["internvl", "idefics3", "smolvlm"])
 def test_pictures_in_tiles_are_the_same_for_sampler_and_trainer(kind: str, tmp_path: Path) -> None:
     """Two steps of problems with no picture, one and two. The sampler refuses a prompt that vLLM expands otherwise."""
     model = make_model(tmp_path / "model", kind)
@@ -109,6 +109,16 @@ def test_pictures_in_tiles_are_the_same_for_sampler_and_trainer(kind: str, tmp_p
     steps = [record.metrics for record in journal(tmp_path / "out")]
     assert len(steps) == 2
     assert max(metrics["rollout/abs_delta_logprob_mean"] for metrics in steps) < 1e-4
+    assert all(metrics["optim/grad_norm"] > 0 for metrics in steps)
+
+
+def test_recurrent_states_resume_bit_for_bit(tmp_path: Path) -> None:
+    """On a CPU vLLM computes them in bfloat16, and the trainer in float32."""
+    model = make_model(tmp_path / "model", "qwen3_5")
+    config = experiment(**ALONE, **{"model.path": str(model), "rollout.dtype": "bfloat16"})
+    (tmp_path / "data").mkdir()
+    steps = steps_of_an_exact_resume(model, mixed_problems(tmp_path / "data", config), tmp_path, config)
+    assert all(0 < metrics["rollout/abs_delta_logprob_mean"] < 0.1 for metrics in steps)
     assert all(metrics["optim/grad_norm"] > 0 for metrics in steps)
 
 
