@@ -126,18 +126,22 @@ def test_every_kind_of_image_cell(tmp_path, cell, expected):
         ([[b"x", b"y"], [b"z"]], ((b"x", b"y"), (b"z",))),
         ([[{"bytes": b"x", "path": None}, {"bytes": None, "path": "a.png"}]], ((b"x", "a.png"),)),
         ([[]], ((),)),
-        (["film.mp4"], (None,)),
-        ("film.mp4", (None,)),
+        (["film.mp4"], ("film.mp4",)),
+        ("film.mp4", ("film.mp4",)),
+        ([b"x", b"y"], (b"x", b"y")),
+        ([{"bytes": None, "path": "film.mp4"}], ("film.mp4",)),
+        ([{"bytes": None, "path": None}], (None,)),
     ],
 )
 def test_every_kind_of_video_cell(tmp_path, cell, expected):
     path = write(tmp_path / "rows.parquet", [{"problem": "p", "answer": "a", "videos": cell}])
     (row,) = read(path)
-    found = tuple(
-        video and tuple(frame.name if isinstance(frame, Path) else frame for frame in video) for video in row.videos
-    )
-    assert found == expected
-    assert row.num_images == sum(len(video or ()) for video in expected)
+
+    def named(item):
+        return tuple(map(named, item)) if isinstance(item, tuple) else item.name if isinstance(item, Path) else item
+
+    assert named(row.videos) == expected
+    assert row.num_images == sum(len(video) for video in expected if isinstance(video, tuple))
 
 
 @pytest.mark.parametrize("suffix", [".parquet", ".jsonl"])
