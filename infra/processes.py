@@ -182,11 +182,14 @@ def stop(mark: str, grace_seconds: float) -> None:
 
 
 def kill(mark: str) -> None:
-    """Send SIGKILL to the ``family`` of a mark until none is left, then remove their temporary folder."""
+    """Send SIGKILL to the ``family`` of a mark until none is left, wait until all have ended, then remove their
+    temporary folder."""
     deadline = time.monotonic() + _KILL_SECONDS
     while (processes := family(mark)) and time.monotonic() < deadline:
         _signal(processes, signal.SIGKILL)
-        _wait_gone(mark, 1.0)
+        # Not until the mark is gone: an ending process has none while the kernel frees its memory.
+        while any(_has_not_ended(process) for process in processes) and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS / 10)
     folder = temporary_folder(mark)
     if folder.exists():
         shutil.rmtree(folder, ignore_errors=True)  # files that another user's process holds stay
@@ -211,6 +214,13 @@ def _signal(processes: Iterable[psutil.Process], number: int) -> None:
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.send_signal(number)
+
+
+def _has_not_ended(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and _is_live(process)
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _is_live(process: psutil.Process) -> bool:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from infra import processes
@@ -56,3 +58,19 @@ def test_another_users_folder_is_refused(folder: Path) -> None:
     os.chown(folder, 1234, 1234)
     with pytest.raises(StorageError, match="user 1234"):
         start()
+
+
+def test_what_was_killed_has_ended_when_kill_returns(folder: Path) -> None:
+    """The kernel takes a while to free its memory. Meanwhile nobody can read its mark."""
+    code = "import time; held = b'x' * (1 << 30); print('ready', flush=True); time.sleep(60)"
+    read, write = os.pipe()
+    with os.fdopen(read) as lines:
+        with os.fdopen(write, "wb") as output:
+            child = processes.start(
+                [sys.executable, "-c", code], env=os.environ, mark="mine", output=output, ends_with_parent=False
+            )
+        assert lines.readline() == "ready\n"
+    processes.kill("mine")
+    status = psutil.Process(child.pid).status()  # of a child that nobody has waited for
+    assert child.wait() == -signal.SIGKILL
+    assert status == psutil.STATUS_ZOMBIE
