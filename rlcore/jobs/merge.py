@@ -99,6 +99,7 @@ def verify_merged(
     min_pixels: int,
     max_pixels: int,
     dtype: torch.dtype = torch.float32,
+    vllm_dtype: torch.dtype = torch.float32,
     device: str = "cpu",
     tolerance: float | None = None,
     trust_remote_code: bool = False,
@@ -107,7 +108,8 @@ def verify_merged(
 
     Args:
         read_image: reads an image of the prepared dataset.
-        dtype: in which the live trainer computed the probe, and vLLM computes.
+        dtype: in which the live trainer computed the probe.
+        vllm_dtype: in which vLLM computes.
         tolerance: largest |delta log-prob| allowed, nats. None: derived, see ``allowed_differences``.
 
     Raises:
@@ -126,25 +128,30 @@ def verify_merged(
             return [sequence_logprobs(model, sequence, read).double().cpu().numpy() for sequence in sequences]
 
     exact = through_transformers(torch.float32, "sdpa")
-    rounded = [] if dtype == torch.float32 else [through_transformers(dtype, kind) for kind in ("sdpa", "eager")]
+
+    def allowed(dtype: torch.dtype) -> Limits:
+        if tolerance is not None:
+            return tolerance, tolerance
+        rounded = [] if dtype == torch.float32 else [through_transformers(dtype, kind) for kind in ("sdpa", "eager")]
+        return allowed_differences([v - e for values in rounded for v, e in zip(values, exact, strict=True)])
+
+    limits = allowed(dtype)
+    vllm_limits = limits if vllm_dtype == dtype else allowed(vllm_dtype)
     if device == "cuda":
         torch.cuda.empty_cache()  # vLLM comes next and measures free memory
-    limits = allowed_differences([v - e for values in rounded for v, e in zip(values, exact, strict=True)])
-    if tolerance is not None:
-        limits = (tolerance, tolerance)
     live = [np.asarray(sequence.logprobs) for sequence in sequences]
     delta = _require_near(exact, live, "the trainer", model_dir, limits)
     vllm_delta = None
     if log_prob_with_vllm is not None:
         vllm = [np.asarray(values) for values in log_prob_with_vllm(model_dir, sequences)]
-        vllm_delta = _require_near(exact, vllm, "vLLM", model_dir, limits)
+        vllm_delta = _require_near(exact, vllm, "vLLM", model_dir, vllm_limits)
     return VerifyReport(
         num_sequences=len(sequences),
         num_tokens=sum(map(len, exact)),
         transformers_max_delta=delta,
         vllm_max_delta=vllm_delta,
-        allowed_max=limits[0],
-        allowed_rms=limits[1],
+        allowed_max=max(limits[0], vllm_limits[0]),
+        allowed_rms=max(limits[1], vllm_limits[1]),
     )
 
 
@@ -209,7 +216,7 @@ def _verify_for(spec: MergeSpec, out: Path) -> VerifyReport:
     from rlcore.data.pixels import ImageStore
     from rlcore.distributed.cluster import claim_device
     from rlcore.models.torch_policy import compute_dtype
-    from rlcore.sampler.engine import set_engine_environment, vllm_sequence_logprobs
+    from rlcore.sampler.engine import engine_dtype, set_engine_environment, vllm_sequence_logprobs
 
     config, dataset = spec.experiment, Path(spec.dataset.path)
     device = claim_device(config, config.rollout.tensor_parallel)
@@ -226,6 +233,7 @@ def _verify_for(spec: MergeSpec, out: Path) -> VerifyReport:
         min_pixels=config.data.min_pixels,
         max_pixels=config.data.max_pixels,
         dtype=compute_dtype(config, device),
+        vllm_dtype=getattr(torch, engine_dtype(device, config.rollout.dtype)),
         device=device,
         trust_remote_code=config.model.trust_remote_code,
     )

@@ -97,7 +97,7 @@ _RUNS = {
     "geometry": _Supervised(16, 7e-4, 0.11),
     "qwen3_vl": _Supervised(16, 7e-4, 0.09),  # at the same loss it reads fewer digits than the first family
     "qwen3_vl_moe": _Supervised(16, 7e-4, 0.09),
-    "qwen3_5": _Supervised(16, 7e-4, 0.07),
+    "qwen3_5": _Supervised(16, 7e-4, 0.06),
     "glm4v": _Supervised(16, 7e-4, 0.09),
     "internvl": _Supervised(16, 7e-4, 0.09),
     "sums": _Supervised(16, 2e-3, 0.10),

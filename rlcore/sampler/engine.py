@@ -451,6 +451,7 @@ def vllm_sequence_logprobs(
             enforce_eager=True,
             sleep="never",
             tensor_parallel=together,
+            dtype=config.rollout.dtype,
         ),
     }
     engine = Engine(model, config.model_copy(update=update), device, join_world=False, starts_workers=together > 1)
