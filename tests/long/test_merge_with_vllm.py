@@ -112,3 +112,32 @@ def test_vllm_accepts_the_merged_model_and_refuses_one_with_another_layer(
     assert result["of two processes"] < 1e-4
     assert result["merged"] < 1e-4
     assert "those of vLLM differ by" in str(result["other"])
+
+
+def verified_in_bfloat16(folder: Path) -> dict[str, Any]:
+    """An engine in the dtype of ``rollout.dtype``; the trainer computed in float32."""
+    from rlcore.sampler.engine import set_engine_environment, vllm_sequence_logprobs
+    from tests.checking import make_model
+    from tests.numerics import toy
+
+    set_engine_environment("cpu")
+    model = make_model(folder / "merged", "qwen3_5_text")
+    values = toy.config().model_dump()
+    values["rollout"]["dtype"] = "bfloat16"
+    probe = probe_of(model)
+    said = vllm_sequence_logprobs(model, read_probe(probe), folder, ExperimentConfig.model_validate(values), "cpu")
+    options: dict[str, Any] = {"read_image": lambda image: None, "min_pixels": 1, "max_pixels": 1}
+    report = verify_merged(model, probe, log_prob_with_vllm=lambda *_: said, vllm_dtype=torch.bfloat16, **options)
+    result = {"trainer": report.transformers_max_delta, "vllm": report.vllm_max_delta, "allowed": report.allowed_max}
+    try:
+        verify_merged(model, probe, log_prob_with_vllm=lambda *_: said, **options)
+    except ModelError as error:
+        result["in float32"] = str(error)
+    return result
+
+
+def test_vllm_is_held_to_the_dtype_that_it_computes_in(tmp_path: Path) -> None:
+    result = measured(verified_in_bfloat16, tmp_path)
+    assert result["trainer"] < 1e-4
+    assert 1e-3 < result["vllm"] <= result["allowed"] < 0.5
+    assert "those of vLLM differ by" in result["in float32"]
