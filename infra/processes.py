@@ -162,11 +162,7 @@ def family(mark: str) -> list[psutil.Process]:
 
 def has_children() -> bool:
     """Whether a child of this process is alive. Zombies do not count."""
-    for child in psutil.Process().children():
-        with contextlib.suppress(psutil.NoSuchProcess):
-            if _is_live(child):
-                return True
-    return False
+    return any(map(_is_live, psutil.Process().children()))
 
 
 def stop(mark: str, grace_seconds: float) -> None:
@@ -188,7 +184,7 @@ def kill(mark: str) -> None:
     while (processes := family(mark)) and time.monotonic() < deadline:
         _signal(processes, signal.SIGKILL)
         # Not until the mark is gone: an ending process has none while the kernel frees its memory.
-        while any(_has_not_ended(process) for process in processes) and time.monotonic() < deadline:
+        while any(map(_is_live, processes)) and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS / 10)
     folder = temporary_folder(mark)
     if folder.exists():
@@ -216,15 +212,12 @@ def _signal(processes: Iterable[psutil.Process], number: int) -> None:
             process.send_signal(number)
 
 
-def _has_not_ended(process: psutil.Process) -> bool:
+def _is_live(process: psutil.Process) -> bool:
+    """Whether it has not ended. A zombie has, and so has one whose pid now belongs to another process."""
     try:
-        return process.is_running() and _is_live(process)
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
-
-
-def _is_live(process: psutil.Process) -> bool:
-    return bool(process.status() != psutil.STATUS_ZOMBIE)
 
 
 @dataclass(frozen=True, slots=True)

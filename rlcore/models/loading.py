@@ -18,9 +18,6 @@ from rlcore.config import LoraConfig
 from rlcore.errors import ModelError
 from rlcore.families import family_of
 
-RECURRENT = "linear_attention"
-"""transformers' name of layers with a recurrent state."""
-
 
 def load_hf_model(
     folder: Path,
@@ -195,7 +192,7 @@ def require_supported(
         )
     family.require_plain(model)
     kinds = dict.fromkeys(mask.kind for mask in family.masks(model))
-    known = {"full_attention", "sliding_attention"} | ({RECURRENT} if family.recurrence is not None else set())
+    known = {"full_attention", "sliding_attention"} | ({"linear_attention"} if family.recurrence is not None else set())
     if unknown := sorted(kinds.keys() - known):
         raise ModelError(
             f"{name} has {' and '.join(unknown)} layers. Allowed are full_attention and sliding_attention: in "

@@ -55,12 +55,13 @@ class PackedModel(nn.Module):
         self.sequence, self.images_embedded = sequence, images_embedded
         self.temperature, self.top_p, self.top_k = temperature, top_p, top_k
         use_packed_attention(hf)
-        if (recurrence := family_of(hf.config).recurrence) is not None:
-            use_packed_recurrence(recurrence.layers(decoder_of(hf)), recurrence)
+        family = family_of(hf.config)
+        if family.recurrence is not None:
+            use_packed_recurrence(family.recurrence, decoder_of(hf))
         self.replay = RouterReplay(hf) if replays else None
         if hf.lm_head.bias is not None:
             raise ModelError(f"{type(hf).__name__} has a bias in its LM head; allowed are models without one.")
-        self.images = family_of(hf.config).images
+        self.images = family.images
         self.image_layout = None if self.images is None else self.images.layout(hf.config)
         self.decoder, tower = decoder_of(hf), vision_tower(hf)
         if self.images is not None and tower is not None and self.images.takes_tiles:
@@ -139,7 +140,8 @@ def model_shape(hf: Any) -> ModelShape:
     """The sizes that determine the FLOPs of a pass. Only matrices count."""
     family, text = family_of(hf.config), hf.config.get_text_config()
     decoder, tower = decoder_of(hf), vision_tower(hf)
-    recurrent = [] if family.recurrence is None else family.recurrence.layers(decoder)
+    recurrence = family.recurrence
+    states = [] if recurrence is None else [recurrence.state_elements(layer) for layer in recurrence.layers(decoder)]
     head_size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     return ModelShape(
         parameters=sum(family.active_elements(layer) for layer in decoder.layers),
@@ -149,6 +151,6 @@ def model_shape(hf: Any) -> ModelShape:
         weights_train=any(p.requires_grad and not is_adapter(name) for name, p in decoder.named_parameters()),
         tower=None if family.images is None or tower is None else family.images.shape(tower, tower.config),
         windows=tuple(mask.window for mask in family.masks(hf.config) if mask.window is not None),
-        recurrent_layers=len(recurrent),
-        state_elements=sum(family.recurrence.state_elements(x) for x in recurrent) if family.recurrence else 0,
+        recurrent_layers=len(states),
+        state_elements=sum(states),
     )

@@ -17,7 +17,6 @@ chunk, M chunks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -40,13 +39,13 @@ _HELD_BYTES = 1 << 30
 _TINY = 1e-6  # as transformers and vLLM add it to the length of a key
 
 
-def use_packed_recurrence(layers: Iterable[Any], recurrence: Recurrence) -> None:
-    """Let each layer compute ``packed_delta_net``.
+def use_packed_recurrence(recurrence: Recurrence, decoder: Any) -> None:
+    """Let each layer with a recurrent state compute ``packed_delta_net``.
 
     Raises:
         ModelError: another activation than SiLU follows the convolution.
     """
-    for layer in layers:
+    for layer in recurrence.layers(decoder):
         if layer.activation not in ("silu", "swish"):
             raise ModelError(
                 f"{type(layer).__name__} has the activation {layer.activation} after its convolution. Allowed is silu. "

@@ -48,6 +48,7 @@ from rlcore.data.synthetic.arithmetic import ArithmeticProblem, generate_countdo
 from rlcore.data.synthetic.geometry import SyntheticProblem, draw_problem
 from rlcore.data.tiny import END_OF_TURN, PAD, PictureProcessor, build_processor, build_text_tokenizer, build_tokenizer
 from rlcore.models.loading import save_published
+from rlcore.models.lora import decoder_of
 
 PictureModel = (
     Qwen2_5_VLForConditionalGeneration
@@ -74,8 +75,10 @@ _STATES = {
     "linear_value_head_dim": 128,
 }
 # with the usual base of 10,000, neighbours in a picture differ by 0.003 radian only
-_PICTURE_ROPE_THETA = 4.0
-_TEXT_ROPE_THETA = 100.0  # sequences are a few dozen bytes long, and only their order matters
+_PICTURE_ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 4.0}
+# sequences are a few dozen bytes long, and only their order matters
+_TEXT_ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 100.0}
+_TOWER: dict[str, Any] = {"hidden_size": _HIDDEN, "intermediate_size": 2 * _HIDDEN}
 _WEIGHT_STD = 0.09  # about 1 / sqrt(_HIDDEN); the usual 0.02 suits widths in the thousands and learns slowly here
 _EMBEDDING_STD = 1.0
 _IGNORED = -100  # label of a token that is not learned
@@ -154,13 +157,8 @@ def build_model(family: str | None, seed: int, *, tied: bool = True) -> PictureM
         return _build_tile_model(seed, tied)
     tokenizer = build_tokenizer()
     token: Any = tokenizer.convert_tokens_to_ids
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": _PICTURE_ROPE_THETA}
-    tower: dict[str, Any] = {
-        "hidden_size": _HIDDEN,
-        "intermediate_size": 2 * _HIDDEN,
-        "num_heads": _HEADS,
-        "out_hidden_size": _HIDDEN,
-    }
+    rope: dict[str, Any] = dict(_PICTURE_ROPE)
+    tower = {**_TOWER, "num_heads": _HEADS, "out_hidden_size": _HIDDEN}
     special: dict[str, Any] = {}
     make_config: Callable[..., PretrainedConfig] = Qwen2_5_VLConfig
     make_model: Callable[..., PictureModel] = Qwen2_5_VLForConditionalGeneration
@@ -197,9 +195,6 @@ def build_model(family: str | None, seed: int, *, tied: bool = True) -> PictureM
         dtype="float32",
     )
     model: PictureModel = _random_model(make_model, config, tokenizer, seed)
-    if tied:  # the head has the embedding's deviation: logits would have one of sqrt(_HIDDEN) instead of 1
-        zero = 1.0 if family == "qwen3_5" else 0.0  # its norms multiply by 1 + weight
-        torch.nn.init.constant_(model.model.language_model.norm.weight, _HIDDEN**-0.5 - zero)
     return model
 
 
@@ -210,17 +205,15 @@ def _build_glm_model(seed: int, tied: bool) -> Glm4vForConditionalGeneration:
     ids = {f"{kind}_token_id": token(f"<|{kind}|>") for kind in ("image", "video")}
     for side, word in (("start", "begin"), ("end", "end")):
         ids |= {f"{kind}_{side}_token_id": token(f"<|{word}_of_{kind}|>") for kind in ("image", "video")}
-    rope = {"rope_type": "default", "rope_theta": _PICTURE_ROPE_THETA}
     config = Glm4vConfig(
         text_config={
             **_decoder_options(tokenizer),
             "attention_bias": True,
-            "rope_parameters": rope | {"partial_rotary_factor": 0.5, "mrope_section": [2, 3, 3]},
+            "rope_parameters": _PICTURE_ROPE | {"partial_rotary_factor": 0.5, "mrope_section": [2, 3, 3]},
             "tie_word_embeddings": tied,
         },
         vision_config={
-            "hidden_size": _HIDDEN,
-            "intermediate_size": 2 * _HIDDEN,
+            **_TOWER,
             "out_hidden_size": _HIDDEN,
             "num_heads": _HEADS,
             "depth": 1,
@@ -231,8 +224,6 @@ def _build_glm_model(seed: int, tied: bool) -> Glm4vForConditionalGeneration:
         **ids,
     )
     model: Glm4vForConditionalGeneration = _random_model(Glm4vForConditionalGeneration, config, tokenizer, seed)
-    if tied:
-        torch.nn.init.constant_(model.model.language_model.norm.weight, _HIDDEN**-0.5)
     return model
 
 
@@ -244,12 +235,11 @@ def _build_tile_model(seed: int, tied: bool) -> InternVLForConditionalGeneration
             **_decoder_options(tokenizer),
             "model_type": "qwen3",
             "head_dim": _HIDDEN // _HEADS,
-            "rope_parameters": {"rope_type": "default", "rope_theta": _TEXT_ROPE_THETA},
+            "rope_parameters": _TEXT_ROPE,
             "tie_word_embeddings": tied,
         },
         vision_config={
-            "hidden_size": _HIDDEN,
-            "intermediate_size": 2 * _HIDDEN,
+            **_TOWER,
             "num_hidden_layers": 2,
             "num_attention_heads": _HEADS,
             "image_size": [size["height"], size["width"]],
@@ -260,8 +250,6 @@ def _build_tile_model(seed: int, tied: bool) -> InternVLForConditionalGeneration
         dtype="float32",
     )
     model: InternVLForConditionalGeneration = _random_model(InternVLForConditionalGeneration, config, tokenizer, seed)
-    if tied:
-        torch.nn.init.constant_(model.model.language_model.norm.weight, _HIDDEN**-0.5)
     return model
 
 
@@ -272,12 +260,11 @@ def _build_named_tile_model(seed: int, tied: bool) -> Idefics3ForConditionalGene
         text_config={
             **_decoder_options(tokenizer),
             "model_type": "llama",
-            "rope_parameters": {"rope_type": "default", "rope_theta": _TEXT_ROPE_THETA},
+            "rope_parameters": _TEXT_ROPE,
             "tie_word_embeddings": tied,
         },
         vision_config={
-            "hidden_size": _HIDDEN,
-            "intermediate_size": 2 * _HIDDEN,
+            **_TOWER,
             "num_hidden_layers": 2,
             "num_attention_heads": _HEADS,
             "image_size": side,
@@ -290,8 +277,6 @@ def _build_named_tile_model(seed: int, tied: bool) -> Idefics3ForConditionalGene
         dtype="float32",
     )
     model: Idefics3ForConditionalGeneration = _random_model(Idefics3ForConditionalGeneration, config, tokenizer, seed)
-    if tied:
-        torch.nn.init.constant_(model.model.text_model.norm.weight, _HIDDEN**-0.5)
     return model
 
 
@@ -299,7 +284,7 @@ def build_text_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen2ForC
     """A text policy with random weights in float32. Does not change torch's default generator."""
     config = Qwen2Config(
         **_decoder_options(tokenizer),
-        rope_parameters={"rope_type": "default", "rope_theta": _TEXT_ROPE_THETA},
+        rope_parameters=_TEXT_ROPE,
         tie_word_embeddings=False,
         dtype="float32",
     )
@@ -334,6 +319,9 @@ def _random_model(
             if parameter.ndim >= 2:  # Hugging Face has set norms to one and biases to zero
                 parameter.normal_(std=_WEIGHT_STD)
         model.get_input_embeddings().weight.normal_(std=_EMBEDDING_STD)
+        if config.tie_word_embeddings:  # the head has the embedding's deviation: logits would have one of sqrt(_HIDDEN)
+            norm = decoder_of(model).norm.weight
+            norm.fill_(_HIDDEN**-0.5 - (1.0 - float(norm[0])))  # the weight of some norms is 0 where they multiply by 1
     model.generation_config = sampling_defaults(tokenizer)
     return model
 

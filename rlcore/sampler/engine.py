@@ -68,7 +68,8 @@ class Engine:
 
         rollout, self.config, self.device, self._folder = config.rollout, config, device, model
         self.dtype = cast(torch.dtype, getattr(torch, engine_dtype(device, rollout.dtype)))
-        if device == "cpu" and self.dtype != torch.bfloat16 and has_states(model):
+        states = has_states(model)
+        if states and device == "cpu" and self.dtype != torch.bfloat16:
             raise ModelError(
                 f"the sampler's dtype is {str(self.dtype).removeprefix('torch.')}, and on a CPU vLLM computes layers "
                 "with a recurrent state in bfloat16 only. Set rollout.dtype to bfloat16."
@@ -119,7 +120,7 @@ class Engine:
                 max_num_batched_tokens=max(8192 if device == "cpu" else 16384, config.max_sequence_tokens),
                 enforce_eager=rollout.enforce_eager or device == "cpu",
                 # vLLM caches states at the ends of long blocks only, and on a CPU needs chunks of prompts for it
-                enable_prefix_caching=not has_states(model),
+                enable_prefix_caching=not states,
                 logprobs_mode="processed_logprobs",
                 seed=config.seed,
                 trust_remote_code=config.model.trust_remote_code,
@@ -290,6 +291,8 @@ class Engine:
 def _as_sent(value: Tensor, dtype: torch.dtype) -> Tensor:
     """A weight that vLLM keeps in another dtype, in the one in which the trainer sends it. Unchanged where that would
     round it: then it is not what was sent."""
+    if value.dtype == dtype:
+        return value
     narrow = value.to(dtype)
     return narrow if torch.equal(narrow.to(value.dtype), value) else value
 

@@ -82,30 +82,21 @@ def loses_the_gradient_of_keys(right: Any, query: Tensor, key: Tensor, *others: 
 
 
 @contextmanager
-def completions_with_an_empty_state() -> Iterator[None]:
+def states_that(wrong: Callable[..., Any]) -> Iterator[None]:
     from rlcore.models import recurrence
 
     right = recurrence._along
-
-    def from_nothing(tokens: Any, bounds: Tensor, states: Tensor) -> Any:
-        return right(tokens, bounds, torch.zeros_like(states))
-
-    with mock.patch.object(recurrence, "_along", from_nothing):
+    with mock.patch.object(recurrence, "_along", lambda *args: wrong(right, *args)):
         yield
 
 
-@contextmanager
-def states_that_pass_to_the_next_sequence() -> Iterator[None]:
-    from rlcore.models import recurrence
+def begin_empty(right: Any, tokens: Any, bounds: Tensor, states: Tensor) -> Any:
+    return right(tokens, bounds, torch.zeros_like(states))
 
-    right = recurrence._along
 
-    def as_one_sequence(tokens: Any, bounds: Tensor, states: Tensor) -> Any:
-        out, last = right(tokens, bounds[[0, -1]], states[:1])
-        return out, last.expand_as(states)
-
-    with mock.patch.object(recurrence, "_along", as_one_sequence):
-        yield
+def pass_to_the_next_sequence(right: Any, tokens: Any, bounds: Tensor, states: Tensor) -> Any:
+    out, last = right(tokens, bounds[[0, -1]], states[:1])
+    return out, last.expand_as(states)
 
 
 @contextmanager
@@ -215,13 +206,13 @@ CONTROLS: dict[str, tuple[str, dict[str, Any], Callable[[], Any], dict[str, str]
     "empty states": (
         "qwen3_5_text",
         {},
-        completions_with_an_empty_state,
+        lambda: states_that(begin_empty),
         {TRAINER: "decoder layer 0", ZERO: "decoder layer 0", "adapters, merged": "decoder layer 0"},
     ),
     "states that pass on": (
         "qwen3_5_moe_text",
         {},
-        states_that_pass_to_the_next_sequence,
+        lambda: states_that(pass_to_the_next_sequence),
         {TRAINER: "decoder layer 0", ZERO: "decoder layer 0", "adapters, merged": "decoder layer 0"},
     ),
     "convolutions without the prompt": (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,30 +22,17 @@ from rlcore.models.recurrence import CHUNK, causal_convolution, gated_delta_rule
 from rlcore.models.torch_policy import TorchPolicy
 from tests.checking import make_model
 from tests.numerics import toy
+from tests.numerics.attention import segments
 from tests.ranks import on_ranks
 
 HEADS, KEY, VALUE = 2, 4, 3
+Groups = Sequence[tuple[int, Sequence[int]]]
 
 
-def row(prompts: list[int], completions: list[tuple[int, int]]) -> tuple[Segments, list[list[int]]]:
-    """A packed row, and the rows of each of its sequences.
-
-    Args:
-        prompts: their lengths.
-        completions: prompt and length of each.
-    """
-    lengths = [*prompts, *(length for _, length in completions)]
-    starts = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
-    own = [list(range(starts[i], starts[i + 1])) for i in range(len(lengths))]
-    keys = own[: len(prompts)] + [own[p] + own[len(prompts) + i] for i, (p, _) in enumerate(completions)]
-    key_bounds = [sum(map(len, keys[:i])) for i in range(len(keys) + 1)]
-    segments = Segments(
-        bounds=torch.tensor(starts, dtype=torch.int32),
-        key_bounds=torch.tensor(key_bounds, dtype=torch.int32),
-        key_rows=torch.tensor([r for rows in keys for r in rows]),
-        sizes=torch.tensor([len(prompts), max(lengths), max(map(len, keys))]),
-    )
-    return segments, keys
+def row(groups: Groups) -> tuple[Segments, list[list[int]]]:
+    """A packed row of (prompt, completions) lengths, and the rows of each of its sequences."""
+    made = segments(groups)
+    return made, [rows.tolist() for rows in made.key_rows.tensor_split(made.key_bounds[1:-1].long())]
 
 
 def tokens(count: int) -> tuple[Tensor, ...]:
@@ -71,29 +59,29 @@ def one_by_one(query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, wri
     return torch.stack(read)
 
 
-LAYOUTS = {
-    "one prompt": ([5], []),
-    "a prompt of a whole chunk": ([CHUNK], [(0, CHUNK)]),
-    "ragged": ([3, 150, CHUNK + 1], [(0, 2), (0, 200), (1, 1), (1, 70), (2, CHUNK), (2, 5)]),
-    "a prompt without completions": ([7, 80], [(1, 90), (1, 3)]),
+LAYOUTS: dict[str, Groups] = {
+    "one prompt": [(5, ())],
+    "a prompt of a whole chunk": [(CHUNK, (CHUNK,))],
+    "ragged": [(3, (2, 200)), (150, (1, 70)), (CHUNK + 1, (CHUNK, 5))],
+    "a prompt without completions": [(7, ()), (80, (90, 3))],
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_each_sequence_reads_what_it_reads_alone(layout: tuple[list[int], list[tuple[int, int]]]) -> None:
-    segments, sequences = row(*layout)
-    inputs = tokens(int(segments.bounds[-1]))
-    found = gated_delta_rule(*inputs, segments)
+@pytest.mark.parametrize("groups", LAYOUTS.values(), ids=LAYOUTS)
+def test_each_sequence_reads_what_it_reads_alone(groups: Groups) -> None:
+    where, sequences = row(groups)
+    inputs = tokens(int(where.bounds[-1]))
+    found = gated_delta_rule(*inputs, where)
     for rows in sequences:
         assert_close(found[rows], one_by_one(*(x[rows] for x in inputs)))
 
 
 def test_the_gradient_of_a_shared_prompt_is_the_sum_over_its_completions() -> None:
-    segments, sequences = row([70, 4], [(0, 9), (0, 90), (1, 3)])
-    inputs = tuple(x.requires_grad_() for x in tokens(int(segments.bounds[-1])))
-    weights = torch.randn(int(segments.bounds[-1]), HEADS, VALUE, dtype=torch.float64)
+    where, sequences = row([(70, (9, 90)), (4, (3,))])
+    inputs = tuple(x.requires_grad_() for x in tokens(int(where.bounds[-1])))
+    weights = torch.randn(int(where.bounds[-1]), HEADS, VALUE, dtype=torch.float64)
     prompt_end = 74
-    found = torch.autograd.grad((gated_delta_rule(*inputs, segments) * weights)[prompt_end:].sum(), inputs)
+    found = torch.autograd.grad((gated_delta_rule(*inputs, where) * weights)[prompt_end:].sum(), inputs)
     alone = sum(
         (one_by_one(*(x[rows] for x in inputs)) * weights[rows])[torch.tensor(rows) >= prompt_end].sum()
         for rows in sequences[2:]
@@ -105,18 +93,18 @@ def test_the_gradient_of_a_shared_prompt_is_the_sum_over_its_completions() -> No
 def test_two_tokens_by_hand() -> None:
     """One head of size 1. S = 0 + 1 * 0.5 * 4 = 2, read 2 * 3 = 6. Half is left: S = 1, and replacing it wholly by 5
     gives S = 5, read 5 * 2 = 10."""
-    segments, _ = row([1], [(0, 1)])
+    where, _ = row([(1, (1,))])
     query, key, value = (torch.tensor(x).view(2, 1, 1) for x in ([3.0, 2.0], [1.0, 1.0], [4.0, 5.0]))
     log_decay, write = torch.tensor([[1.0], [0.5]]).log(), torch.tensor([[0.5], [1.0]])
-    assert gated_delta_rule(query, key, value, log_decay, write, segments).flatten().tolist() == pytest.approx([6, 10])
+    assert gated_delta_rule(query, key, value, log_decay, write, where).flatten().tolist() == pytest.approx([6, 10])
 
 
 def test_a_convolution_sees_the_end_of_the_prompt_and_nothing_before_it() -> None:
-    segments, sequences = row([1, 5], [(0, 2), (1, 1), (1, 6)])
-    count = int(segments.bounds[-1])
+    where, sequences = row([(1, (2,)), (5, (1, 6))])
+    count = int(where.bounds[-1])
     torch.manual_seed(0)
     mixed, weight = torch.randn(count, 3), torch.randn(3, 4)
-    found = causal_convolution(mixed, weight, segments)
+    found = causal_convolution(mixed, weight, where)
     for rows in sequences:
         padded = torch.nn.functional.pad(mixed[rows].T[None], (3, 0))
         expected = torch.nn.functional.silu(torch.nn.functional.conv1d(padded, weight[:, None], groups=3))[0].T
@@ -135,12 +123,14 @@ def test_some_heads_at_a_time_give_the_same(tmp_path: Path, monkeypatch: pytest.
 
 def test_a_call_without_segments_is_refused() -> None:
     layer: Any = SimpleNamespace(activation="silu")
+    decoder = SimpleNamespace(layers=[SimpleNamespace(linear_attn=layer)])
     kind: Any = FAMILIES["qwen3_5"].recurrence
-    use_packed_recurrence([layer], kind)
+    use_packed_recurrence(kind, decoder)
     with pytest.raises(ValueError, match="sequences would see each other"):
         layer.forward(torch.zeros(1, 2, 4))
+    layer.activation = "gelu"
     with pytest.raises(ModelError, match=r"has the activation gelu after its convolution\. Allowed is silu"):
-        use_packed_recurrence([SimpleNamespace(activation="gelu")], kind)
+        use_packed_recurrence(kind, decoder)
 
 
 def step(policy: TorchPolicy, rank: int = 0, world: int = 1) -> dict[str, Any]:

@@ -50,11 +50,11 @@ def dataset_key(spec: PrepareSpec) -> str:
     A source or model on a hub counts by its name and revision, because its content is not on this machine. Image files
     that a source names by path count by path, size and modification time.
     """
-    data = spec.data
+    data, content = spec.data, _source_content(spec)
     settings = {
         "version": PREPARE_VERSION,
         "source": spec.source,
-        "content": _source_content(spec),
+        "content": content,
         "columns": [data.problem_column, data.answer_column, data.images_column, data.videos_column],
         "max_images": data.max_images,
         "template": template_text(data.template),
@@ -73,17 +73,14 @@ def dataset_key(spec: PrepareSpec) -> str:
     # whether the bytes of a source have videos is not known before they are read
     usual = DataConfig()
     videos = [data.video_fps, data.video_frames]
-    if videos != [usual.video_fps, usual.video_frames] or _names_videos(spec):
+    if videos != [usual.video_fps, usual.video_frames] or _names_videos(content):
         settings["videos"] = videos
     return _digest(settings)
 
 
-def _names_videos(spec: PrepareSpec) -> bool:
-    if spec.source_path is None:
-        return False
-    files = source_files(spec.source_path, parse_source(spec.source, spec.split)[1])
-    named = (path for file in files for path in image_files(file, spec.data.videos_column))
-    return any(path.suffix.lower() in VIDEO_SUFFIXES for path in named)
+def _names_videos(content: Sequence[object]) -> bool:
+    """Whether a part of ``_source_content`` is a video file."""
+    return any(isinstance(part, list) and str(part[0]).lower().endswith(VIDEO_SUFFIXES) for part in content)
 
 
 def resized_key(spec: ResizeSpec) -> str:
@@ -115,7 +112,7 @@ def _digest(settings: dict[str, object]) -> str:
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _source_content(spec: PrepareSpec) -> object:
+def _source_content(spec: PrepareSpec) -> list[object]:
     name, split = parse_source(spec.source, spec.split)
     if spec.source_path is not None:
         files = source_files(spec.source_path, split)

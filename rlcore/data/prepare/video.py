@@ -1,19 +1,20 @@
 """Frames of a video file, decoded by FFmpeg through PyAV.
 
-The bytes are not trusted. FFmpeg is told the container, which is one of three that name no other file or address, and
-every failure is an ``Unusable`` with a reason.
+The bytes are not trusted. Only three container formats are read. None of them can refer to another file or URL, as a
+playlist does. Every failure is an ``Unusable`` with a reason.
 """
 
 from __future__ import annotations
 
 import io
+from bisect import bisect_right
 from collections.abc import Mapping
 from typing import Any
 
 from rlcore.data.pixels import MAX_SOURCE_PIXELS
 from rlcore.data.rejects import Reason, Unusable
 
-# Its first bytes, from an offset on -> FFmpeg's name. A playlist, which names other files, is none of these.
+# (offset, the bytes there) -> FFmpeg's name of the format. It is passed on, so that FFmpeg does not guess another one.
 _CONTAINERS: Mapping[tuple[int, bytes], str] = {
     (4, b"ftyp"): "mov",  # MP4 and QuickTime
     (0, b"\x1a\x45\xdf\xa3"): "matroska",  # and WebM
@@ -50,7 +51,7 @@ def chosen_frames(times: list[float], per_second: float, most: int) -> list[int]
     seconds = times[-1] - times[0] + last
     count = max(1, min(most, len(times), round(seconds * per_second)))
     wanted = [times[0] + (part + 0.5) * seconds / count for part in range(count)]
-    return sorted({max(index for index, time in enumerate(times) if time <= moment) for moment in wanted})
+    return sorted({bisect_right(times, moment) - 1 for moment in wanted})
 
 
 def _opened(content: bytes) -> Any:
