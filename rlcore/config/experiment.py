@@ -63,7 +63,7 @@ class ExperimentConfig(Frozen):
     @model_validator(mode="after")
     def _check(self) -> Self:
         broken = [*_broken_batch_rules(self), *_broken_length_rules(self), *_broken_placement_rules(self)]
-        broken += _broken_staleness_rules(self)
+        broken += [*_broken_staleness_rules(self), *_broken_quantization_rules(self)]
         if broken:
             raise ValueError("\n- ".join(broken))
         return self
@@ -197,6 +197,28 @@ def _broken_staleness_rules(config: ExperimentConfig) -> Iterator[str]:
             f"training.max_staleness is {stale} and algorithm.correction null: the policy would train on completions "
             "of older policies as if they were its own. Set algorithm.correction.name to truncate or mask, or "
             "max_staleness to 0."
+        )
+
+
+def _broken_quantization_rules(config: ExperimentConfig) -> Iterator[str]:
+    rollout = config.rollout
+    if rollout.quantization is None:
+        return
+    if config.algorithm.correction is None:
+        yield (
+            f"rollout.quantization is {rollout.quantization} and algorithm.correction null: the quantised policy "
+            "samples from another distribution than the one that trains. Set algorithm.correction.name to truncate or "
+            "mask, or rollout.quantization to null."
+        )
+    if config.model.lora is not None:
+        yield (
+            f"rollout.quantization is {rollout.quantization} with model.lora set: adapters on quantised weights are "
+            "not supported. Set one of them to null."
+        )
+    if rollout.tensor_parallel > 1:
+        yield (
+            f"rollout.quantization is {rollout.quantization} and rollout.tensor_parallel {rollout.tensor_parallel}: an "
+            "engine that several workers share cannot be quantised. Set tensor_parallel to 1, or quantization to null."
         )
 
 

@@ -128,9 +128,14 @@ class RolloutConfig(Frozen):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Dtype of the engine's weights and computation. auto: bfloat16 on a GPU, float32 on CPU. Sampler and trainer agree
     best if it is model.compute_dtype or a finer one (rollout/abs_delta_logprob_mean)."""
+    quantization: Literal["fp8"] | None = None
+    """fp8: the engine computes the decoder's linear layers in 8-bit floats (e4m3), with a scale for each row of a
+    weight and for each token. For an H100 or newer. Sampler and trainer then differ by more than rounding, so
+    algorithm.correction has to be set. null: all layers compute in rollout.dtype."""
     mismatch_alarm: float | None = Field(None, gt=0)
     """Mean distance between the log-probs of sampler and trainer, nats per token, above which a step warns and
-    rollout/mismatch_alarm is 1. null: 0.05 if either computes in bfloat16, 0.001 in float32 on CPU, else 0.01."""
+    rollout/mismatch_alarm is 1. null: 0.5 with rollout.quantization; else 0.05 if either computes in bfloat16, 0.001 in
+    float32 on CPU, else 0.01."""
     gpu_memory_utilization: float = Field(0.6, gt=0, lt=1)
     """vLLM's share of each GPU. Unused on CPU."""
     kv_cache_mib: int = Field(64, ge=1)

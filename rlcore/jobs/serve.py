@@ -22,7 +22,7 @@ from rlcore.families import family_in, images_in
 from rlcore.inference.chat import chat_template
 from rlcore.jobs import spec_file
 from rlcore.models.checkpoint_weights import CheckpointWeights
-from rlcore.sampler.engine import engine_dtype, padded_rank, set_engine_environment
+from rlcore.sampler.engine import engine_dtype, fp8_of_decoder, padded_rank, set_engine_environment
 from rlcore.specs import ServeSpec
 
 MODULE = "vllm.entrypoints.openai.api_server"
@@ -45,6 +45,8 @@ def command(spec: ServeSpec, device: str) -> list[str]:
         "host": spec.host,
         "port": spec.port,
         "dtype": engine_dtype(device, rollout.dtype),
+        "quantization": None if rollout.quantization is None else "online",
+        "quantization-config": None if rollout.quantization is None else fp8_of_decoder(model),
         "max-model-len": experiment.max_sequence_tokens,
         "max-num-seqs": rollout.max_sequences,
         "tensor-parallel-size": rollout.tensor_parallel,

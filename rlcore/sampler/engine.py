@@ -25,6 +25,7 @@ from rlcore.families import family_in, has_states, images_in
 from rlcore.families.protocol import Family
 from rlcore.process import importing_vllm
 from rlcore.sampler.decoding import ReadRoutes
+from rlcore.sampler.quantised import QuantisedLayers, is_quantised
 from rlcore.sampler.routes import RouteRecorder
 from rlcore.types import ImageRef
 
@@ -38,6 +39,8 @@ T = TypeVar("T")
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # of vLLM's adapter buffers; smaller ranks are padded
 _ADAPTER = 1  # the one adapter's id
 _ZEROS = "zeros"  # vLLM's name of our load format
+# vLLM's names of vision towers, and of what connects them to decoders
+_TOWERS = ("visual", "vision_tower", "vision_model", "mlp1", "multi_modal_projector", "connector")
 
 
 class Engine:
@@ -101,6 +104,8 @@ class Engine:
             if not rollout.compile_engine:
                 compilation |= {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
             options["compilation_config"] = compilation
+        if rollout.quantization == "fp8":
+            options |= {"quantization": "online", "quantization_config": fp8_of_decoder(model)}
         if (lora := config.model.lora) is not None:
             options |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": padded_rank(lora.rank)}
             if (adapted := self.family.adapted) is not None:
@@ -198,6 +203,21 @@ class Engine:
         lists = [m for name, m in model.named_modules() if name.endswith("layers") and isinstance(m, nn.ModuleList)]
         return next((layers for layers in reversed(lists) if len(layers) == count), None)
 
+    def quantised_layers(self) -> QuantisedLayers | None:
+        """
+        Raises:
+            SamplerError: ``rollout.quantization`` is set, and vLLM quantised no layer.
+        """
+        if self.config.rollout.quantization is None:
+            return None
+        layers = QuantisedLayers(self.llm.apply_model(lambda model: model)[0])
+        if not len(layers):
+            raise SamplerError(
+                f"rollout.quantization is {self.config.rollout.quantization}, and vLLM quantised no layer of this "
+                "model. Set it to null."
+            )
+        return layers
+
     def forget_outputs(self) -> None:
         """Drop the engine's records of samples, which it would need to build its own outputs."""
         outputs = self.llm.llm_engine.output_processor
@@ -280,12 +300,22 @@ class Engine:
         for module in modules:
             for name, value in module.named_parameters(recurse=False):
                 packed = getattr(module, "cpu_linear", None) if name == "weight" else None
+                if is_quantised(module) and name in ("weight", "weight_scale"):
+                    yield value
+                    continue
                 if isinstance(module, ParallelLMHead) or value.numel() == 0:
                     yield _through_kernel(module, packed, value)
                     continue
                 yield _as_sent(value, self.dtype)
                 if tied and isinstance(module, VocabParallelEmbedding):
                     yield _through_kernel(module, packed, value)
+
+
+def fp8_of_decoder(model: Path) -> dict[str, Any]:
+    """vLLM's settings: a scale for each row of a weight, and for each token of an input. Experts, what chooses them,
+    the head, and a vision tower stay as they are."""
+    towers = [] if images_in(model) is None else [rf"re:(.*\.)?({'|'.join(_TOWERS)})\..*"]
+    return {"linear": "fp8_per_channel", "ignore": [r"re:.*\.(gate|router|shared_expert_gate)$", *towers]}
 
 
 def _as_sent(value: Tensor, dtype: torch.dtype) -> Tensor:

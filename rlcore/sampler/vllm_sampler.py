@@ -100,7 +100,8 @@ class VllmSampler:
             "logit_bias": {token: -100.0 for token in prompts.banned_token_ids} or None,
         }
         together = rollout.tensor_parallel > 1
-        self._loader = WeightLoader(engine.llm, engine.device, Parts(over_engine) if together else None)
+        parts = Parts(over_engine) if together else None
+        self._loader = WeightLoader(engine.llm, engine.device, parts, engine.quantised_layers())
         self._adapter_parts = Parts(over_engine, may_tie=False) if together else None
         self.ready_at = time.time()
 

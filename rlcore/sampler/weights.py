@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlcore.errors import SamplerError
+
+if TYPE_CHECKING:
+    from rlcore.sampler.quantised import QuantisedLayers
 
 _SUMMED_AT_ONCE = 1 << 24  # elements: on a GPU torch makes a copy of them in int64, 8 bytes each
 
@@ -30,9 +33,11 @@ def checksum(values: Iterable[Tensor]) -> int:
 def bit_sum(value: Tensor) -> Tensor:
     """[] int64 on the value's device."""
     value = value.detach()
-    if value.device.type == "cpu":  # weights that are read through a kernel have lost the sign of zeros
+    if (
+        value.device.type == "cpu" and value.element_size() > 1
+    ):  # weights that are read through a kernel have lost the sign of zeros
         value = value + 0.0
-    bits = value.view(torch.int32 if value.element_size() == 4 else torch.int16)
+    bits = value.view({4: torch.int32, 2: torch.int16, 1: torch.int8}[value.element_size()])
     if bits.numel() <= _SUMMED_AT_ONCE:
         return bits.sum(dtype=torch.int64)
     rows = max(1, _SUMMED_AT_ONCE * bits.shape[0] // bits.numel())
@@ -192,12 +197,13 @@ class WeightLoader:
     parameter. The first load runs through them and records these copies. Later loads repeat them, many in one kernel.
     """
 
-    def __init__(self, llm: Any, device: str, parts: Parts | None) -> None:
+    def __init__(self, llm: Any, device: str, parts: Parts | None, quantised: QuantisedLayers | None = None) -> None:
         """
         Args:
             parts: for an engine that several ranks hold together.
+            quantised: for an engine that quantises weights; one rank alone holds it.
         """
-        self._llm, self._on_cpu, self._parts = llm, device == "cpu", parts
+        self._llm, self._on_cpu, self._parts, self._quantised = llm, device == "cpu", parts, quantised
         self._copies: dict[str, list[Copy]] | None = None
 
     def load(self, weights: Iterator[tuple[str, Tensor]], bucket_bytes: int = 1 << 30) -> Loaded:
@@ -218,6 +224,10 @@ class WeightLoader:
         watched = self._on_cpu or self._copies is None
         if self._parts is not None:
             self._parts.begin()
+        if self._quantised is not None:
+            with self._quantised.watched() as excess:
+                self._reload(counted())
+            return Loaded(added(sums), added(sums) + excess())
         self._load(counted(), bucket_bytes)
         sent = added(sums)
         return Loaded(sent, sent if self._parts is None else self._parts.due(verify=watched))
@@ -234,7 +244,7 @@ class WeightLoader:
             replay_load(self._copies, weights, bucket_bytes, took)
 
     def _reload(self, weights: Iterator[tuple[str, Tensor]]) -> None:
-        """On a CPU linear layers have no parameter to load into: vLLM has to pack them again."""
+        """Linear layers have no parameter to load into, because vLLM packs them on a CPU, or quantises them."""
         self._llm.apply_model(forget_expert_kernels)
         self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights, "is_checkpoint_format": True})
 

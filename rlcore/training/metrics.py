@@ -30,7 +30,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from rlcore.algorithms.advantage import GroupOutcome, group_outcome
-from rlcore.algorithms.divergence import Dtype, effective_sample_size, normal_limit
+from rlcore.algorithms.divergence import QUANTISED_LIMIT, Dtype, effective_sample_size, normal_limit
 from rlcore.algorithms.objective import UpdateResult
 from rlcore.config import AlgorithmConfig, ExperimentConfig
 from rlcore.flops import Work, utilisation
@@ -44,6 +44,8 @@ def mismatch_alarm(config: ExperimentConfig, device: str) -> float:
     """``rollout.mismatch_alarm``, or the normal limit for the dtypes on this device ("cpu", "cuda"); nats per token."""
     if config.rollout.mismatch_alarm is not None:
         return config.rollout.mismatch_alarm
+    if config.rollout.quantization is not None:
+        return QUANTISED_LIMIT
     auto: Dtype = "float32" if device == "cpu" else "bfloat16"
     trainer, sampler = (auto if d == "auto" else d for d in (config.model.compute_dtype, config.rollout.dtype))
     return normal_limit(device, trainer, sampler)

@@ -37,6 +37,7 @@ class Bench:
         ranks: int = 1,
         dtype: str = "auto",
         replay_routes: bool = False,
+        quantization: str | None = None,
     ) -> None:
         """
         Args:
@@ -60,7 +61,9 @@ class Bench:
         values = toy.config().model_dump()
         values["model"]["lora"] = lora
         values["rollout"]["tensor_parallel"] = values["resources"]["workers"] = ranks
-        values["rollout"] |= {"dtype": dtype, "replay_routes": replay_routes}
+        values["rollout"] |= {"dtype": dtype, "replay_routes": replay_routes, "quantization": quantization}
+        if quantization is not None:
+            values["algorithm"]["correction"] = {"name": "truncate"}
         config = ExperimentConfig.model_validate(values)
         processor = load_processor(ModelConfig(path=str(model)))
         prompts = PromptBuilder(processor, config.data.model_copy(update={"template": "tiny"}))
@@ -95,6 +98,13 @@ class Bench:
 
     def held(self) -> list[Any]:
         return list(self.engine.held_weights())
+
+    def quantised_layers(self, name: str) -> list[Any]:
+        """The engine's layers with quantised weights whose name ends like this."""
+        from rlcore.sampler.quantised import is_quantised
+
+        model = self.engine.llm.apply_model(lambda model: model)[0]
+        return [m for of, m in model.named_modules() if of.endswith(name) and is_quantised(m)]
 
     def greedy(self) -> list[list[int]]:
         from rlcore.rollout.groups import in_order

@@ -25,6 +25,46 @@ def sixteen_bits(dtype: str, model: Path) -> dict[str, Any]:
     return result | {"after": bench.delta(), "held": {str(value.dtype) for value in bench.held()}}
 
 
+def quantised(model: Path) -> dict[str, Any]:
+    """An engine that quantises linear weights, and what a sync says of weights that were quantised differently."""
+    from rlcore.errors import SamplerError
+    from rlcore.sampler.quantised import FP8, fp8_rows
+
+    bench = Bench(model, None, dtype="bfloat16", quantization="fp8")
+    sampler, policy = bench.sampler, bench.policy
+    sampler.load_weights(policy.full_weights(), 0)
+    result: dict[str, Any] = {"before": bench.delta(), "layers": sum(value.dtype == FP8 for value in bench.held())}
+    bench.shake()
+    result["stale"] = bench.delta()
+    sampler.load_weights(policy.full_weights(), 1)
+    result["after"] = bench.delta()
+    layer, sent = bench.quantised_layers("o_proj")[0], dict(policy.full_weights())
+    name = next(name for name in sent if name.endswith("layers.0.self_attn.o_proj.weight"))
+    mine, of_rows = fp8_rows(sent[name].bfloat16())
+    result["same"] = bool((layer.weight.t().float() == mine.float()).all() and (layer.weight_scale == of_rows).all())
+    layer = bench.quantised_layers("qkv_proj")[0]
+    process = type(layer.quant_method).process_weights_after_loading
+
+    def rounds_down(self: Any, layer: Any) -> None:
+        process(self, layer)
+        layer.weight_scale.data.mul_(0.99)
+
+    type(layer.quant_method).process_weights_after_loading = rounds_down
+    try:
+        sampler.load_weights(policy.full_weights(), 2)
+    except SamplerError as error:
+        result["other scale"] = str(error)
+    type(layer.quant_method).process_weights_after_loading = process
+    try:
+        sampler.load_weights(
+            ((n, v) for n, v in policy.full_weights() if "layers.1.self_attn.v_proj.weight" not in n), 2
+        )
+    except SamplerError as error:
+        result["missing"] = str(error)
+    sampler.load_weights(policy.full_weights(), 3)
+    return result | {"again": bench.delta(), "version": bench.version()}
+
+
 def adapters(model: Path, *, vision_tower: bool) -> dict[str, Any]:
     """The same with adapters, and frozen weights that are sent once."""
     from rlcore.errors import SamplerError
@@ -110,3 +150,17 @@ def test_adapters_of_a_text_model_as_well(tmp_path: Path) -> None:
 
     create_tiny_policy(tmp_path, TinyModelConfig(task="sums", warm_start_steps=0))
     _assert_adapters_arrive(measured(adapters_in_the_language_model, tmp_path))
+
+
+# qkv, o, gate_up and down of each of three decoder layers; nothing of the tower, and no experts
+@pytest.mark.parametrize(("model", "layers"), [("tiny_model", 3 * 4), ("experts_model", 3 * 2)])
+def test_an_engine_holds_the_weights_quantised(model: str, layers: int, request: pytest.FixtureRequest) -> None:
+    result = measured(quantised, request.getfixturevalue(model))
+    assert result["layers"] == layers
+    assert 1e-3 < result["before"] < 2  # nats, the largest of all tokens
+    assert result["after"] < min(2.5, result["stale"] / 1.5)  # rounding sends some tokens to other experts
+    assert result["same"]
+    assert "not every weight" in result["other scale"]
+    assert "not every weight" in result["missing"]
+    assert result["again"] == result["after"]
+    assert result["version"] == 3
