@@ -63,7 +63,7 @@ class ExperimentConfig(Frozen):
     @model_validator(mode="after")
     def _check(self) -> Self:
         broken = [*_broken_batch_rules(self), *_broken_length_rules(self), *_broken_placement_rules(self)]
-        broken += [*_broken_staleness_rules(self), *_broken_quantization_rules(self)]
+        broken += [*_broken_staleness_rules(self), *_broken_quantization_rules(self), *_broken_exact_rules(self)]
         if broken:
             raise ValueError("\n- ".join(broken))
         return self
@@ -220,6 +220,28 @@ def _broken_quantization_rules(config: ExperimentConfig) -> Iterator[str]:
             f"rollout.quantization is {rollout.quantization} and rollout.tensor_parallel {rollout.tensor_parallel}: an "
             "engine that several workers share cannot be quantised. Set tensor_parallel to 1, or quantization to null."
         )
+
+
+def _broken_exact_rules(config: ExperimentConfig) -> Iterator[str]:
+    rollout = config.rollout
+    if not rollout.exact:
+        return
+    needed = {
+        "rollout.temperature": (rollout.temperature, 1.0),
+        "rollout.top_p": (rollout.top_p, 1.0),
+        "rollout.top_k": (rollout.top_k, 0),
+        "rollout.quantization": (rollout.quantization, None),
+        "rollout.tensor_parallel": (rollout.tensor_parallel, 1),
+        "training.sequence_parallel": (config.training.sequence_parallel, 1),
+        "model.lora": (config.model.lora, None),
+    }
+    for key, (value, allowed) in needed.items():
+        if value != allowed:
+            yield (
+                f"rollout.exact is true and {key} is {'set' if key == 'model.lora' else value}: the trainer has no "
+                f"kernels for that which compute as the sampler's. Set {key} to "
+                f"{'null' if allowed is None else allowed}, or rollout.exact to false."
+            )
 
 
 def _broken_partial_rules(config: ExperimentConfig, partial: PartialRolloutConfig) -> Iterator[str]:

@@ -89,12 +89,14 @@ class Worker:
         from torch.distributed.device_mesh import init_device_mesh
 
         from rlcore.data.pixels import ImageStore
+        from rlcore.models.exact import require_exact
         from rlcore.models.loading import empty_hf_model, load_hf_config, require_supported, stores_buffers
         from rlcore.models.stored_weights import StoredWeights
         from rlcore.models.teacher import Teacher
         from rlcore.models.torch_policy import TorchPolicy
         from rlcore.models.vision import ReadAhead
         from rlcore.sampler.engine import Engine
+        from rlcore.sampler.kernels import VllmKernels
         from rlcore.sampler.vllm_sampler import VllmSampler
 
         config = spec.config
@@ -106,6 +108,8 @@ class Worker:
             lora=config.model.lora,
             replay_routes=config.rollout.replay_routes,
         )
+        if config.rollout.exact:
+            require_exact(load_hf_config(spec.model, config.model.trust_remote_code), spec.device)
         self._prompts = prompts = _prompts(spec)
         self._images = ImageStore(spec.dataset)
         self._features = ReadAhead(self._read_features)
@@ -132,6 +136,7 @@ class Worker:
             banned_token_ids=prompts.banned_token_ids,
             features=self._features.of,
             teacher=teacher,
+            kernels=VllmKernels(hf.config, torch.device(spec.device), torch.bfloat16) if config.rollout.exact else None,
         )
 
     def _read_features(self, image: ImageRef) -> ImageFeatures:

@@ -25,6 +25,7 @@ from rlcore.batch import ImageFeatures, Microbatch, on_device, pack
 from rlcore.config import ExperimentConfig
 from rlcore.flops import ModelShape
 from rlcore.models.checkpoint import BackgroundSaver, load_train_state
+from rlcore.models.exact import SamplerKernels, exact_logprobs, with_value
 from rlcore.models.loading import require_supported
 from rlcore.models.lora import (
     B,
@@ -57,6 +58,7 @@ class TorchPolicy:
         banned_token_ids: Sequence[int],
         features: Callable[[ImageRef], ImageFeatures] | None,
         teacher: Teacher | None = None,
+        kernels: SamplerKernels | None = None,
     ) -> None:
         """
         Args:
@@ -65,6 +67,7 @@ class TorchPolicy:
             mesh: all ranks, in one dimension. Consecutive ranks form the sequence groups.
             features: reads one image of the prepared dataset.
             teacher: of ``algorithm.teacher``.
+            kernels: for ``rollout.exact``.
         """
         require_supported(
             hf.config,
@@ -72,7 +75,7 @@ class TorchPolicy:
             lora=config.model.lora,
             replay_routes=config.rollout.replay_routes,
         )
-        self.config = config
+        self.config, self._kernels = config, kernels
         on_gpu = mesh.device_type == "cuda"
         self.device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device(mesh.device_type)
         self._reshards = is_on(config.training.reshard_after_forward, auto=mesh.size() > 1)
@@ -216,7 +219,10 @@ class TorchPolicy:
     def _logprobs_of(
         self, model: PackedModel, samples: Sequence[TrainingSample], *, raw: bool = False, with_entropy: bool = False
     ) -> list[ScoredTokens]:
-        tokens: PolicyTokens = model(self._pack(samples or [FILLER], model), raw, with_entropy=with_entropy)
+        batch = self._pack(samples or [FILLER], model)
+        tokens: PolicyTokens = model(batch, raw, with_entropy=with_entropy)
+        if not raw:
+            tokens = self._exact(model, batch, tokens)
         values = torch.stack([tokens.logprobs, tokens.truncation_logprobs, tokens.entropy])
         counts = [sample.num_trained for sample in samples]
         parts = np.split(values.cpu().numpy(), np.cumsum(counts)[:-1], axis=1)
@@ -228,6 +234,13 @@ class TorchPolicy:
             )
             for part, sample in zip(parts, samples, strict=False)  # np.split gives one part for no samples
         ]
+
+    def _exact(self, model: PackedModel, batch: Microbatch, tokens: PolicyTokens) -> PolicyTokens:
+        """With ``rollout.exact``: the policy's log-probs as the sampler computes them."""
+        if self._kernels is None or model is not self.model:
+            return tokens
+        exact = exact_logprobs(model, batch, self._kernels, reshards=self._reshards)
+        return tokens._replace(logprobs=with_value(tokens.logprobs, exact))
 
     def update(
         self,
@@ -253,7 +266,7 @@ class TorchPolicy:
             sharded.set_reshard_after_backward(self._reshards or last)
             sharded.set_requires_gradient_sync(self._reshards or last)
             batch = self._pack(samples or [FILLER], self.model)
-            tokens: PolicyTokens = self.model(batch)
+            tokens = self._exact(self.model, batch, self.model(batch))
             loss, part = microbatch_loss(
                 batch,
                 tokens,

@@ -1,4 +1,5 @@
-"""A vLLM engine in this process, its weights, adapter and caches. The only file that imports vLLM (0.26 to 0.32)."""
+"""A vLLM engine in this process, its weights, adapter and caches. Only this file and ``kernels`` import vLLM (0.26 to
+0.32)."""
 
 from __future__ import annotations
 
@@ -25,6 +26,7 @@ from rlcore.families import family_in, has_states, images_in
 from rlcore.families.protocol import Family
 from rlcore.process import importing_vllm
 from rlcore.sampler.decoding import ReadRoutes
+from rlcore.sampler.kernels import BATCH_INVARIANT
 from rlcore.sampler.quantised import QuantisedLayers, is_quantised
 from rlcore.sampler.routes import RouteRecorder
 from rlcore.types import ImageRef
@@ -66,6 +68,8 @@ class Engine:
                 and makes the same calls.
         """
         set_engine_environment(device)
+        if config.rollout.exact:
+            os.environ[BATCH_INVARIANT] = "1"
         with importing_vllm():
             from vllm import LLM
 
@@ -101,7 +105,7 @@ class Engine:
             options["moe_backend"] = "triton"
             # vLLM's default sizes end at 512 sequences; above the largest size it launches every kernel separately
             compilation: dict[str, Any] = {"cudagraph_capture_sizes": capture_sizes(rollout.max_sequences)}
-            if not rollout.compile_engine:
+            if rollout.exact or not rollout.compile_engine:  # a compiler fuses kernels, which rounds elsewhere
                 compilation |= {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
             options["compilation_config"] = compilation
         if rollout.quantization == "fp8":

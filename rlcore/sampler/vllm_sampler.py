@@ -100,8 +100,9 @@ class VllmSampler:
             "logit_bias": {token: -100.0 for token in prompts.banned_token_ids} or None,
         }
         together = rollout.tensor_parallel > 1
-        parts = Parts(over_engine) if together else None
-        self._loader = WeightLoader(engine.llm, engine.device, parts, engine.quantised_layers())
+        parts, quantised = Parts(over_engine) if together else None, engine.quantised_layers()
+        quantising = None if quantised is None else quantised.watched
+        self._loader = WeightLoader(engine.llm, engine.device, parts, quantising)
         self._adapter_parts = Parts(over_engine, may_tie=False) if together else None
         self.ready_at = time.time()
 

@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlcore.errors import SamplerError
-
-if TYPE_CHECKING:
-    from rlcore.sampler.quantised import QuantisedLayers
 
 _SUMMED_AT_ONCE = 1 << 24  # elements: on a GPU torch makes a copy of them in int64, 8 bytes each
 
@@ -61,6 +59,7 @@ class Copy(NamedTuple):
 Shape = tuple[int, ...]
 Place = tuple[tuple[int, ...], tuple[int, ...], int]  # size, stride and offset of a copy
 Places = Mapping[str, tuple[Shape, list[Place]]]  # by source: its shape, and the parts that a rank copied
+Quantising = Callable[[], AbstractContextManager[Callable[[], int]]]
 Took = Callable[[str, Tensor, Sequence[Copy]], None]
 
 
@@ -197,13 +196,13 @@ class WeightLoader:
     parameter. The first load runs through them and records these copies. Later loads repeat them, many in one kernel.
     """
 
-    def __init__(self, llm: Any, device: str, parts: Parts | None, quantised: QuantisedLayers | None = None) -> None:
+    def __init__(self, llm: Any, device: str, parts: Parts | None, quantising: Quantising | None = None) -> None:
         """
         Args:
             parts: for an engine that several ranks hold together.
-            quantised: for an engine that quantises weights; one rank alone holds it.
+            quantising: ``QuantisedLayers.watched`` of an engine that quantises weights; one rank alone holds it.
         """
-        self._llm, self._on_cpu, self._parts, self._quantised = llm, device == "cpu", parts, quantised
+        self._llm, self._on_cpu, self._parts, self._quantising = llm, device == "cpu", parts, quantising
         self._copies: dict[str, list[Copy]] | None = None
 
     def load(self, weights: Iterator[tuple[str, Tensor]], bucket_bytes: int = 1 << 30) -> Loaded:
@@ -224,8 +223,8 @@ class WeightLoader:
         watched = self._on_cpu or self._copies is None
         if self._parts is not None:
             self._parts.begin()
-        if self._quantised is not None:
-            with self._quantised.watched() as excess:
+        if self._quantising is not None:
+            with self._quantising() as excess:
                 self._reload(counted())
             return Loaded(added(sums), added(sums) + excess())
         self._load(counted(), bucket_bytes)

@@ -301,6 +301,7 @@ class Steps:
             "update_mfu_shared_once": metrics.get("perf/update_mfu", math.nan),
             "peak_memory_gib": metrics["system/peak_memory_gib"],
             "abs_delta_logprob_mean": metrics["rollout/abs_delta_logprob_mean"],
+            "abs_delta_logprob_max": metrics["rollout/abs_delta_logprob_max"],
             "grad_norm": metrics["optim/grad_norm"],
         }
         self.rows.append({k: round(v, 5) if isinstance(v, float) else v for k, v in row.items()})

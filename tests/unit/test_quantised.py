@@ -1,4 +1,4 @@
-"""Rows in 8-bit floats, by hand and by the properties of their rounding."""
+"""Rows in 8-bit floats, by hand and by the properties of their rounding; and what does not go with them."""
 
 import pytest
 import torch
