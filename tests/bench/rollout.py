@@ -66,7 +66,7 @@ def kernels(work: Callable[[], object], most: int = 30) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--kind", choices=("text", "vl"), default="text")
+    parser.add_argument("--kind", choices=("text", "vl", "text-7b"), default="text")
     parser.add_argument("--problems", type=int, default=128)
     parser.add_argument("--group", type=int, default=8)
     parser.add_argument("--prompt-tokens", type=int, help="default: 256, or 431 with a picture")
