@@ -257,9 +257,11 @@ FAMILIES: dict[str, Callable[..., Any]] = {
     "olmo2": _text(Olmo2Config),
     "gemma2": _text(
         Gemma2Config,
-        lambda size: {"head_dim": size.head},
-        final_logit_softcapping=None,
-        attn_logit_softcapping=None,
+        lambda size: {"head_dim": size.head, "query_pre_attn_scalar": 3 * size.head // 2},
+        sliding_window=16,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        attn_logit_softcapping=2.0,
+        final_logit_softcapping=3.0,
         tie_word_embeddings=True,
     ),
     "gemma3_text": _text(

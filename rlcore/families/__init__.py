@@ -22,8 +22,8 @@ FAMILIES: Mapping[str, Family] = {
     "mistral": qwen2.FAMILY,
     "phi3": qwen2.FAMILY,
     "olmo2": qwen2.FAMILY,
-    "gemma2": qwen2.FAMILY,  # without its soft caps
-    "gemma3_text": qwen2.FAMILY,
+    "gemma2": qwen2.GEMMA2,
+    "gemma3_text": qwen2.GEMMA3,
     "cohere": qwen2.FAMILY,  # with logit_scale 1
     "granite": qwen2.FAMILY,  # with logits_scaling 1
     "qwen2_vl": qwen2_vl.FAMILY,

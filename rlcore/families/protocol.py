@@ -33,6 +33,14 @@ class LayerMask:
     window: int | None = None  # number of last tokens that the layer attends to; None: the whole sequence
 
 
+@dataclass(frozen=True, slots=True)
+class Caps:
+    """Soft caps, cap * tanh(x / cap); None: no cap."""
+
+    scores: float | None = None  # of attention, before the softmax
+    logits: float | None = None
+
+
 class Family(Protocol):
     """A text family, or with ``images`` a vision-language family."""
 
@@ -65,6 +73,9 @@ class Family(Protocol):
 
     def masks(self, config: Any) -> list[LayerMask]:
         """One for each decoder layer."""
+
+    def caps(self, config: Any) -> Caps:
+        """Of a model that ``require_plain`` accepts."""
 
     def feed_forward_widths(self, config: Any) -> list[int]:
         """Of the feed-forward layers that a token passes in one decoder layer: one width, or that of each expert."""

@@ -33,6 +33,7 @@ class Sequences(NamedTuple):
     longest: int  # in queries
     longest_keys: int
     window: int | None = None  # number of last keys that a query attends to; None: all
+    cap: float | None = None  # soft cap of the scores
 
     @property
     def left(self) -> int | None:
@@ -58,7 +59,8 @@ class FlashKernel(Protocol):
 
 
 class TorchKernel:
-    """torch's operators: a build of FlashAttention 2, or the version that ``activate_flash_attention_impl`` chose."""
+    """torch's operators: a build of FlashAttention 2, or the version that ``activate_flash_attention_impl`` chose. They
+    have no soft cap."""
 
     def forward(self, inputs: Triple, where: Sequences, scale: float) -> tuple[Tensor, Tensor]:
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
@@ -104,7 +106,6 @@ class FlashAttention2:
         self._library._flash_attn_varlen_backward(
             *(grad, *inputs, out, lse, of_query, of_key, of_value),
             **_options(where, scale),
-            softcap=0.0,
             alibi_slopes=None,
             deterministic=torch.are_deterministic_algorithms_enabled(),
         )
@@ -122,17 +123,28 @@ def _options(where: Sequences, scale: float) -> dict[str, Any]:
         "causal": True,
         "window_size_left": -1 if where.left is None else where.left,
         "window_size_right": -1 if where.left is None else 0,
+        "softcap": 0.0 if where.cap is None else where.cap,
     }
 
 
 @cache
-def flash_kernel() -> FlashKernel:
+def flash_kernel(capped: bool = False) -> FlashKernel:
     """The kernel for this process's GPU. FlashAttention 3 and 4 are activated for all of torch: torch offers no less.
 
+    Args:
+        capped: scores have a soft cap, which only flash-attn 2 computes in both directions.
+
     Raises:
-        ModelError: the package is installed and cannot be loaded, for example because it was built for another torch.
+        ModelError: the package is installed and cannot be loaded, for example because it was built for another torch;
+            no kernel computes the cap.
     """
-    version = newest(_installed, torch.cuda.get_device_capability()[0])
+    version = newest(lambda name: _installed(name) and (not capped or name == MODULES["FA2"][0]), _major())
+    if version is None and capped:
+        raise ModelError(
+            "the model has a soft cap of attention scores, which torch's FlashAttention kernel does not compute. "
+            "flash-attn 2 computes it (make install EXTRA=gpu-flash). Or set model.compute_dtype to float32: attention "
+            "then runs without a kernel, in more memory."
+        )
     if version is None:
         return TorchKernel()
     try:
@@ -149,6 +161,10 @@ def flash_kernel() -> FlashKernel:
         ) from error
     log.info("packed attention runs on %s (%s)", version, MODULES[version][0])
     return kernel
+
+
+def _major() -> int:
+    return torch.cuda.get_device_capability()[0]
 
 
 def newest(installed: Callable[[str], bool], major: int) -> Version | None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rlcore.batch import Segments
-from rlcore.models.attention import shared_prompt_attention
+from rlcore.models.attention import Scores, shared_prompt_attention
 from tests.numerics.attention import SCALE, segments
 
 pytestmark = pytest.mark.gpu
@@ -26,7 +26,7 @@ def test_the_kernel_equals_the_padded_batch(window: int | None) -> None:
     results = []
     for dtype in (torch.bfloat16, torch.float32):
         leaves = [x.to(dtype).detach().requires_grad_() for x in (query, key, value)]
-        out = shared_prompt_attention(*leaves, where, SCALE, window)
+        out = shared_prompt_attention(*leaves, where, Scores(SCALE, window))
         results.append([out, *torch.autograd.grad(out, leaves, grad.to(dtype))])
     size = float(results[1][0].norm())  # a token that sees only itself gives its query and key no gradient
     for kernel, exact in zip(*results, strict=True):

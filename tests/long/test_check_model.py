@@ -21,7 +21,6 @@ VLLM, SYNC = "vLLM", "vLLM after a weight sync"
 WITHOUT_ENGINE = ["trainer: packed row", "trainer: gradient", "adapters at zero", "adapters, merged", "merge"]
 REFUSED_BY_VLLM = {  # with the words of the refusal
     "olmo2": "has no attribute 'do_not_compile'",
-    "gemma2": "no module or parameter named 'lm_head'",
 }
 
 

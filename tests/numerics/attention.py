@@ -37,6 +37,7 @@ def dense(
     value: Tensor,
     groups: Sequence[tuple[int, Sequence[int]]],
     window: int | None = None,
+    cap: float | None = None,
 ) -> Tensor:
     """Every sequence alone, written as a mask over the whole row."""
     total = len(query)
@@ -57,11 +58,13 @@ def dense(
         seen &= position[:, None] - position < window
     repeat = query.shape[1] // key.shape[1]
     scores = torch.einsum("qhd,khd->hqk", query, key.repeat_interleave(repeat, 1)) * SCALE
+    if cap is not None:
+        scores = cap * torch.tanh(scores / cap)
     probs = scores.masked_fill(~seen, -torch.inf).softmax(-1)
     return torch.einsum("hqk,khd->qhd", probs, value.repeat_interleave(repeat, 1))
 
 
-def math_forward(query, key, value, bounds, key_bounds, longest, longest_keys, window, scale):
+def math_forward(query, key, value, bounds, key_bounds, longest, longest_keys, window, cap, scale):
     """A FlashAttention kernel's contract in plain arithmetic: output and log-sum-exp of each query over its keys."""
     outs, lses = [], []
     repeat = query.shape[1] // key.shape[1]
@@ -71,6 +74,7 @@ def math_forward(query, key, value, bounds, key_bounds, longest, longest_keys, w
         q = query[bounds[b] : bounds[b + 1]]
         k, v = (x[key_bounds[b] : key_bounds[b + 1]].repeat_interleave(repeat, 1) for x in (key, value))
         scores = torch.einsum("qhd,khd->hqk", q, k) * scale
+        scores = scores if cap is None else cap * torch.tanh(scores / cap)
         scores = scores.masked_fill(unseen(len(q), len(k), window), -torch.inf)
         outs.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), v))
         lses.append(scores.logsumexp(-1).float())
@@ -83,7 +87,7 @@ def unseen(queries: int, keys: int, window: int | None) -> Tensor:
     return (before < 0) | (before >= (keys if window is None else window))
 
 
-def math_backward(grad, query, key, value, out, lse, bounds, key_bounds, _longest, _longest_keys, window, scale):
+def math_backward(grad, query, key, value, out, lse, bounds, key_bounds, _longest, _longest_keys, window, cap, scale):
     """As FlashAttention's backward: probabilities from the lse it is given, and the row sums of grad * out."""
     found = [torch.zeros_like(x) for x in (query, key, value)]
     repeat = query.shape[1] // key.shape[1]
@@ -91,9 +95,11 @@ def math_backward(grad, query, key, value, out, lse, bounds, key_bounds, _longes
         qs, ks = slice(bounds[b], bounds[b + 1]), slice(key_bounds[b], key_bounds[b + 1])
         k, v = (x[ks].repeat_interleave(repeat, 1) for x in (key, value))
         scores = torch.einsum("qhd,khd->hqk", query[qs], k) * scale
+        share = torch.zeros(()) if cap is None else torch.tanh(scores / cap)
+        scores = scores if cap is None else cap * share
         probs = (scores.masked_fill(unseen(*scores.shape[1:], window), -torch.inf) - lse[:, qs, None]).exp()
         of_probs = torch.einsum("qhd,khd->hqk", grad[qs], v)
-        of_scores = probs * (of_probs - (grad[qs] * out[qs]).sum(-1).t()[..., None]) * scale
+        of_scores = probs * (of_probs - (grad[qs] * out[qs]).sum(-1).t()[..., None]) * (1 - share**2) * scale
         found[0][qs] += torch.einsum("hqk,khd->qhd", of_scores, k)
         found[1][ks] += torch.einsum("hqk,qhd->khd", of_scores, query[qs]).unflatten(1, (-1, repeat)).sum(2)
         found[2][ks] += torch.einsum("hqk,qhd->khd", probs, grad[qs]).unflatten(1, (-1, repeat)).sum(2)

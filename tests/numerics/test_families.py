@@ -172,6 +172,7 @@ def of_transformers(model: torch.nn.Module, item: TrainingSample, brightness: fl
 
 
 def test_unsupported_attention_is_refused_in_the_forward_pass_too() -> None:
-    config = CONFIGURATIONS["gemma2"](SIZE, attn_logit_softcapping=50.0)
-    with pytest.raises(ModelError, match=r"Attention calls attention with .*softcap"):
-        logprobs(config, [sample(5, 5, 0)])
+    model = AutoModelForCausalLM.from_config(CONFIGURATIONS["qwen2"](SIZE, attention_dropout=0.5)).train()
+    packed = PackedModel(model, temperature=1.0, banned_token_ids=())
+    with pytest.raises(ModelError, match=r"Attention calls attention with .*dropout"):
+        packed(pack([sample(5, 5, 0)], layout=None, features=None))

@@ -23,6 +23,7 @@ from rlcore.config import LoraConfig
 from rlcore.data.tiny import build_processor
 from rlcore.errors import ModelError
 from rlcore.families import family_of
+from rlcore.families.protocol import Caps
 from rlcore.models.loading import require_supported
 from rlcore.models.tiny import build_model
 
@@ -166,8 +167,7 @@ def test_the_engine_cuts_the_feed_forward_layers_of_a_tower_with_tiles() -> None
 @pytest.mark.parametrize(
     ("config", "field"),
     [
-        (Gemma2Config(**EVEN, final_logit_softcapping=30.0, attn_logit_softcapping=None), "final_logit_softcapping"),
-        (Gemma2Config(**EVEN, final_logit_softcapping=None, attn_logit_softcapping=50.0), "attn_logit_softcapping"),
+        (Gemma3TextConfig(**EVEN, attn_logit_softcapping=50.0), "attn_logit_softcapping"),
         (Gemma3TextConfig(**EVEN, use_bidirectional_attention=True), "use_bidirectional_attention"),
         (CohereConfig(**EVEN, logit_scale=0.0625), "logit_scale"),
         (GraniteConfig(**EVEN, logits_scaling=8.0), "logits_scaling"),
@@ -178,7 +178,15 @@ def test_what_the_head_and_attention_do_not_compute_is_refused_by_the_name_of_it
         check(config)
 
 
+def test_caps_that_are_computed_pass_and_their_family_names_them():
+    check(gemma := Gemma2Config(**EVEN, final_logit_softcapping=30.0, attn_logit_softcapping=50.0))
+    assert family_of(gemma).caps(gemma) == Caps(scores=50.0, logits=30.0)
+    check(capped := Gemma3TextConfig(**EVEN, final_logit_softcapping=30.0))
+    assert family_of(capped).caps(capped) == Caps(logits=30.0)
+
+
 def test_scales_of_one_and_caps_of_none_change_nothing():
-    check(Gemma2Config(**EVEN, final_logit_softcapping=None, attn_logit_softcapping=None))
+    check(none := Gemma2Config(**EVEN, final_logit_softcapping=None, attn_logit_softcapping=None))
+    assert family_of(none).caps(none) == Caps()
     check(CohereConfig(**EVEN, logit_scale=1.0))
     check(GraniteConfig(**EVEN, logits_scaling=1.0))
