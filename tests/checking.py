@@ -29,6 +29,7 @@ from transformers import (
     LlamaConfig,
     MistralConfig,
     Olmo2Config,
+    Olmo3Config,
     Phi3Config,
     Qwen2_5_VLConfig,
     Qwen2Config,
@@ -255,6 +256,12 @@ FAMILIES: dict[str, Callable[..., Any]] = {
     "phi3": _text(Phi3Config, rope_parameters=_ROPE),
     "phi3, part of each head turned": _text(Phi3Config, rope_parameters=_ROPE | {"partial_rotary_factor": 0.75}),
     "olmo2": _text(Olmo2Config),
+    "olmo3": _text(
+        Olmo3Config,
+        sliding_window=16,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        rope_parameters=_ROPE,
+    ),
     "gemma2": _text(
         Gemma2Config,
         lambda size: {"head_dim": size.head, "query_pre_attn_scalar": 3 * size.head // 2},

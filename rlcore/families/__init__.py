@@ -22,6 +22,7 @@ FAMILIES: Mapping[str, Family] = {
     "mistral": qwen2.FAMILY,
     "phi3": qwen2.FAMILY,
     "olmo2": qwen2.FAMILY,
+    "olmo3": qwen2.FAMILY,
     "gemma2": qwen2.GEMMA2,
     "gemma3_text": qwen2.GEMMA3,
     "cohere": qwen2.FAMILY,  # with logit_scale 1

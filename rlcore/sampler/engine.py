@@ -38,6 +38,7 @@ T = TypeVar("T")
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # of vLLM's adapter buffers; smaller ranks are padded
 _ADAPTER = 1  # the one adapter's id
 _ZEROS = "zeros"  # vLLM's name of our load format
+_BACKEND = "vllm.model_executor.models.transformers"  # computes transformers' modules with vLLM's attention
 
 
 class Engine:
@@ -74,7 +75,7 @@ class Engine:
                 f"the sampler's dtype is {str(self.dtype).removeprefix('torch.')}, and on a CPU vLLM computes layers "
                 "with a recurrent state in bfloat16 only. Set rollout.dtype to bfloat16."
             )
-        _register_model_class(model)
+        _register_model_class(model, config.model.trust_remote_code)
         gc.freeze()  # vLLM collects garbage five times while it starts; the objects made by imports never are
         if not join_world and not starts_workers:
             _world_of_one()
@@ -518,11 +519,24 @@ def _world_of_one() -> None:
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
 
 
-def _register_model_class(model: Path) -> None:
+def _register_model_class(model: Path, trust_remote_code: bool) -> None:
     """Register the class itself. vLLM would start a process that imports vLLM again to inspect a class by its name."""
     from vllm import ModelRegistry
 
     for name in json.loads((model / "config.json").read_text()).get("architectures", []):
         entry = ModelRegistry.models.get(name)
         if entry is not None and hasattr(entry, "load_model_cls"):
-            ModelRegistry.register_model(name, entry.load_model_cls())
+            ModelRegistry.register_model(name, implementation := entry.load_model_cls())
+            if implementation.__module__.startswith(_BACKEND):
+                _give_own_class(model, trust_remote_code)
+
+
+def _give_own_class(model: Path, trust_remote_code: bool) -> None:
+    """Let the engine build a subclass of transformers' model. vLLM changes the class that it builds, and the trainer's
+    model in this process has transformers' own."""
+    from transformers import AutoConfig, AutoModel
+
+    config = type(AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code, local_files_only=True))
+    shared: Any = AutoModel._model_mapping.get(config, None)
+    if shared is not None and shared.__module__ != __name__:
+        AutoModel.register(config, type(shared.__name__, (shared,), {"__module__": __name__}), exist_ok=True)
