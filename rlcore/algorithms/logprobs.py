@@ -100,7 +100,7 @@ def linear_logprobs(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``logprobs_and_entropy`` of hidden @ weight.T / temperature, without the [N, V] logits in memory.
 
-    With a ``cap`` the logits are cap * tanh(hidden @ weight.T / cap) / temperature (Gemma 2, arXiv:2408.00118).
+    With a ``cap`` the logits are cap * tanh(hidden @ weight.T / cap) / temperature (arXiv:2408.00118, section 2).
 
     The forward pass saves the hidden states and each row's log-sum-exp. The backward pass computes the logits of each
     chunk again, and from them the gradient, (softmax - onehot) times a scale. Logits are float32 whatever the dtype of

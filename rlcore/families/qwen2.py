@@ -70,6 +70,9 @@ class Qwen2:
     def active_elements(self, layer: nn.Module) -> int:
         return matrix_elements(layer)
 
+    def published_name(self, name: str) -> str:
+        return name
+
     def as_published(self, name: str, value: Tensor) -> Tensor:
         return value
 

@@ -61,7 +61,7 @@ from rlcore.models.cut import cut_layers, num_layers
 from rlcore.models.loading import load_hf_config, require_supported
 from rlcore.models.probe import ProbeSequence
 from rlcore.models.torch_policy import compute_dtype, require_kernel, weights_dtype
-from rlcore.sampler.engine import engine_dtype
+from rlcore.sampler.engine import engine_dtype, require_pictures
 from rlcore.sampler.vllm_sampler import VllmSampler
 from rlcore.specs import CheckModelSpec
 
@@ -142,6 +142,8 @@ def examine(spec: CheckModelSpec, scratch: Path) -> ModelCheck:
     )
     device = claim_device(config, 1)
     require_kernel(architecture, config, device)
+    if spec.with_engine:
+        require_pictures(folder, device)
     where = Where(device, compute_dtype(config, device), _engine_dtype(config, device), trusted)
     layers = total = num_layers(folder, trusted)
     small = folder
@@ -305,7 +307,9 @@ def _inputs(folder: Path, config: ExperimentConfig, dataset: Path) -> tuple[Inpu
     """The sequences, and the tokens of the longest."""
     prompts, store = load_prompts(config, folder), ImageStore(dataset)
     written: CheckInputs = write_check_inputs(prompts, dataset)
-    placeholder = -1 if prompts.image_token_id is None else prompts.image_token_id
+    images = family_in(folder).images
+    trusted = config.model.trust_remote_code
+    placeholder = -1 if images is None else images.layout(load_hf_config(folder, trusted)).image_token_id
     inputs = Inputs(
         samples=written.samples,
         kinds=written.kinds,

@@ -3,7 +3,8 @@
 This file alone decides which kernel runs. In a text row a completion attends to its prompt and itself only. In a vision
 row a patch attends to its own image, to its window of it, or to its own tile. The sliding window of a decoder layer
 counts positions inside a sequence: a completion's first token still sees the end of its prompt, wherever that lies in
-the row. Scores may have a soft cap (Gemma 2).
+the row. Scores may have a soft cap. Tokens of a picture
+may attend to each other in both directions: their rows are then computed a second time, without the causal mask.
 
 On CUDA this is one FlashAttention call. The keys of each completion are gathered: its prompt's, then its own. The
 causal mask is aligned to their end (FlashAttention 2.1 and later; arXiv:2307.08691). The backward pass adds the
@@ -23,7 +24,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
-from rlcore.batch import Segments
+from rlcore.batch import Pictures, Segments
 from rlcore.errors import ModelError
 from rlcore.models.flash import Sequences, flash_kernel
 from rlcore.models.sequence import SequenceGroup, heads_of_all_tokens, tokens_of_all_heads
@@ -175,14 +176,29 @@ class Scores(NamedTuple):
 
 
 def shared_prompt_attention(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scores: Scores) -> Tensor:
-    """Causal attention of each prompt to itself and of each completion to its prompt and itself.
+    """Causal attention of each prompt to itself and of each completion to its prompt and itself. With
+    ``segments.pictures`` the rows of their tokens are then computed again, not causally.
 
     [T, Hq, D] queries, [T, Hkv, D] keys and values -> [T, Hq, D].
     """
+    out: Tensor
+    if _has_kernel(query):
+        where = (segments.bounds, segments.key_bounds, segments.key_rows, segments.sizes)
+        out, _ = OPERATOR(query, key, value, *where, *scores, True)
+    else:
+        out = _shared_prompt_padded(query, key, value, segments, scores)
+    pictures = segments.pictures
+    if pictures is None:
+        return out
+    return out.index_copy(0, pictures.rows, _picture_attention(query[pictures.rows], key, value, pictures, scores))
+
+
+def _picture_attention(query: Tensor, key: Tensor, value: Tensor, pictures: Pictures, scores: Scores) -> Tensor:
+    """[M, Hq, D]: of the tokens of pictures to all of their picture, and to what comes before it in the prompt."""
     if not _has_kernel(query):
-        return _shared_prompt_padded(query, key, value, segments, scores)
-    where = (segments.bounds, segments.key_bounds, segments.key_rows, segments.sizes)
-    out, _ = OPERATOR(query, key, value, *where, *scores)
+        return _pictures_padded(query, key, value, pictures, scores)
+    where = (pictures.bounds, pictures.key_bounds, pictures.key_rows, pictures.sizes)
+    out, _ = OPERATOR(query, key, value, *where, *scores, False)
     return out  # type: ignore[no-any-return]
 
 
@@ -207,9 +223,11 @@ def _has_kernel(query: Tensor) -> bool:
     return query.is_cuda and query.element_size() == 2
 
 
-def _sequences(bounds: Tensor, key_bounds: Tensor, sizes: Tensor, window: int | None, cap: float | None) -> Sequences:
+def _sequences(
+    bounds: Tensor, key_bounds: Tensor, sizes: Tensor, window: int | None, cap: float | None, causal: bool
+) -> Sequences:
     _, longest, longest_keys = sizes.tolist()
-    return Sequences(bounds, key_bounds, longest, longest_keys, window, cap)
+    return Sequences(bounds, key_bounds, longest, longest_keys, window, cap, causal)
 
 
 # a custom operator: torch.compile does not look inside, and activation checkpointing can name it
@@ -225,9 +243,10 @@ def _attention(
     scale: float,
     window: int | None,
     cap: float | None,
+    causal: bool,
 ) -> tuple[Tensor, Tensor]:
     """Output [T, Hq, D] and log-sum-exp [Hq, T] float32."""
-    where = _sequences(bounds, key_bounds, sizes, window, cap)
+    where = _sequences(bounds, key_bounds, sizes, window, cap, causal)
     out, lse = flash_kernel(cap is not None).forward((query, key[key_rows], value[key_rows]), where, scale)
     return out.contiguous(), lse
 
@@ -247,8 +266,9 @@ def _attention_backward(
     scale: float,
     window: int | None,
     cap: float | None,
+    causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    where = _sequences(bounds, key_bounds, sizes, window, cap)
+    where = _sequences(bounds, key_bounds, sizes, window, cap, causal)
     inputs = (query, key[key_rows], value[key_rows])
     of_query, *of_copies = flash_kernel(cap is not None).backward(grad, inputs, out, lse, where, scale)
     of_key, of_value = (_add_copies(part, key_rows, len(key)) for part in of_copies)
@@ -272,14 +292,14 @@ def _(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: object) -> tu
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    query, key, value, *where, scale, window, cap = inputs
+    query, key, value, *where, scale, window, cap, causal = inputs
     ctx.save_for_backward(query, key, value, *output, *where)
-    ctx.scores = Scores(scale, window, cap)
+    ctx.scores, ctx.causal = Scores(scale, window, cap), causal
 
 
 def _gradient(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    gradients = torch.ops.rlflow.shared_prompt_attention_backward(grad, *ctx.saved_tensors, *ctx.scores)
-    return *gradients, None, None, None, None, None, None, None
+    gradients = torch.ops.rlflow.shared_prompt_attention_backward(grad, *ctx.saved_tensors, *ctx.scores, ctx.causal)
+    return *gradients, None, None, None, None, None, None, None, None
 
 
 _attention.register_autograd(_gradient, setup_context=_remember)
@@ -304,6 +324,17 @@ def _shared_prompt_padded(query: Tensor, key: Tensor, value: Tensor, segments: S
         mask = _seen(last_seen, _upto(keys), window)
         outs.append(_attend(query, key, value, rows, segments.key_rows[keys], mask[:, None], False, scores)[inside])
     return torch.cat(outs)
+
+
+def _pictures_padded(query: Tensor, key: Tensor, value: Tensor, pictures: Pictures, scores: Scores) -> Tensor:
+    rows, inside = _padded_rows(pictures.bounds)  # [P, longest]
+    keys, seen = _padded_rows(pictures.key_bounds)
+    lengths, key_lengths = pictures.bounds.diff(), pictures.key_bounds.diff()
+    mask = seen[:, None]  # [P, 1, longest keys]
+    if scores.window is not None:  # padded queries see the last key too
+        own = torch.minimum(_upto(rows) + (key_lengths - lengths)[:, None], key_lengths[:, None] - 1)
+        mask = mask & (_upto(keys) > own[..., None] - scores.window)
+    return _attend(query, key, value, rows, pictures.key_rows[keys], mask[:, None], False, scores)[inside]
 
 
 def _padded_rows(bounds: Tensor) -> tuple[Tensor, Tensor]:

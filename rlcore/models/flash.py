@@ -34,18 +34,24 @@ class Sequences(NamedTuple):
     longest_keys: int
     window: int | None = None  # number of last keys that a query attends to; None: all
     cap: float | None = None  # soft cap of the scores
+    causal: bool = True  # else a query also attends to the keys after its own
 
     @property
     def left(self) -> int | None:
         """Keys before its own that a query attends to."""
         return None if self.window is None else self.window - 1
 
+    @property
+    def right(self) -> int:
+        """Keys after its own that a query with a window attends to; -1: all."""
+        return 0 if self.causal else -1
+
 
 Triple = tuple[Tensor, Tensor, Tensor]  # query [T, Hq, D], key and value [K, Hkv, D]; or their gradients
 
 
 class FlashKernel(Protocol):
-    """Causal attention over packed sequences in 16 bits, with the mask aligned to the end of each sequence's keys."""
+    """Attention over packed sequences in 16 bits, with the mask aligned to the end of each sequence's keys."""
 
     def forward(self, inputs: Triple, where: Sequences, scale: float) -> tuple[Tensor, Tensor]:
         """Output [T, Hq, D] and log-sum-exp [Hq, T] float32."""
@@ -64,7 +70,7 @@ class TorchKernel:
 
     def forward(self, inputs: Triple, where: Sequences, scale: float) -> tuple[Tensor, Tensor]:
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
-            *inputs, *where[:4], 0.0, True, False, scale=scale, **_window(where)
+            *inputs, *where[:4], 0.0, where.causal, False, scale=scale, **_window(where)
         )
         return out, lse
 
@@ -73,13 +79,13 @@ class TorchKernel:
     ) -> Triple:
         no_dropout = (grad.new_zeros(2, dtype=torch.uint64), grad.new_empty(0))  # state of its random generator
         return torch.ops.aten._flash_attention_backward(  # type: ignore[no-any-return]
-            grad, *inputs, out, lse, *where[:4], 0.0, True, *no_dropout, scale=scale, **_window(where)
+            grad, *inputs, out, lse, *where[:4], 0.0, where.causal, *no_dropout, scale=scale, **_window(where)
         )
 
 
 def _window(where: Sequences) -> dict[str, int]:
     """torch's operators take an omitted window as none."""
-    return {} if where.left is None else {"window_size_left": where.left, "window_size_right": 0}
+    return {} if where.left is None else {"window_size_left": where.left, "window_size_right": where.right}
 
 
 class FlashAttention2Library(Protocol):
@@ -120,9 +126,9 @@ def _options(where: Sequences, scale: float) -> dict[str, Any]:
         "max_seqlen_k": where.longest_keys,
         "dropout_p": 0.0,
         "softmax_scale": scale,
-        "causal": True,
+        "causal": where.causal,
         "window_size_left": -1 if where.left is None else where.left,
-        "window_size_right": -1 if where.left is None else 0,
+        "window_size_right": -1 if where.left is None else where.right,
         "softcap": 0.0 if where.cap is None else where.cap,
     }
 

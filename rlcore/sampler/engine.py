@@ -67,6 +67,7 @@ class Engine:
         with importing_vllm():
             from vllm import LLM
 
+        require_pictures(model, device)
         rollout, self.config, self.device, self._folder = config.rollout, config, device, model
         self.dtype = cast(torch.dtype, getattr(torch, engine_dtype(device, rollout.dtype)))
         states = has_states(model)
@@ -370,6 +371,20 @@ def one_tokenizer() -> Iterator[None]:
         yield
     finally:
         del tokenizers.__deepcopy__
+
+
+def require_pictures(model: Path, device: str) -> None:
+    """
+    Raises:
+        ModelError: vLLM masks the pictures of this model otherwise on this device.
+    """
+    images = images_in(model)
+    if device == "cpu" and images is not None and images.both_ways:
+        raise ModelError(
+            "the tokens of a picture attend to each other in both directions, and vLLM 0.32 on a CPU lets them attend "
+            "only to those before them: it would sample from another model. Use a GPU (resources.device), or set "
+            "model.path to a model without it."
+        )
 
 
 def capture_sizes(max_num_seqs: int) -> list[int]:

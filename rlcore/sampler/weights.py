@@ -245,7 +245,8 @@ class WeightLoader:
 
 
 def has_head(model: Any) -> bool:
-    """Whether the engine's model has an LM head by that name. Some have not, because it is always tied (Gemma 2)."""
+    """Whether the engine's model has an LM head by that name.
+    An engine of a model whose head is always tied may have none."""
     return any(_is_head(f"{name}.weight") for name, _ in model.named_modules(remove_duplicate=False))
 
 

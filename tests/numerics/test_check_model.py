@@ -110,6 +110,14 @@ def convolutions_without_the_prompt() -> Iterator[None]:
 
 
 @contextmanager
+def pictures_that_see_backwards_only() -> Iterator[None]:
+    from rlcore import batch
+
+    with mock.patch.object(batch, "_pictures", return_value=None):
+        yield
+
+
+@contextmanager
 def pictures_swapped() -> Iterator[None]:
     from rlcore.families.qwen2_vl import Qwen2VLImages
 
@@ -225,6 +233,12 @@ CONTROLS: dict[str, tuple[str, dict[str, Any], Callable[[], Any], dict[str, str]
             ZERO: "the features of pictures",
             "adapters, merged": "the features of pictures",
         },
+    ),
+    "pictures that see backwards only": (
+        "gemma3",
+        {},
+        pictures_that_see_backwards_only,
+        {TRAINER: "decoder layer 0", ZERO: "decoder layer 0", "adapters, merged": "decoder layer 0"},
     ),
     "tiles that see each other": (
         "internvl",

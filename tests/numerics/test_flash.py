@@ -88,10 +88,10 @@ class Library:
         seqused_k: Tensor | None = None,
         zero_tensors: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        assert (dropout_p, causal) == (0.0, True)
-        assert window_size_right == (-1 if window_size_left == -1 else 0)
+        assert dropout_p == 0.0
+        assert window_size_right == (-1 if window_size_left == -1 or not causal else 0)
         window = None if window_size_left == -1 else window_size_left + 1
-        ends = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, window, softcap or None)
+        ends = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, window, softcap or None, causal)
         return *math_forward(q, k, v, *ends, softmax_scale), torch.empty(0), torch.empty(2)
 
     def _flash_attn_varlen_backward(
@@ -120,10 +120,10 @@ class Library:
         rng_state: Tensor | None = None,
         zero_tensors: bool = False,
     ) -> Tensor:
-        assert (dropout_p, causal) == (0.0, True)
-        assert window_size_right == (-1 if window_size_left == -1 else 0)
+        assert dropout_p == 0.0
+        assert window_size_right == (-1 if window_size_left == -1 or not causal else 0)
         window = None if window_size_left == -1 else window_size_left + 1
-        ends = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, window, softcap or None)
+        ends = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, window, softcap or None, causal)
         results = math_backward(dout, q, k, v, out, softmax_lse, *ends, softmax_scale)
         for place, result in zip((dq, dk, dv), results, strict=True):
             assert place is not None
@@ -132,12 +132,13 @@ class Library:
         return torch.empty(0)
 
 
+@pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("cap", [None, 0.5])
 @pytest.mark.parametrize("window", [None, 4])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_flash_attn_2_gets_each_argument_in_its_place(layout, window, cap):
+def test_flash_attn_2_gets_each_argument_in_its_place(layout, window, cap, causal):
     where = segments(LAYOUTS[layout])
-    ends = Sequences(where.bounds, where.key_bounds, *where.sizes[1:].tolist(), window, cap)
+    ends = Sequences(where.bounds, where.key_bounds, *where.sizes[1:].tolist(), window, cap, causal)
     generator = torch.Generator().manual_seed(0)
     query, grad = (torch.randn(int(where.bounds[-1]), 4, 8, generator=generator) for _ in range(2))
     key, value = (torch.randn(len(where.key_rows), 2, 8, generator=generator) for _ in range(2))

@@ -154,10 +154,10 @@ def test_the_operator_of_cuda_equals_the_dense_mask_and_compiles_whole(layout, w
     total = int(where.bounds[-1])
     query, key, value, grad = (torch.randn(heads, total, 8, generator=generator) for heads in (4, 2, 2, 4))
     leaves = [x.transpose(0, 1).requires_grad_() for x in (query, key, value)]
-    torch.library.opcheck(attention.OPERATOR, (*leaves, *ends, SCALE, window, cap))
+    torch.library.opcheck(attention.OPERATOR, (*leaves, *ends, SCALE, window, cap, True))
 
     def block(*parts: Tensor) -> Tensor:
-        return attention.OPERATOR(*(part * 2 for part in parts), *ends, SCALE, window, cap)[0] + 1
+        return attention.OPERATOR(*(part * 2 for part in parts), *ends, SCALE, window, cap, True)[0] + 1
 
     expected = dense(*(leaf * 2 for leaf in leaves), groups, window, cap) + 1
     wanted = torch.autograd.grad(expected, leaves, grad.transpose(0, 1))
