@@ -1,5 +1,5 @@
-"""The kernel of a GPU against the padded batch in float32: shared prompts, with a window and without, and pictures whose
-tokens attend to each other in both directions."""
+"""The kernel of a GPU against the padded batch in float32: shared prompts, with a window and without, and pictures that
+attend to themselves in both directions."""
 
 from __future__ import annotations
 
