@@ -40,12 +40,25 @@ class ImageFeatures:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Segments:
-    """Attention in a packed row: a prompt attends to itself, a completion to its prompt and itself, both causally."""
+    """Attention in a packed row: a prompt attends to itself, a completion to its prompt and itself, both causally,
+    except the tokens of ``pictures``."""
 
     bounds: Tensor  # [S+1] int32, starts of the K prompts and then of the completions, then T
     key_bounds: Tensor  # [S+1] int32, the part of key_rows that each segment attends to; its own rows come last
     key_rows: Tensor  # int64: row of each key, prompt before completion
     sizes: Tensor  # [3] int64, on the CPU: K, longest segment, longest segment with its prompt
+    pictures: Pictures | None = None  # whose tokens attend to each other in both directions
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pictures:
+    """Pictures whose tokens attend to all of their picture, and to what comes before it in the prompt."""
+
+    rows: Tensor  # [M] int64: their tokens in the row, one picture after the other
+    bounds: Tensor  # [P+1] int32, starts of the P pictures in ``rows``, then M
+    key_bounds: Tensor  # [P+1] int32, the part of key_rows that each picture attends to; its own rows come last
+    key_rows: Tensor  # int64: the row of each key
+    sizes: Tensor  # [3] int64, on the CPU: P, longest picture, longest picture with what comes before it
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -115,6 +128,8 @@ def pack(
     predict_from, token_index = trained_positions(mask, torch.from_numpy(starts))
     sequence_index, sequence_lengths = trained_sequences(mask, torch.from_numpy(starts))
     row_of, source, segments = _share_prompts(samples, starts)
+    if layout is not None and layout.both_ways:
+        segments = replace(segments, pictures=_pictures(tokens[source], segments, layout.image_token_id))
     embedded = [image.embedded for image in images.values() if image.embedded is not None]
     raw = [] if embedded else list(images.values())
 
@@ -266,6 +281,32 @@ def _share_prompts(
     return row_of, np.concatenate(source), segments
 
 
+def _pictures(tokens: npt.NDArray[np.int32], segments: Segments, image_token_id: int) -> Pictures | None:
+    """
+    Args:
+        tokens: [T] of the row. A picture is a run of ``image_token_id`` in a prompt.
+    """
+    rows: list[npt.NDArray[np.int64]] = []
+    keys: list[npt.NDArray[np.int64]] = []
+    prompts = segments.bounds[: int(segments.sizes[0]) + 1].tolist()
+    for start, end in pairwise(prompts):
+        of_picture = np.pad(tokens[start:end] == image_token_id, 1)
+        edges = start + np.flatnonzero(of_picture[1:] != of_picture[:-1])
+        for first, last in edges.reshape(-1, 2).tolist():
+            rows.append(np.arange(first, last))
+            keys.append(np.arange(start, last))
+    if not rows:
+        return None
+    lengths, key_lengths = ([len(part) for part in parts] for parts in (rows, keys))
+    return Pictures(
+        rows=torch.from_numpy(np.concatenate(rows)),
+        bounds=torch.from_numpy(np.cumsum([0, *lengths])).to(torch.int32),
+        key_bounds=torch.from_numpy(np.cumsum([0, *key_lengths])).to(torch.int32),
+        key_rows=torch.from_numpy(np.concatenate(keys)),
+        sizes=torch.tensor([len(rows), max(lengths), max(key_lengths)]),
+    )
+
+
 def _floats(arrays: Sequence[Floats | Bools]) -> Tensor:
     return torch.from_numpy(np.concatenate(arrays)).float()
 
@@ -279,7 +320,9 @@ def on_device(batch: Microbatch, device: torch.device) -> Microbatch:
         return replace(part, **{k: moved(v, device) for k, v in values.items() if isinstance(v, Tensor)})
 
     share = None if batch.share is None else with_moved(batch.share)
-    on_it: Microbatch = replace(with_moved(batch), segments=with_moved(batch.segments), share=share)
+    pictures = None if batch.segments.pictures is None else with_moved(batch.segments.pictures)
+    segments = replace(with_moved(batch.segments), pictures=pictures)
+    on_it: Microbatch = replace(with_moved(batch), segments=segments, share=share)
     return on_it
 
 

@@ -18,8 +18,6 @@ from transformers import (
     CohereConfig,
     Gemma2Config,
     Gemma3Config,
-    Gemma3ImageProcessor,
-    Gemma3Processor,
     Gemma3TextConfig,
     Glm4vConfig,
     GptOssConfig,
@@ -29,6 +27,7 @@ from transformers import (
     LlamaConfig,
     MistralConfig,
     Olmo2Config,
+    Olmo3Config,
     Phi3Config,
     Qwen2_5_VLConfig,
     Qwen2Config,
@@ -46,7 +45,7 @@ from transformers import (
 
 from rlcore.artifacts import ModelCheck, ModelRef
 from rlcore.config import build_experiment
-from rlcore.data.tiny import CHAT_TEMPLATE, TEXT_TOKENS, build_processor, build_text_tokenizer, build_tokenizer
+from rlcore.data.tiny import build_processor, build_text_tokenizer
 from rlcore.families import FAMILIES as TABLE
 from rlcore.models.loading import save_published
 from rlcore.models.tiny import sampling_defaults
@@ -212,6 +211,28 @@ def _with_named_tiles(size: Size, config: type = Idefics3Config, **changes: Any)
     )
 
 
+def _with_squares(size: Size, **changes: Any) -> Any:
+    """Pictures of 56 x 56 pixels, each of four tokens."""
+    token = build_processor("gemma3").tokenizer.convert_tokens_to_ids
+    tower = {"hidden_size": size.width, "intermediate_size": 3 * size.width // 2, "image_size": 56, "patch_size": 14}
+    return Gemma3Config(
+        text_config={
+            **_decoder(size),
+            "head_dim": size.head,
+            "query_pre_attn_scalar": size.head,
+            "sliding_window": 16,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+            "tie_word_embeddings": True,
+            **changes,
+        },
+        vision_config={"num_hidden_layers": 2, "num_attention_heads": 2, "vision_use_head": False, **tower},
+        mm_tokens_per_image=4,
+        boi_token_index=token("<start_of_image>"),
+        eoi_token_index=token("<end_of_image>"),
+        image_token_id=token("<image_soft_token>"),
+    )
+
+
 def _qwen3_tower(width: int) -> dict[str, Any]:
     return {
         "hidden_size": width,
@@ -255,11 +276,19 @@ FAMILIES: dict[str, Callable[..., Any]] = {
     "phi3": _text(Phi3Config, rope_parameters=_ROPE),
     "phi3, part of each head turned": _text(Phi3Config, rope_parameters=_ROPE | {"partial_rotary_factor": 0.75}),
     "olmo2": _text(Olmo2Config),
+    "olmo3": _text(
+        Olmo3Config,
+        sliding_window=16,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        rope_parameters=_ROPE,
+    ),
     "gemma2": _text(
         Gemma2Config,
-        lambda size: {"head_dim": size.head},
-        final_logit_softcapping=None,
-        attn_logit_softcapping=None,
+        lambda size: {"head_dim": size.head, "query_pre_attn_scalar": 3 * size.head // 2},
+        sliding_window=16,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        attn_logit_softcapping=2.0,
+        final_logit_softcapping=3.0,
         tie_word_embeddings=True,
     ),
     "gemma3_text": _text(
@@ -298,6 +327,7 @@ FAMILIES: dict[str, Callable[..., Any]] = {
     "internvl, older decoder": _with_tiles("qwen2"),
     "idefics3": _with_named_tiles,
     "smolvlm": partial(_with_named_tiles, config=SmolVLMConfig),
+    "gemma3": _with_squares,
 }
 """Name -> size and further fields of the decoder -> configuration. The name starts with the model type."""
 
@@ -306,35 +336,6 @@ def settings_on_a_cpu(name: str) -> tuple[str, ...]:
     """What vLLM on a CPU needs for a family."""
     family = TABLE.get(name.partition(",")[0])
     return () if family is None or family.recurrence is None else ("rollout.dtype=bfloat16",)
-
-
-def _gemma3(folder: Path) -> None:
-    """Pictures of 56 x 56 pixels, each of four tokens."""
-    named = {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"}
-    lines = tuple("\n" * count for count in range(1, 5))  # vLLM asks for these tokens
-    tokenizer = build_tokenizer((*TEXT_TOKENS, *lines), named)
-    look = {"size": {"height": 56, "width": 56}, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}
-    template = CHAT_TEMPLATE.replace("<|vision_start|><|image_pad|><|vision_end|>", "<start_of_image>")
-    processor: Any = Gemma3Processor(Gemma3ImageProcessor(**look), tokenizer, template, image_seq_length=4)
-    size, token = for_vllm(len(tokenizer)), tokenizer.convert_tokens_to_ids
-    tower = {"hidden_size": size.width, "intermediate_size": 3 * size.width // 2, "image_size": 56, "patch_size": 14}
-    config = Gemma3Config(
-        text_config={
-            **_decoder(size),
-            "head_dim": size.head,
-            "query_pre_attn_scalar": size.head,
-            "sliding_window": 16,
-            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
-            "tie_word_embeddings": True,
-        },
-        vision_config={"num_hidden_layers": 2, "num_attention_heads": 2, "vision_use_head": False, **tower},
-        mm_tokens_per_image=4,
-        boi_token_index=token("<start_of_image>"),
-        eoi_token_index=token("<end_of_image>"),
-        image_token_id=token("<image_soft_token>"),
-    )
-    _random_model(AutoModelForImageTextToText, config, "gemma3").save_pretrained(folder)
-    processor.save_pretrained(folder)
 
 
 def _gpt_oss(folder: Path) -> None:
@@ -356,7 +357,6 @@ def _only_a_config(folder: Path, model_type: str) -> None:
 
 
 REFUSED: dict[str, Callable[[Path], None]] = {
-    "gemma3": _gemma3,
     "gpt_oss": _gpt_oss,
     "kimi_vl": partial(_only_a_config, model_type="kimi_vl"),
 }
@@ -373,6 +373,12 @@ def _random_model(loader: Any, config: Any, name: str) -> Any:
             if name.endswith(".A_log"):  # transformers draws states that forget almost all within a token
                 parameter -= 4
     return model
+
+
+def sampled_on_a_cpu(name: str) -> bool:
+    """Whether vLLM on a CPU computes the family."""
+    family = TABLE.get(name.partition(",")[0])
+    return family is None or family.images is None or not family.images.both_ways
 
 
 def takes_images(name: str) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -91,6 +91,7 @@ def linear_logprobs(
     targets: Tensor,
     *,
     temperature: float,
+    cap: float | None = None,
     banned: Tensor | None = None,
     top_p: float = 1.0,
     top_k: int = 0,
@@ -98,6 +99,8 @@ def linear_logprobs(
     chunk_size: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``logprobs_and_entropy`` of hidden @ weight.T / temperature, without the [N, V] logits in memory.
+
+    With a ``cap`` the logits are cap * tanh(hidden @ weight.T / cap) / temperature (arXiv:2408.00118, section 2).
 
     The forward pass saves the hidden states and each row's log-sum-exp. The backward pass computes the logits of each
     chunk again, and from them the gradient, (softmax - onehot) times a scale. Logits are float32 whatever the dtype of
@@ -108,6 +111,7 @@ def linear_logprobs(
         weight: [V, H], of the LM head.
         targets: [N] int64.
         temperature: of the sampler.
+        cap: of the model's logits, before the temperature.
         banned: [n] int64, tokens with probability 0.
         top_p, top_k: of the sampler. They change ``truncation_logprobs``, not the log-probs.
         with_entropy: costs a pass over the logits.
@@ -120,9 +124,21 @@ def linear_logprobs(
     rows = chunk_size or max(1, LOGIT_BYTES // (4 * weight.shape[0]))
     cut = (top_p, top_k) if top_p < 1 or top_k else None
     result: tuple[Tensor, Tensor, Tensor] = _LinearLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, targets, banned, temperature, rows, with_entropy, cut
+        hidden, weight, targets, banned, _Scaling(temperature, cap), rows, with_entropy, cut
     )
     return result
+
+
+class _Scaling(NamedTuple):
+    """From the model's logits to those of the sampler."""
+
+    temperature: float
+    cap: float | None
+
+    @property
+    def largest(self) -> float | None:
+        """The cap of the sampler's logits."""
+        return None if self.cap is None else self.cap / self.temperature
 
 
 class _LinearLogprobs(torch.autograd.Function):
@@ -133,7 +149,7 @@ class _LinearLogprobs(torch.autograd.Function):
         weight: Tensor,
         targets: Tensor,
         banned: Tensor | None,
-        temperature: float,
+        scaling: _Scaling,
         rows_at_a_time: int,
         with_entropy: bool,
         cut: tuple[float, int] | None,
@@ -142,14 +158,14 @@ class _LinearLogprobs(torch.autograd.Function):
         logprobs, lse, entropy, kept = (hidden.new_zeros(len(hidden), dtype=dtype) for _ in range(4))
         statistics = fused(_statistics, hidden.device.type)
         for rows in _slices(len(hidden), rows_at_a_time):
-            logits = _logits(hidden[rows], weight, banned, temperature)
+            logits = _logits(hidden[rows], weight, banned, scaling)
             logprobs[rows], lse[rows], of_rows = statistics(logits, targets[rows], with_entropy)
             if with_entropy:
                 entropy[rows] = of_rows
             if cut is not None:
                 kept[rows] = truncation_logprobs(logits, targets[rows], top_p=cut[0], top_k=cut[1])
         ctx.save_for_backward(hidden, weight, targets, lse, banned)
-        ctx.temperature, ctx.rows_at_a_time = temperature, rows_at_a_time
+        ctx.scaling, ctx.rows_at_a_time = scaling, rows_at_a_time
         ctx.mark_non_differentiable(entropy, kept)
         return logprobs, entropy, kept
 
@@ -159,10 +175,10 @@ class _LinearLogprobs(torch.autograd.Function):
         of_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         of_weight = torch.zeros_like(weight, dtype=lse.dtype) if ctx.needs_input_grad[1] else None
         gradient = fused(_logit_gradient, hidden.device.type)
-        scale = grad / ctx.temperature
+        scale = grad / ctx.scaling.temperature
         for rows in _slices(len(hidden), ctx.rows_at_a_time):
-            logits = _logits(hidden[rows], weight, banned, ctx.temperature)
-            of_logits = gradient(logits, targets[rows], lse[rows], scale[rows], hidden.dtype)
+            logits = _logits(hidden[rows], weight, banned, ctx.scaling)
+            of_logits = gradient(logits, targets[rows], lse[rows], scale[rows], hidden.dtype, ctx.scaling.largest)
             if of_hidden is not None:
                 torch.mm(of_logits, weight, out=of_hidden[rows])
             if of_weight is not None:
@@ -172,14 +188,21 @@ class _LinearLogprobs(torch.autograd.Function):
         return of_hidden, of_weight, None, None, None, None, None, None
 
 
-def _logits(hidden: Tensor, weight: Tensor, banned: Tensor | None, temperature: float) -> Tensor:
+def _logits(hidden: Tensor, weight: Tensor, banned: Tensor | None, scaling: _Scaling) -> Tensor:
     """[n, V] float32 (float64 stays float64)."""
     logits = _product(hidden, weight.t())
-    if temperature != 1:
-        logits.div_(temperature)
+    if scaling.cap is not None:
+        fused(_cap, hidden.device.type)(logits, scaling.cap)
+    if scaling.temperature != 1:
+        logits.div_(scaling.temperature)
     if banned is not None and len(banned):
         logits.index_fill_(-1, banned, float("-inf"))
     return logits
+
+
+def _cap(logits: Tensor, cap: float) -> None:
+    """In place."""
+    logits.div_(cap).tanh_().mul_(cap)
 
 
 def _statistics(logits: Tensor, targets: Tensor, with_entropy: bool) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -192,11 +215,16 @@ def _statistics(logits: Tensor, targets: Tensor, with_entropy: bool) -> tuple[Te
     return logprobs, lse, -(every.exp() * every).sum(-1)
 
 
-def _logit_gradient(logits: Tensor, targets: Tensor, lse: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """[n, V] (onehot - softmax) * scale, in ``dtype``."""
+def _logit_gradient(
+    logits: Tensor, targets: Tensor, lse: Tensor, scale: Tensor, dtype: torch.dtype, largest: float | None
+) -> Tensor:
+    """[n, V] (onehot - softmax) * scale, in ``dtype``. With a cap ``largest`` of the logits, times its slope."""
     probs = (logits - lse[:, None]).exp()
     is_target = torch.arange(logits.shape[-1], device=logits.device) == targets[:, None]
-    return (torch.where(is_target, 1 - probs, -probs) * scale[:, None]).to(dtype)
+    gradient = torch.where(is_target, 1 - probs, -probs) * scale[:, None]
+    if largest is not None:
+        gradient = gradient * (1 - (logits / largest).clamp(-1, 1).square())  # 1 - tanh^2; a banned logit is -inf
+    return gradient.to(dtype)
 
 
 def _slices(count: int, size: int) -> Iterator[slice]:

@@ -152,6 +152,7 @@ class PromptBuilder:
         self._bounds = (data.min_pixels, data.max_pixels)
         self._images = images = None if processor.image_processor is None else images_of(processor.image_processor)
         self._resizing = None if images is None else images.resizing(processor)
+        self._joins = {} if self._resizing is None else self._resizing.joins
         self._expansions: dict[tuple[int, int], Ints] = {}
         self.image_token_id: int | None = None if images is None else processor.image_token_id
         """Id of the image placeholder; None if the model takes no images."""
@@ -304,13 +305,16 @@ class PromptBuilder:
             return [text for part in pool.map(decode, parts) for text in part]
 
     def expand(self, tokens: Ints, images: Sequence[ImageRef]) -> Ints:
-        """Replace the placeholder of each image with the tokens that the model's processor writes for it."""
+        """Replace the placeholder of each image with the tokens that the model's processor writes for it, joined with
+        their neighbours as the tokenizer joins them."""
         places = np.flatnonzero(self._is_image(tokens))
         parts, start = [], 0
         for place, image in zip(places, images, strict=True):
             parts += [tokens[start:place], self._expansion(image.width, image.height)]
             start = place + 1
         expanded: Ints = np.concatenate([*parts, tokens[start:]]).astype(np.int32)
+        if parts and self._joins:
+            expanded = np.asarray(joined(expanded.tolist(), self._joins), dtype=np.int32)
         return expanded
 
     def collapse(self, tokens: Sequence[int], images: Sequence[ImageRef]) -> list[int]:
@@ -322,11 +326,23 @@ class PromptBuilder:
         collapsed: list[int] = []
         rest = np.asarray(tokens, dtype=np.int32)
         for image in images:
-            expansion = self._expansion(image.width, image.height)
-            first = _find(rest, expansion)
-            collapsed += [*rest[:first].tolist(), cast(int, self.image_token_id)]
-            rest = rest[first + len(expansion) :]
+            left, rest = self._around(rest, self._expansion(image.width, image.height))
+            collapsed += [*left.tolist(), cast(int, self.image_token_id)]
         return [*collapsed, *rest.tolist()]
+
+    def _around(self, tokens: Ints, expansion: Ints) -> tuple[Ints, Ints]:
+        """The tokens before and after those of the first image."""
+        if not self._joins:
+            first = _find(tokens, expansion)
+            return tokens[:first], tokens[first + len(expansion) :]
+        first = _find(tokens, expansion[1:-1])
+        last = first + len(expansion) - 2
+        start, end = int(expansion[0]), int(expansion[-1])
+        before = {together: left for (left, right), together in self._joins.items() if right == start}
+        after = {together: right for (left, right), together in self._joins.items() if left == end}
+        left = [*tokens[: first - 1], *_left_of(int(tokens[first - 1]), start, before)]
+        right = [*_left_of(int(tokens[last]), end, after), *tokens[last + 1 :]]
+        return np.asarray(left, np.int32), np.asarray(right, np.int32)
 
     def _expansion(self, width: int, height: int) -> Ints:
         if (width, height) not in self._expansions:
@@ -344,6 +360,34 @@ def opens_thought(prompt: str) -> bool:
 
 def _asked(problem: Problem) -> tuple[tuple[Message, ...], str, Mapping[str, object]]:
     return problem.context, problem.source_name, problem.chat_template_arguments
+
+
+def joined(tokens: Sequence[int], joins: Mapping[tuple[int, int], int]) -> list[int]:
+    """The tokens with each pair of ``joins`` replaced, one pair after the other over the whole sequence."""
+    found = list(tokens)
+    for pair, together in joins.items():
+        merged: list[int] = []
+        place = 0
+        while place < len(found):
+            matches = tuple(found[place : place + 2]) == pair
+            merged.append(together if matches else found[place])
+            place += 2 if matches else 1
+        found = merged
+    return found
+
+
+def _left_of(token: int, own: int, others: Mapping[int, int]) -> list[int]:
+    """What is left of a token without the ``own`` token of the image next to it.
+
+    Args:
+        others: by a token that joins two: the one that is not the image's.
+
+    Raises:
+        DataError: the token is neither the image's nor one that joins it with another.
+    """
+    if token != own and token not in others:
+        raise DataError(f"token {token} is where an image has {own}. Prepare the dataset again with this model.")
+    return [] if token == own else [others[token]]
 
 
 def _find(tokens: Ints, part: Ints) -> int:

@@ -8,6 +8,8 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    Gemma3ImageProcessor,
+    Gemma3Processor,
     Glm4vImageProcessor,
     Glm4vProcessor,
     Glm4vVideoProcessor,
@@ -28,7 +30,13 @@ from transformers import (
 )
 
 PictureProcessor = (
-    Qwen2_5_VLProcessor | Qwen3VLProcessor | InternVLProcessor | Idefics3Processor | SmolVLMProcessor | Glm4vProcessor
+    Qwen2_5_VLProcessor
+    | Qwen3VLProcessor
+    | InternVLProcessor
+    | Idefics3Processor
+    | SmolVLMProcessor
+    | Glm4vProcessor
+    | Gemma3Processor
 )
 
 # Qwen2.5-VL's special tokens, then Qwen3's thinking marks, which are ordinary text and stay in decoded text.
@@ -116,6 +124,8 @@ def build_processor(family: str | None = None) -> PictureProcessor:
         return _build_tile_processor(look)
     if family == "glm4v":
         return _build_glm_processor(look)
+    if family == "gemma3":
+        return _build_square_processor(look)
     if family in ("idefics3", "smolvlm"):
         return _build_named_tile_processor(family)
     make_processor: Callable[..., PictureProcessor] = Qwen2_5_VLProcessor
@@ -200,6 +210,22 @@ def _build_named_tile_processor(family: str) -> Idefics3Processor | SmolVLMProce
         tokenizer=build_tokenizer(named_tokens=NAMED_TILE_TOKENS),
         image_seq_len=_TILE_TOKENS,
         chat_template=CHAT_TEMPLATE.replace("<|vision_start|><|image_pad|><|vision_end|>", "<image>"),
+    )
+
+
+# Gemma 3's, by the names under which its processor asks the tokenizer for them
+SOFT_TOKENS = {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"}
+LINE_BREAKS = tuple("\n" * count for count in range(1, 5))  # vLLM asks for these tokens
+
+
+def _build_square_processor(look: Mapping[str, Any]) -> Gemma3Processor:
+    make_processor: Callable[..., Gemma3Processor] = Gemma3Processor
+    make_image_processor: Callable[..., Any] = Gemma3ImageProcessor
+    return make_processor(
+        image_processor=make_image_processor(**look, size={"height": _TILE, "width": _TILE}),
+        tokenizer=build_tokenizer(TEXT_TOKENS + LINE_BREAKS, SOFT_TOKENS),
+        image_seq_length=_TILE_TOKENS,
+        chat_template=CHAT_TEMPLATE.replace("<|vision_start|><|image_pad|><|vision_end|>", "<start_of_image>"),
     )
 
 

@@ -93,7 +93,7 @@ class Worker:
         from rlcore.models.loading import empty_hf_model, load_hf_config, require_supported, stores_buffers
         from rlcore.models.stored_weights import StoredWeights
         from rlcore.models.teacher import Teacher
-        from rlcore.models.torch_policy import TorchPolicy
+        from rlcore.models.torch_policy import TorchPolicy, require_kernel
         from rlcore.models.vision import ReadAhead
         from rlcore.sampler.engine import Engine
         from rlcore.sampler.kernels import VllmKernels
@@ -101,15 +101,17 @@ class Worker:
 
         config = spec.config
         self._spec = spec
-        require_supported(  # the policy checks this too, but only after the engine has started
-            load_hf_config(spec.model, config.model.trust_remote_code),
+        hf_config = load_hf_config(spec.model, config.model.trust_remote_code)
+        require_supported(  # the policy checks both too, but only after the engine has started
+            hf_config,
             sequence_parallel=config.training.sequence_parallel,
             tensor_parallel=config.rollout.tensor_parallel,
             lora=config.model.lora,
             replay_routes=config.rollout.replay_routes,
         )
+        require_kernel(hf_config, config, spec.device)
         if config.rollout.exact:
-            require_exact(load_hf_config(spec.model, config.model.trust_remote_code), spec.device)
+            require_exact(hf_config, spec.device)
         self._prompts = prompts = _prompts(spec)
         self._images = ImageStore(spec.dataset)
         self._features = ReadAhead(self._read_features)

@@ -11,7 +11,18 @@ from pathlib import Path
 from typing import Any
 
 from rlcore.errors import ModelError
-from rlcore.families import glm4v, idefics3, internvl, qwen2, qwen2_vl, qwen3_5, qwen3_moe, qwen3_vl, qwen3_vl_moe
+from rlcore.families import (
+    gemma3,
+    glm4v,
+    idefics3,
+    internvl,
+    qwen2,
+    qwen2_vl,
+    qwen3_5,
+    qwen3_moe,
+    qwen3_vl,
+    qwen3_vl_moe,
+)
 from rlcore.families.protocol import Family, Images
 
 FAMILIES: Mapping[str, Family] = {
@@ -22,8 +33,9 @@ FAMILIES: Mapping[str, Family] = {
     "mistral": qwen2.FAMILY,
     "phi3": qwen2.FAMILY,
     "olmo2": qwen2.FAMILY,
-    "gemma2": qwen2.FAMILY,  # without its soft caps
-    "gemma3_text": qwen2.FAMILY,
+    "olmo3": qwen2.FAMILY,
+    "gemma2": qwen2.GEMMA2,
+    "gemma3_text": qwen2.GEMMA3,
     "cohere": qwen2.FAMILY,  # with logit_scale 1
     "granite": qwen2.FAMILY,  # with logits_scaling 1
     "qwen2_vl": qwen2_vl.FAMILY,
@@ -38,10 +50,9 @@ FAMILIES: Mapping[str, Family] = {
     "internvl": internvl.FAMILY,
     "idefics3": idefics3.FAMILY,  # the first SmolVLM is one
     "smolvlm": idefics3.FAMILY,  # SmolVLM2
+    "gemma3": gemma3.FAMILY,
 }
 REFUSED: Mapping[str, str] = {
-    "gemma3": "the tokens of a picture attend to each other in both directions, which the trainer's packed attention "
-    "and vLLM 0.32 on a CPU do not compute, and vLLM 0.32 does not find the tower's weights by transformers' names",
     "gpt_oss": "its attention has sinks, which the trainer's packed attention does not compute",
     "kimi_vl": "transformers 5.19 has no implementation of it, which the trainer would run",
 }

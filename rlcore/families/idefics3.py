@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -60,6 +60,7 @@ class Idefics3Images:
     )
     placeholders: tuple[str, ...] = ("<image>", "<fake_token_around_image>", "<global-img>")
     takes_tiles: bool = True
+    both_ways: bool = False
     adapts_tower: bool = True
 
     def resizing(self, processor: Any) -> NamedTileResizing:
@@ -166,6 +167,10 @@ class NamedTileResizing:
             rows = columns = 0  # the processor's way to say that the whole image is the only tile
         text = self.processor.replace_image_token({"rows": [[rows]], "cols": [[columns]]}, 0)
         return self.processor.tokenizer.encode(text, add_special_tokens=False)  # type: ignore[no-any-return]
+
+    @property
+    def joins(self) -> Mapping[tuple[int, int], int]:
+        return {}
 
 
 def _side(image_processor: Any) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -61,6 +61,7 @@ class InternVLImages:
     processors: tuple[str, ...] = ("GotOcr2ImageProcessor", "GotOcr2ImageProcessorPil")
     placeholders: tuple[str, ...] = (*_AROUND, "<IMG_CONTEXT>", "<video>")
     takes_tiles: bool = True
+    both_ways: bool = False
     adapts_tower: bool = False  # vLLM 0.32 has plain linear layers there
 
     def resizing(self, processor: Any) -> TileResizing:
@@ -162,6 +163,10 @@ class TileResizing:
         start, end = self.processor.tokenizer.convert_tokens_to_ids(list(_AROUND))
         return [start, *[self.processor.image_token_id] * count, end]
 
+    @property
+    def joins(self) -> Mapping[tuple[int, int], int]:
+        return {}
+
 
 def _side(image_processor: Any) -> int:
     return int(image_processor.size["height"])
@@ -220,6 +225,7 @@ class TileLayout:
 
     image_token_id: int
     tokens_of_tile: int
+    both_ways: bool = False
 
     def num_rows(self, grid: Grid) -> int:
         return grid[0] * self.tokens_of_tile

@@ -6,7 +6,7 @@ Letters as in ``rlcore.batch``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -31,6 +31,14 @@ class LayerMask:
 
     kind: str  # transformers' name: full_attention, sliding_attention, linear_attention, ...
     window: int | None = None  # number of last tokens that the layer attends to; None: the whole sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Caps:
+    """Soft caps, cap * tanh(x / cap); None: no cap."""
+
+    scores: float | None = None  # of attention, before the softmax
+    logits: float | None = None
 
 
 class Family(Protocol):
@@ -66,11 +74,17 @@ class Family(Protocol):
     def masks(self, config: Any) -> list[LayerMask]:
         """One for each decoder layer."""
 
+    def caps(self, config: Any) -> Caps:
+        """Of a model that ``require_plain`` accepts."""
+
     def feed_forward_widths(self, config: Any) -> list[int]:
         """Of the feed-forward layers that a token passes in one decoder layer: one width, or that of each expert."""
 
     def active_elements(self, layer: nn.Module) -> int:
         """Elements of a decoder layer's matrices that a token is multiplied with, of experts only those it uses."""
+
+    def published_name(self, name: str) -> str:
+        """The name by which vLLM loads a tensor of the state dict, or of transformers' files."""
 
     def as_published(self, name: str, value: Tensor) -> Tensor:
         """A tensor of the state dict in the layout of the model's published files, which vLLM loads. May be a view."""
@@ -153,6 +167,10 @@ class Images(Protocol):
         """The module that turns patches into features."""
 
     @property
+    def both_ways(self) -> bool:
+        """Whether the tokens of an image attend to each other in both directions, as in ``ImageLayout``."""
+
+    @property
     def adapts_tower(self) -> bool:
         """Whether vLLM has adapters for the tower's linear layers."""
 
@@ -225,6 +243,11 @@ class Resizing(Protocol):
         """Token ids that the processor writes in place of the one placeholder of a resized image: a token for each row
         of its features, and where the family has them markers of tiles, ends and lines."""
 
+    @property
+    def joins(self) -> Mapping[tuple[int, int], int]:
+        """Pairs of neighbouring tokens that the tokenizer writes as one, in the order in which they are replaced: the
+        first or last token of an expansion, and what may stand next to it."""
+
 
 class ImageLayout(Protocol):
     """Where one model has images among its tokens."""
@@ -232,6 +255,11 @@ class ImageLayout(Protocol):
     @property
     def image_token_id(self) -> int:
         """The placeholder that stands for one row of features."""
+
+    @property
+    def both_ways(self) -> bool:
+        """Whether the tokens of an image attend to each other in both directions, in every layer. Its features then
+        stand side by side."""
 
     def num_rows(self, grid: Grid) -> int:
         """Rows of features that an image becomes: its placeholder tokens."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +37,7 @@ class Qwen2VLImages:
         "<|video_pad|>",
     )
     takes_tiles: bool = False
+    both_ways: bool = False
     adapts_tower: bool = True
 
     def resizing(self, processor: Any) -> GridResizing:
@@ -165,6 +166,10 @@ class GridResizing:
         count = (width // self.factor) * (height // self.factor)
         return [int(self.processor.image_token_id)] * count
 
+    @property
+    def joins(self) -> Mapping[tuple[int, int], int]:
+        return {}
+
 
 def target_size(width: int, height: int, factor: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
     """Width and height that the image processor resizes to.
@@ -195,6 +200,7 @@ class GridLayout:
 
     image_token_id: int
     merge_size: int
+    both_ways: bool = False
 
     def num_rows(self, grid: Grid) -> int:
         return self.num_inputs(grid) // self.merge_size**2

@@ -60,8 +60,8 @@ from rlcore.models.comparison import (
 from rlcore.models.cut import cut_layers, num_layers
 from rlcore.models.loading import load_hf_config, require_supported
 from rlcore.models.probe import ProbeSequence
-from rlcore.models.torch_policy import compute_dtype, weights_dtype
-from rlcore.sampler.engine import engine_dtype
+from rlcore.models.torch_policy import compute_dtype, require_kernel, weights_dtype
+from rlcore.sampler.engine import engine_dtype, require_pictures
 from rlcore.sampler.vllm_sampler import VllmSampler
 from rlcore.specs import CheckModelSpec
 
@@ -132,14 +132,18 @@ def examine(spec: CheckModelSpec, scratch: Path) -> ModelCheck:
     torch.set_num_threads(_threads(spec))
     trusted = config.model.trust_remote_code
     family_in(folder)  # before transformers, which knows fewer types
+    architecture = load_hf_config(folder, trusted)
     require_supported(
-        load_hf_config(folder, trusted),
+        architecture,
         sequence_parallel=config.training.sequence_parallel,
         tensor_parallel=config.rollout.tensor_parallel,
         lora=config.model.lora,
         replay_routes=config.rollout.replay_routes,
     )
     device = claim_device(config, 1)
+    require_kernel(architecture, config, device)
+    if spec.with_engine:
+        require_pictures(folder, device)
     where = Where(device, compute_dtype(config, device), _engine_dtype(config, device), trusted)
     layers = total = num_layers(folder, trusted)
     small = folder
@@ -303,7 +307,9 @@ def _inputs(folder: Path, config: ExperimentConfig, dataset: Path) -> tuple[Inpu
     """The sequences, and the tokens of the longest."""
     prompts, store = load_prompts(config, folder), ImageStore(dataset)
     written: CheckInputs = write_check_inputs(prompts, dataset)
-    placeholder = -1 if prompts.image_token_id is None else prompts.image_token_id
+    images = family_in(folder).images
+    trusted = config.model.trust_remote_code
+    placeholder = -1 if images is None else images.layout(load_hf_config(folder, trusted)).image_token_id
     inputs = Inputs(
         samples=written.samples,
         kinds=written.kinds,

@@ -3,7 +3,8 @@
 This file alone decides which kernel runs. In a text row a completion attends to its prompt and itself only. In a vision
 row a patch attends to its own image, to its window of it, or to its own tile. The sliding window of a decoder layer
 counts positions inside a sequence: a completion's first token still sees the end of its prompt, wherever that lies in
-the row.
+the row. Scores may have a soft cap. Tokens of a picture
+may attend to each other in both directions: their rows are then computed a second time, without the causal mask.
 
 On CUDA this is one FlashAttention call. The keys of each completion are gathered: its prompt's, then its own. The
 causal mask is aligned to their end (FlashAttention 2.1 and later; arXiv:2307.08691). The backward pass adds the
@@ -15,7 +16,7 @@ microbatch and compiles kernels for each shape. ``flash.flash_kernel`` selects t
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +24,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
-from rlcore.batch import Segments
+from rlcore.batch import Pictures, Segments
 from rlcore.errors import ModelError
 from rlcore.models.flash import Sequences, flash_kernel
 from rlcore.models.sequence import SequenceGroup, heads_of_all_tokens, tokens_of_all_heads
@@ -81,6 +82,7 @@ def packed_attention(
     max_length_q: int | None = None,
     sliding_window: int | None = None,
     is_causal: bool | None = None,
+    softcap: float | None = None,
     dropout: float = 0.0,
     **others: object,
 ) -> tuple[Tensor, None]:
@@ -89,28 +91,31 @@ def packed_attention(
     Args:
         sequence: the ranks that hold the other parts of a text row, with sequence parallelism.
         sliding_window: number of last tokens of its sequence that a token of a text row attends to, itself included.
+        softcap: of the scores in a text row: softcap * tanh(score / softcap).
 
     Returns:
         ([1, T, Hq, D], None), as transformers expects.
 
     Raises:
         ValueError: neither ``segments`` nor ``cu_seq_lens_q`` was given: sequences would see each other.
-        ModelError: a keyword changes the result and is not implemented here, such as a soft cap or sinks.
+        ModelError: a keyword changes the result and is not implemented here, such as sinks.
     """
     refused = _refused(others, dropout)
     if segments is not None and is_causal is False:
         refused["is_causal"] = is_causal
-    if sliding_window is not None and segments is None:
-        refused["sliding_window"] = sliding_window
+    if segments is None:
+        text_alone = {"sliding_window": sliding_window, "softcap": softcap}
+        refused |= {name: value for name, value in text_alone.items() if value is not None}
     _require_none(module, refused)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, H, D]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    scores = Scores(scale, sliding_window, softcap)
     if segments is not None and sequence is not None:
         q, k, v = heads_of_all_tokens(q, k, v, sequence)
-        out = shared_prompt_attention(q, k, v, segments, scale, sliding_window)
+        out = shared_prompt_attention(q, k, v, segments, scores)
         return tokens_of_all_heads(out, sequence)[None], None
     if segments is not None:
-        return shared_prompt_attention(q, k, v, segments, scale, sliding_window)[None], None
+        return shared_prompt_attention(q, k, v, segments, scores)[None], None
     if cu_seq_lens_q is None:
         raise ValueError(
             "packed attention was called without segments or cu_seq_lens_q: sequences would see each other"
@@ -162,20 +167,38 @@ def _require_none(module: nn.Module, refused: dict[str, object]) -> None:
         )
 
 
-def shared_prompt_attention(
-    query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float, window: int | None = None
-) -> Tensor:
-    """Causal attention of each prompt to itself and of each completion to its prompt and itself.
+class Scores(NamedTuple):
+    """How the scores of text are computed, and which of them count."""
+
+    scale: float  # of the product of query and key
+    window: int | None = None  # number of last tokens of its sequence that a token attends to, itself included
+    cap: float | None = None  # soft cap of the scaled product
+
+
+def shared_prompt_attention(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scores: Scores) -> Tensor:
+    """Causal attention of each prompt to itself and of each completion to its prompt and itself. With
+    ``segments.pictures`` the rows of their tokens are then computed again, not causally.
 
     [T, Hq, D] queries, [T, Hkv, D] keys and values -> [T, Hq, D].
-
-    Args:
-        window: number of last tokens of its sequence that a token attends to, itself included; None: all.
     """
+    out: Tensor
+    if _has_kernel(query):
+        where = (segments.bounds, segments.key_bounds, segments.key_rows, segments.sizes)
+        out, _ = OPERATOR(query, key, value, *where, *scores, True)
+    else:
+        out = _shared_prompt_padded(query, key, value, segments, scores)
+    pictures = segments.pictures
+    if pictures is None:
+        return out
+    return out.index_copy(0, pictures.rows, _picture_attention(query[pictures.rows], key, value, pictures, scores))
+
+
+def _picture_attention(query: Tensor, key: Tensor, value: Tensor, pictures: Pictures, scores: Scores) -> Tensor:
+    """[M, Hq, D]: of the tokens of pictures to all of their picture, and to what comes before it in the prompt."""
     if not _has_kernel(query):
-        return _shared_prompt_padded(query, key, value, segments, scale, window)
-    where = (segments.bounds, segments.key_bounds, segments.key_rows, segments.sizes)
-    out, _ = OPERATOR(query, key, value, *where, scale, window)
+        return _pictures_padded(query, key, value, pictures, scores)
+    where = (pictures.bounds, pictures.key_bounds, pictures.key_rows, pictures.sizes)
+    out, _ = OPERATOR(query, key, value, *where, *scores, False)
     return out  # type: ignore[no-any-return]
 
 
@@ -186,7 +209,7 @@ def full_attention(
     if not _has_kernel(query):
         rows, inside = _padded_rows(bounds)
         mask = None if bool(inside.all()) else inside[:, None, None, :]
-        return _attend(query, key, value, rows, rows, mask, False, scale)[inside]
+        return _attend(query, key, value, rows, rows, mask, False, Scores(scale))[inside]
     if longest is None:
         longest = int(bounds.diff().max())
     from torch.nn.attention.varlen import varlen_attn
@@ -200,9 +223,11 @@ def _has_kernel(query: Tensor) -> bool:
     return query.is_cuda and query.element_size() == 2
 
 
-def _sequences(bounds: Tensor, key_bounds: Tensor, sizes: Tensor, window: int | None) -> Sequences:
+def _sequences(
+    bounds: Tensor, key_bounds: Tensor, sizes: Tensor, window: int | None, cap: float | None, causal: bool
+) -> Sequences:
     _, longest, longest_keys = sizes.tolist()
-    return Sequences(bounds, key_bounds, longest, longest_keys, window)
+    return Sequences(bounds, key_bounds, longest, longest_keys, window, cap, causal)
 
 
 # a custom operator: torch.compile does not look inside, and activation checkpointing can name it
@@ -217,10 +242,12 @@ def _attention(
     sizes: Tensor,
     scale: float,
     window: int | None,
+    cap: float | None,
+    causal: bool,
 ) -> tuple[Tensor, Tensor]:
     """Output [T, Hq, D] and log-sum-exp [Hq, T] float32."""
-    where = _sequences(bounds, key_bounds, sizes, window)
-    out, lse = flash_kernel().forward((query, key[key_rows], value[key_rows]), where, scale)
+    where = _sequences(bounds, key_bounds, sizes, window, cap, causal)
+    out, lse = flash_kernel(cap is not None).forward((query, key[key_rows], value[key_rows]), where, scale)
     return out.contiguous(), lse
 
 
@@ -238,10 +265,12 @@ def _attention_backward(
     sizes: Tensor,
     scale: float,
     window: int | None,
+    cap: float | None,
+    causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    where = _sequences(bounds, key_bounds, sizes, window)
+    where = _sequences(bounds, key_bounds, sizes, window, cap, causal)
     inputs = (query, key[key_rows], value[key_rows])
-    of_query, *of_copies = flash_kernel().backward(grad, inputs, out, lse, where, scale)
+    of_query, *of_copies = flash_kernel(cap is not None).backward(grad, inputs, out, lse, where, scale)
     of_key, of_value = (_add_copies(part, key_rows, len(key)) for part in of_copies)
     return of_query.contiguous(), of_key, of_value
 
@@ -263,14 +292,14 @@ def _(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: object) -> tu
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    query, key, value, *where, scale, window = inputs
+    query, key, value, *where, scale, window, cap, causal = inputs
     ctx.save_for_backward(query, key, value, *output, *where)
-    ctx.scale, ctx.window = scale, window
+    ctx.scores, ctx.causal = Scores(scale, window, cap), causal
 
 
 def _gradient(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    gradients = torch.ops.rlflow.shared_prompt_attention_backward(grad, *ctx.saved_tensors, ctx.scale, ctx.window)
-    return *gradients, None, None, None, None, None, None
+    gradients = torch.ops.rlflow.shared_prompt_attention_backward(grad, *ctx.saved_tensors, *ctx.scores, ctx.causal)
+    return *gradients, None, None, None, None, None, None, None, None
 
 
 _attention.register_autograd(_gradient, setup_context=_remember)
@@ -280,13 +309,12 @@ OPERATOR = torch.ops.rlflow.shared_prompt_attention.default
 # --- on a CPU or in float32: segments as one padded batch ---
 
 
-def _shared_prompt_padded(
-    query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float, window: int | None
-) -> Tensor:
-    count = int(segments.sizes[0])
+def _shared_prompt_padded(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scores: Scores) -> Tensor:
+    count, window = int(segments.sizes[0]), scores.window
     rows, inside = _padded_rows(segments.bounds[: count + 1])  # prompts, whose keys are their own
-    own = None if window is None else _seen(_upto(rows), _upto(rows), window)
-    outs = [_attend(query, key, value, rows, rows, own, own is None, scale)[inside]]
+    plain = window is None and scores.cap is None
+    own = None if plain else _seen(_upto(rows), _upto(rows), window)
+    outs = [_attend(query, key, value, rows, rows, own, plain, scores)[inside]]
     if len(segments.bounds) > count + 1:
         rows, inside = _padded_rows(segments.bounds[count:])  # [completions, longest]
         keys, _ = _padded_rows(segments.key_bounds[count:])
@@ -294,8 +322,19 @@ def _shared_prompt_padded(
         # padded keys come after the last key that a real query sees; padded queries see the last key too
         last_seen = torch.minimum(_upto(rows) + (key_lengths - lengths)[:, None], key_lengths[:, None] - 1)
         mask = _seen(last_seen, _upto(keys), window)
-        outs.append(_attend(query, key, value, rows, segments.key_rows[keys], mask[:, None], False, scale)[inside])
+        outs.append(_attend(query, key, value, rows, segments.key_rows[keys], mask[:, None], False, scores)[inside])
     return torch.cat(outs)
+
+
+def _pictures_padded(query: Tensor, key: Tensor, value: Tensor, pictures: Pictures, scores: Scores) -> Tensor:
+    rows, inside = _padded_rows(pictures.bounds)  # [P, longest]
+    keys, seen = _padded_rows(pictures.key_bounds)
+    lengths, key_lengths = pictures.bounds.diff(), pictures.key_bounds.diff()
+    mask = seen[:, None]  # [P, 1, longest keys]
+    if scores.window is not None:  # padded queries see the last key too
+        own = torch.minimum(_upto(rows) + (key_lengths - lengths)[:, None], key_lengths[:, None] - 1)
+        mask = mask & (_upto(keys) > own[..., None] - scores.window)
+    return _attend(query, key, value, rows, pictures.key_rows[keys], mask[:, None], False, scores)[inside]
 
 
 def _padded_rows(bounds: Tensor) -> tuple[Tensor, Tensor]:
@@ -324,21 +363,32 @@ def _attend(
     keys: Tensor,
     mask: Tensor | None,
     causal: bool,
-    scale: float,
+    scores: Scores,
 ) -> Tensor:
-    """[B, queries, Hq, D]: attention of the rows ``queries`` [B, queries] to the rows ``keys`` [B, keys]."""
+    """[B, queries, Hq, D]: attention of the rows ``queries`` [B, queries] to the rows ``keys`` [B, keys].
+
+    Args:
+        mask: which keys a query sees, the window included; needed with a cap.
+    """
 
     def batched(x: Tensor, rows: Tensor) -> Tensor:  # [T, H, D] -> [B, H, rows, D]
         chosen: Tensor = x.index_select(0, rows.flatten()).unflatten(0, rows.shape)  # type: ignore[no-untyped-call]
         return chosen.transpose(1, 2)
 
+    q, k, v = batched(query, queries), batched(key, keys), batched(value, keys)
+    if scores.cap is not None and mask is not None:
+        return _capped(q, k, v, mask, scores.scale, scores.cap).transpose(1, 2)
+    grouped = query.shape[1] != key.shape[1]
     out = scaled_dot_product_attention(
-        batched(query, queries),
-        batched(key, keys),
-        batched(value, keys),
-        attn_mask=mask,
-        is_causal=causal,
-        scale=scale,
-        enable_gqa=query.shape[1] != key.shape[1],
+        q, k, v, attn_mask=mask, is_causal=causal, scale=scores.scale, enable_gqa=grouped
     )
     return out.transpose(1, 2)
+
+
+def _capped(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, cap: float) -> Tensor:
+    """[B, Hq, queries, D]: softmax attention with a soft cap, which torch's has not."""
+    repeat = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(repeat, 1) for x in (key, value))
+    capped = cap * torch.tanh(query @ key.transpose(-1, -2) * (scale / cap))
+    exact = torch.promote_types(query.dtype, torch.float32)
+    return capped.masked_fill(~mask, float("-inf")).softmax(-1, dtype=exact).to(query.dtype) @ value

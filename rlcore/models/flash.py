@@ -33,18 +33,25 @@ class Sequences(NamedTuple):
     longest: int  # in queries
     longest_keys: int
     window: int | None = None  # number of last keys that a query attends to; None: all
+    cap: float | None = None  # soft cap of the scores
+    causal: bool = True  # else a query also attends to the keys after its own
 
     @property
     def left(self) -> int | None:
         """Keys before its own that a query attends to."""
         return None if self.window is None else self.window - 1
 
+    @property
+    def right(self) -> int:
+        """Keys after its own that a query with a window attends to; -1: all."""
+        return 0 if self.causal else -1
+
 
 Triple = tuple[Tensor, Tensor, Tensor]  # query [T, Hq, D], key and value [K, Hkv, D]; or their gradients
 
 
 class FlashKernel(Protocol):
-    """Causal attention over packed sequences in 16 bits, with the mask aligned to the end of each sequence's keys."""
+    """Attention over packed sequences in 16 bits, with the mask aligned to the end of each sequence's keys."""
 
     def forward(self, inputs: Triple, where: Sequences, scale: float) -> tuple[Tensor, Tensor]:
         """Output [T, Hq, D] and log-sum-exp [Hq, T] float32."""
@@ -58,11 +65,12 @@ class FlashKernel(Protocol):
 
 
 class TorchKernel:
-    """torch's operators: a build of FlashAttention 2, or the version that ``activate_flash_attention_impl`` chose."""
+    """torch's operators: a build of FlashAttention 2, or the version that ``activate_flash_attention_impl`` chose. They
+    have no soft cap."""
 
     def forward(self, inputs: Triple, where: Sequences, scale: float) -> tuple[Tensor, Tensor]:
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
-            *inputs, *where[:4], 0.0, True, False, scale=scale, **_window(where)
+            *inputs, *where[:4], 0.0, where.causal, False, scale=scale, **_window(where)
         )
         return out, lse
 
@@ -71,13 +79,13 @@ class TorchKernel:
     ) -> Triple:
         no_dropout = (grad.new_zeros(2, dtype=torch.uint64), grad.new_empty(0))  # state of its random generator
         return torch.ops.aten._flash_attention_backward(  # type: ignore[no-any-return]
-            grad, *inputs, out, lse, *where[:4], 0.0, True, *no_dropout, scale=scale, **_window(where)
+            grad, *inputs, out, lse, *where[:4], 0.0, where.causal, *no_dropout, scale=scale, **_window(where)
         )
 
 
 def _window(where: Sequences) -> dict[str, int]:
     """torch's operators take an omitted window as none."""
-    return {} if where.left is None else {"window_size_left": where.left, "window_size_right": 0}
+    return {} if where.left is None else {"window_size_left": where.left, "window_size_right": where.right}
 
 
 class FlashAttention2Library(Protocol):
@@ -104,7 +112,6 @@ class FlashAttention2:
         self._library._flash_attn_varlen_backward(
             *(grad, *inputs, out, lse, of_query, of_key, of_value),
             **_options(where, scale),
-            softcap=0.0,
             alibi_slopes=None,
             deterministic=torch.are_deterministic_algorithms_enabled(),
         )
@@ -119,20 +126,31 @@ def _options(where: Sequences, scale: float) -> dict[str, Any]:
         "max_seqlen_k": where.longest_keys,
         "dropout_p": 0.0,
         "softmax_scale": scale,
-        "causal": True,
+        "causal": where.causal,
         "window_size_left": -1 if where.left is None else where.left,
-        "window_size_right": -1 if where.left is None else 0,
+        "window_size_right": -1 if where.left is None else where.right,
+        "softcap": 0.0 if where.cap is None else where.cap,
     }
 
 
 @cache
-def flash_kernel() -> FlashKernel:
+def flash_kernel(capped: bool = False) -> FlashKernel:
     """The kernel for this process's GPU. FlashAttention 3 and 4 are activated for all of torch: torch offers no less.
 
+    Args:
+        capped: scores have a soft cap, which only flash-attn 2 computes in both directions.
+
     Raises:
-        ModelError: the package is installed and cannot be loaded, for example because it was built for another torch.
+        ModelError: the package is installed and cannot be loaded, for example because it was built for another torch;
+            no kernel computes the cap.
     """
-    version = newest(_installed, torch.cuda.get_device_capability()[0])
+    version = newest(lambda name: _installed(name) and (not capped or name == MODULES["FA2"][0]), _major())
+    if version is None and capped:
+        raise ModelError(
+            "the model has a soft cap of attention scores, which torch's FlashAttention kernel does not compute. "
+            "flash-attn 2 computes it (make install EXTRA=gpu-flash). Or set model.compute_dtype to float32: attention "
+            "then runs without a kernel, in more memory."
+        )
     if version is None:
         return TorchKernel()
     try:
@@ -149,6 +167,10 @@ def flash_kernel() -> FlashKernel:
         ) from error
     log.info("packed attention runs on %s (%s)", version, MODULES[version][0])
     return kernel
+
+
+def _major() -> int:
+    return torch.cuda.get_device_capability()[0]
 
 
 def newest(installed: Callable[[str], bool], major: int) -> Version | None:

@@ -110,7 +110,7 @@ def published(model: Any, saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """What transformers saves of a model, in the layout of the model's published files. transformers 5.19 transposes
     experts when it loads them, and not when it saves them."""
     family = family_of(model.config)
-    return {name: family.as_published(name, value).contiguous() for name, value in saved.items()}
+    return {family.published_name(n): family.as_published(n, value).contiguous() for n, value in saved.items()}
 
 
 def save_published(model: Any, folder: Path) -> None:

@@ -26,7 +26,8 @@ from rlcore.models.vision import tower_arguments
 class PackedModel(nn.Module):
     """Wraps a Hugging Face model as ``microbatch -> (log-probs, entropy, truncation_logprobs)`` of its trained tokens.
 
-    The log-probs are those of the sampled distribution: logits divided by ``temperature``, banned tokens left out.
+    The log-probs are those of the sampled distribution: logits, capped if the model has
+    a cap, divided by ``temperature``, banned tokens left out.
     ``truncation_logprobs`` are the log of the mass that top-p and top-k keep. The vision tower runs once per distinct
     image of the microbatch. Without an image it runs on a blank one, because with sharded weights every rank takes part
     in every layer's collectives. It does not run if the images are embedded already. A frozen tower builds no graph.
@@ -68,6 +69,7 @@ class PackedModel(nn.Module):
             use_tile_attention(tower)
         self.tower_trains = tower is not None and any(p.requires_grad for p in tower.parameters())
         self.shape = model_shape(hf)
+        self.logit_cap = family.caps(hf.config).logits
         self.banned: Tensor
         self.register_buffer("banned", torch.tensor(list(banned_token_ids), dtype=torch.int64), persistent=False)
 
@@ -97,6 +99,7 @@ class PackedModel(nn.Module):
             self.hf.lm_head.weight,
             batch.targets,
             temperature=1.0 if raw else self.temperature,
+            cap=self.logit_cap,
             banned=None if raw else self.banned,
             top_p=1.0 if raw else self.top_p,
             top_k=0 if raw else self.top_k,

@@ -113,7 +113,8 @@ def _pad_segments(segments: Segments, count: int) -> Segments:
     end = segments.bounds[-1:]
     sizes = segments.sizes.clone()
     sizes[1:] = sizes[1:].clamp_min(count)
-    return Segments(
+    return replace(
+        segments,
         bounds=torch.cat([segments.bounds, end + count]),
         key_bounds=torch.cat([segments.key_bounds, segments.key_bounds[-1:] + count]),
         key_rows=torch.cat([segments.key_rows, torch.arange(int(end), int(end) + count)]),

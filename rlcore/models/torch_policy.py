@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -23,9 +23,11 @@ from rlcore.algorithms.loss import StepTotals
 from rlcore.algorithms.objective import PolicyTokens, StepSums, UpdateResult, microbatch_loss
 from rlcore.batch import ImageFeatures, Microbatch, on_device, pack
 from rlcore.config import ExperimentConfig
+from rlcore.families import family_of
 from rlcore.flops import ModelShape
 from rlcore.models.checkpoint import BackgroundSaver, load_train_state
 from rlcore.models.exact import SamplerKernels, exact_logprobs, with_value
+from rlcore.models.flash import flash_kernel
 from rlcore.models.loading import require_supported
 from rlcore.models.lora import (
     B,
@@ -75,6 +77,7 @@ class TorchPolicy:
             lora=config.model.lora,
             replay_routes=config.rollout.replay_routes,
         )
+        require_kernel(hf.config, config, mesh.device_type)
         self.config, self._kernels = config, kernels
         on_gpu = mesh.device_type == "cuda"
         self.device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device(mesh.device_type)
@@ -113,6 +116,7 @@ class TorchPolicy:
             self.reference = self._frozen(packed(reference, images_embedded=embedded), own, weights, mesh)
         if teacher is not None:
             require_supported(teacher.hf.config, sequence_parallel=config.training.sequence_parallel)
+            require_kernel(teacher.hf.config, config, mesh.device_type)
             own = set(teacher.hf.parameters())
             self.teacher = self._frozen(packed(teacher.hf), own, teacher.weights, mesh)
         self.optimizer = make_optimizer(self.model.parameters(), config.training)
@@ -379,6 +383,21 @@ def _without_dropout(model: nn.Module) -> None:
 def is_on(choice: Literal["auto", "on", "off"], *, auto: bool) -> bool:
     """Resolves a setting with the values auto, on and off."""
     return auto if choice == "auto" else choice == "on"
+
+
+def require_kernel(model: Any, config: ExperimentConfig, device_type: str) -> None:
+    """Refuse a soft cap of attention scores that no installed kernel computes. On a CPU and in float32 attention needs
+    no kernel.
+
+    Args:
+        model: Hugging Face configuration.
+
+    Raises:
+        ModelError: the model has such a cap.
+    """
+    in_kernel = device_type == "cuda" and compute_dtype(config, device_type).itemsize == 2
+    if in_kernel and family_of(model).caps(model).scores is not None:
+        flash_kernel(capped=True)
 
 
 def compute_dtype(config: ExperimentConfig, device_type: str) -> torch.dtype:

@@ -41,6 +41,7 @@ T = TypeVar("T")
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # of vLLM's adapter buffers; smaller ranks are padded
 _ADAPTER = 1  # the one adapter's id
 _ZEROS = "zeros"  # vLLM's name of our load format
+_BACKEND = "vllm.model_executor.models.transformers"  # computes transformers' modules with vLLM's attention
 # vLLM's names of vision towers, and of what connects them to decoders
 _TOWERS = ("visual", "vision_tower", "vision_model", "mlp1", "multi_modal_projector", "connector")
 
@@ -73,6 +74,7 @@ class Engine:
         with importing_vllm():
             from vllm import LLM
 
+        require_pictures(model, device)
         rollout, self.config, self.device, self._folder = config.rollout, config, device, model
         self.dtype = cast(torch.dtype, getattr(torch, engine_dtype(device, rollout.dtype)))
         states = has_states(model)
@@ -81,7 +83,7 @@ class Engine:
                 f"the sampler's dtype is {str(self.dtype).removeprefix('torch.')}, and on a CPU vLLM computes layers "
                 "with a recurrent state in bfloat16 only. Set rollout.dtype to bfloat16."
             )
-        _register_model_class(model)
+        _register_model_class(model, config.model.trust_remote_code)
         gc.freeze()  # vLLM collects garbage five times while it starts; the objects made by imports never are
         if not join_world and not starts_workers:
             _world_of_one()
@@ -405,6 +407,20 @@ def one_tokenizer() -> Iterator[None]:
         del tokenizers.__deepcopy__
 
 
+def require_pictures(model: Path, device: str) -> None:
+    """
+    Raises:
+        ModelError: vLLM masks the pictures of this model otherwise on this device.
+    """
+    images = images_in(model)
+    if device == "cpu" and images is not None and images.both_ways:
+        raise ModelError(
+            "the tokens of a picture attend to each other in both directions, and vLLM 0.32 on a CPU lets them attend "
+            "only to those before them: it would sample from another model. Use a GPU (resources.device), or set "
+            "model.path to a model without it."
+        )
+
+
 def capture_sizes(max_num_seqs: int) -> list[int]:
     """Batch sizes of CUDA graphs: above 64 sequences, at most an eighth of a batch is padding."""
     above = [size * step // 8 for size in (64 << k for k in range(10)) for step in range(9, 17)]
@@ -552,11 +568,24 @@ def _world_of_one() -> None:
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
 
 
-def _register_model_class(model: Path) -> None:
+def _register_model_class(model: Path, trust_remote_code: bool) -> None:
     """Register the class itself. vLLM would start a process that imports vLLM again to inspect a class by its name."""
     from vllm import ModelRegistry
 
     for name in json.loads((model / "config.json").read_text()).get("architectures", []):
         entry = ModelRegistry.models.get(name)
         if entry is not None and hasattr(entry, "load_model_cls"):
-            ModelRegistry.register_model(name, entry.load_model_cls())
+            ModelRegistry.register_model(name, implementation := entry.load_model_cls())
+            if implementation.__module__.startswith(_BACKEND):
+                _give_own_class(model, trust_remote_code)
+
+
+def _give_own_class(model: Path, trust_remote_code: bool) -> None:
+    """Let the engine build a subclass of transformers' model. vLLM changes the class that it builds, and the trainer's
+    model in this process has transformers' own."""
+    from transformers import AutoConfig, AutoModel
+
+    config = type(AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code, local_files_only=True))
+    shared: Any = AutoModel._model_mapping.get(config, None)
+    if shared is not None and shared.__module__ != __name__:
+        AutoModel.register(config, type(shared.__name__, (shared,), {"__module__": __name__}), exist_ok=True)

@@ -212,8 +212,10 @@ class VllmSampler:
         """
         # lm_head.weight included, tied or not: vLLM on CPU holds a second copy
         device, dtype = self._engine.device, self._engine.dtype
-        layout = self._engine.family.as_published
-        sent, due = self._loader.load((name, layout(name, value.to(device, dtype))) for name, value in weights)
+        family = self._engine.family
+        sent, due = self._loader.load(
+            (family.published_name(name), family.as_published(name, value.to(device, dtype))) for name, value in weights
+        )
         self._engine.reset_caches()
         actual = checksum(self._engine.held_weights())
         if due != actual:

@@ -203,7 +203,9 @@ class WeightLoader:
             quantising: ``QuantisedLayers.watched`` of an engine that quantises weights; one rank alone holds it.
         """
         self._llm, self._on_cpu, self._parts, self._quantising = llm, device == "cpu", parts, quantising
+        # a head that the engine lacks is the embeddings: it counts in the checksum and is not loaded
         self._copies: dict[str, list[Copy]] | None = None
+        (self._has_head,) = llm.apply_model(has_head)
 
     def load(self, weights: Iterator[tuple[str, Tensor]], bucket_bytes: int = 1 << 30) -> Loaded:
         """
@@ -218,7 +220,10 @@ class WeightLoader:
         def counted() -> Iterator[tuple[str, Tensor]]:
             for name, value in weights:
                 sums.append(bit_sum(value))
-                yield name, value
+                if self._has_head or not _is_head(name):
+                    yield name, value
+                elif self._parts is not None:
+                    self._parts.took(name, value, ())
 
         watched = self._on_cpu or self._copies is None
         if self._parts is not None:
@@ -246,6 +251,16 @@ class WeightLoader:
         """Linear layers have no parameter to load into, because vLLM packs them on a CPU, or quantises them."""
         self._llm.apply_model(forget_expert_kernels)
         self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights, "is_checkpoint_format": True})
+
+
+def has_head(model: Any) -> bool:
+    """Whether the engine's model has an LM head by that name.
+    An engine of a model whose head is always tied may have none."""
+    return any(_is_head(f"{name}.weight") for name, _ in model.named_modules(remove_duplicate=False))
+
+
+def _is_head(name: str) -> bool:
+    return name == "lm_head.weight" or name.endswith(".lm_head.weight")
 
 
 def forget_expert_kernels(model: Any) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 from rlcore.artifacts import CheckRow, ModelCheck
 from rlcore.errors import RlflowError
 from rlcore.models.comparison import FLOAT32_TOLERANCE
-from tests.checking import FAMILIES, REFUSED, checked, make_model, settings_on_a_cpu
+from tests.checking import FAMILIES, REFUSED, checked, make_model, sampled_on_a_cpu, settings_on_a_cpu
 from tests.integration.engine_bench import measured
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
@@ -68,7 +68,8 @@ Phi-4 is `phi3`, and Phi-4-mini turns part of each head. Gemma 3 has a sliding w
 its sequences exceed; `gemma3_text` is its text model, such as Gemma-3-1B. InternVL3.5 is `internvl`, and InternVL3
 has the older decoder. Its tiles have 56 x 56 pixels here, and a picture has six to nine of them and one of the whole
 picture. The first SmolVLM is `idefics3`, SmolVLM2 is `smolvlm`; their tiles have 28 x 28 pixels here, and a picture
-has six to nine of them and one of the whole picture. GLM-4.1V is `glm4v`. Qwen3.5 is `qwen3_5`, and with experts
+has six to nine of them and one of the whole picture. GLM-4.1V is `glm4v`. `gemma3` is Gemma 3 with pictures, of 56 x 56
+pixels and four tokens here, which attend to each other in both directions. Qwen3.5 is `qwen3_5`, and with experts
 `qwen3_5_moe`. Two of its three layers have a recurrent state here, which vLLM computes on a CPU in bfloat16 only.
 With adapters vLLM computes experts by Triton alone, which a CPU does not have. In bfloat16 rounding sends some tokens
 to another expert than in float32, so more is allowed there.
@@ -93,11 +94,16 @@ different sizes in one prompt, and a video as a list of frames.
 
 
 def compare(name: str, overrides: Sequence[str], folder: Path) -> dict[str, Any]:
-    """``ModelCheck`` as plain values, or the refusal."""
+    """``ModelCheck`` as plain values, or the refusal. If vLLM on a CPU computes another model: the check without vLLM's
+    rows, and vLLM's refusal."""
+    model = make_model(folder / "model", name)
     try:
-        return checked(make_model(folder / "model", name), *overrides).model_dump()
+        return checked(model, *overrides).model_dump()
     except RlflowError as error:
-        return {"refused": str(error)}
+        if sampled_on_a_cpu(name):
+            return {"refused": str(error)}
+        refusal = {"not_sampled": str(error)}
+    return checked(model, *overrides, with_engine=False).model_dump() | refusal
 
 
 def page(results: dict[str, dict[str, Any]]) -> str:
@@ -106,18 +112,30 @@ def page(results: dict[str, dict[str, Any]]) -> str:
     Args:
         results: by row, from ``compare``.
     """
-    checks = {name: ModelCheck.model_validate(made) for name, made in results.items() if "refused" not in made}
+    plain = {name: {key: made[key] for key in made if key != "not_sampled"} for name, made in results.items()}
+    checks = {name: ModelCheck.model_validate(made) for name, made in plain.items() if "refused" not in made}
     (first, *_) = checks.values()
     versions = ", ".join(f"{name} {version}" for name, version in first.versions.items())
     where = f"on a {first.device.upper()} with {versions}"
     names = [row.name for row in first.rows]
     lines = [f"| model | {' | '.join(names)} |\n", "| --- " * (1 + len(names)) + "|\n"]
     for name in results:
-        cells = [_cell(row) for row in checks[name].rows] if name in checks else ["refused"] * len(names)
-        lines.append(f"| {name} | {' | '.join(cells)} |\n")
-    reasons = [f"- {name}: {_reason(made['refused'])}\n" for name, made in results.items() if "refused" in made]
+        lines.append(f"| {name} | {' | '.join(cells(checks.get(name), len(names)))} |\n")
+    reasons = [line for name, made in results.items() for line in refusals(name, made)]
     notes = f"\nRefused:\n\n{''.join(reasons)}" if reasons else ""
     return _HEAD.format(where=where, allowed=FLOAT32_TOLERANCE) + "".join(lines) + notes + _FOOT
+
+
+def cells(check: ModelCheck | None, count: int) -> list[str]:
+    """Of one row; what was not compared is refused."""
+    found = [] if check is None else [_cell(row) for row in check.rows]
+    return [*found, *["refused"] * (count - len(found))]
+
+
+def refusals(name: str, made: dict[str, Any]) -> list[str]:
+    """The line of a row that is refused, or that vLLM on a CPU does not compute."""
+    kinds = {"refused": name, "not_sampled": f"{name}, vLLM on a CPU"}
+    return [f"- {named}: {_reason(made[kind])}\n" for kind, named in kinds.items() if kind in made]
 
 
 def _cell(row: CheckRow) -> str:

@@ -77,13 +77,18 @@ for family in {id(f.images): f for f in FAMILIES.values() if f.images}.values():
     square = family.images.processors[0].startswith("Idefics")
     sides = {"image_size": 28, "patch_size": 14} if square else {"image_size": (28, 28), "patch_size": (14, 14)}
     vision = SimpleNamespace(spatial_merge_size=2, **sides)
-    config = SimpleNamespace(image_token_id=1, vision_config=vision, downsample_ratio=0.5, scale_factor=2)
+    counts = {"downsample_ratio": 0.5, "scale_factor": 2, "mm_tokens_per_image": 4}
+    config = SimpleNamespace(image_token_id=1, vision_config=vision, **counts)
     rule = family.images.resizing(processor)
     sizes.append((rule.target_size(487, 427, 3136, 2**20), family.images.layout(config).num_rows((1, 4, 6))))
 print(json.dumps([sizes, len(PLACEHOLDERS), [n for n in ("torch", "transformers", "vllm") if n in sys.modules]]))
 """
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
-    assert json.loads(answer.stdout) == [[[[476, 420], 6]] * 4 + [[[84, 84], 1], [[112, 112], 1]], 18, []]
+    assert json.loads(answer.stdout) == [
+        [[[476, 420], 6]] * 4 + [[[84, 84], 1], [[112, 112], 1], [[28, 28], 4]],
+        21,
+        [],
+    ]
 
 
 def test_an_unsupported_family_is_refused_with_what_is_supported(tmp_path: Path) -> None:

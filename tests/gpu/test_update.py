@@ -17,7 +17,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from rlcore.algorithms.logprobs import fused, linear_logprobs, logprobs_and_entropy
 from rlcore.algorithms.loss import StepTotals
 from rlcore.config import build_experiment
-from rlcore.models.attention import shared_prompt_attention
+from rlcore.models.attention import Scores, shared_prompt_attention
 from rlcore.models.flash import MODULES, FlashAttention2, FlashKernel, Sequences, TorchKernel
 from rlcore.models.optimizer import _kahan_adamw_
 from rlcore.models.torch_policy import TorchPolicy
@@ -56,7 +56,7 @@ def test_attention_over_shared_prompts(layout: str) -> None:
     expected = dense(*exact, groups)
     wanted = torch.autograd.grad(expected, exact, grad.double())
     leaves = [x.to(CUDA).requires_grad_() for x in (query, key, value)]
-    out = shared_prompt_attention(*leaves, on_device, SCALE)
+    out = shared_prompt_attention(*leaves, on_device, Scores(SCALE))
     assert apart(out, expected) < 5e-3
     for found, want in zip(torch.autograd.grad(out, leaves, grad.to(CUDA)), wanted, strict=True):
         assert apart(found, want) < 1e-2

@@ -37,8 +37,14 @@ def dense(
     value: Tensor,
     groups: Sequence[tuple[int, Sequence[int]]],
     window: int | None = None,
+    cap: float | None = None,
+    pictures: Sequence[tuple[int, int]] = (),
 ) -> Tensor:
-    """Every sequence alone, written as a mask over the whole row."""
+    """Every sequence alone, written as a mask over the whole row.
+
+    Args:
+        pictures: first row and end of each run of tokens that see each other.
+    """
     total = len(query)
     position = torch.zeros(total)
     seen = torch.zeros(total, total, dtype=torch.bool)
@@ -53,15 +59,19 @@ def dense(
             position[rows] = torch.arange(prompt, prompt + length).float()
             completion += length
         start += prompt
+    for first, end in pictures:
+        seen[first:end, first:end] = True
     if window is not None:
         seen &= position[:, None] - position < window
     repeat = query.shape[1] // key.shape[1]
     scores = torch.einsum("qhd,khd->hqk", query, key.repeat_interleave(repeat, 1)) * SCALE
+    if cap is not None:
+        scores = cap * torch.tanh(scores / cap)
     probs = scores.masked_fill(~seen, -torch.inf).softmax(-1)
     return torch.einsum("hqk,khd->qhd", probs, value.repeat_interleave(repeat, 1))
 
 
-def math_forward(query, key, value, bounds, key_bounds, longest, longest_keys, window, scale):
+def math_forward(query, key, value, bounds, key_bounds, longest, longest_keys, window, cap, causal, scale):
     """A FlashAttention kernel's contract in plain arithmetic: output and log-sum-exp of each query over its keys."""
     outs, lses = [], []
     repeat = query.shape[1] // key.shape[1]
@@ -71,19 +81,22 @@ def math_forward(query, key, value, bounds, key_bounds, longest, longest_keys, w
         q = query[bounds[b] : bounds[b + 1]]
         k, v = (x[key_bounds[b] : key_bounds[b + 1]].repeat_interleave(repeat, 1) for x in (key, value))
         scores = torch.einsum("qhd,khd->hqk", q, k) * scale
-        scores = scores.masked_fill(unseen(len(q), len(k), window), -torch.inf)
+        scores = scores if cap is None else cap * torch.tanh(scores / cap)
+        scores = scores.masked_fill(unseen(len(q), len(k), window, causal), -torch.inf)
         outs.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), v))
         lses.append(scores.logsumexp(-1).float())
     return torch.cat(outs), torch.cat(lses, dim=1)
 
 
-def unseen(queries: int, keys: int, window: int | None) -> Tensor:
-    """[queries, keys] bool, aligned at the end: later keys, and those before the window."""
+def unseen(queries: int, keys: int, window: int | None, causal: bool) -> Tensor:
+    """[queries, keys] bool, aligned at the end: later keys if causal, and those before the window."""
     before = torch.arange(queries)[:, None] + keys - queries - torch.arange(keys)
-    return (before < 0) | (before >= (keys if window is None else window))
+    return ((before < 0) & causal) | (before >= (keys if window is None else window))
 
 
-def math_backward(grad, query, key, value, out, lse, bounds, key_bounds, _longest, _longest_keys, window, scale):
+def math_backward(
+    grad, query, key, value, out, lse, bounds, key_bounds, _longest, _longest_keys, window, cap, causal, scale
+):
     """As FlashAttention's backward: probabilities from the lse it is given, and the row sums of grad * out."""
     found = [torch.zeros_like(x) for x in (query, key, value)]
     repeat = query.shape[1] // key.shape[1]
@@ -91,9 +104,11 @@ def math_backward(grad, query, key, value, out, lse, bounds, key_bounds, _longes
         qs, ks = slice(bounds[b], bounds[b + 1]), slice(key_bounds[b], key_bounds[b + 1])
         k, v = (x[ks].repeat_interleave(repeat, 1) for x in (key, value))
         scores = torch.einsum("qhd,khd->hqk", query[qs], k) * scale
-        probs = (scores.masked_fill(unseen(*scores.shape[1:], window), -torch.inf) - lse[:, qs, None]).exp()
+        share = torch.zeros(()) if cap is None else torch.tanh(scores / cap)
+        scores = scores if cap is None else cap * share
+        probs = (scores.masked_fill(unseen(*scores.shape[1:], window, causal), -torch.inf) - lse[:, qs, None]).exp()
         of_probs = torch.einsum("qhd,khd->hqk", grad[qs], v)
-        of_scores = probs * (of_probs - (grad[qs] * out[qs]).sum(-1).t()[..., None]) * scale
+        of_scores = probs * (of_probs - (grad[qs] * out[qs]).sum(-1).t()[..., None]) * (1 - share**2) * scale
         found[0][qs] += torch.einsum("hqk,khd->qhd", of_scores, k)
         found[1][ks] += torch.einsum("hqk,qhd->khd", of_scores, query[qs]).unflatten(1, (-1, repeat)).sum(2)
         found[2][ks] += torch.einsum("hqk,qhd->khd", probs, grad[qs]).unflatten(1, (-1, repeat)).sum(2)

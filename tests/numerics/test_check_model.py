@@ -24,20 +24,10 @@ HEAD = "the final norm or the LM head"
 
 @contextmanager
 def soft_cap_of_logits_ignored() -> Iterator[None]:
+    from rlcore.families.protocol import Caps
     from rlcore.families.qwen2 import Qwen2
 
-    with mock.patch.object(Qwen2, "require_plain"):
-        yield
-
-
-@contextmanager
-def soft_cap_of_scores_ignored() -> Iterator[None]:
-    from rlcore.models import attention
-
-    with (
-        soft_cap_of_logits_ignored(),
-        mock.patch.object(attention, "_WITHOUT_EFFECT", attention._WITHOUT_EFFECT | {"softcap"}),
-    ):
+    with mock.patch.object(Qwen2, "caps", return_value=Caps()):
         yield
 
 
@@ -65,16 +55,21 @@ def attention_that(wrong: Callable[..., Tensor]) -> Iterator[None]:
         yield
 
 
-def sees_the_whole_row(_: Any, query: Tensor, key: Tensor, value: Tensor, _s: Any, scale: float, _w: Any) -> Tensor:
+def sees_the_whole_row(_: Any, query: Tensor, key: Tensor, value: Tensor, _s: Any, scores: Any) -> Tensor:
     """Causal along the row, as if it were one sequence."""
     q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
-    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scores.scale, enable_gqa=True)
     return out[0].transpose(0, 1)
 
 
 def ignores_the_window(right: Any, *others: Any) -> Tensor:
-    *others, _ = others
-    return right(*others)
+    *others, scores = others
+    return right(*others, scores._replace(window=None))
+
+
+def ignores_the_soft_cap(right: Any, *others: Any) -> Tensor:
+    *others, scores = others
+    return right(*others, scores._replace(cap=None))
 
 
 def loses_the_gradient_of_keys(right: Any, query: Tensor, key: Tensor, *others: Any) -> Tensor:
@@ -111,6 +106,14 @@ def convolutions_without_the_prompt() -> Iterator[None]:
         return right(mixed, weight, own)
 
     with mock.patch.object(recurrence, "causal_convolution", alone):
+        yield
+
+
+@contextmanager
+def pictures_that_see_backwards_only() -> Iterator[None]:
+    from rlcore import batch
+
+    with mock.patch.object(batch, "_pictures", return_value=None):
         yield
 
 
@@ -180,14 +183,14 @@ TRAINER, GRADIENT, ZERO = "trainer: packed row", "trainer: gradient", "adapters 
 CONTROLS: dict[str, tuple[str, dict[str, Any], Callable[[], Any], dict[str, str]]] = {
     "soft cap of logits": (
         "gemma2",
-        {"final_logit_softcapping": 2.0},
+        {},
         soft_cap_of_logits_ignored,
         {TRAINER: HEAD, ZERO: HEAD, "adapters, merged": HEAD},
     ),
     "soft cap of attention": (
         "gemma2",
-        {"attn_logit_softcapping": 0.5},
-        soft_cap_of_scores_ignored,
+        {},
+        lambda: attention_that(ignores_the_soft_cap),
         {TRAINER: "decoder layer 0", ZERO: "decoder layer 0", "adapters, merged": "decoder layer 0"},
     ),
     "rotary base": ("llama", {}, rotary_base_changed, {TRAINER: "decoder layer 0"}),
@@ -230,6 +233,12 @@ CONTROLS: dict[str, tuple[str, dict[str, Any], Callable[[], Any], dict[str, str]
             ZERO: "the features of pictures",
             "adapters, merged": "the features of pictures",
         },
+    ),
+    "pictures that see backwards only": (
+        "gemma3",
+        {},
+        pictures_that_see_backwards_only,
+        {TRAINER: "decoder layer 0", ZERO: "decoder layer 0", "adapters, merged": "decoder layer 0"},
     ),
     "tiles that see each other": (
         "internvl",

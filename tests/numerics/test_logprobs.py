@@ -1,3 +1,5 @@
+import math
+
 import pytest
 import torch
 from torch import tensor
@@ -95,6 +97,38 @@ def test_chunked_equals_unchunked_in_value_and_gradient(chunk_size):
     assert torch.equal(chunked[2], torch.zeros(7, dtype=torch.float64))  # nothing is cut
     assert_close(got, expected, rtol=1e-12, atol=1e-12)
     assert not chunked[1].requires_grad
+
+
+def test_a_capped_logit_and_its_gradient_by_hand():
+    """Logits 2 ln 2 and 0 under a cap of 2: tanh(ln 2) = (4 - 1) / (4 + 1) = 0.6, so 1.2 and 0. The temperature of 0.5
+    comes after the cap: 2.4 and 0. The slope of the cap is 1 - 0.6^2 = 0.64."""
+    hidden = tensor([[1.0]], dtype=torch.float64, requires_grad=True)
+    head = tensor([[2 * math.log(2)], [0.0]], dtype=torch.float64, requires_grad=True)
+    logprobs, entropy, _ = linear_logprobs(hidden, head, tensor([0]), temperature=0.5, cap=2.0)
+    p = 1 / (1 + math.exp(-2.4))
+    assert logprobs.item() == pytest.approx(math.log(p))
+    assert entropy.item() == pytest.approx(-p * math.log(p) - (1 - p) * math.log(1 - p))
+    logprobs.sum().backward()
+    # the second logit is 0, where the cap has a slope of 1
+    assert head.grad.flatten().tolist() == pytest.approx([(1 - p) * 0.64 / 0.5, -(1 - p) / 0.5])
+    assert hidden.grad.item() == pytest.approx((1 - p) * 0.64 / 0.5 * 2 * math.log(2))
+
+
+@pytest.mark.parametrize("cap", [0.5, 3.0, 1e6])
+def test_capped_chunks_equal_capped_logits_with_banned_tokens_in_value_and_gradient(cap):
+    generator = torch.Generator().manual_seed(2)
+    hidden = torch.randn(7, 4, generator=generator, dtype=torch.float64, requires_grad=True)
+    head = torch.randn(13, 4, generator=generator, dtype=torch.float64, requires_grad=True)
+    targets = torch.randint(0, 11, (7,), generator=generator)
+    upstream = torch.randn(7, generator=generator, dtype=torch.float64)
+    banned = tensor([11, 12])
+    logits = (cap * torch.tanh(hidden @ head.T / cap) / 0.7).index_fill(-1, banned, float("-inf"))
+    whole = logprobs_and_entropy(logits, targets)
+    expected = torch.autograd.grad((whole[0] * upstream).sum(), (hidden, head))
+    found = linear_logprobs(hidden, head, targets, temperature=0.7, cap=cap, banned=banned, chunk_size=3)
+    assert_close(found[:2], whole, rtol=1e-12, atol=1e-12)
+    gradients = torch.autograd.grad((found[0] * upstream).sum(), (hidden, head))
+    assert_close(gradients, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_chunked_keeps_no_logits_for_backward():

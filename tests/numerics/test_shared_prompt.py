@@ -19,7 +19,7 @@ from rlcore.distributed.group import microbatch_work
 from rlcore.errors import ModelError
 from rlcore.flops import ModelShape
 from rlcore.models import attention
-from rlcore.models.attention import packed_attention, shared_prompt_attention
+from rlcore.models.attention import Scores, packed_attention, shared_prompt_attention
 from rlcore.models.torch_policy import TorchPolicy
 from rlcore.types import TrainingSample
 from tests.numerics import toy
@@ -91,6 +91,25 @@ def test_tokens_packed_are_tokens_counted():
 # --- attention alone ---
 
 
+def test_a_soft_cap_by_hand():
+    """The second token's scores are 3 ln 3 and 0, under a cap of 1: tanh(3 ln 3) = (9^3 - 1) / (9^3 + 1) = 728 / 730.
+    Without the cap the first key would have 27 / 28 of the weight."""
+    ln3 = float(np.log(3))
+    query, key = torch.tensor([[[0.0]], [[3 * ln3]]]), torch.tensor([[[1.0]], [[0.0]]])
+    value = torch.tensor([[[1.0]], [[0.0]]])
+    where = segments([(2, [])])
+    weight = 1 / (1 + np.exp(-728 / 730))
+    found = shared_prompt_attention(query, key, value, where, Scores(1.0, cap=1.0))
+    assert found[1].item() == pytest.approx(weight, rel=1e-6)
+    assert shared_prompt_attention(query, key, value, where, Scores(1.0))[1].item() == pytest.approx(27 / 28, rel=1e-6)
+
+
+def test_a_soft_cap_is_of_text_alone():
+    query = torch.randn(1, 2, 4, 8)
+    with pytest.raises(ModelError, match="Gemma.* softcap"):
+        packed_attention(Gemma(), query, query, query, None, cu_seq_lens_q=torch.tensor([0, 4]), softcap=1.0)
+
+
 class MathKernel:
     """A ``FlashKernel`` for the CPU."""
 
@@ -101,9 +120,10 @@ class MathKernel:
         return math_backward(grad, *inputs, out, lse, *where, scale)
 
 
+@pytest.mark.parametrize("cap", [None, 0.5])
 @pytest.mark.parametrize("window", [None, 1, 4, 100])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_padded_batch_equals_the_dense_mask(layout, window):
+def test_the_padded_batch_equals_the_dense_mask(layout, window, cap):
     """Completions begin right after their prompts, also for a window that reaches from one into the other."""
     groups = LAYOUTS[layout]
     where = segments(groups)
@@ -113,18 +133,18 @@ def test_the_padded_batch_equals_the_dense_mask(layout, window):
         torch.randn(total, heads, 8, generator=generator, dtype=torch.float64) for heads in (4, 2, 2, 4)
     )
     leaves = [x.requires_grad_() for x in (query, key, value)]
-    expected = dense(*leaves, groups, window)
-    found = shared_prompt_attention(*leaves, where, SCALE, window)
+    expected = dense(*leaves, groups, window, cap)
+    found = shared_prompt_attention(*leaves, where, Scores(SCALE, window, cap))
     assert_close(found, expected, rtol=1e-12, atol=1e-12)
     gradients = (torch.autograd.grad(x, leaves, grad) for x in (found, expected))
     assert_close(*gradients, rtol=1e-11, atol=1e-12)
 
 
-@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize(("window", "cap"), [(None, None), (4, None), (4, 0.5)])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_operator_of_cuda_equals_the_dense_mask_and_compiles_whole(layout, window, monkeypatch):
+def test_the_operator_of_cuda_equals_the_dense_mask_and_compiles_whole(layout, window, cap, monkeypatch):
     """Plain arithmetic in the kernels' place; schema, shapes without data and autograd are checked by torch."""
-    monkeypatch.setattr(attention, "flash_kernel", MathKernel)
+    monkeypatch.setattr(attention, "flash_kernel", lambda capped: MathKernel())
     for operator in (attention._attention, attention._attention_backward):
         operator.register_kernel("cpu", operator._init_fn)
     groups = LAYOUTS[layout]
@@ -134,12 +154,12 @@ def test_the_operator_of_cuda_equals_the_dense_mask_and_compiles_whole(layout, w
     total = int(where.bounds[-1])
     query, key, value, grad = (torch.randn(heads, total, 8, generator=generator) for heads in (4, 2, 2, 4))
     leaves = [x.transpose(0, 1).requires_grad_() for x in (query, key, value)]
-    torch.library.opcheck(attention.OPERATOR, (*leaves, *ends, SCALE, window))
+    torch.library.opcheck(attention.OPERATOR, (*leaves, *ends, SCALE, window, cap, True))
 
     def block(*parts: Tensor) -> Tensor:
-        return attention.OPERATOR(*(part * 2 for part in parts), *ends, SCALE, window)[0] + 1
+        return attention.OPERATOR(*(part * 2 for part in parts), *ends, SCALE, window, cap, True)[0] + 1
 
-    expected = dense(*(leaf * 2 for leaf in leaves), groups, window) + 1
+    expected = dense(*(leaf * 2 for leaf in leaves), groups, window, cap) + 1
     wanted = torch.autograd.grad(expected, leaves, grad.transpose(0, 1))
     for found in (block(*leaves), torch.compile(block, fullgraph=True, dynamic=True, backend="aot_eager")(*leaves)):
         assert_close(found, expected)
@@ -148,7 +168,7 @@ def test_the_operator_of_cuda_equals_the_dense_mask_and_compiles_whole(layout, w
 
 @pytest.mark.parametrize(
     ("keyword", "value"),
-    [("softcap", 50.0), ("s_aux", torch.zeros(2)), ("dropout", 0.1), ("is_causal", False)],
+    [("s_aux", torch.zeros(2)), ("dropout", 0.1), ("is_causal", False)],
 )
 def test_a_keyword_that_attention_does_not_compute_is_refused(keyword, value):
     where = segments([(5, [3, 1, 7])])

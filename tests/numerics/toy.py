@@ -32,13 +32,15 @@ from tests.ranks import whole
 
 PROCESSOR = build_processor()
 # by model type, where it is another
-PROCESSORS = {name: build_processor(name) for name in ("qwen3_vl", "glm4v", "internvl", "idefics3", "smolvlm")}
+PROCESSORS = {
+    name: build_processor(name) for name in ("qwen3_vl", "glm4v", "internvl", "idefics3", "smolvlm", "gemma3")
+}
 PROCESSORS |= dict.fromkeys(("qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), PROCESSORS["qwen3_vl"])
 GRIDS = PromptBuilder(PROCESSOR, DataConfig(template="tiny"))
 # by model type, where pictures have other tokens
 PROMPTS = {
     name: PromptBuilder(PROCESSORS[name], DataConfig(template="tiny"))
-    for name in ("glm4v", "internvl", "idefics3", "smolvlm")
+    for name in ("glm4v", "internvl", "idefics3", "smolvlm", "gemma3")
 }
 BANNED = list(GRIDS.banned_token_ids)
 PICTURES: dict[str, Image.Image] = {}

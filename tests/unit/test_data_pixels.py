@@ -16,6 +16,8 @@ from PIL import Image
 
 from rlcore.data.pixels import Header, load_rgb, read_header, stable_target_size
 from rlcore.data.rejects import Reason, Unusable
+from rlcore.data.tiny import build_processor
+from rlcore.families.gemma3 import SquareResizing
 from rlcore.families.glm4v import EnlargingGridResizing
 from rlcore.families.idefics3 import NamedTileResizing
 from rlcore.families.idefics3 import tile_grid as named_tile_grid
@@ -170,6 +172,22 @@ def test_bounds_on_pixels_are_bounds_on_tiles():
 def test_every_image_has_tiles_that_a_second_pass_leaves_alone(width, height, most):
     size = stable_target_size(width, height, tiles(most), 1, 10**7)
     assert tiles(most).target_size(*size, 1, 10**7) == size
+
+
+@pytest.mark.parametrize("size", [(1, 1), (56, 56), (1000, 20), (30, 3000)])
+def test_every_image_becomes_the_same_square_as_by_the_model_s_processor(size):
+    processor = build_processor("gemma3")
+    rule = SquareResizing(processor)
+    target = rule.target_size(*size, 1, 56 * 56)
+    assert target == rule.target_size(*target, 1, 56 * 56) == (56, 56)
+    pixels = processor.image_processor(images=[Image.new("RGB", size)], return_tensors="np")["pixel_values"]
+    assert pixels.shape == (1, 3, 56, 56)
+
+
+def test_a_square_above_the_largest_number_of_pixels_is_refused():
+    rule = SquareResizing(build_processor("gemma3"))
+    with pytest.raises(ValueError, match="at most 3135 pixels are allowed, and every image has 56x56"):
+        rule.target_size(100, 100, 1, 56 * 56 - 1)
 
 
 def test_named_tiles_worked_out_by_hand():

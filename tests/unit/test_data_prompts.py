@@ -132,7 +132,7 @@ def test_turns_of_an_example_come_before_the_question_which_alone_the_template_w
 
 
 @pytest.mark.parametrize("sizes", [[(300, 170)], [(60, 60), (100, 190)]])
-@pytest.mark.parametrize("family", [None, "glm4v", "internvl", "idefics3", "smolvlm"])
+@pytest.mark.parametrize("family", [None, "glm4v", "internvl", "idefics3", "smolvlm", "gemma3"])
 def test_expanded_pictures_are_the_processor_s_own_and_collapse_again(family, sizes):
     prompts = PromptBuilder(build_processor(family), with_template("tiny"))
     sizes = [prompts.target_size(*size) for size in sizes]
@@ -143,6 +143,29 @@ def test_expanded_pictures_are_the_processor_s_own_and_collapse_again(family, si
     expanded = prompts.tokens(item)
     np.testing.assert_array_equal(expanded, expected)
     np.testing.assert_array_equal(prompts.collapse(expanded.tolist(), item.images), prompts.unexpanded(item))
+
+
+@pytest.mark.parametrize("question", ["A\n<image>\nB", "<image>\n\n<image>\n", "\n<image><image>\n\nC"])
+def test_line_breaks_around_a_picture_are_the_tokens_of_the_processor(question):
+    """It writes two line breaks before and after a picture, and up to four together are one token."""
+    made = build_processor("gemma3")
+    prompts = PromptBuilder(made, with_template("tiny"))
+    count = question.count("<image>")
+    item = problem(question, *[(56, 56)] * count)
+    text = prompts.chat_text(question, count)
+    pictures = [Image.new("RGB", (56, 56))] * count
+    expected = made(text=[text], images=pictures, return_tensors="np")["input_ids"][0]
+    np.testing.assert_array_equal(prompts.tokens(item), expected)
+    np.testing.assert_array_equal(prompts.collapse(expected.tolist(), item.images), prompts.unexpanded(item))
+
+
+def test_a_token_that_no_picture_has_beside_it_does_not_collapse():
+    prompts = PromptBuilder(build_processor("gemma3"), with_template("tiny"))
+    item = problem("<image>Which?", (56, 56))
+    tokens = prompts.tokens(item).tolist()
+    place = tokens.index(prompts.image_token_id)
+    with pytest.raises(DataError, match="token 7 is where an image has"):
+        prompts.collapse([*tokens[: place - 1], 7, *tokens[place:]], item.images)
 
 
 def test_each_named_tile_has_its_marker_and_each_row_its_line_break():

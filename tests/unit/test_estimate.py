@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
     Glm4vConfig,
     Glm4vForConditionalGeneration,
     Idefics3Config,
@@ -256,6 +258,22 @@ def test_named_tiles_count_as_windows_too() -> None:
     assert (tower.width, tower.parameters) == (32, 2 * (4 * 32 * 32 + 2 * 32 * 96) + 3 * 14 * 14 * 32)
     assert (tower.merged, tower.merger_parameters) == (4, 4 * 32 * 16)
     assert [tower.patches(56, 56), tower.patches(112, 56)] == [16, 3 * 16]
+
+
+def test_a_picture_that_is_one_square_counts_as_a_whole_frame() -> None:
+    text = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
+    vision = {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 32, "intermediate_size": 96}
+    square = {"image_size": 56, "patch_size": 14, "vision_use_head": False}
+    config = Gemma3Config(text_config=text, vision_config={**vision, **square}, mm_tokens_per_image=4)
+    with torch.device("meta"):
+        shape = architecture(Gemma3ForConditionalGeneration(config), ModelConfig())
+    assert (shape.tower_hidden, shape.tower_intermediate, shape.tower_layers) == (32, 96, 2)
+    tower = shape.shape.tower
+    assert tower is not None
+    assert (tower.width, tower.parameters) == (32, 2 * (4 * 32 * 32 + 2 * 32 * 96) + 3 * 14 * 14 * 32)
+    assert (tower.merged, tower.merger_parameters) == (4, 32 * 16)
+    work = pass_work(shape.shape, [], [(56, 56)]).forward_flops
+    assert work == 2 * 16 * (tower.parameters + tower.merger_parameters / 4) + 4 * 32 * 16 * 2 * 16
 
 
 A3B = {  # of Qwen3-30B-A3B

@@ -1,11 +1,13 @@
 """Models whose packed forward pass would be another model's."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import (
     CohereConfig,
     Gemma2Config,
+    Gemma3Config,
     Gemma3TextConfig,
     Glm4vConfig,
     GraniteConfig,
@@ -23,8 +25,10 @@ from rlcore.config import LoraConfig
 from rlcore.data.tiny import build_processor
 from rlcore.errors import ModelError
 from rlcore.families import family_of
+from rlcore.families.protocol import Caps
 from rlcore.models.loading import require_supported
 from rlcore.models.tiny import build_model
+from rlcore.sampler.engine import require_pictures
 
 SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 12, "num_key_value_heads": 2}
 EVEN = {**SMALL, "hidden_size": 24}
@@ -144,7 +148,7 @@ def test_norms_and_biases_that_vllm_computes_otherwise_are_refused() -> None:
     ("fields", "message"),
     [
         ({"text_config": {"model_type": "qwen2"}}, "a decoder of type qwen2. Allowed is llama"),
-        ({"tie_word_embeddings": True}, r"tie_word_embeddings to True, and in text_config to False.*same value"),
+        ({"tie_word_embeddings": True}, r"tie_word_embeddings to True, and in text_config to False"),
     ],
 )
 def test_named_tiles_with_a_decoder_or_head_that_vllm_reads_otherwise_are_refused(
@@ -152,6 +156,40 @@ def test_named_tiles_with_a_decoder_or_head_that_vllm_reads_otherwise_are_refuse
 ) -> None:
     with pytest.raises(ModelError, match=message):
         check(Idefics3Config(**fields))
+
+
+def squares(text: dict[str, Any] | None = None, **fields: Any) -> Gemma3Config:
+    return Gemma3Config(text_config=text or {}, vision_config={"vision_use_head": False}, **fields)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            squares({"tie_word_embeddings": False}),
+            r"tie_word_embeddings to True, and in text_config to False",
+        ),
+        (squares({"sliding_window": 255}), r"window of 255 tokens, and a picture has 256.*Allowed is .* 256 or more"),
+        (Gemma3Config(vision_config={"vision_use_head": True}), "vision_use_head of vision_config to false"),
+        (squares({"attn_logit_softcapping": 50.0}), "sets attn_logit_softcapping to 50.0"),
+    ],
+)
+def test_squares_that_vllm_masks_or_reads_otherwise_are_refused(config: Gemma3Config, message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        check(config)
+
+
+def test_squares_as_wide_as_the_window_pass() -> None:
+    check(squares({"sliding_window": 256}))
+
+
+def test_an_engine_on_a_cpu_refuses_pictures_that_see_both_ways(tmp_path: Path) -> None:
+    for config in (squares(), InternVLConfig()):
+        config.save_pretrained(tmp_path / config.model_type)
+    require_pictures(tmp_path / "gemma3", "cuda")
+    require_pictures(tmp_path / "internvl", "cpu")
+    with pytest.raises(ModelError, match=r"in both directions, and vLLM 0\.32 on a CPU .*Use a GPU"):
+        require_pictures(tmp_path / "gemma3", "cpu")
 
 
 def test_the_engine_cuts_the_feed_forward_layers_of_a_tower_with_tiles() -> None:
@@ -166,8 +204,7 @@ def test_the_engine_cuts_the_feed_forward_layers_of_a_tower_with_tiles() -> None
 @pytest.mark.parametrize(
     ("config", "field"),
     [
-        (Gemma2Config(**EVEN, final_logit_softcapping=30.0, attn_logit_softcapping=None), "final_logit_softcapping"),
-        (Gemma2Config(**EVEN, final_logit_softcapping=None, attn_logit_softcapping=50.0), "attn_logit_softcapping"),
+        (Gemma3TextConfig(**EVEN, attn_logit_softcapping=50.0), "attn_logit_softcapping"),
         (Gemma3TextConfig(**EVEN, use_bidirectional_attention=True), "use_bidirectional_attention"),
         (CohereConfig(**EVEN, logit_scale=0.0625), "logit_scale"),
         (GraniteConfig(**EVEN, logits_scaling=8.0), "logits_scaling"),
@@ -178,7 +215,15 @@ def test_what_the_head_and_attention_do_not_compute_is_refused_by_the_name_of_it
         check(config)
 
 
+def test_caps_that_are_computed_pass_and_their_family_names_them():
+    check(gemma := Gemma2Config(**EVEN, final_logit_softcapping=30.0, attn_logit_softcapping=50.0))
+    assert family_of(gemma).caps(gemma) == Caps(scores=50.0, logits=30.0)
+    check(capped := Gemma3TextConfig(**EVEN, final_logit_softcapping=30.0))
+    assert family_of(capped).caps(capped) == Caps(logits=30.0)
+
+
 def test_scales_of_one_and_caps_of_none_change_nothing():
-    check(Gemma2Config(**EVEN, final_logit_softcapping=None, attn_logit_softcapping=None))
+    check(none := Gemma2Config(**EVEN, final_logit_softcapping=None, attn_logit_softcapping=None))
+    assert family_of(none).caps(none) == Caps()
     check(CohereConfig(**EVEN, logit_scale=1.0))
     check(GraniteConfig(**EVEN, logits_scaling=1.0))

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from rlcore.data.tiny import build_text_tokenizer
+from rlcore.errors import SamplerError
 from rlcore.sampler import weights
 from rlcore.sampler.engine import capture_sizes, one_tokenizer
-from rlcore.sampler.weights import checksum, replay_load, watched_load
+from rlcore.sampler.weights import Parts, WeightLoader, checksum, replay_load, watched_load
 
 
 class Fused(nn.Module):
@@ -58,6 +59,59 @@ def test_a_repeated_load_equals_a_load() -> None:
         replay_load(copies, iter(tensors(1)), bucket_bytes)
         assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
     assert [p.data_ptr() for p in model.parameters()] == addresses
+
+
+class Headless(nn.Module):
+    """Computes logits with its embeddings, and refuses a head by its name, as vLLM's Gemma 2."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.ModuleDict({"embed_tokens": nn.Embedding(7, 6)})
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        for name, value in weights:
+            self.get_parameter(name).data.copy_(value)
+
+
+class Headed(Headless):
+    """Has a head by name, which is the embeddings."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lm_head = self.model["embed_tokens"]
+
+
+class OneRank:
+    """An engine of one rank, as the loader calls it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def apply_model(self, call: Callable[[nn.Module], object]) -> list[object]:
+        return [call(self.model)]
+
+
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("kind", [Headless, Headed])
+def test_a_tied_head_that_the_engine_lacks_is_not_loaded_and_counts_in_the_checksum(
+    kind: type[Headless], together: bool
+) -> None:
+    model = kind()
+    loader = WeightLoader(OneRank(model), "cuda", Parts(lambda places: [places]) if together else None)
+    for seed in (0, 1):  # watched, then repeated
+        value = torch.randn(7, 6, generator=torch.Generator().manual_seed(seed))
+        loaded = loader.load(iter([("model.embed_tokens.weight", value), ("lm_head.weight", value)]))
+        assert torch.equal(model.model["embed_tokens"].weight, value)
+        assert loaded.due == loaded.sent == checksum([value, value])
+
+
+def test_a_head_of_its_own_that_the_engine_lacks_is_noticed() -> None:
+    embeddings, head = (torch.randn(7, 6, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
+    weights = [("model.embed_tokens.weight", embeddings), ("lm_head.weight", head)]
+    loaded = WeightLoader(OneRank(Headless()), "cuda", None).load(iter(weights))
+    assert loaded.due != checksum([embeddings, embeddings])  # what the engine holds
+    with pytest.raises(SamplerError, match=r"42 of the 42 elements of lm_head\.weight were taken by no rank"):
+        WeightLoader(OneRank(Headless()), "cuda", Parts(lambda places: [places])).load(iter(weights))
 
 
 def test_a_repeated_load_accepts_sources_at_other_addresses() -> None:
