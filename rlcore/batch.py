@@ -31,7 +31,7 @@ from rlcore.types import Bools, Floats, ImageRef, TrainingSample
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ImageFeatures:
-    """One image as the vision tower takes it, and the tower's output if it is cached."""
+    """One image or video as the vision tower takes it, and the tower's output if it is cached."""
 
     pixel_values: Tensor  # [patches, channels * temporal * patch * patch], or [tiles, channels, height, width]
     grid_thw: Grid
@@ -199,9 +199,9 @@ def _places(
     places, rows = [], []
     for sample in samples:
         grids = [images[image.sha256].grid_thw for image in sample.images]
-        places.append(layout.positions(sample.token_ids, grids))
+        places.append(layout.positions(sample.token_ids, grids, sample.images))
         row = np.full(sample.num_tokens, -1)
-        row[sample.token_ids == layout.image_token_id] = np.concatenate(
+        row[np.isin(sample.token_ids, layout.feature_token_ids)] = np.concatenate(
             [
                 np.empty(0, np.int64),
                 *(

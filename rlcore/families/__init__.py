@@ -12,7 +12,7 @@ from typing import Any
 
 from rlcore.errors import ModelError
 from rlcore.families import glm4v, idefics3, internvl, qwen2, qwen2_vl, qwen3_5, qwen3_moe, qwen3_vl, qwen3_vl_moe
-from rlcore.families.protocol import Family, Images
+from rlcore.families.protocol import Family, Images, Videos
 
 FAMILIES: Mapping[str, Family] = {
     "qwen2": qwen2.FAMILY,
@@ -132,6 +132,24 @@ def images_of(image_processor: Any) -> Images:
     raise ModelError(
         f"{name} is the image processor of no supported family. Supported are {', '.join(supported)}. Set "
         "model.path to a model with one of these, or add the family: docs/howto/own-family.md."
+    )
+
+
+def videos_of(processor: Any) -> Videos:
+    """How the family of a processor takes videos in its own input.
+
+    Raises:
+        ModelError: no family with this processor has such an input.
+    """
+    name = type(processor).__name__
+    for images in _IMAGES:
+        if images.videos is not None and name in images.videos.processors:
+            return images.videos
+    supported = [type_ for type_, family in FAMILIES.items() if family.images is not None and family.images.videos]
+    raise ModelError(
+        f'data.video_input is "native", and {name} is the processor of no family whose own input for videos is '
+        f'supported. These are {", ".join(supported)}. Set data.video_input to "frames", or model.path to a model of '
+        "one of these."
     )
 
 

@@ -303,7 +303,7 @@ def _inputs(folder: Path, config: ExperimentConfig, dataset: Path) -> tuple[Inpu
     """The sequences, and the tokens of the longest."""
     prompts, store = load_prompts(config, folder), ImageStore(dataset)
     written: CheckInputs = write_check_inputs(prompts, dataset)
-    placeholder = -1 if prompts.image_token_id is None else prompts.image_token_id
+    placeholders = [token for token in (prompts.image_token_id, prompts.video_token_id) if token is not None]
     inputs = Inputs(
         samples=written.samples,
         kinds=written.kinds,
@@ -316,9 +316,9 @@ def _inputs(folder: Path, config: ExperimentConfig, dataset: Path) -> tuple[Inpu
             )
             for sample in written.samples
         ),
-        image_masks=tuple(torch.from_numpy(sample.token_ids == placeholder) for sample in written.samples),
+        image_masks=tuple(torch.from_numpy(np.isin(sample.token_ids, placeholders)) for sample in written.samples),
         read=image_reader(folder, store.read, config.data.min_pixels, config.data.max_pixels),
-        features=lambda image: ImageFeatures(*prompts.read(store.read(image))),
+        features=lambda image: ImageFeatures(*prompts.read(store.read(image), image)),
     )
     return inputs, written.longest
 
