@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +22,6 @@ _COMPLETIONS = (
     "We count the sides one by one: 1, 2, 3, 4, 5. There are five of them.",
     "42",
 )
-_SECONDS_PER_FRAME = 0.25
 _SQUARES = 4  # per side of a picture, each of one colour
 
 
@@ -41,7 +41,7 @@ class CheckInputs:
 def write_check_inputs(prompts: PromptBuilder, folder: Path) -> CheckInputs:
     """A text, a group of three that shares its prompt, and for a model with images: one picture, two pictures of
     different sizes, and a video, which is a list of frames. The group has the one picture. If videos are the model's
-    own input, there are also a picture with a video, whose last frame shares no patch, and a group that shares a video.
+    own input, there are also a picture with a video of five frames, and a group that shares a video of eight seconds.
 
     Args:
         folder: of the image store that the pictures are written to.
@@ -63,9 +63,10 @@ def write_check_inputs(prompts: PromptBuilder, folder: Path) -> CheckInputs:
     problems = [(problem, _COMPLETIONS[index % 2]) for index, problem in enumerate(text)]
     problems += [(shared, completion) for completion in _COMPLETIONS]
     if prompts.video_token_id is not None:
-        odd, even = (_video(prompts, folder, 10 * count, count, (196, 140)) for count in (5, 4))
+        odd = _video(prompts, folder, [20, 21, 22, 23, 24], 0.25)
+        slow = _video(prompts, folder, [30, 31, 32, 33], 2.0)
         mixed = Problem("a picture and a video", f"{IMAGE_MARKER} or {VIDEO_MARKER}?", (wide, odd), "", "check")
-        shared = Problem("one video, shared prompt", f"{VIDEO_MARKER}What moves?", (even,), "", "check")
+        shared = Problem("one video, shared prompt", f"{VIDEO_MARKER}What moves?", (slow,), "", "check")
         problems += [(mixed, _COMPLETIONS[0]), *((shared, completion) for completion in _COMPLETIONS)]
     return CheckInputs(
         tuple(_sample(prompts, problem, completion) for problem, completion in problems),
@@ -92,11 +93,11 @@ def _picture(prompts: PromptBuilder, folder: Path, seed: int, size: tuple[int, i
     return ImageRef(_store(folder, png_bytes(drawn)), *drawn.size)
 
 
-def _video(prompts: PromptBuilder, folder: Path, seed: int, frames: int, size: tuple[int, int]) -> ImageRef:
+def _video(prompts: PromptBuilder, folder: Path, seeds: Sequence[int], seconds_per_frame: float) -> ImageRef:
     """As ``_picture``, of frames that have nothing in common."""
-    drawn = [_squares(seed + frame, prompts.target_size(*size)) for frame in range(frames)]
-    name = _store(folder, video_file(drawn, _SECONDS_PER_FRAME))
-    return ImageRef(name, *drawn[0].size, frames=frames, seconds_per_frame=_SECONDS_PER_FRAME)
+    frames = [_squares(seed, prompts.target_size(196, 140)) for seed in seeds]
+    name = _store(folder, video_file(frames, seconds_per_frame))
+    return ImageRef(name, *frames[0].size, frames=len(frames), seconds_per_frame=seconds_per_frame)
 
 
 def _squares(seed: int, size: tuple[int, int]) -> Image.Image:

@@ -145,11 +145,27 @@ def videos_of(processor: Any) -> Videos:
     for images in _IMAGES:
         if images.videos is not None and name in images.videos.processors:
             return images.videos
-    supported = [type_ for type_, family in FAMILIES.items() if family.images is not None and family.images.videos]
-    raise ModelError(
-        f'data.video_input is "native", and {name} is the processor of no family whose own input for videos is '
-        f'supported. These are {", ".join(supported)}. Set data.video_input to "frames", or model.path to a model of '
-        "one of these."
+    raise _without_videos(f"{name} is the processor of a family")
+
+
+def require_videos(model_type: str) -> None:
+    """
+    Raises:
+        ModelError: models of this type have no input of their own for videos, or none that is supported.
+    """
+    if model_type not in _with_videos():
+        raise _without_videos(f"{model_type} is a family")
+
+
+def _with_videos() -> list[str]:
+    return [name for name, family in FAMILIES.items() if family.images is not None and family.images.videos is not None]
+
+
+def _without_videos(what: str) -> ModelError:
+    return ModelError(
+        f'data.video_input is "native", and {what} without an input of its own for videos, or without one that is '
+        f'supported. Supported are {", ".join(_with_videos())}. Set data.video_input to "frames", or model.path to a '
+        "model of one of these."
     )
 
 
