@@ -31,7 +31,7 @@ from rlcore.types import Bools, Floats, ImageRef, TrainingSample
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ImageFeatures:
-    """One image as the vision tower takes it, and the tower's output if it is cached."""
+    """One image or video as the vision tower takes it, and the tower's output if it is cached."""
 
     pixel_values: Tensor  # [patches, channels * temporal * patch * patch], or [tiles, channels, height, width]
     grid_thw: Grid
@@ -129,7 +129,7 @@ def pack(
     sequence_index, sequence_lengths = trained_sequences(mask, torch.from_numpy(starts))
     row_of, source, segments = _share_prompts(samples, starts)
     if layout is not None and layout.both_ways:
-        segments = replace(segments, pictures=_pictures(tokens[source], segments, layout.image_token_id))
+        segments = replace(segments, pictures=_pictures(np.isin(tokens[source], layout.feature_token_ids), segments))
     embedded = [image.embedded for image in images.values() if image.embedded is not None]
     raw = [] if embedded else list(images.values())
 
@@ -214,9 +214,9 @@ def _places(
     places, rows = [], []
     for sample in samples:
         grids = [images[image.sha256].grid_thw for image in sample.images]
-        places.append(layout.positions(sample.token_ids, grids))
+        places.append(layout.positions(sample.token_ids, grids, sample.images))
         row = np.full(sample.num_tokens, -1)
-        row[sample.token_ids == layout.image_token_id] = np.concatenate(
+        row[np.isin(sample.token_ids, layout.feature_token_ids)] = np.concatenate(
             [
                 np.empty(0, np.int64),
                 *(
@@ -281,16 +281,16 @@ def _share_prompts(
     return row_of, np.concatenate(source), segments
 
 
-def _pictures(tokens: npt.NDArray[np.int32], segments: Segments, image_token_id: int) -> Pictures | None:
+def _pictures(of_image: npt.NDArray[np.bool_], segments: Segments) -> Pictures | None:
     """
     Args:
-        tokens: [T] of the row. A picture is a run of ``image_token_id`` in a prompt.
+        of_image: [T], whether a token of the row stands for an image. A picture is a run of such tokens in a prompt.
     """
     rows: list[npt.NDArray[np.int64]] = []
     keys: list[npt.NDArray[np.int64]] = []
     prompts = segments.bounds[: int(segments.sizes[0]) + 1].tolist()
     for start, end in pairwise(prompts):
-        of_picture = np.pad(tokens[start:end] == image_token_id, 1)
+        of_picture = np.pad(of_image[start:end], 1)
         edges = start + np.flatnonzero(of_picture[1:] != of_picture[:-1])
         for first, last in edges.reshape(-1, 2).tolist():
             rows.append(np.arange(first, last))

@@ -27,12 +27,34 @@ Routes = npt.NDArray[np.uint8] | npt.NDArray[np.int16]  # uint8 below 256 expert
 
 @dataclass(frozen=True, slots=True)
 class ImageRef:
-    """One image of the image store: RGB, and resized to the model's patch grid."""
+    """One image of the image store: RGB, and resized to the model's patch grid. Or a video in the family's own input:
+    its file has the frames side by side, and names their number and times, so that the hash covers them."""
 
     sha256: str  # of the original file; names the resized file in the image store
-    width: int  # pixels after resizing
+    width: int  # pixels after resizing, of one frame
     height: int
     file: str | None = field(default=None, compare=False)  # of the resized image; None: not resized yet
+    frames: int = 1
+    seconds_per_frame: float = 0.0  # frame k is what the video shows at (k + 1/2) times this; 0: an image
+
+    @property
+    def is_video(self) -> bool:
+        return self.seconds_per_frame > 0
+
+    @property
+    def frame_pairs(self) -> int:
+        """1 for an image, whose second frame is a copy."""
+        return (self.frames + 1) // 2
+
+    @property
+    def file_size(self) -> tuple[int, int]:
+        """Width and height of the stored file."""
+        return self.frames * self.width, self.height
+
+    @property
+    def moments(self) -> tuple[float, ...]:
+        """When each frame of a video is shown, in seconds."""
+        return tuple((frame + 0.5) * self.seconds_per_frame for frame in range(self.frames))
 
     def read(self) -> bytes:
         """The resized image as a PNG file.
@@ -50,7 +72,7 @@ class Message:
     """A message before the question: a system message, or a turn of an example."""
 
     role: Role
-    text: str  # with "<image>" markers, as the question
+    text: str  # with markers, as the question
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +80,8 @@ class Problem:
     """One row of a prepared dataset."""
 
     problem_id: str
-    question: str  # with one "<image>" marker per image, in order
-    images: tuple[ImageRef, ...]  # those of the context first
+    question: str  # with one "<image>" or "<video>" marker per image, in order
+    images: tuple[ImageRef, ...]  # and videos; those of the context first
     answer: str
     source: str
     extra: Mapping[str, object] = field(default_factory=dict)  # every other column of the source, JSON values

@@ -33,7 +33,7 @@ from rlcore.data.rejects import Unusable
 from rlcore.data.synthetic.sources import SYNTHETIC_SOURCES, check_synthetic
 from rlcore.errors import ConfigError, DataError, ModelError, RlflowError
 from rlcore.failures import OUTAGES
-from rlcore.families import family_in, is_of_tower
+from rlcore.families import family_in, is_of_tower, require_videos
 from rlcore.types import ImageRef, Problem
 from tasks.data import Split, prepare_spec, source_experiments
 from tasks.driver.failures import failure_of
@@ -90,6 +90,7 @@ def check(experiment: ExperimentConfig, settings: Settings, run_id: str | None =
         "machine": lambda: _machine(experiment, settings),
         "model": lambda: _model(experiment.model),
         **({} if teacher is None else {"teacher": lambda: _model(teacher.model, "algorithm.teacher")}),
+        **({"videos": lambda: _videos(experiment.model)} if experiment.data.video_input == "native" else {}),
         **_of_sources("training data", experiment, lambda own: _data(own, "train", settings), "train"),
         **_of_sources("validation data", experiment, lambda own: _data(own, "validation", settings), "validation"),
         **_of_sources("prompt template", experiment, _template, "train"),
@@ -190,6 +191,17 @@ def _model(model: ModelConfig, setting: str = "model") -> str:
             "an existing folder with config.json and safetensors, or a Hugging Face id (owner/name)."
         )
     return f"{model.path} from Hugging Face"
+
+
+def _videos(model: ModelConfig) -> str:
+    folder, found = Path(model.path), "the model's own input"
+    if model.path == "tiny" and model.tiny.family is not None:
+        require_videos(model.tiny.family)
+    elif (folder / "config.json").is_file():
+        require_videos(str(json.loads((folder / "config.json").read_text()).get("model_type")))
+    else:
+        return f"{found}, if its family has one: the prepare task looks"
+    return found
 
 
 def _check_model_folder(folder: Path, setting: str) -> int:

@@ -44,7 +44,8 @@ def pyfunc_of(run: Run, model: ModelRef, versions: Mapping[str, str], folder: Pa
 
 
 def example_of(run: Run) -> dict[str, object]:
-    """A problem as ``predict`` takes it: the first validation problem with an image, or the first one of all."""
+    """A problem as ``predict`` takes it: the first validation problem with an image and no video, or the first one of
+    all."""
     problems: list[Problem] = []
     for origin in reversed(read_origins(run.run_dir)):
         try:
@@ -52,6 +53,7 @@ def example_of(run: Run) -> dict[str, object]:
             break
         except (OSError, RlflowError):  # the dataset was removed
             continue
+    problems = [problem for problem in problems if not any(image.is_video for image in problem.images)]
     chosen = next((problem for problem in problems if problem.images), problems[0] if problems else None)
     if chosen is None:
         return {"question": "How many sides does a hexagon have?"}

@@ -129,8 +129,11 @@ class DataConfig(Frozen):
     images_column: str = "images"
     """Column of lists of images: bytes, or paths relative to the source. May be missing for text."""
     videos_column: str = "videos"
-    """Column of videos: each a file (bytes, or a path as for images) or a list of frames. A ``<video>`` marker becomes
-    one image per frame."""
+    """Column of videos: each a file (bytes, or a path as for images) or a list of frames, which are taken to be
+    1 / ``video_fps`` seconds apart."""
+    video_input: Literal["frames", "native"] = "frames"
+    """How the model sees a video. frames: as one image per frame. native: in its family's own input, which merges
+    neighbouring frames and knows their times; a family without one is refused."""
     video_fps: float = Field(2.0, gt=0)
     """Frames that are taken from a second of a video file."""
     video_frames: int = Field(8, ge=1)
@@ -138,7 +141,8 @@ class DataConfig(Frozen):
     layout: LayoutConfig | None = None
     """Further columns, of a published benchmark. null: the problem is in the columns above."""
     max_images: int = Field(8, ge=1)
-    """Problems with more images, including the frames of videos, are rejected."""
+    """Problems with more images are rejected. A video counts as one for each of its frames, or as one if
+    ``video_input`` is native."""
     template: str = "math"
     """Prompt template: a name under rlcore/data/templates, or the path of a Jinja file that uses ``content``."""
     system_prompt: str | None = None
@@ -154,8 +158,8 @@ class DataConfig(Frozen):
     """Smaller images are scaled up to this number of pixels. A model that cuts images into tiles of one size, such as
     448 x 448 pixels, takes at least as many tiles as hold this number."""
     max_pixels: int = Field(1024 * 1024, ge=1)
-    """Larger images are scaled down to this number of pixels. The number of image tokens grows with it. Tiles: at most
-    as many as fit into this number, and at most the image processor's own ``max_patches``."""
+    """Larger images, and frames, are scaled down to this number of pixels. The number of image tokens grows with it.
+    Tiles: at most as many as fit into this number, and at most the image processor's own ``max_patches``."""
     max_prompt_tokens: int = Field(2048, ge=1)
     """Problems with a longer prompt, including image tokens, are rejected, never cut."""
     synthetic_seed: int = 0

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
 
-from rlcore.data.pixels import IMAGE_MARKER
+from rlcore.data.pixels import IMAGE_MARKER, VIDEO_MARKER, video_file
 from rlcore.data.prompts import PromptBuilder
 from rlcore.data.synthetic.geometry import png_bytes
 from rlcore.data.table import IMAGES
@@ -39,7 +40,8 @@ class CheckInputs:
 
 def write_check_inputs(prompts: PromptBuilder, folder: Path) -> CheckInputs:
     """A text, a group of three that shares its prompt, and for a model with images: one picture, two pictures of
-    different sizes, and a video, which is a list of frames. The group has the one picture.
+    different sizes, and a video, which is a list of frames. The group has the one picture. If videos are the model's
+    own input, there are also a picture with a video of five frames, and a group that shares a video of eight seconds.
 
     Args:
         folder: of the image store that the pictures are written to.
@@ -60,6 +62,12 @@ def write_check_inputs(prompts: PromptBuilder, folder: Path) -> CheckInputs:
         ]
     problems = [(problem, _COMPLETIONS[index % 2]) for index, problem in enumerate(text)]
     problems += [(shared, completion) for completion in _COMPLETIONS]
+    if prompts.video_token_id is not None:
+        odd = _video(prompts, folder, [20, 21, 22, 23, 24], 0.25)
+        slow = _video(prompts, folder, [30, 31, 32, 33], 2.0)
+        mixed = Problem("a picture and a video", f"{IMAGE_MARKER} or {VIDEO_MARKER}?", (wide, odd), "", "check")
+        shared = Problem("one video, shared prompt", f"{VIDEO_MARKER}What moves?", (slow,), "", "check")
+        problems += [(mixed, _COMPLETIONS[0]), *((shared, completion) for completion in _COMPLETIONS)]
     return CheckInputs(
         tuple(_sample(prompts, problem, completion) for problem, completion in problems),
         tuple(problem.problem_id for problem, _ in problems),
@@ -81,10 +89,24 @@ def _sample(prompts: PromptBuilder, problem: Problem, completion: str) -> Traini
 
 def _picture(prompts: PromptBuilder, folder: Path, seed: int, size: tuple[int, int]) -> ImageRef:
     """Write squares of random colours as a picture of this shape, in the size that the model's processor takes."""
-    width, height = prompts.target_size(*size)
+    drawn = _squares(seed, prompts.target_size(*size))
+    return ImageRef(_store(folder, png_bytes(drawn)), *drawn.size)
+
+
+def _video(prompts: PromptBuilder, folder: Path, seeds: Sequence[int], seconds_per_frame: float) -> ImageRef:
+    """As ``_picture``, of frames that have nothing in common."""
+    frames = [_squares(seed, prompts.target_size(196, 140)) for seed in seeds]
+    name = _store(folder, video_file(frames, seconds_per_frame))
+    return ImageRef(name, *frames[0].size, frames=len(frames), seconds_per_frame=seconds_per_frame)
+
+
+def _squares(seed: int, size: tuple[int, int]) -> Image.Image:
     colours = np.random.default_rng(seed).integers(0, 256, (_SQUARES, _SQUARES, 3)).astype(np.uint8)
-    data = png_bytes(Image.fromarray(colours).resize((width, height), Image.Resampling.NEAREST))
-    image = ImageRef(hashlib.sha256(data).hexdigest(), width, height)
+    return Image.fromarray(colours).resize(size, Image.Resampling.NEAREST)
+
+
+def _store(folder: Path, data: bytes) -> str:
+    name = hashlib.sha256(data).hexdigest()
     (folder / IMAGES).mkdir(parents=True, exist_ok=True)
-    (folder / IMAGES / f"{image.sha256}.png").write_bytes(data)
-    return image
+    (folder / IMAGES / f"{name}.png").write_bytes(data)
+    return name

@@ -30,7 +30,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from rlcore.data.pixels import IMAGE_MARKER, ImageStore
+from rlcore.data.pixels import MARKERS, ImageStore
 from rlcore.data.synthetic.sources import SYNTHETIC_SOURCES
 from rlcore.data.table import load_problems
 from rlcore.types import ImageRef, Problem
@@ -91,7 +91,7 @@ class Duplicate:
 
 def text_words(problem: Problem) -> tuple[str, ...]:
     """The words and symbols of a problem's text, in lower case, without image markers and spaces."""
-    return tuple(_WORD.findall(problem.conversation.replace(IMAGE_MARKER, " ").lower()))
+    return tuple(_WORD.findall(MARKERS.sub(" ", problem.conversation).lower()))
 
 
 def image_print(image: Image.Image) -> ImagePrint:

@@ -8,6 +8,8 @@ The bytes are not trusted: the size is checked before decoding, only known forma
 from __future__ import annotations
 
 import io
+import math
+import re
 import struct
 import warnings
 import zlib
@@ -21,6 +23,7 @@ from typing import Any
 
 import numpy as np
 from PIL import Image, UnidentifiedImageError
+from PIL.PngImagePlugin import PngInfo
 
 from rlcore.data.rejects import Reason, Unusable
 from rlcore.data.table import IMAGES
@@ -30,6 +33,7 @@ from rlcore.types import ImageRef
 
 IMAGE_MARKER = "<image>"
 VIDEO_MARKER = "<video>"
+MARKERS = re.compile(f"({IMAGE_MARKER}|{VIDEO_MARKER})")
 
 # Without TIFF, whose library writes to stderr about damaged files, and Python cannot filter that.
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF")
@@ -110,6 +114,30 @@ def load_rgb(data: bytes) -> Image.Image:
 def resized(image: Image.Image, size: tuple[int, int]) -> Image.Image:
     """The image in this width and height, as datasets hold it."""
     return image if image.size == size else image.resize(size, Image.Resampling.BICUBIC)
+
+
+_FRAMES = "frames"  # names of a video's entries in its PNG file
+_SECONDS = "seconds per frame"
+
+
+def video_file(frames: Sequence[Image.Image], seconds_per_frame: float) -> bytes:
+    """Frames of one size side by side, as a PNG file that also names their number and times."""
+    width, height = frames[0].size
+    strip = Image.new("RGB", (width * len(frames), height))
+    for number, frame in enumerate(frames):
+        strip.paste(frame, (number * width, 0))
+    facts = PngInfo()
+    facts.add_text(_FRAMES, str(len(frames)))
+    facts.add_text(_SECONDS, str(seconds_per_frame))
+    out = io.BytesIO()
+    strip.save(out, "PNG", compress_level=1, pnginfo=facts)
+    return out.getvalue()
+
+
+def frames_in(image: Image.Image, ref: ImageRef) -> list[Image.Image]:
+    """The frames of a video's file; of an image, the image."""
+    lefts = range(0, ref.frames * ref.width, ref.width)
+    return [image] if ref.frames == 1 else [image.crop((x, 0, x + ref.width, ref.height)) for x in lefts]
 
 
 @contextmanager
@@ -202,7 +230,7 @@ class ImageStore:
         self._folders.append(folder)
 
     def read(self, ref: ImageRef) -> Image.Image:
-        """The RGB image, exactly of ``ref``'s size.
+        """The RGB image, exactly of ``ref``'s size. Of a video, its frames side by side.
 
         Raises:
             StorageError: the file is missing, does not decode, or has another size.
@@ -215,10 +243,10 @@ class ImageStore:
         with self._lock:
             if ref not in self._decoded:
                 self._decoded[ref] = image
-                self._decoded_bytes += 3 * ref.width * ref.height
+                self._decoded_bytes += 3 * math.prod(ref.file_size)
             while self._decoded_bytes > self._kept_bytes:
                 oldest, _ = self._decoded.popitem(last=False)
-                self._decoded_bytes -= 3 * oldest.width * oldest.height
+                self._decoded_bytes -= 3 * math.prod(oldest.file_size)
         return image
 
     def _decode(self, ref: ImageRef) -> Image.Image:
@@ -231,8 +259,9 @@ class ImageStore:
             raise StorageError(f"{path} is missing. {remedy}") from None
         except Unusable as unusable:
             raise StorageError(f"{path} does not decode: {unusable.detail}. {remedy}") from None
-        if image.size != (ref.width, ref.height):
-            raise StorageError(f"{path} is {image.width}x{image.height}, not {ref.width}x{ref.height}. {remedy}")
+        if image.size != ref.file_size:
+            wanted = "{}x{}".format(*ref.file_size)
+            raise StorageError(f"{path} is {image.width}x{image.height}, not {wanted}. {remedy}")
         return image
 
 

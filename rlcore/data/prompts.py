@@ -21,9 +21,9 @@ import numpy as np
 import numpy.typing as npt
 
 from rlcore.config import DataConfig, ExperimentConfig, ModelConfig
-from rlcore.data.pixels import IMAGE_MARKER, VIDEO_MARKER, stable_target_size
+from rlcore.data.pixels import IMAGE_MARKER, MARKERS, VIDEO_MARKER, frames_in, stable_target_size
 from rlcore.errors import ConfigError, DataError, ModelError
-from rlcore.families import PLACEHOLDERS, images_of
+from rlcore.families import PLACEHOLDERS, images_of, videos_of
 from rlcore.process import make_transformers_lean
 from rlcore.types import ImageRef, Ints, Message, Problem
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from PIL import Image
     from torch import Tensor
 
-    from rlcore.families.protocol import Grid, Resizing
+    from rlcore.families.protocol import Grid, Resizing, Videos
 
 _NO_IMAGES = "the model takes no images. Set model.path to a vision-language model."
 _OPENED_THOUGHT = re.compile(r"<\s*think\s*>\s*\Z")
@@ -135,7 +135,8 @@ class PromptBuilder:
     Raises:
         ConfigError: the template does not exist, does not parse, or uses other variables than ``content``; or the chat
             template does not mention an argument.
-        ModelError: the image processor is of no supported family.
+        ModelError: the image processor is of no supported family; or its family has no input of its own for videos,
+            and ``data.video_input`` asks for it.
     """
 
     def __init__(self, processor: Any, data: DataConfig) -> None:
@@ -153,9 +154,12 @@ class PromptBuilder:
         self._images = images = None if processor.image_processor is None else images_of(processor.image_processor)
         self._resizing = None if images is None else images.resizing(processor)
         self._joins = {} if self._resizing is None else self._resizing.joins
-        self._expansions: dict[tuple[int, int], Ints] = {}
+        self._videos = videos_of(processor) if data.video_input == "native" else None
+        self._expansions: dict[tuple[int, int, int, float], Ints] = {}
         self.image_token_id: int | None = None if images is None else processor.image_token_id
         """Id of the image placeholder; None if the model takes no images."""
+        self.video_token_id = None if self._videos is None else self._videos.token_id(processor)
+        """Id of the placeholder of a video; None: videos are images here."""
         self._special = {str(t): i for i, t in self.tokenizer.added_tokens_decoder.items() if t.special}
 
     @property
@@ -183,14 +187,19 @@ class PromptBuilder:
         """
         return stable_target_size(width, height, self.resizing, *self._bounds)
 
-    def read(self, image: Image.Image) -> tuple[Tensor, Grid]:
-        """Pixels and grid of a resized image, as the vision tower takes them.
+    def read(self, image: Image.Image, ref: ImageRef | None = None) -> tuple[Tensor, Grid]:
+        """Pixels and grid of a resized image, or of the frames of a video, as the vision tower takes them.
+
+        Args:
+            ref: of the image. None: it is no video.
 
         Raises:
-            ModelError: the model takes no images.
+            ModelError: the model takes no images, or this dataset's videos are not the model's own input.
         """
         if self._images is None:
             raise ModelError(_NO_IMAGES)
+        if ref is not None and ref.is_video:
+            return self._own_videos.read(self._processor.image_processor, frames_in(image, ref))
         pixels, (grid,) = self._images.read(self._processor.image_processor, [image], *self._bounds)
         return pixels, grid
 
@@ -203,11 +212,16 @@ class PromptBuilder:
         """
         if self._images is None:
             raise ModelError(_NO_IMAGES)
-        return self._images.engine_options(self._processor.image_processor, *self._bounds)
+        options = self._images.engine_options(self._processor.image_processor, *self._bounds)
+        return options if self._videos is None else self._videos.engine_options(options)
 
     def image_tokens(self, width: int, height: int) -> int:
         """Number of tokens of a resized image, with those around and between its features."""
-        return len(self._expansion(width, height))
+        return self.tokens_of(ImageRef("", width, height))
+
+    def tokens_of(self, ref: ImageRef) -> int:
+        """``image_tokens`` of an image or a video."""
+        return len(self._expansion(ref))
 
     def special_tokens_in(self, text: str) -> list[str]:
         """Special tokens that a text spells out. The tokenizer would treat them as real ones. Markers of images and
@@ -226,9 +240,10 @@ class PromptBuilder:
         source_name: str = "",
         arguments: Mapping[str, object] | None = None,
     ) -> str:
-        """The prompt as text, up to the start of the answer, with one placeholder per image.
+        """The prompt as text, up to the start of the answer, with one placeholder per image or video.
 
         Args:
+            num_images: images and videos.
             context: messages before the question. The prompt template wraps only the question.
             source_name: of the problem, in ``data.mixture``.
             arguments: the row's own variables of the chat template, before ``data.chat_template_arguments``.
@@ -237,11 +252,12 @@ class PromptBuilder:
             DataError: context and rendered question do not have ``num_images`` markers together.
         """
         messages = self._messages.messages(question, context, source_name)
-        markers = sum(message.text.count(IMAGE_MARKER) for message in messages)
+        markers = sum(len(MARKERS.findall(message.text)) for message in messages)
         if markers != num_images:
             raise DataError(
                 f"{markers} {IMAGE_MARKER} marker(s) for {num_images} image(s) in {question[:80]!r}. Write one marker "
-                "per image into the problem, and none into the template or data.system_prompt."
+                f"per image into the problem, or {VIDEO_MARKER} per video, and none into the template or "
+                "data.system_prompt."
             )
         text = self._processor.apply_chat_template(
             [{"role": message.role, "content": self._content(message.text)} for message in messages],
@@ -254,9 +270,11 @@ class PromptBuilder:
     def _content(self, text: str) -> str | list[dict[str, str]]:
         if self._resizing is None:  # chat templates of language models take plain text
             return text
-        texts = [{"type": "text", "text": piece} for piece in text.split(IMAGE_MARKER)]
-        parts = [part for piece in texts for part in ({"type": "image"}, piece)][1:]
-        return [part for part in parts if part.get("text") != ""]
+        return [
+            {"type": piece.strip("<>")} if piece in (IMAGE_MARKER, VIDEO_MARKER) else {"type": "text", "text": piece}
+            for piece in MARKERS.split(text)
+            if piece
+        ]
 
     def unexpanded_tokens(
         self,
@@ -275,7 +293,7 @@ class PromptBuilder:
         # verbose=False: a prompt above the model's length is rejected later and needs no warning
         ids = self.tokenizer.encode(text, add_special_tokens=False, verbose=False)
         tokens = np.asarray(ids, dtype=np.int32)
-        if (placeholders := int(self._is_image(tokens).sum())) != num_images:
+        if (placeholders := int(self._is_placeholder(tokens).sum())) != num_images:
             raise DataError(
                 f"{placeholders} image placeholder(s) for {num_images} image(s) in {question[:80]!r}. "
                 "Remove the model's special tokens from the problem."
@@ -305,12 +323,18 @@ class PromptBuilder:
             return [text for part in pool.map(decode, parts) for text in part]
 
     def expand(self, tokens: Ints, images: Sequence[ImageRef]) -> Ints:
-        """Replace the placeholder of each image with the tokens that the model's processor writes for it, joined with
-        their neighbours as the tokenizer joins them."""
-        places = np.flatnonzero(self._is_image(tokens))
+        """Replace the placeholder of each image and video with the tokens that the model's processor writes for it,
+        joined with their neighbours as the tokenizer joins them.
+
+        Raises:
+            DataError: an image stands where the prompt has a video, or the reverse.
+        """
+        places = np.flatnonzero(self._is_placeholder(tokens))
         parts, start = [], 0
         for place, image in zip(places, images, strict=True):
-            parts += [tokens[start:place], self._expansion(image.width, image.height)]
+            if tokens[place] != self._placeholder(image):
+                raise DataError(f"image {image.sha256} stands at a placeholder of the other kind. Prepare it again.")
+            parts += [tokens[start:place], self._expansion(image)]
             start = place + 1
         expanded: Ints = np.concatenate([*parts, tokens[start:]]).astype(np.int32)
         if parts and self._joins:
@@ -326,8 +350,8 @@ class PromptBuilder:
         collapsed: list[int] = []
         rest = np.asarray(tokens, dtype=np.int32)
         for image in images:
-            left, rest = self._around(rest, self._expansion(image.width, image.height))
-            collapsed += [*left.tolist(), cast(int, self.image_token_id)]
+            left, rest = self._around(rest, self._expansion(image))
+            collapsed += [*left.tolist(), self._placeholder(image)]
         return [*collapsed, *rest.tolist()]
 
     def _around(self, tokens: Ints, expansion: Ints) -> tuple[Ints, Ints]:
@@ -344,13 +368,27 @@ class PromptBuilder:
         right = [*_left_of(int(tokens[last]), end, after), *tokens[last + 1 :]]
         return np.asarray(left, np.int32), np.asarray(right, np.int32)
 
-    def _expansion(self, width: int, height: int) -> Ints:
-        if (width, height) not in self._expansions:
-            self._expansions[width, height] = np.asarray(self.resizing.expansion(width, height), dtype=np.int32)
-        return self._expansions[width, height]
+    @property
+    def _own_videos(self) -> Videos:
+        if self._videos is None:
+            raise ModelError('the dataset has videos in the model\'s own input. Set data.video_input to "native".')
+        return self._videos
 
-    def _is_image(self, tokens: Ints) -> npt.NDArray[np.bool_]:
-        return np.equal(tokens, -1 if self.image_token_id is None else self.image_token_id)
+    def _placeholder(self, image: ImageRef) -> int:
+        return cast(int, self.video_token_id if image.is_video else self.image_token_id)
+
+    def _expansion(self, image: ImageRef) -> Ints:
+        shape = (image.width, image.height, image.frames, image.seconds_per_frame)
+        if shape not in self._expansions:
+            if image.is_video:
+                tokens = self._own_videos.expansion(self._processor, image)
+            else:
+                tokens = self.resizing.expansion(image.width, image.height)
+            self._expansions[shape] = np.asarray(tokens, dtype=np.int32)
+        return self._expansions[shape]
+
+    def _is_placeholder(self, tokens: Ints) -> npt.NDArray[np.bool_]:
+        return np.isin(tokens, [token for token in (self.image_token_id, self.video_token_id) if token is not None])
 
 
 def opens_thought(prompt: str) -> bool:

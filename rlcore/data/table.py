@@ -107,7 +107,9 @@ def write_rows(folder: Path, rows: Sequence[PreparedRow]) -> None:
     import pyarrow.parquet as pq
 
     text, number = pa.string(), pa.int32()
-    images = pa.list_(pa.struct([("sha256", text), ("width", number), ("height", number)]))
+    videos = any(image.is_video for row in rows for image in row.problem.images)
+    of_videos = [("frames", number), ("seconds_per_frame", pa.float64())] if videos else []
+    images = pa.list_(pa.struct([("sha256", text), ("width", number), ("height", number), *of_videos]))
     messages = pa.list_(pa.struct([("role", text), ("text", text)]))
     problems = [row.problem for row in rows]
     columns = {
@@ -146,7 +148,7 @@ def _file(folder: Path, sha256: str) -> str | None:
 
 
 def _image(image: ImageRef) -> dict[str, object]:
-    return {"sha256": image.sha256, "width": image.width, "height": image.height}
+    return {name: getattr(image, name) for name in ("sha256", "width", "height", "frames", "seconds_per_frame")}
 
 
 def prompt_stats(rows: Sequence[PreparedRow]) -> PromptStats:

@@ -65,6 +65,8 @@ CHAT_TEMPLATE = """\
 {%- for part in message['content'] -%}
 {%- if part['type'] in ('image', 'image_url') -%}
 {{- '<|vision_start|><|image_pad|><|vision_end|>' -}}
+{%- elif part['type'] == 'video' -%}
+{{- '<|vision_start|><|video_pad|><|vision_end|>' -}}
 {%- elif part['type'] == 'text' -%}
 {{- part['text'] -}}
 {%- endif -%}

@@ -264,8 +264,10 @@ def microbatch_work(shape: ModelShape, samples: Sequence[TrainingSample]) -> Wor
         )
         for members in groups.values()
     ]
-    images = {image.sha256: (image.width, image.height) for sample in samples for image in sample.images}
-    return pass_work(shape, sizes, list(images.values()))
+    images = {image.sha256: image for sample in samples for image in sample.images}
+    # a pair of frames costs as much as an image, and attends to itself alone
+    passes = [(image.width, image.height) for image in images.values() for _ in range(image.frame_pairs)]
+    return pass_work(shape, sizes, passes)
 
 
 # --- which sequences share a forward pass, and on which rank ---

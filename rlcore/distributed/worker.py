@@ -144,7 +144,7 @@ class Worker:
     def _read_features(self, image: ImageRef) -> ImageFeatures:
         from rlcore.batch import ImageFeatures
 
-        return ImageFeatures(*self._prompts.read(self._images.read(image)))
+        return ImageFeatures(*self._prompts.read(self._images.read(image), image))
 
     def generate(self, requests: Sequence[SampleRequest]) -> Iterator[dict[int, Answer]]:
         """The groups of this rank's engine (``tensor_parallel.answers``)."""

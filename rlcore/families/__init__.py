@@ -23,7 +23,7 @@ from rlcore.families import (
     qwen3_vl,
     qwen3_vl_moe,
 )
-from rlcore.families.protocol import Family, Images
+from rlcore.families.protocol import Family, Images, Videos
 
 FAMILIES: Mapping[str, Family] = {
     "qwen2": qwen2.FAMILY,
@@ -143,6 +143,40 @@ def images_of(image_processor: Any) -> Images:
     raise ModelError(
         f"{name} is the image processor of no supported family. Supported are {', '.join(supported)}. Set "
         "model.path to a model with one of these, or add the family: docs/howto/own-family.md."
+    )
+
+
+def videos_of(processor: Any) -> Videos:
+    """How the family of a processor takes videos in its own input.
+
+    Raises:
+        ModelError: no family with this processor has such an input.
+    """
+    name = type(processor).__name__
+    for images in _IMAGES:
+        if images.videos is not None and name in images.videos.processors:
+            return images.videos
+    raise _without_videos(f"{name} is the processor of a family")
+
+
+def require_videos(model_type: str) -> None:
+    """
+    Raises:
+        ModelError: models of this type have no input of their own for videos, or none that is supported.
+    """
+    if model_type not in _with_videos():
+        raise _without_videos(f"{model_type} is a family")
+
+
+def _with_videos() -> list[str]:
+    return [name for name, family in FAMILIES.items() if family.images is not None and family.images.videos is not None]
+
+
+def _without_videos(what: str) -> ModelError:
+    return ModelError(
+        f'data.video_input is "native", and {what} without an input of its own for videos, or without one that is '
+        f'supported. Supported are {", ".join(_with_videos())}. Set data.video_input to "frames", or model.path to a '
+        "model of one of these."
     )
 
 

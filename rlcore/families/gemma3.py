@@ -18,6 +18,7 @@ from rlcore.families.protocol import Grid, ImageLayout
 from rlcore.families.qwen2 import LOGIT_CAP, Qwen2, matrix_elements
 from rlcore.families.qwen2_vl import with_features
 from rlcore.flops import TowerShape
+from rlcore.types import ImageRef
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -63,6 +64,7 @@ class Gemma3Images:
 
     processors: tuple[str, ...] = ("Gemma3ImageProcessor", "Gemma3ImageProcessorPil")
     placeholders: tuple[str, ...] = ("<start_of_image>", "<end_of_image>", "<image_soft_token>")
+    videos: None = None
     takes_tiles: bool = True
     both_ways: bool = True
     adapts_tower: bool = False  # vLLM's names of the tower's layers differ from transformers'
@@ -108,8 +110,11 @@ class Gemma3Images:
     def decoder_inputs(self, embeddings: Tensor, features: Tensor, index: Tensor, rows: Tensor) -> dict[str, Any]:
         return with_features(embeddings, features, index, rows)
 
-    def plain_arguments(self, layout: ImageLayout, token_ids: Tensor, pixels: Tensor, grids: Tensor) -> dict[str, Any]:
-        return {"pixel_values": pixels, "token_type_ids": (token_ids == layout.image_token_id).long()[None]}
+    def plain_arguments(
+        self, layout: ImageLayout, token_ids: Tensor, pixels: Tensor, grids: Tensor, images: Sequence[ImageRef] = ()
+    ) -> dict[str, Any]:
+        (image_id,) = layout.feature_token_ids
+        return {"pixel_values": pixels, "token_type_ids": (token_ids == image_id).long()[None]}
 
     def shape(self, tower: Any, config: Any) -> TowerShape:
         pixels = config.num_channels * config.patch_size**2

@@ -51,6 +51,7 @@ class Glm4vImages(Qwen2VLImages):
         "<|end_of_video|>",
         "<|video|>",
     )
+    videos: None = None
     adapts_tower: bool = False  # vLLM 0.32 does not find those of the tower's gates
 
     def resizing(self, processor: Any) -> GridResizing:

@@ -20,6 +20,7 @@ from rlcore.families.protocol import Grid, ImageLayout
 from rlcore.families.qwen2 import Qwen2, matrix_elements
 from rlcore.families.qwen2_vl import with_features
 from rlcore.flops import TowerShape
+from rlcore.types import ImageRef
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -59,6 +60,7 @@ class Idefics3Images:
         "SmolVLMImageProcessorPil",
     )
     placeholders: tuple[str, ...] = ("<image>", "<fake_token_around_image>", "<global-img>")
+    videos: None = None
     takes_tiles: bool = True
     both_ways: bool = False
     adapts_tower: bool = True
@@ -112,7 +114,9 @@ class Idefics3Images:
     def decoder_inputs(self, embeddings: Tensor, features: Tensor, index: Tensor, rows: Tensor) -> dict[str, Any]:
         return with_features(embeddings, features, index, rows)
 
-    def plain_arguments(self, layout: ImageLayout, token_ids: Tensor, pixels: Tensor, grids: Tensor) -> dict[str, Any]:
+    def plain_arguments(
+        self, layout: ImageLayout, token_ids: Tensor, pixels: Tensor, grids: Tensor, images: Sequence[ImageRef] = ()
+    ) -> dict[str, Any]:
         return {"pixel_values": pixels[None]}
 
     def shape(self, tower: Any, config: Any) -> TowerShape:

@@ -22,7 +22,7 @@ from rlcore.families.protocol import Grid, ImageLayout
 from rlcore.families.qwen2 import Qwen2, matrix_elements
 from rlcore.families.qwen2_vl import with_features
 from rlcore.flops import TowerShape
-from rlcore.types import Ints
+from rlcore.types import ImageRef, Ints
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -60,6 +60,7 @@ class InternVLImages:
 
     processors: tuple[str, ...] = ("GotOcr2ImageProcessor", "GotOcr2ImageProcessorPil")
     placeholders: tuple[str, ...] = (*_AROUND, "<IMG_CONTEXT>", "<video>")
+    videos: None = None
     takes_tiles: bool = True
     both_ways: bool = False
     adapts_tower: bool = False  # vLLM 0.32 has plain linear layers there
@@ -107,7 +108,9 @@ class InternVLImages:
     def decoder_inputs(self, embeddings: Tensor, features: Tensor, index: Tensor, rows: Tensor) -> dict[str, Any]:
         return with_features(embeddings, features, index, rows)
 
-    def plain_arguments(self, layout: ImageLayout, token_ids: Tensor, pixels: Tensor, grids: Tensor) -> dict[str, Any]:
+    def plain_arguments(
+        self, layout: ImageLayout, token_ids: Tensor, pixels: Tensor, grids: Tensor, images: Sequence[ImageRef] = ()
+    ) -> dict[str, Any]:
         return {"pixel_values": pixels}
 
     def shape(self, tower: Any, config: Any) -> TowerShape:
@@ -227,13 +230,19 @@ class TileLayout:
     tokens_of_tile: int
     both_ways: bool = False
 
+    @property
+    def feature_token_ids(self) -> tuple[int, ...]:
+        return (self.image_token_id,)
+
     def num_rows(self, grid: Grid) -> int:
         return grid[0] * self.tokens_of_tile
 
     def num_inputs(self, grid: Grid) -> int:
         return grid[0]
 
-    def positions(self, token_ids: Ints, grids: Sequence[Grid]) -> npt.NDArray[np.int64]:
+    def positions(
+        self, token_ids: Ints, grids: Sequence[Grid], images: Sequence[ImageRef] = ()
+    ) -> npt.NDArray[np.int64]:
         found, expected = int((token_ids == self.image_token_id).sum()), sum(map(self.num_rows, grids))
         if found != expected:
             raise ValueError(f"{found} image tokens, and the {len(grids)} images of the sequence have {expected}")

@@ -14,15 +14,15 @@ import numpy as np
 import numpy.typing as npt
 
 from rlcore.flops import TowerShape
-from rlcore.types import Ints
+from rlcore.types import ImageRef, Ints
 
 if TYPE_CHECKING:
     from PIL import Image
     from torch import Tensor, nn
 
 Grid = tuple[int, int, int]
-"""One image in patches, before merging: frames, rows, columns. Of an image in tiles: the number of tiles, and the rows
-and columns of pixels of a tile."""
+"""One image in patches, before merging: frames (of a video: groups of frames), rows, columns. Of an image in tiles: the
+number of tiles, and the rows and columns of pixels of a tile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +127,11 @@ class Recurrence(Protocol):
 
 
 class Images(Protocol):
-    """How a family takes images. A video is a list of images."""
+    """How a family takes images."""
+
+    @property
+    def videos(self) -> Videos | None:
+        """The family's own input for videos. None: it has none here, and a video is a list of images."""
 
     @property
     def processors(self) -> tuple[str, ...]:
@@ -202,8 +206,14 @@ class Images(Protocol):
 
     # --- transformers' own forward pass, which a merged model is compared with ---
 
-    def plain_arguments(self, layout: ImageLayout, token_ids: Tensor, pixels: Tensor, grids: Tensor) -> dict[str, Any]:
-        """Keyword arguments of transformers' model for one sequence [L], without ``input_ids``."""
+    def plain_arguments(
+        self, layout: ImageLayout, token_ids: Tensor, pixels: Tensor, grids: Tensor, images: Sequence[ImageRef] = ()
+    ) -> dict[str, Any]:
+        """Keyword arguments of transformers' model for one sequence [L], without ``input_ids``.
+
+        Args:
+            images: of the grids. Empty: none of them is a video.
+        """
 
     # --- cost ---
 
@@ -222,6 +232,30 @@ class Images(Protocol):
 
         Args:
             config: of the whole model.
+        """
+
+
+class Videos(Protocol):
+    """How a family takes videos in its own input: neighbouring frames share patches."""
+
+    @property
+    def processors(self) -> tuple[str, ...]:
+        """Class names of the processors in transformers, which hold an image processor and a tokenizer."""
+
+    def token_id(self, processor: Any) -> int:
+        """The placeholder that the chat template writes for a video."""
+
+    def expansion(self, processor: Any, video: ImageRef) -> Sequence[int]:
+        """Token ids that the processor writes in place of the one placeholder of a video."""
+
+    def read(self, image_processor: Any, frames: Sequence[Image.Image]) -> tuple[Tensor, Grid]:
+        """Pixels of resized frames as the tower takes them, and their grid."""
+
+    def engine_options(self, image_options: Mapping[str, Any]) -> dict[str, Any]:
+        """vLLM's ``mm_processor_kwargs``, with which it takes videos as they are.
+
+        Args:
+            image_options: ``Images.engine_options``.
         """
 
 
@@ -253,8 +287,8 @@ class ImageLayout(Protocol):
     """Where one model has images among its tokens."""
 
     @property
-    def image_token_id(self) -> int:
-        """The placeholder that stands for one row of features."""
+    def feature_token_ids(self) -> tuple[int, ...]:
+        """The placeholders that stand for one row of features: of an image, and of a video."""
 
     @property
     def both_ways(self) -> bool:
@@ -267,8 +301,13 @@ class ImageLayout(Protocol):
     def num_inputs(self, grid: Grid) -> int:
         """Rows of pixels that the tower takes of an image."""
 
-    def positions(self, token_ids: Ints, grids: Sequence[Grid]) -> npt.NDArray[np.int64]:
+    def positions(
+        self, token_ids: Ints, grids: Sequence[Grid], images: Sequence[ImageRef] = ()
+    ) -> npt.NDArray[np.int64]:
         """[L], or [A, L] for positions of A axes, of one sequence.
+
+        Args:
+            images: of the grids. Empty: none of them is a video.
 
         Raises:
             ValueError: the image tokens do not match the grids.

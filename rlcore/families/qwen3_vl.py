@@ -1,27 +1,52 @@
 """Qwen3-VL, dense (arXiv:2511.21631): features of several tower layers enter several decoder layers (deepstack).
 
-Image sizes, placeholders and position ids are those of Qwen2-VL, with patches of 16 pixels. A video is a list of
-images here: the placeholders and timestamps of the family's own video input are not used.
+Image sizes, placeholders and position ids are those of Qwen2-VL, with patches of 16 pixels. In a video the time of each
+group of frames is text before its tokens.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from rlcore.families.protocol import Videos
 from rlcore.families.qwen2 import Qwen2, matrix_elements
-from rlcore.families.qwen2_vl import Qwen2VLImages
+from rlcore.families.qwen2_vl import GridLayout, PatchVideos, Qwen2VLImages
 from rlcore.flops import TowerShape
+from rlcore.types import ImageRef
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
+class TimedVideos(PatchVideos):
+    """Implements ``Videos``. As transformers since 5.10 and vLLM write them: all of it between the two marks that the
+    chat template has around a video."""
+
+    processors: tuple[str, ...] = ("Qwen3VLProcessor",)
+
+    def expansion(self, processor: Any, video: ImageRef) -> Sequence[int]:
+        tokenizer = processor.tokenizer
+        start, end = (tokenizer.convert_tokens_to_ids(f"<|vision_{side}|>") for side in ("start", "end"))
+        tokens: list[int] = []
+        for seconds, count in self.steps(processor, video):
+            time = tokenizer.encode(f"<{seconds:.1f} seconds>", add_special_tokens=False)
+            tokens += [*time, start, *[self.token_id(processor)] * count, end]
+        return tokens
+
+
+@dataclass(frozen=True, slots=True)
 class Qwen3VLImages(Qwen2VLImages):
     """Implements ``Images``. A row of features is the input [H] of the first decoder layer, then one [H] for each of
     the layers after which deepstack adds one. DeepStack, arXiv:2406.04334."""
+
+    videos: Videos | None = TimedVideos()
+
+    def layout(self, config: Any) -> GridLayout:
+        return replace(Qwen2VLImages.layout(self, config), steps_apart=True)
 
     def tower_arguments(self, config: Any, grids: Tensor) -> dict[str, Any]:
         from transformers.vision_utils import get_vision_interpolation_indices_and_weights

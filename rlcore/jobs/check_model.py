@@ -309,7 +309,7 @@ def _inputs(folder: Path, config: ExperimentConfig, dataset: Path) -> tuple[Inpu
     written: CheckInputs = write_check_inputs(prompts, dataset)
     images = family_in(folder).images
     trusted = config.model.trust_remote_code
-    placeholder = -1 if images is None else images.layout(load_hf_config(folder, trusted)).image_token_id
+    placeholders = () if images is None else images.layout(load_hf_config(folder, trusted)).feature_token_ids
     inputs = Inputs(
         samples=written.samples,
         kinds=written.kinds,
@@ -322,9 +322,9 @@ def _inputs(folder: Path, config: ExperimentConfig, dataset: Path) -> tuple[Inpu
             )
             for sample in written.samples
         ),
-        image_masks=tuple(torch.from_numpy(sample.token_ids == placeholder) for sample in written.samples),
+        image_masks=tuple(torch.from_numpy(np.isin(sample.token_ids, placeholders)) for sample in written.samples),
         read=image_reader(folder, store.read, config.data.min_pixels, config.data.max_pixels),
-        features=lambda image: ImageFeatures(*prompts.read(store.read(image))),
+        features=lambda image: ImageFeatures(*prompts.read(store.read(image), image)),
     )
     return inputs, written.longest
 

@@ -75,14 +75,15 @@ def _with_endpoint(spec: EvaluateSpec, endpoint: EndpointRef) -> Iterator[EvalRe
 
 
 def engine_experiment(parts: Sequence[EvaluationPart]) -> ExperimentConfig:
-    """The first part's experiment, with limits on prompts and images that hold for the problems of all parts. Nothing
-    replays an evaluation, so its experts are not recorded."""
+    """The first part's experiment, with limits on prompts, images and videos that hold for the problems of all parts.
+    Nothing replays an evaluation, so its experts are not recorded."""
     every, first = [part.experiment.data for part in parts], parts[0].experiment
     limits = {
         "max_prompt_tokens": max(part.dataset.max_prompt_tokens for part in parts),
         "max_images": max(data.max_images for data in every),
         "min_pixels": min(data.min_pixels for data in every),
         "max_pixels": max(data.max_pixels for data in every),
+        "video_input": max((data.video_input for data in every), key=lambda how: how == "native"),
     }
     rollout = first.rollout.model_copy(update={"replay_routes": False})
     return first.model_copy(update={"data": first.data.model_copy(update=limits), "rollout": rollout})

@@ -7,6 +7,7 @@ size after resizing, so prompts that are too long are found before any image is 
 from __future__ import annotations
 
 import hashlib
+import math
 import stat
 import tempfile
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from rlcore.artifacts import DatasetRef
-from rlcore.data.pixels import MAX_SOURCE_PIXELS, read_header
+from rlcore.data.pixels import MAX_SOURCE_PIXELS, load_rgb, read_header, resized, video_file
 from rlcore.data.prepare.folder import ORIGINALS, existing_dataset, finish_folder, prepared_folder, progress
 from rlcore.data.prepare.sources import (
     ImageCell,
@@ -25,7 +26,7 @@ from rlcore.data.prepare.sources import (
     plain_text,
     template_arguments,
 )
-from rlcore.data.prepare.video import frames_of
+from rlcore.data.prepare.video import Film, film_of, frames_of
 from rlcore.data.prompts import PromptBuilder, load_processor, opens_thought
 from rlcore.data.rejects import Reason, Reject, Unusable, nothing_usable
 from rlcore.data.table import PreparedRow
@@ -34,6 +35,7 @@ from rlcore.jobs import job_main
 from rlcore.specs import PrepareSpec
 from rlcore.types import ImageRef, Message, Problem
 
+_TICKS = 256  # times are multiples of 1 / 256 s, which float32 holds exactly: everyone computes the same positions
 _MAX_IMAGE_BYTES = 4 * MAX_SOURCE_PIXELS  # an uncompressed RGBA image of as many pixels as may be decoded
 
 
@@ -103,6 +105,14 @@ class ImageReader:
             raise Unusable(Reason.IMAGE_MISSING, f"{image}: {error}") from None
 
 
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """An image or a video, and the file that is kept of it: the original of an image, the resized frames of a video."""
+
+    ref: ImageRef
+    content: bytes
+
+
 @dataclass(slots=True)
 class _Intake:
     """Sorts rows into kept and rejected, and stores the originals of kept ones, each distinct one once."""
@@ -134,7 +144,8 @@ class _Intake:
                 self.stored.add(sha256)
 
     def _examine(self, row: SourceRow, problem_id: str) -> tuple[PreparedRow, dict[str, bytes]]:
-        if (given := row.num_images) > self.spec.data.max_images:
+        own = self.spec.data.video_input == "native"
+        if (given := len(row.images) + len(row.videos) if own else row.num_images) > self.spec.data.max_images:
             raise Unusable(Reason.TOO_MANY_IMAGES, f"{given} images above {self.spec.data.max_images}")
         messages = conversation(row.problem)
         arguments = template_arguments(row.template_arguments)
@@ -144,16 +155,17 @@ class _Intake:
         answer = plain_text(row.answer, "answer", Reason.EMPTY_ANSWER).strip()
         if special := [token for m in messages for token in self.prompts.special_tokens_in(m.text)]:
             raise Unusable(Reason.SPECIAL_TOKEN, f"the problem spells out {', '.join(special)}")
-        videos = [self._frames(video) for video in row.videos]
-        (*before, question), images = place_images([m.text for m in messages], row.images, videos)
+        cells: tuple[ImageCell | _Stored, ...] = row.images
+        videos = [self._own_video(video) if own else self._frames(video) for video in row.videos]
+        (*before, question), images = place_images([m.text for m in messages], cells, videos)
         if len(images) > self.spec.data.max_images:
             detail = f"{len(images)} images, with the frames of videos, above {self.spec.data.max_images}"
             raise Unusable(Reason.TOO_MANY_IMAGES, detail)
         context = tuple(Message(m.role, text) for m, text in zip(messages[:-1], before, strict=True))
         if images and self.prompts.image_token_id is None:
             raise Unusable(Reason.MODEL_WITHOUT_IMAGES, f"{len(images)} image(s), and the model takes none")
-        contents = [self.images.read(image) for image in images]
-        refs = tuple(self._image_ref(content) for content in contents)
+        read = [image if isinstance(image, _Stored) else self._image(image) for image in images]
+        refs = tuple(image.ref for image in read)
         problem = Problem(
             *(problem_id, question, refs, answer, self.spec.source, row.extra, context),
             chat_template_arguments=arguments,
@@ -161,20 +173,41 @@ class _Intake:
         if arguments:
             problem = replace(problem, opens_thought=opens_thought(self.prompts.text(problem)))
         prompt_tokens = len(self.prompts.tokens(problem))
-        image_tokens = sum(self.prompts.image_tokens(ref.width, ref.height) for ref in refs)
+        image_tokens = sum(self.prompts.tokens_of(ref) for ref in refs)
         if prompt_tokens > self.spec.data.max_prompt_tokens:
             detail = f"{prompt_tokens} tokens ({image_tokens} of images) above {self.spec.data.max_prompt_tokens}"
             raise Unusable(Reason.PROMPT_TOO_LONG, detail)
-        originals = {ref.sha256: content for ref, content in zip(refs, contents, strict=True)}
+        originals = {image.ref.sha256: image.content for image in read}
         return PreparedRow(problem, row.index, prompt_tokens, image_tokens), originals
 
     def _frames(self, video: tuple[ImageCell, ...] | ImageCell) -> tuple[ImageCell, ...]:
-        if video is None or video == ():
-            found = "is neither a file nor a list of frames" if video is None else "holds no frame"
-            raise Unusable(Reason.VIDEO_FORMAT, f"a video {found}")
+        _require_video(video)
         if isinstance(video, tuple):
             return video
         return tuple(frames_of(self.images.read(video), self.spec.data.video_fps, self.spec.data.video_frames))
+
+    def _own_video(self, video: tuple[ImageCell, ...] | ImageCell) -> _Stored:
+        _require_video(video)
+        data = self.spec.data
+        if isinstance(video, tuple):
+            film = Film([self.images.read(frame) for frame in video], 1 / data.video_fps)
+        else:
+            film = film_of(self.images.read(video), data.video_fps, data.video_frames)
+        frames = [load_rgb(frame) for frame in film.frames]
+        if len(sizes := {frame.size for frame in frames}) > 1:
+            raise Unusable(Reason.VIDEO_FORMAT, f"the frames of a video have {len(sizes)} different sizes")
+        size = self.prompts.target_size(*frames[0].size)
+        if (pixels := len(frames) * math.prod(size)) > MAX_SOURCE_PIXELS:
+            detail = f"the {len(frames)} resized frames of a video have {pixels} pixels, above {MAX_SOURCE_PIXELS}"
+            raise Unusable(Reason.IMAGE_TOO_LARGE, detail)
+        seconds = max(1, round((film.seconds_per_frame or 1 / data.video_fps) * _TICKS)) / _TICKS
+        content = video_file([resized(frame, size) for frame in frames], seconds)
+        sha256 = hashlib.sha256(content).hexdigest()
+        return _Stored(ImageRef(sha256, *size, frames=len(frames), seconds_per_frame=seconds), content)
+
+    def _image(self, image: ImageCell) -> _Stored:
+        content = self.images.read(image)
+        return _Stored(self._image_ref(content), content)
 
     def _image_ref(self, content: bytes) -> ImageRef:
         sha256 = hashlib.sha256(content).hexdigest()
@@ -198,6 +231,12 @@ class _Intake:
             problem_id = f"{wanted}-{count}"
         self.ids.add(problem_id)
         return problem_id
+
+
+def _require_video(video: tuple[ImageCell, ...] | ImageCell) -> None:
+    if video is None or video == ():
+        found = "is neither a file nor a list of frames" if video is None else "holds no frame"
+        raise Unusable(Reason.VIDEO_FORMAT, f"a video {found}")
 
 
 if __name__ == "__main__":

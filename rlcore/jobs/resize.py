@@ -112,7 +112,7 @@ def _resize_one(originals: Path, images: Path, ref: ImageRef) -> Unusable | None
         content = b""
     if hashlib.sha256(content).hexdigest() != ref.sha256:
         raise StorageError(f"{original} is missing or changed. Delete the dataset folder and prepare it again.")
-    size = (ref.width, ref.height)
+    size = ref.file_size
     try:
         header = read_header(content)
         image = load_rgb(content)  # also where the file is kept as it is: it has to decode

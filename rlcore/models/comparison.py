@@ -19,6 +19,7 @@ from transformers import AutoImageProcessor
 
 from rlcore.algorithms.logprobs import logprobs_and_entropy
 from rlcore.batch import trained_positions
+from rlcore.data.pixels import frames_in
 from rlcore.families import family_of, images_of
 from rlcore.models.lora import decoder_of
 from rlcore.models.probe import ProbeSequence
@@ -106,9 +107,17 @@ def image_reader(
         return AutoImageProcessor.from_pretrained(model_dir, local_files_only=True)  # type: ignore[no-untyped-call]
 
     def read(images: Sequence[ImageRef]) -> tuple[Tensor, Tensor]:
-        opened = [read_image(image) for image in images]
-        pixels, grids = images_of(processor()).read(processor(), opened, min_pixels, max_pixels)
-        return pixels, torch.tensor(grids)
+        family = images_of(processor())
+        parts, grids = [], []
+        for image in images:
+            opened = frames_in(read_image(image), image)
+            if image.is_video and family.videos is not None:
+                pixels, grid = family.videos.read(processor(), opened)
+            else:
+                pixels, (grid,) = family.read(processor(), opened, min_pixels, max_pixels)
+            parts.append(pixels)
+            grids.append(grid)
+        return torch.cat(parts), torch.tensor(grids)
 
     return read
 
@@ -122,7 +131,7 @@ def sequence_logprobs(model: Any, sequence: ProbeSequence, read: ReadImages) -> 
     images = family_of(model.config).images
     inputs: dict[str, Any] = {}
     if sequence.images and images is not None:
-        inputs = images.plain_arguments(images.layout(model.config), tokens, *read(sequence.images))
+        inputs = images.plain_arguments(images.layout(model.config), tokens, *read(sequence.images), sequence.images)
     logits = model(
         input_ids=tokens[None].to(device),
         use_cache=False,

@@ -24,8 +24,9 @@ _EMBEDDED_BYTES = 2 << 30  # features per rank: 100 images of 1,000 tokens, each
 
 def feature_bytes(image: ImageRef) -> int:
     """Bytes of an image's ``pixel_values``: float32, 3 channels, and two equal frames of a still image. Tiles have no
-    second frame, and the tile of the whole image takes at most half as much as the image."""
-    return image.width * image.height * 3 * 2 * 4
+    second frame, and the tile of the whole image takes at most half as much as the image. A video has pairs of frames.
+    """
+    return image.width * image.height * 3 * 2 * 4 * image.frame_pairs
 
 
 class ReadAhead:

@@ -24,7 +24,7 @@ from rlcore.types import ImageRef, Problem
 RUBRICS = Path(__file__).parent / "rubrics"
 MAX_REASON_CHARS = 500
 VARIABLES = ("question", "answer", "completion", "problem", "num_pictures", "fence")
-_IMAGE_MARKER = "<image>"
+_MARKER = "<image>|<video>"
 
 
 class Opinion(BaseModel):
@@ -121,7 +121,7 @@ class Rubric:
         """
         images = problem.images if self._pictures else ()
         numbers = count(1)
-        question = re.sub(_IMAGE_MARKER, lambda _: f"[picture {next(numbers)}]", problem.conversation)
+        question = re.sub(_MARKER, lambda _: f"[picture {next(numbers)}]", problem.conversation)
         try:
             text = self._template.render(
                 question=question,

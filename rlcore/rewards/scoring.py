@@ -22,7 +22,7 @@ from rlcore.types import Problem
 PROGRAM = "rlcore.models.scoring"
 START_SECONDS = 600.0
 _ARCHITECTURE = "ForSequenceClassification"
-_IMAGE_MARKER = "<image>"
+_MARKER = "<image>|<video>"
 _ENVIRONMENT = ("PATH", "HOME", "LD_LIBRARY_PATH", "TMPDIR", "LANG", "LC_ALL", "VIRTUAL_ENV")
 _GPU_ENVIRONMENT = ("CUDA_", "NVIDIA_")
 
@@ -30,12 +30,11 @@ Chat: TypeAlias = list[dict[str, str]]
 
 
 def chat_of(problem: Problem, completion: str) -> Chat:
-    """The conversation that is scored. A picture is ``[picture 1]``, because the model reads text only."""
+    """The conversation that is scored. A picture or video is ``[picture 1]``, because the model reads text only."""
     numbers = count(1)
     asked = [*((message.role, message.text) for message in problem.context), ("user", problem.question)]
     chat = [
-        {"role": role, "content": re.sub(_IMAGE_MARKER, lambda _: f"[picture {next(numbers)}]", text)}
-        for role, text in asked
+        {"role": role, "content": re.sub(_MARKER, lambda _: f"[picture {next(numbers)}]", text)} for role, text in asked
     ]
     return [*chat, {"role": "assistant", "content": completion}]
 

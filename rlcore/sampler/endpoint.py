@@ -15,17 +15,20 @@ import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from queue import SimpleQueue
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from rlcore.artifacts import EndpointRef
 from rlcore.config import ExperimentConfig
-from rlcore.data.pixels import IMAGE_MARKER, ImageStore
+from rlcore.data.pixels import MARKERS, ImageStore, frames_in
 from rlcore.data.prompts import MessageBuilder
 from rlcore.endpoint import Answered, Away, Denied, Endpoint, Failed, Refused, delay_before, key_in
 from rlcore.errors import ModelError, ServerError
 from rlcore.types import Completion, ImageRef, SampledGroup, SampleRequest
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 UNKNOWN_TOKEN = -1
 RETRIES = 9  # of one request; together they wait for about a minute
@@ -179,19 +182,25 @@ class EndpointSampler:
         ]
 
     def _content(self, text: str, images: Iterator[ImageRef]) -> str | list[dict[str, Any]]:
-        first, *others = text.split(IMAGE_MARKER)
-        if not others:
+        """A video becomes one picture per frame: not every server takes videos, and none takes chosen frames."""
+        pieces = MARKERS.split(text)
+        if len(pieces) == 1:
             return text
-        parts: list[dict[str, Any]] = [{"type": "text", "text": first}]
-        for piece in others:
-            parts += [{"type": "image_url", "image_url": {"url": self._data_url(next(images))}}]
-            parts += [{"type": "text", "text": piece}]
-        return [part for part in parts if part.get("text") != ""]
+        parts: list[dict[str, Any]] = []
+        for number, piece in enumerate(pieces):
+            if number % 2 == 0:
+                parts += [{"type": "text", "text": piece}] if piece else []
+                continue
+            image = next(images)
+            frames = frames_in(self._images.read(image), image)
+            parts += [{"type": "image_url", "image_url": {"url": _data_url(frame)}} for frame in frames]
+        return parts
 
-    def _data_url(self, image: ImageRef) -> str:
-        buffer = io.BytesIO()
-        self._images.read(image).save(buffer, "PNG")
-        return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+
+def _data_url(image: Image.Image) -> str:
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG")
+    return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
 
 
 def _completion(answer: Answered) -> Completion:

@@ -13,13 +13,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch._dynamo
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from rlcore.config import ExperimentConfig, RolloutConfig
-from rlcore.data.pixels import ImageStore
+from rlcore.data.pixels import ImageStore, frames_in
 from rlcore.data.prompts import load_prompts
 from rlcore.errors import ModelError, SamplerError
 from rlcore.families import family_in, has_states, images_in
@@ -32,6 +34,7 @@ from rlcore.sampler.routes import RouteRecorder
 from rlcore.types import ImageRef
 
 if TYPE_CHECKING:
+    from PIL import Image
     from vllm.lora.request import LoRARequest
 
     from rlcore.models.probe import ProbeSequence
@@ -89,8 +92,10 @@ class Engine:
             _world_of_one()
         options: dict[str, Any] = {}
         if images_in(model) is not None:
-            options["limit_mm_per_prompt"] = {"image": config.data.max_images, "video": 0}
+            most = config.data.max_images
             self._prompts = load_prompts(config, model)
+            videos = most if self._prompts.video_token_id is not None else 0
+            options["limit_mm_per_prompt"] = {"image": most, "video": videos}
             options["mm_processor_kwargs"] = self._prompts.engine_options
             options["skip_mm_profiling"] = True
         if device == "cpu":
@@ -463,13 +468,35 @@ def sampling_params(**options: Any) -> Any:
 
 
 def engine_prompt(token_ids: Sequence[int], images: Sequence[ImageRef], store: ImageStore) -> dict[str, Any]:
-    """vLLM's input for one prompt: one placeholder token per image, and the images, named by hash and size."""
+    """vLLM's input for one prompt: one placeholder token per image or video, and these, named by hash and size."""
     prompt: dict[str, Any] = {"prompt_token_ids": list(token_ids)}
+    kinds = {"image": [i for i in images if not i.is_video], "video": [i for i in images if i.is_video]}
     if images:
-        prompt["multi_modal_data"] = {"image": [store.read(image) for image in images]}
+        prompt["multi_modal_data"] = {
+            kind: [_engine_video(store.read(i), i) if i.is_video else store.read(i) for i in those]
+            for kind, those in kinds.items()
+            if those
+        }
         # two datasets may hold one picture in two sizes
-        prompt["multi_modal_uuids"] = {"image": [f"{i.sha256}-{i.width}x{i.height}" for i in images]}
+        prompt["multi_modal_uuids"] = {
+            kind: [f"{i.sha256}-{i.width}x{i.height}" for i in those] for kind, those in kinds.items() if those
+        }
     return prompt
+
+
+def _engine_video(image: Image.Image, ref: ImageRef) -> tuple[npt.NDArray[np.uint8], dict[str, Any]]:
+    """[frames, height, width, 3], and vLLM's facts about a video: one of a frame per second, of which those at
+    ``moments`` were taken. So no rounding is between them and vLLM's times."""
+    seconds = ref.frames * ref.seconds_per_frame
+    facts = {
+        "fps": 1.0,
+        "duration": seconds,
+        "total_num_frames": seconds,
+        "frames_indices": list(ref.moments),
+        "video_backend": "rlflow",
+        "do_sample_frames": False,
+    }
+    return np.stack([np.asarray(frame) for frame in frames_in(image, ref)]), facts
 
 
 def over_engine(value: T) -> list[T]:

@@ -24,6 +24,11 @@ SETTINGS = (
     ("qwen2_5_vl", "model.lora.rank=8"),
     ("qwen2_5_vl", "model.freeze_vision_tower=true"),
     ("qwen2_5_vl", "model.compute_dtype=bfloat16"),
+    ("qwen2_vl", "data.video_input=native"),
+    ("qwen2_5_vl", "data.video_input=native"),
+    ("qwen3_vl", "data.video_input=native"),
+    ("qwen3_vl_moe", "data.video_input=native"),
+    ("qwen3_5", "rollout.dtype=bfloat16", "data.video_input=native"),
     ("qwen3_vl", "model.lora.rank=8"),
     ("qwen3_vl", "model.freeze_vision_tower=true"),
     ("qwen3_vl", "model.compute_dtype=bfloat16"),
@@ -89,7 +94,8 @@ What each column compares:
 | vLLM after a weight sync | the engine after all that trains has changed, against transformers with the same change |
 
 The sequences: a text, a group of three completions that shares its prompt, and with pictures also two pictures of
-different sizes in one prompt, and a video as a list of frames.
+different sizes in one prompt, and a video as a list of frames. With `data.video_input=native` also a picture and a
+video of five frames in one prompt, and a group that shares a video of eight seconds.
 """
 
 

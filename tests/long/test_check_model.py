@@ -55,6 +55,33 @@ def frames_of_the_engine_reversed() -> Iterator[None]:
 
 
 @contextmanager
+def video_of_the_engine(change: Callable[[Any, dict[str, Any]], Any]) -> Iterator[None]:
+    """
+    Args:
+        change: of the frames [frames, height, width, 3] and vLLM's facts about them; returns the frames.
+    """
+    from rlcore.sampler import engine
+
+    right = engine._engine_video
+
+    def changed(image: Any, ref: Any) -> tuple[Any, dict[str, Any]]:
+        frames, facts = right(image, ref)
+        return change(frames, facts), facts
+
+    with mock.patch.object(engine, "_engine_video", changed):
+        yield
+
+
+def backwards(frames: Any, facts: dict[str, Any]) -> Any:
+    return frames[::-1].copy()
+
+
+def half_as_fast(frames: Any, facts: dict[str, Any]) -> Any:
+    facts["total_num_frames"] *= 2
+    return frames
+
+
+@contextmanager
 def stale(tensor: str) -> Iterator[None]:
     """A sync that sends an old value of a tensor, so that its checksum is the one that was sent."""
     from rlcore.sampler.vllm_sampler import VllmSampler
@@ -95,6 +122,16 @@ CONTROLS: dict[str, tuple[str, Callable[[], Any], dict[str, str]]] = {
         frames_of_the_engine_reversed,
         {VLLM: "the features of pictures (a video", SYNC: "the features of pictures (a video"},
     ),
+    "a video backwards": (
+        "qwen3_vl",
+        lambda: video_of_the_engine(backwards),
+        {VLLM: "the features of pictures", SYNC: "the features of pictures"},
+    ),
+    "a video half as fast": (
+        "qwen2_5_vl",
+        lambda: video_of_the_engine(half_as_fast),
+        {VLLM: "decoder layer 0", SYNC: "decoder layer 0"},
+    ),
     "stale LM head": ("qwen2", lambda: stale("lm_head.weight"), {SYNC: "the final norm or the LM head"}),
     "stale layer": ("mistral", lambda: stale("model.layers.1.mlp.up_proj.weight"), {SYNC: "decoder layer 1"}),
     "stale embeddings": ("phi3", lambda: stale("model.embed_tokens.weight"), {SYNC: "the token embeddings"}),
@@ -113,6 +150,9 @@ CONTROLS: dict[str, tuple[str, Callable[[], Any], dict[str, str]]] = {
 }
 
 
+NATIVE = "data.video_input=native"
+
+
 def broken(folder: Path) -> dict[str, Any]:
     from rlcore.jobs import check_model
 
@@ -120,7 +160,8 @@ def broken(folder: Path) -> dict[str, Any]:
     for name, (family, fault, _) in CONTROLS.items():
         model = make_model(folder / name.replace(" ", "-"), family)
         with fault(), mock.patch.object(check_model, "_check_small", return_value=[]):
-            result[name] = differing(checked(model, *settings_on_a_cpu(family)))
+            settings = (*settings_on_a_cpu(family), *((NATIVE,) if "a video" in name else ()))
+            result[name] = differing(checked(model, *settings))
     return result
 
 
@@ -146,6 +187,8 @@ def compared(folder: Path) -> dict[str, Any]:
         "bfloat16": ("llama", "model.compute_dtype=bfloat16"),
         "an engine in bfloat16": ("llama", "rollout.dtype=bfloat16"),
     }
+    for family in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5"):
+        more[f"videos, {family}"] = (family, NATIVE, *settings_on_a_cpu(family))
     # those with experts come first, as in CONTROLS
     models = {f: (f, *settings_on_a_cpu(f)) for f in sorted(FAMILIES, key=lambda name: "_moe" not in name)} | more
     for number, (name, (family, *overrides)) in enumerate(models.items()):

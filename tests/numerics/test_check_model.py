@@ -317,6 +317,8 @@ OTHERWISE = {
     "frozen tower with tiles": ("idefics3", "model.freeze_vision_tower=true"),
     "adapters of a tower": ("qwen2_vl", "model.lora.vision_tower=true"),
     "frozen tower": ("qwen2_5_vl", "model.freeze_vision_tower=true"),
+    "videos": ("qwen2_5_vl", "data.video_input=native"),
+    "videos and a frozen tower": ("qwen3_vl", "data.video_input=native", "model.freeze_vision_tower=true"),
 }
 
 

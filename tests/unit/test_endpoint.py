@@ -19,7 +19,7 @@ from PIL import Image
 from rlcore import endpoint
 from rlcore.artifacts import EndpointRef
 from rlcore.config import EvaluationConfig, build_experiment
-from rlcore.data.pixels import ImageStore
+from rlcore.data.pixels import ImageStore, video_file
 from rlcore.errors import ModelError, ServerError
 from rlcore.evaluation.report import summarise
 from rlcore.evaluation.rows import evaluate, read_rows, write_rows
@@ -128,6 +128,25 @@ def test_what_is_asked_and_what_comes_back(server: Server, tmp_path: Path, monke
     encoded = picture["image_url"]["url"].removeprefix("data:image/png;base64,")
     assert Image.open(io.BytesIO(base64.b64decode(encoded))).size == (56, 28)
     assert server.keys == {f"Bearer {KEY}"}
+
+
+def test_a_video_is_sent_as_one_picture_per_frame(server: Server, tmp_path: Path) -> None:
+    """No server would take our choice of frames."""
+    (tmp_path / "images").mkdir()
+    frames = [Image.new("RGB", (28, 56), colour) for colour in ("red", "blue")]
+    (tmp_path / "images" / "abc.png").write_bytes(video_file(frames, 0.5))
+    server.answers = [completion("2")]
+    asked = request("Look: <video>How many?", (ImageRef("abc", 28, 56, frames=2, seconds_per_frame=0.5),))
+    list(sampler(server, tmp_path).generate([asked]))
+    *_, user = server.requests[0]["messages"]
+    kinds = [part["type"] for part in user["content"]]
+    assert kinds == ["text", "image_url", "image_url", "text"]
+    urls = [part["image_url"]["url"].partition(",")[2] for part in user["content"][1:3]]
+    sent = [Image.open(io.BytesIO(base64.b64decode(url))) for url in urls]
+    assert [(image.size, image.getpixel((0, 0))) for image in sent] == [
+        ((28, 56), (255, 0, 0)),
+        ((28, 56), (0, 0, 255)),
+    ]
 
 
 def test_a_row_s_own_arguments_of_the_chat_template_are_sent_with_it(server: Server, tmp_path: Path) -> None:

@@ -74,6 +74,16 @@ def test_an_unsupported_family_is_refused_with_what_is_supported(settings: Setti
         check(experiment(f"model.path={folder}"), settings)
 
 
+def test_videos_as_the_own_input_of_a_family_without_one_are_refused(settings: Settings, tmp_path: Path) -> None:
+    native = "data.video_input=native"
+    assert check(experiment(native, "model.tiny.family=qwen3_vl"), settings).facts["videos"] == "the model's own input"
+    with pytest.raises(ModelError, match=r'glm4v is a family without .* Set data.video_input to "frames"'):
+        check(experiment(native, "model.tiny.family=glm4v"), settings)
+    folder = model_folder(tmp_path / "model")
+    with pytest.raises(ModelError, match=r"qwen2 is a family without .* Supported are qwen2_vl, qwen2_5_vl, "):
+        check(experiment(native, f"model.path={folder}"), settings)
+
+
 def test_a_teacher_is_checked_as_the_model_is(settings: Settings, tmp_path: Path) -> None:
     folder = model_folder(tmp_path / "teacher")
     assert "0.0 M parameters" in check(experiment(f"algorithm.teacher.path={folder}"), settings).facts["teacher"]

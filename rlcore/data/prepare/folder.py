@@ -23,6 +23,7 @@ from rlcore.data.synthetic.sources import COUNTDOWN, SYNTHETIC_SOURCES
 from rlcore.data.table import IMAGES, PROBLEMS, DatasetReport, PreparedRow, prompt_stats, write_rows
 from rlcore.errors import StorageError
 from rlcore.specs import MixSpec, PrepareSpec, ResizeSpec
+from rlcore.types import ImageRef
 
 ORIGINALS = "raw_images"  # of a dataset before resizing: the original files, named by their hash
 REJECTS = "rejects.jsonl"
@@ -75,6 +76,8 @@ def dataset_key(spec: PrepareSpec) -> str:
     videos = [data.video_fps, data.video_frames]
     if videos != [usual.video_fps, usual.video_frames] or _names_videos(content):
         settings["videos"] = videos
+    if data.video_input != usual.video_input:
+        settings["video_input"] = data.video_input
     return _digest(settings)
 
 
@@ -178,7 +181,7 @@ def finish_folder(
     write_rows(aside, rows)
     write_rejects(aside / REJECTS, rejects)
     images = {image.sha256: image for row in rows for image in row.problem.images}
-    sizes = Counter(f"{image.width}x{image.height}" for image in images.values())
+    sizes = Counter(_size(image) for image in images.values())
     report = DatasetReport(
         digest=final.name.removeprefix("raw-"),
         source=source,
@@ -194,6 +197,10 @@ def finish_folder(
     )
     (aside / _REPORT).write_text(report.model_dump_json(indent=1))
     return _ref(final, report)
+
+
+def _size(image: ImageRef) -> str:
+    return f"{image.width}x{image.height}" + (f", {image.frames} frames" if image.is_video else "")
 
 
 def existing_dataset(final: Path) -> DatasetRef | None:

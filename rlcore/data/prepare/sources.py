@@ -5,17 +5,16 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from itertools import chain
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from rlcore.config import DataConfig
 from rlcore.config.data import NOT_TEMPLATE_VARIABLES
-from rlcore.data.pixels import IMAGE_MARKER, VIDEO_MARKER
+from rlcore.data.pixels import IMAGE_MARKER, MARKERS, VIDEO_MARKER
 from rlcore.data.prepare.files import BATCH_ROWS, Row, Table, cell, images_of, open_file, source_files, videos_of
 from rlcore.data.prepare.layout import columns_of, lay_out
 from rlcore.data.rejects import Reason, Unusable
@@ -24,9 +23,9 @@ from rlcore.errors import DataError, ServerError
 from rlcore.specs import PrepareSpec
 from rlcore.types import Message, Role
 
+T = TypeVar("T")
 ImageCell = bytes | Path | None  # encoded bytes or a file; None: anything else
 
-_MARKERS = re.compile(f"({IMAGE_MARKER}|{VIDEO_MARKER})")
 _ID_COLUMNS = ("problem_id", "id")
 
 
@@ -249,9 +248,10 @@ def conversation(value: object) -> tuple[Message, ...]:
 
 
 def place_images(
-    texts: Sequence[str], images: Sequence[ImageCell], videos: Sequence[Sequence[ImageCell]]
-) -> tuple[list[str], list[ImageCell]]:
-    """Replace each video marker by one image marker per frame, and return the texts and all images in marker order.
+    texts: Sequence[str], images: Sequence[T], videos: Sequence[tuple[T, ...] | T]
+) -> tuple[list[str], list[T]]:
+    """Replace the marker of each video that is a list of frames by one image marker per frame, and return the texts and
+    all images and videos in marker order.
 
     Raises:
         Unusable: MARKER_COUNT or VIDEO_MARKER_COUNT, if the numbers of markers and images (or videos) differ.
@@ -264,13 +264,14 @@ def place_images(
             raise Unusable(reason, f"{markers} {marker} marker(s) for {given} {marker.strip('<>')}(s)")
     next_image, next_video = iter(images), iter(videos)
     results: list[str] = []
-    placed: list[ImageCell] = []
+    placed: list[T] = []
     for text in texts:
         pieces: list[str] = []
-        for piece in _MARKERS.split(text):
+        for piece in MARKERS.split(text):
             if piece == VIDEO_MARKER:
-                frames = next(next_video)
-                pieces.append(IMAGE_MARKER * len(frames))
+                video = next(next_video)
+                frames = video if isinstance(video, tuple) else (video,)
+                pieces.append(IMAGE_MARKER * len(frames) if isinstance(video, tuple) else VIDEO_MARKER)
                 placed += frames
             else:
                 pieces.append(piece)

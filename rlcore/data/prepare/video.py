@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 from bisect import bisect_right
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from rlcore.data.pixels import MAX_SOURCE_PIXELS
@@ -31,18 +32,38 @@ def frames_of(content: bytes, per_second: float, most: int) -> list[bytes]:
     Raises:
         Unusable: not an MP4, QuickTime, Matroska, WebM or AVI file; no frame; larger than an image may be; damaged.
     """
+    film = film_of(content, per_second, most)
+    return [frame for number, frame in enumerate(film.frames) if number == 0 or frame is not film.frames[number - 1]]
+
+
+@dataclass(frozen=True, slots=True)
+class Film:
+    """What a video shows at the middles of equal parts of it."""
+
+    frames: list[bytes]  # PNG; one that is shown for long may come several times, as the same object
+    seconds_per_frame: float  # length of a part; 0: the video has a single frame
+
+
+def film_of(content: bytes, per_second: float, most: int) -> Film:
+    """As ``frames_of``, but with as many frames as parts.
+
+    Raises:
+        Unusable: as ``frames_of``.
+    """
     import av
 
     try:
         times = _times(content)
-        chosen = chosen_frames(times, per_second, most)
-        return _decoded(content, {times[index] for index in chosen})
+        chosen, seconds = chosen_frames(times, per_second, most)
+        wanted = sorted(set(chosen))
+        frames = dict(zip(wanted, _decoded(content, {times[index] for index in wanted}), strict=True))
+        return Film([frames[index] for index in chosen], seconds)
     except (av.error.FFmpegError, OSError, ValueError) as error:
         raise Unusable(Reason.VIDEO_DAMAGED, f"{type(error).__name__}: {str(error)[:200]}") from None
 
 
-def chosen_frames(times: list[float], per_second: float, most: int) -> list[int]:
-    """Indices of the frames that are taken.
+def chosen_frames(times: list[float], per_second: float, most: int) -> tuple[list[int], float]:
+    """The index of the frame that is shown at the middle of each part, and the length of a part in seconds.
 
     Args:
         times: when each frame appears, in seconds, ascending. The last is shown as long as the others on average.
@@ -51,7 +72,7 @@ def chosen_frames(times: list[float], per_second: float, most: int) -> list[int]
     seconds = times[-1] - times[0] + last
     count = max(1, min(most, len(times), round(seconds * per_second)))
     wanted = [times[0] + (part + 0.5) * seconds / count for part in range(count)]
-    return sorted({bisect_right(times, moment) - 1 for moment in wanted})
+    return [bisect_right(times, moment) - 1 for moment in wanted], seconds / count
 
 
 def _opened(content: bytes) -> Any:
