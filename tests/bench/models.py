@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import json
 import os
 import sys
 import tempfile
@@ -56,6 +57,15 @@ SETTINGS = (
     ("llama", "rollout.dtype=bfloat16"),
     ("llama", "training.optimizer=adamw_bf16"),
 )
+# in addition to every family
+ON_GPU = (
+    ("qwen2_5_vl", "model.lora.rank=8"),
+    ("qwen3_vl", "model.lora.rank=8"),
+    ("qwen3_moe", "model.lora.rank=8"),
+    ("qwen3_vl_moe", "model.freeze_vision_tower=true"),
+    ("qwen2", "model.compute_dtype=float32", "rollout.dtype=float32"),
+)
+RECORD = Path(__file__).parent / "accepted" / "models-gpu.json"
 _HEAD = """\
 # Models: what was compared
 
@@ -78,6 +88,13 @@ pixels and four tokens here, which attend to each other in both directions. Qwen
 `qwen3_5_moe`. Two of its three layers have a recurrent state here, which vLLM computes on a CPU in bfloat16 only.
 With adapters vLLM computes experts by Triton alone, which a CPU does not have. In bfloat16 rounding sends some tokens
 to another expert than in float32, so more is allowed there.
+
+"""
+_ON_GPU = """
+## On a GPU
+
+The same comparisons {where}, where the trainer and vLLM compute in bfloat16. What is allowed is derived from how far
+transformers' own forward pass in bfloat16 is from that in float32.
 
 """
 _FOOT = """
@@ -112,24 +129,44 @@ def compare(name: str, overrides: Sequence[str], folder: Path) -> dict[str, Any]
     return checked(model, *overrides, with_engine=False).model_dump() | refusal
 
 
-def page(results: dict[str, dict[str, Any]]) -> str:
+def record() -> dict[str, dict[str, Any]]:
+    """What was found on a GPU."""
+    found: dict[str, dict[str, Any]] = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    return found
+
+
+def page(results: dict[str, dict[str, Any]], on_gpu: dict[str, dict[str, Any]]) -> str:
     """docs/models.md.
 
     Args:
+        on_gpu: as ``results``, of a GPU. May be empty.
         results: by row, from ``compare``.
     """
+    notes = [line for name, made in results.items() for line in refusals(name, made)]
+    found = table(results) + (f"\nRefused:\n\n{''.join(notes)}" if notes else "")
+    if on_gpu:
+        notes = [line for name, made in on_gpu.items() for line in refusals(name, made)]
+        found += _ON_GPU.format(where=device(on_gpu)) + table(on_gpu)
+        found += f"\nRefused:\n\n{''.join(notes)}" if notes else ""
+    return _HEAD.format(where=device(results), allowed=FLOAT32_TOLERANCE) + found + _FOOT
+
+
+def device(results: dict[str, dict[str, Any]]) -> str:
+    check = next(iter(compared(results).values()))
+    return f"on a {check.device.upper()} with {', '.join(map(' '.join, check.versions.items()))}"
+
+
+def compared(results: dict[str, dict[str, Any]]) -> dict[str, ModelCheck]:
     plain = {name: {key: made[key] for key in made if key != "not_sampled"} for name, made in results.items()}
-    checks = {name: ModelCheck.model_validate(made) for name, made in plain.items() if "refused" not in made}
-    (first, *_) = checks.values()
-    versions = ", ".join(f"{name} {version}" for name, version in first.versions.items())
-    where = f"on a {first.device.upper()} with {versions}"
-    names = [row.name for row in first.rows]
+    return {name: ModelCheck.model_validate(made) for name, made in plain.items() if "refused" not in made}
+
+
+def table(results: dict[str, dict[str, Any]]) -> str:
+    checks = compared(results)
+    names = [row.name for row in next(iter(checks.values())).rows]
     lines = [f"| model | {' | '.join(names)} |\n", "| --- " * (1 + len(names)) + "|\n"]
-    for name in results:
-        lines.append(f"| {name} | {' | '.join(cells(checks.get(name), len(names)))} |\n")
-    reasons = [line for name, made in results.items() for line in refusals(name, made)]
-    notes = f"\nRefused:\n\n{''.join(reasons)}" if reasons else ""
-    return _HEAD.format(where=where, allowed=FLOAT32_TOLERANCE) + "".join(lines) + notes + _FOOT
+    lines += [f"| {name} | {' | '.join(cells(checks.get(name), len(names)))} |\n" for name in results]
+    return "".join(lines)
 
 
 def cells(check: ModelCheck | None, count: int) -> list[str]:
@@ -158,15 +195,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=PAGE)
     parser.add_argument("--tiny", action="store_true", help="the first family alone")
+    parser.add_argument("--on-gpu", type=Path, help="compare on the GPU, and write what was found to this record")
+    parser.add_argument("--part", default="0/1", help="I/N: every N-th row from the I-th on, of a record")
     arguments = parser.parse_args()
     results: dict[str, dict[str, Any]] = {}
-    models = [*((family, *settings_on_a_cpu(family)) for family in (*FAMILIES, *REFUSED)), *SETTINGS]
+    if arguments.on_gpu is None:
+        models = [*((family, *settings_on_a_cpu(family)) for family in (*FAMILIES, *REFUSED)), *SETTINGS]
+    else:
+        first, step = map(int, arguments.part.split("/"))
+        models = [*((family,) for family in FAMILIES), *ON_GPU][first::step]
     for name, *overrides in models[: 1 if arguments.tiny else None]:
         row = ", ".join([f"`{name}`" if "," not in name else name, *(f"`{override}`" for override in overrides)])
         with tempfile.TemporaryDirectory() as folder, redirect_stdout(io.StringIO()):  # all that was measured
             results[row] = measured(partial(compare, name, overrides), Path(folder))
         print(row, results[row].get("seconds", results[row].get("refused")), file=sys.stderr, flush=True)  # noqa: T201
-    arguments.out.write_text(page(results))
+        if arguments.on_gpu is not None:
+            arguments.on_gpu.write_text(json.dumps(results, indent=1))
+    if arguments.on_gpu is None:
+        arguments.out.write_text(page(results, record() if arguments.out == PAGE else {}))
     wrong = [row for row, made in results.items() if any(not r["passed"] for r in made.get("rows", ()))]
     os._exit(1 if wrong else 0)  # engines of children take their time to shut down
 
