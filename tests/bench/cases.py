@@ -38,6 +38,7 @@ class Shape:
     prompt: int  # tokens, image tokens included
     cap: int
     side: int  # of the image in pixels; 0: none
+    patch: int = 14  # pixels a side; four patches are a token
 
 
 SHAPES = {"text": Shape(256, 1024, 0), "vl": Shape(431, 512, 504)}  # 512 pixels are rounded to 36 patches of 14

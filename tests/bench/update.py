@@ -43,6 +43,7 @@ from rlcore.flops import NOTHING, utilisation
 from rlcore.models.torch_policy import TorchPolicy, weights_dtype
 from rlcore.types import ImageRef, TrainingSample
 from tests.bench.cases import SHAPES, Shape, build_model, shape_of, stop_chance, vision_tokens
+from tests.bench.newer import NEWER, TINY_NEWER, build_newer
 from tests.numerics.toy import emptied
 
 GROUP = 8
@@ -86,7 +87,7 @@ def make_samples(
     found = []
     for problem in range(problems):
         image = ImageRef(f"{problem}", shape.side, shape.side) if shape.side else None
-        tokens = (shape.side // 28) ** 2
+        tokens = (shape.side // (2 * shape.patch)) ** 2
         vision = [start, *[image_token] * tokens, end] if image else []
         words = random.integers(0, words_known, shape.prompt - len(vision))
         for member in range(GROUP):
@@ -141,11 +142,12 @@ def measure(
     profile: Path | None,
 ) -> dict[str, Any]:
     device = torch.device("cuda" if torch.cuda.is_available() and not tiny else "cpu")
-    shape = shape_of(kind, tiny)
+    newer = kind in NEWER
+    shape = (TINY_NEWER if tiny else NEWER)[kind] if newer else shape_of(kind, tiny)
     start = time.perf_counter()
     # compiling takes minutes on a CPU, and a tiny run measures nothing
     config = settings(shape, replace(variant, compiled=False) if tiny else variant, budget)
-    hf = build_model(kind, tiny, device, weights_dtype(config, device.type))
+    hf = (build_newer if newer else build_model)(kind, tiny, device, weights_dtype(config, device.type))
     policy = TorchPolicy(
         hf,
         config,
@@ -162,8 +164,8 @@ def measure(
 
 
 def _features(shape: Shape) -> Callable[[ImageRef], ImageFeatures]:
-    side = shape.side // 14
-    pixels = torch.randn(side * side, 3 * 2 * 14 * 14, generator=torch.Generator().manual_seed(0))
+    side = shape.side // shape.patch
+    pixels = torch.randn(side * side, 3 * 2 * shape.patch**2, generator=torch.Generator().manual_seed(0))
     return lambda image: ImageFeatures(pixels, (1, side, side))
 
 
@@ -220,7 +222,7 @@ def _measure(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=list(SHAPES), nargs="+", default=list(SHAPES))
+    parser.add_argument("--model", choices=[*SHAPES, *NEWER], nargs="+", default=list(SHAPES))
     parser.add_argument("--lengths", choices=["fixed", "ragged"], nargs="+", default=["fixed", "ragged"])
     parser.add_argument("--variants", choices=list(VARIANTS), nargs="+", default=list(VARIANTS))
     parser.add_argument("--problems", type=int, default=32)
