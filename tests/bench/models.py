@@ -202,12 +202,18 @@ def main() -> None:
     if arguments.on_gpu is None:
         models = [*((family, *settings_on_a_cpu(family)) for family in (*FAMILIES, *REFUSED)), *SETTINGS]
     else:
-        first, step = map(int, arguments.part.split("/"))
+        first, step = map(int, arguments.part.split("/"))  # a family's error is recorded: the others are compared
         models = [*((family,) for family in FAMILIES), *ON_GPU][first::step]
     for name, *overrides in models[: 1 if arguments.tiny else None]:
         row = ", ".join([f"`{name}`" if "," not in name else name, *(f"`{override}`" for override in overrides)])
         with tempfile.TemporaryDirectory() as folder, redirect_stdout(io.StringIO()):  # all that was measured
-            results[row] = measured(partial(compare, name, overrides), Path(folder))
+            settings = overrides if arguments.on_gpu is None else [*overrides, "resources.device=cuda"]
+            try:
+                results[row] = measured(partial(compare, name, settings), Path(folder))
+            except AssertionError as error:  # with the traceback of the process that compared
+                if arguments.on_gpu is None:
+                    raise
+                results[row] = {"refused": str(error).strip().splitlines()[-1]}
         print(row, results[row].get("seconds", results[row].get("refused")), file=sys.stderr, flush=True)  # noqa: T201
         if arguments.on_gpu is not None:
             arguments.on_gpu.write_text(json.dumps(results, indent=1))
