@@ -313,7 +313,7 @@ class GridLayout:
         one more than the largest position. Source: Qwen2-VL, arXiv:2409.12191, section 2.1.
 
         transformers 5.19 lets the text after a video continue from p + max(rows, columns), inside the time of a long
-        video. vLLM and transformers before 5.3 do as it is done here, as the models were trained.
+        video. vLLM and transformers 5.2 do as it is done here, as the models were trained.
         """
         is_feature = np.isin(token_ids, self.feature_token_ids)
         positions = np.empty((3, len(token_ids)), np.int64)
@@ -324,8 +324,8 @@ class GridLayout:
             first = start + int(remaining[0]) if len(remaining) else len(token_ids)
             end = first + count
             if end > len(token_ids) or not is_feature[first:end].all():
-                what = f"an image of {block.rows}x{block.columns} tokens"
-                raise ValueError(f"{what} does not fit the image tokens at {first}")
+                rows, columns = block.rows, block.columns
+                raise ValueError(f"an image of {rows}x{columns} tokens does not fit the image tokens at {first}")
             positions[:, start:first] = np.arange(position, position + first - start)
             position += first - start
             positions[0, first:end] = position + np.repeat(block.times, block.rows * block.columns)
