@@ -143,8 +143,8 @@ def _compute_buffers(model: Any) -> None:
 
 
 def exact_attention(config: Any) -> tuple[str, ...]:
-    """transformers' names of the kinds of attention that compute this model, the fastest first. Only its eager attention
-    has a soft cap of scores; the others leave it out."""
+    """transformers' names of the kinds of attention that compute this model, the fastest first. All but its eager
+    attention leave out a soft cap of scores."""
     return ("sdpa", "eager") if family_of(config).caps(config).scores is None else ("eager",)
 
 
