@@ -278,9 +278,9 @@ FAMILIES: dict[str, Callable[..., Any]] = {
     "olmo2": _text(Olmo2Config),
     "olmo3": _text(
         Olmo3Config,
+        lambda size: {"rope_parameters": dict(_ROPE)},  # transformers changes it
         sliding_window=16,
         layer_types=["sliding_attention", "full_attention", "sliding_attention"],
-        rope_parameters=_ROPE,
     ),
     "gemma2": _text(
         Gemma2Config,

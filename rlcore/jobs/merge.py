@@ -26,7 +26,7 @@ from rlcore.files import VERIFIED, building, folder_digest, remove_whole
 from rlcore.jobs import job_main
 from rlcore.models.checkpoint_weights import CheckpointWeights
 from rlcore.models.comparison import Limits, Values, allowed_differences, difference, image_reader, sequence_logprobs
-from rlcore.models.loading import empty_hf_model, load_hf_model
+from rlcore.models.loading import empty_hf_model, exact_attention, load_hf_config, load_hf_model
 from rlcore.models.probe import PROBE_FILE, ProbeSequence, read_probe
 from rlcore.models.stored_weights import StoredWeights, write_shards
 from rlcore.segment.store import verify_checkpoint
@@ -127,12 +127,13 @@ def verify_merged(
         with torch.no_grad():
             return [sequence_logprobs(model, sequence, read).double().cpu().numpy() for sequence in sequences]
 
-    exact = through_transformers(torch.float32, "sdpa")
+    kinds = exact_attention(load_hf_config(model_dir, trust_remote_code))
+    exact = through_transformers(torch.float32, kinds[0])
 
     def allowed(dtype: torch.dtype) -> Limits:
         if tolerance is not None:
             return tolerance, tolerance
-        rounded = [] if dtype == torch.float32 else [through_transformers(dtype, kind) for kind in ("sdpa", "eager")]
+        rounded = [] if dtype == torch.float32 else [through_transformers(dtype, kind) for kind in kinds]
         return allowed_differences([v - e for values in rounded for v, e in zip(values, exact, strict=True)])
 
     limits = allowed(dtype)

@@ -31,6 +31,7 @@ def load_hf_model(
     """The model of a local folder in ``dtype`` and eval mode, with its vision tower if it has one.
 
     Args:
+        attn_implementation: transformers' name; None: the first of ``exact_attention``.
         spread_over_gpus: load it onto the GPUs of this machine, as many as it needs, and the rest onto the host
             (accelerate's ``device_map``). Else it is on the CPU.
 
@@ -38,6 +39,8 @@ def load_hf_model(
         ModelError: no such model, no safetensors, or missing, unexpected or mismatched tensors.
     """
     config = load_hf_config(folder, trust_remote_code)
+    if attn_implementation is None:
+        attn_implementation = exact_attention(config)[0]
     if not any(folder.glob("*.safetensors")):
         others = sorted(path.name for path in folder.iterdir() if path.suffix in (".bin", ".pt", ".pth", ".gguf"))
         raise ModelError(
@@ -137,6 +140,12 @@ def _compute_buffers(model: Any) -> None:
         for name, buffer in module.named_buffers(recurse=False):
             module._buffers[name] = torch.empty_like(buffer, device="cpu")
     model.initialize_weights()
+
+
+def exact_attention(config: Any) -> tuple[str, ...]:
+    """transformers' names of the kinds of attention that compute this model, the fastest first. All but its eager
+    attention leave out a soft cap of scores."""
+    return ("sdpa", "eager") if family_of(config).caps(config).scores is None else ("eager",)
 
 
 def auto_class(config: Any) -> Any:

@@ -26,7 +26,7 @@ from rlcore.data.tiny import build_processor
 from rlcore.errors import ModelError
 from rlcore.families import family_of
 from rlcore.families.protocol import Caps
-from rlcore.models.loading import require_supported
+from rlcore.models.loading import exact_attention, require_supported
 from rlcore.models.tiny import build_model
 from rlcore.sampler.engine import require_pictures
 
@@ -218,8 +218,10 @@ def test_what_the_head_and_attention_do_not_compute_is_refused_by_the_name_of_it
 def test_caps_that_are_computed_pass_and_their_family_names_them():
     check(gemma := Gemma2Config(**EVEN, final_logit_softcapping=30.0, attn_logit_softcapping=50.0))
     assert family_of(gemma).caps(gemma) == Caps(scores=50.0, logits=30.0)
+    assert exact_attention(gemma) == ("eager",)  # what a merge is compared with
     check(capped := Gemma3TextConfig(**EVEN, final_logit_softcapping=30.0))
     assert family_of(capped).caps(capped) == Caps(logits=30.0)
+    assert exact_attention(capped) == ("sdpa", "eager")
 
 
 def test_scales_of_one_and_caps_of_none_change_nothing():
