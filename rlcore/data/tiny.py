@@ -19,6 +19,7 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen2_5_VLProcessor,
     Qwen2VLImageProcessor,
+    Qwen2VLProcessor,
     Qwen2VLVideoProcessor,
     Qwen3VLProcessor,
     Qwen3VLVideoProcessor,
@@ -28,7 +29,13 @@ from transformers import (
 )
 
 PictureProcessor = (
-    Qwen2_5_VLProcessor | Qwen3VLProcessor | InternVLProcessor | Idefics3Processor | SmolVLMProcessor | Glm4vProcessor
+    Qwen2VLProcessor
+    | Qwen2_5_VLProcessor
+    | Qwen3VLProcessor
+    | Glm4vProcessor
+    | InternVLProcessor
+    | Idefics3Processor
+    | SmolVLMProcessor
 )
 
 # Qwen2.5-VL's special tokens, then Qwen3's thinking marks, which are ordinary text and stay in decoded text.
@@ -120,6 +127,8 @@ def build_processor(family: str | None = None) -> PictureProcessor:
         return _build_named_tile_processor(family)
     make_processor: Callable[..., PictureProcessor] = Qwen2_5_VLProcessor
     make_video_processor: Callable[..., Any] = Qwen2VLVideoProcessor
+    if family == "qwen2_vl":
+        make_processor = Qwen2VLProcessor
     if family in ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"):
         look["patch_size"] = 16
         make_processor, make_video_processor = Qwen3VLProcessor, Qwen3VLVideoProcessor
@@ -131,19 +140,19 @@ def build_processor(family: str | None = None) -> PictureProcessor:
     )
 
 
-_TILE = 56  # pixels per side; 4 x 4 patches of 14 pixels, merged into 2 x 2 tokens
-_TILE_TOKENS = 4
+TILE = 56  # pixels per side; 4 x 4 patches of 14 pixels, merged into 2 x 2 tokens
+TOKENS_PER_TILE = 4
 
 
 def _build_tile_processor(look: Mapping[str, Any]) -> InternVLProcessor:
-    size = {"height": _TILE, "width": _TILE}
+    size = {"height": TILE, "width": TILE}
     make_processor: Callable[..., InternVLProcessor] = InternVLProcessor
     make_video_processor: Callable[..., Any] = InternVLVideoProcessor
     return make_processor(
         image_processor=GotOcr2ImageProcessor(**look, size=size),
         tokenizer=build_tokenizer(named_tokens=TILE_TOKENS),
         video_processor=make_video_processor(**look, size=size),
-        image_seq_length=_TILE_TOKENS,
+        image_seq_length=TOKENS_PER_TILE,
         chat_template=CHAT_TEMPLATE.replace("<|vision_start|><|image_pad|><|vision_end|>", "<IMG_CONTEXT>"),
     )
 
@@ -170,7 +179,7 @@ def _build_glm_processor(look: Mapping[str, Any]) -> Glm4vProcessor:
     )
 
 
-_NAMED_TILE = 28  # pixels per side; 4 x 4 patches of 7 pixels, merged into 2 x 2 tokens, each a letter's cell
+NAMED_TILE = 28  # pixels per side; 4 x 4 patches of 7 pixels, merged into 2 x 2 tokens, each a letter's cell
 _GRID = 3  # most rows and columns of named tiles
 NAMED_TILE_TOKENS = {
     "image_token": "<image>",
@@ -187,8 +196,8 @@ def _build_named_tile_processor(family: str) -> Idefics3Processor | SmolVLMProce
     look: dict[str, Any] = {
         "image_mean": [0.99] * 3,  # paper is only almost 0: transformers and vLLM take a tile of zeros for padding
         "image_std": _IMAGE_STD,
-        "size": {"longest_edge": _GRID * _NAMED_TILE},
-        "max_image_size": {"longest_edge": _NAMED_TILE},
+        "size": {"longest_edge": _GRID * NAMED_TILE},
+        "max_image_size": {"longest_edge": NAMED_TILE},
     }
     videos: dict[str, Any] = {}
     if family == "smolvlm":
@@ -198,7 +207,7 @@ def _build_named_tile_processor(family: str) -> Idefics3Processor | SmolVLMProce
         image_processor=make_image_processor(**look),
         **videos,
         tokenizer=build_tokenizer(named_tokens=NAMED_TILE_TOKENS),
-        image_seq_len=_TILE_TOKENS,
+        image_seq_len=TOKENS_PER_TILE,
         chat_template=CHAT_TEMPLATE.replace("<|vision_start|><|image_pad|><|vision_end|>", "<image>"),
     )
 
