@@ -140,7 +140,7 @@ def build_processor(family: str | None = None) -> PictureProcessor:
     )
 
 
-TILE = 56  # pixels per side; 4 x 4 patches of 14 pixels, merged into 2 x 2 tokens
+TILE = 28  # pixels per side; 4 x 4 patches of 7 pixels, merged into 2 x 2 tokens, each a letter's cell
 TOKENS_PER_TILE = 4
 
 
@@ -179,7 +179,6 @@ def _build_glm_processor(look: Mapping[str, Any]) -> Glm4vProcessor:
     )
 
 
-NAMED_TILE = 28  # pixels per side; 4 x 4 patches of 7 pixels, merged into 2 x 2 tokens, each a letter's cell
 _GRID = 3  # most rows and columns of named tiles
 NAMED_TILE_TOKENS = {
     "image_token": "<image>",
@@ -196,8 +195,8 @@ def _build_named_tile_processor(family: str) -> Idefics3Processor | SmolVLMProce
     look: dict[str, Any] = {
         "image_mean": [0.99] * 3,  # paper is only almost 0: transformers and vLLM take a tile of zeros for padding
         "image_std": _IMAGE_STD,
-        "size": {"longest_edge": _GRID * NAMED_TILE},
-        "max_image_size": {"longest_edge": NAMED_TILE},
+        "size": {"longest_edge": _GRID * TILE},
+        "max_image_size": {"longest_edge": TILE},
     }
     videos: dict[str, Any] = {}
     if family == "smolvlm":

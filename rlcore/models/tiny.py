@@ -42,7 +42,6 @@ from rlcore.data.synthetic.arithmetic import ArithmeticProblem, generate_countdo
 from rlcore.data.synthetic.geometry import SyntheticProblem, draw_problem
 from rlcore.data.tiny import (
     END_OF_TURN,
-    NAMED_TILE,
     PAD,
     TILE,
     TOKENS_PER_TILE,
@@ -155,14 +154,14 @@ _SHAPES = {
     "internvl": _Shape(
         InternVLConfig,
         {**_HEAD, "rope_parameters": _TEXT_ROPE, "model_type": "qwen3"},
-        {**_TILE_TOWER, "image_size": [TILE, TILE]},
+        {**_TILE_TOWER, "image_size": [TILE, TILE], "patch_size": [TILE // 4, TILE // 4]},
         {"image_token_id": "<IMG_CONTEXT>"},
         {"image_seq_length": TOKENS_PER_TILE},
     ),
     "idefics3": _Shape(
         Idefics3Config,
         {"rope_parameters": _TEXT_ROPE, "model_type": "llama"},
-        {**_TILE_TOWER, "image_size": NAMED_TILE, "patch_size": NAMED_TILE // 4},
+        {**_TILE_TOWER, "image_size": TILE, "patch_size": TILE // 4},
         {"image_token_id": "<image>", "pad_token_id": PAD},
         {"scale_factor": 2},
     ),
@@ -184,7 +183,8 @@ _RUNS = {
     "qwen3_vl_moe": _Supervised(16, 7e-4, 0.09),
     "qwen3_5": _Supervised(16, 7e-4, 0.06),
     "glm4v": _Supervised(16, 7e-4, 0.09),
-    "internvl": _Supervised(16, 7e-4, 0.09),
+    "internvl": _Supervised(16, 7e-4, 0.08),
+    "idefics3": _Supervised(16, 7e-4, 0.08),
     "sums": _Supervised(16, 2e-3, 0.10),
     "countdown": _Supervised(32, 2e-3, 0.44),
 }

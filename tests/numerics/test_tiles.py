@@ -21,7 +21,7 @@ KL = 0.1
 # by model type: the tower and its projector, and the tiles of the pictures: several, and one of the whole picture
 PARTS = {"internvl": ("vision_tower", "multi_modal_projector"), "idefics3": ("vision_model", "connector")}
 GRIDS = {
-    "internvl": {(1, 56, 56), (5, 56, 56), (7, 56, 56)},
+    "internvl": {(5, 28, 28), (7, 28, 28), (10, 28, 28)},
     "idefics3": {(7, 28, 28), (10, 28, 28)},
 }
 

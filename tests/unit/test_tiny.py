@@ -104,15 +104,22 @@ def test_paper_is_zero_and_ink_negative() -> None:
     assert pixels.min().item() == pytest.approx(-2, abs=0.1)
 
 
-def test_a_named_tile_s_token_is_a_letter_s_cell_and_paper_is_almost_zero() -> None:
-    """Pictures of six by four cells are 3 x 2 tiles of 28 x 28 pixels, and the whole picture is one more."""
-    made = build_processor("idefics3")
+@pytest.mark.parametrize(("family", "paper"), [("internvl", 0.0), ("idefics3", 0.02)])
+def test_a_tile_s_token_is_a_letter_s_cell(family: str, paper: float) -> None:
+    """Pictures of six by four cells are 3 x 2 tiles of 28 x 28 pixels, and the whole picture is one more. They are not
+    enlarged. In named tiles paper is only almost zero."""
+    made = build_processor(family)
     problem = draw_problem("train", 2, 0)
     assert problem.picture.size == (84, 56)
     inputs = made(text=[prompt(problem.question, made)], images=[problem.picture], return_tensors="pt")
-    assert inputs["pixel_values"].shape == (1, 7, 3, 28, 28)
+    tiles = inputs["pixel_values"].flatten(0, -4)
+    assert tiles.shape == (7, 3, 28, 28)
     assert int((inputs["input_ids"] == made.image_token_id).sum()) == 7 * 4
-    assert inputs["pixel_values"].max().item() == pytest.approx(0.02, abs=1e-5)
+    assert tiles.max().item() == pytest.approx(paper, abs=1e-5)
+    top_left = problem.picture.convert("L").crop((0, 0, 28, 28))
+    ink = torch.tensor(list(top_left.tobytes())).view(28, 28) / 255
+    grey = (tiles[0] * 0.5 + 1 - paper / 2).mean(0)
+    torch.testing.assert_close(grey, ink, atol=0.01, rtol=0)
 
 
 def test_completions_are_short_and_in_the_math_format() -> None:
