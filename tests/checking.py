@@ -168,7 +168,8 @@ def _with_tiles(decoder: str) -> Callable[..., Any]:
     """
 
     def make(size: Size, **changes: Any) -> Any:
-        tower = {"hidden_size": size.width, "intermediate_size": 3 * size.width // 2, "image_size": [56, 56]}
+        tower = {"hidden_size": size.width, "intermediate_size": 3 * size.width // 2}
+        tower |= {"image_size": [28, 28], "patch_size": [7, 7]}
         return InternVLConfig(
             text_config={**_decoder(size), "model_type": decoder, "head_dim": size.head, **changes},
             vision_config={"num_hidden_layers": 2, "num_attention_heads": 2, **tower},

@@ -8,7 +8,7 @@ import shutil
 import signal
 from collections.abc import Generator, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -28,6 +28,7 @@ from tests.durations import recorded
 from tests.ports import refusing
 
 if TYPE_CHECKING:
+    from rlcore.config.policy import TinyFamily
     from rlcore.segment.journal import StepRecord
     from tests.stores import Parts
 
@@ -128,7 +129,7 @@ def _random_tiny(
     factory: pytest.TempPathFactory,
     *,
     tied: bool,
-    family: Literal["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"] | None = None,
+    family: TinyFamily | None = None,
 ) -> Path:
     from rlcore.config import TinyModelConfig
     from rlcore.models.tiny import create_tiny_policy

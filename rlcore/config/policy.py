@@ -17,6 +17,9 @@ def expand_home(path: str) -> str:
     return str(Path(path).expanduser()) if path.startswith("~") else path
 
 
+TinyFamily = Literal["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "glm4v", "internvl", "idefics3"]
+
+
 class TinyModelConfig(Frozen):
     """The built-in default policy: a few million parameters, warm-started on synthetic problems."""
 
@@ -25,7 +28,7 @@ class TinyModelConfig(Frozen):
     task: Literal["geometry", "sums", "countdown"] = "geometry"
     """Task of the warm start. geometry: a vision-language model that starts to read pictures; sums, countdown: a text
     model that starts to add numbers ("#### 42") or to write expressions."""
-    family: Literal["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "glm4v", "internvl", "idefics3"] | None = None
+    family: TinyFamily | None = None
     """Architecture of the policy that reads pictures. null: qwen2_5_vl. The policies of text are qwen2."""
     warm_start_steps: int = Field(600, ge=0)
     """Supervised steps, at most. The warm start ends once the model knows the format and starts to give right answers.

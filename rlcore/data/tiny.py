@@ -21,6 +21,7 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen2_5_VLProcessor,
     Qwen2VLImageProcessor,
+    Qwen2VLProcessor,
     Qwen2VLVideoProcessor,
     Qwen3VLProcessor,
     Qwen3VLVideoProcessor,
@@ -30,12 +31,13 @@ from transformers import (
 )
 
 PictureProcessor = (
-    Qwen2_5_VLProcessor
+    Qwen2VLProcessor
+    | Qwen2_5_VLProcessor
     | Qwen3VLProcessor
+    | Glm4vProcessor
     | InternVLProcessor
     | Idefics3Processor
     | SmolVLMProcessor
-    | Glm4vProcessor
     | Gemma3Processor
 )
 
@@ -132,6 +134,8 @@ def build_processor(family: str | None = None) -> PictureProcessor:
         return _build_named_tile_processor(family)
     make_processor: Callable[..., PictureProcessor] = Qwen2_5_VLProcessor
     make_video_processor: Callable[..., Any] = Qwen2VLVideoProcessor
+    if family == "qwen2_vl":
+        make_processor = Qwen2VLProcessor
     if family in ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"):
         look["patch_size"] = 16
         make_processor, make_video_processor = Qwen3VLProcessor, Qwen3VLVideoProcessor
@@ -143,19 +147,19 @@ def build_processor(family: str | None = None) -> PictureProcessor:
     )
 
 
-_TILE = 56  # pixels per side; 4 x 4 patches of 14 pixels, merged into 2 x 2 tokens
-_TILE_TOKENS = 4
+TILE = 28  # pixels per side; 4 x 4 patches of 7 pixels, merged into 2 x 2 tokens, each a letter's cell
+TOKENS_PER_TILE = 4
 
 
 def _build_tile_processor(look: Mapping[str, Any]) -> InternVLProcessor:
-    size = {"height": _TILE, "width": _TILE}
+    size = {"height": TILE, "width": TILE}
     make_processor: Callable[..., InternVLProcessor] = InternVLProcessor
     make_video_processor: Callable[..., Any] = InternVLVideoProcessor
     return make_processor(
         image_processor=GotOcr2ImageProcessor(**look, size=size),
         tokenizer=build_tokenizer(named_tokens=TILE_TOKENS),
         video_processor=make_video_processor(**look, size=size),
-        image_seq_length=_TILE_TOKENS,
+        image_seq_length=TOKENS_PER_TILE,
         chat_template=CHAT_TEMPLATE.replace("<|vision_start|><|image_pad|><|vision_end|>", "<IMG_CONTEXT>"),
     )
 
@@ -182,7 +186,6 @@ def _build_glm_processor(look: Mapping[str, Any]) -> Glm4vProcessor:
     )
 
 
-_NAMED_TILE = 28  # pixels per side; 4 x 4 patches of 7 pixels, merged into 2 x 2 tokens, each a letter's cell
 _GRID = 3  # most rows and columns of named tiles
 NAMED_TILE_TOKENS = {
     "image_token": "<image>",
@@ -199,8 +202,8 @@ def _build_named_tile_processor(family: str) -> Idefics3Processor | SmolVLMProce
     look: dict[str, Any] = {
         "image_mean": [0.99] * 3,  # paper is only almost 0: transformers and vLLM take a tile of zeros for padding
         "image_std": _IMAGE_STD,
-        "size": {"longest_edge": _GRID * _NAMED_TILE},
-        "max_image_size": {"longest_edge": _NAMED_TILE},
+        "size": {"longest_edge": _GRID * TILE},
+        "max_image_size": {"longest_edge": TILE},
     }
     videos: dict[str, Any] = {}
     if family == "smolvlm":
@@ -210,13 +213,15 @@ def _build_named_tile_processor(family: str) -> Idefics3Processor | SmolVLMProce
         image_processor=make_image_processor(**look),
         **videos,
         tokenizer=build_tokenizer(named_tokens=NAMED_TILE_TOKENS),
-        image_seq_len=_TILE_TOKENS,
+        image_seq_len=TOKENS_PER_TILE,
         chat_template=CHAT_TEMPLATE.replace("<|vision_start|><|image_pad|><|vision_end|>", "<image>"),
     )
 
 
 # Gemma 3's, by the names under which its processor asks the tokenizer for them
 SOFT_TOKENS = {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"}
+SQUARE = 56  # pixels per side of every picture
+TOKENS_PER_SQUARE = 4
 LINE_BREAKS = tuple("\n" * count for count in range(1, 5))  # vLLM asks for these tokens
 
 
@@ -224,9 +229,9 @@ def _build_square_processor(look: Mapping[str, Any]) -> Gemma3Processor:
     make_processor: Callable[..., Gemma3Processor] = Gemma3Processor
     make_image_processor: Callable[..., Any] = Gemma3ImageProcessor
     return make_processor(
-        image_processor=make_image_processor(**look, size={"height": _TILE, "width": _TILE}),
+        image_processor=make_image_processor(**look, size={"height": SQUARE, "width": SQUARE}),
         tokenizer=build_tokenizer(TEXT_TOKENS + LINE_BREAKS, SOFT_TOKENS),
-        image_seq_length=_TILE_TOKENS,
+        image_seq_length=TOKENS_PER_SQUARE,
         chat_template=CHAT_TEMPLATE.replace("<|vision_start|><|image_pad|><|vision_end|>", "<start_of_image>"),
     )
 

@@ -81,11 +81,11 @@ weights, before it trains.
 Llama 3 and DeepSeek-R1-Distill-Llama are llama with long context. Qwen2.5 and DeepSeek-R1-Distill-Qwen are `qwen2`.
 Phi-4 is `phi3`, and Phi-4-mini turns part of each head. Gemma 3 has a sliding window of 16 tokens here, which all of
 its sequences exceed; `gemma3_text` is its text model, such as Gemma-3-1B. InternVL3.5 is `internvl`, and InternVL3
-has the older decoder. Its tiles have 56 x 56 pixels here, and a picture has six to nine of them and one of the whole
-picture. The first SmolVLM is `idefics3`, SmolVLM2 is `smolvlm`; their tiles have 28 x 28 pixels here, and a picture
-has six to nine of them and one of the whole picture. GLM-4.1V is `glm4v`. `gemma3` is Gemma 3 with pictures, of 56 x 56
-pixels and four tokens here, which attend to each other in both directions. Qwen3.5 is `qwen3_5`, and with experts
-`qwen3_5_moe`. Two of its three layers have a recurrent state here, which vLLM computes on a CPU in bfloat16 only.
+has the older decoder. The first SmolVLM is `idefics3`, SmolVLM2 is `smolvlm`. The tiles of InternVL and SmolVLM have
+28 x 28 pixels here, and a picture has six to nine of them and one of the whole picture. GLM-4.1V is `glm4v`. `gemma3`
+is Gemma 3 with pictures, of 56 x 56 pixels and four tokens here, which attend to each other in both directions. Qwen3.5
+is `qwen3_5`, and with experts `qwen3_5_moe`. Two of its three layers have a recurrent state here, which vLLM computes
+on a CPU in bfloat16 only.
 With adapters vLLM computes experts by Triton alone, which a CPU does not have. In bfloat16 rounding sends some tokens
 to another expert than in float32, so more is allowed there.
 

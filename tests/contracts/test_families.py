@@ -24,9 +24,9 @@ INSIDES = r"vision_config|spatial_merge|\.visual\b|deepstack|mrope"
 COMPARISON = r"model_type\b.{0,20}?(==|!=|\bin\b|startswith)|(==|!=|\bin\b|match) *(\w+\.)?model_type"
 KNOWLEDGE = re.compile(f"{NAMES}|{INSIDES}|{COMPARISON}", re.IGNORECASE)
 SETTINGS = "rlcore/config/policy.py"
-# The embedded policies are models of two families, built from transformers' own classes.
+# The embedded policies are built from transformers' own classes.
 BUILD_ONE = ("rlcore/models/tiny.py", "rlcore/data/tiny.py")
-CHOOSE_ONE = "    family: Literal[", '    """Architecture of the policy'  # model.tiny.family
+CHOOSE_ONE = "TinyFamily = Literal[", '    """Architecture of the policy'  # model.tiny.family
 
 
 def knowledge_of_families(path: str, text: str) -> Iterator[str]:

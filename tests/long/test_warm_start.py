@@ -7,13 +7,14 @@ from collections.abc import Callable
 from functools import partial
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
-from typing import Literal
+from typing import get_args
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Qwen2ForCausalLM
 
 from rlcore.config import DataConfig, TinyModelConfig
+from rlcore.config.policy import TinyFamily
 from rlcore.data.prompts import PromptBuilder, TextProcessor
 from rlcore.data.synthetic.arithmetic import ArithmeticProblem
 from rlcore.data.synthetic.geometry import draw_problem
@@ -26,8 +27,8 @@ from tests.warm_start import warm_started
 torch.set_num_threads(1)
 
 
-@pytest.mark.parametrize("family", [None, "qwen3_vl", "qwen3_vl_moe"])
-def test_the_policies_that_see(family: Literal["qwen3_vl", "qwen3_vl_moe"] | None) -> None:
+@pytest.mark.parametrize("family", get_args(TinyFamily))
+def test_the_policies_that_see(family: TinyFamily) -> None:
     """The loss is past mere guessing and far from nothing."""
     made = warm_started(TinyModelConfig(warm_start_steps=800, family=family))
     assert 20 < made.steps < 800

@@ -117,9 +117,9 @@ def test_positions_are_transformers_own(model_type: str) -> None:
 
 def test_an_image_in_tiles_has_a_tile_of_the_whole_image_and_equally_many_tokens_for_each() -> None:
     layout = FAMILIES["internvl"].images.layout(small_with_images("internvl"))
-    grids = [(1, 56, 56), (7, 56, 56)]
+    grids = [(1, 28, 28), (7, 28, 28)]
     assert [layout.num_inputs(grid) for grid in grids] == [1, 7]
-    assert [layout.num_rows(grid) for grid in grids] == [4, 28]  # (56 / 14)^2 / 4 a tile
+    assert [layout.num_rows(grid) for grid in grids] == [4, 28]  # (28 / 7)^2 / 4 a tile
     tokens = np.array([1, *[layout.image_token_id] * 4, 2, *[layout.image_token_id] * 28])
     assert layout.positions(tokens, grids).tolist() == list(range(34))
     with pytest.raises(ValueError, match="32 image tokens, and the 1 images of the sequence have 28"):

@@ -18,7 +18,13 @@ from rlcore.batch import Segments
 from rlcore.errors import ModelError
 from rlcore.families import FAMILIES
 from rlcore.models import recurrence
-from rlcore.models.recurrence import CHUNK, causal_convolution, gated_delta_rule, use_packed_recurrence
+from rlcore.models.recurrence import (
+    CHUNK,
+    causal_convolution,
+    gated_delta_rule,
+    unit_lower_inverse,
+    use_packed_recurrence,
+)
 from rlcore.models.torch_policy import TorchPolicy
 from tests.checking import make_model
 from tests.numerics import toy
@@ -174,3 +180,21 @@ def test_two_ranks_take_the_step_of_one(family: str, tmp_path: Path) -> None:
         a, b = (torch.cat([found["gradients"][name].flatten() for name in decoder]) for found in (one, two))
         # not as they are: the gradient of a tower counts in the norm that all are clipped by
         assert float((a / a.norm() - b / b.norm()).norm()) < 1e-5
+
+
+@pytest.mark.parametrize("size", [1, 2, 64])
+def test_the_inverse_of_a_triangular_matrix(size: int) -> None:
+    torch.manual_seed(size)
+    below = (0.5 * torch.randn(3, 2, size, size, dtype=torch.float64)).requires_grad_()  # on and above: not read
+    whole = below.tril(-1) + torch.eye(size, dtype=torch.float64)
+    expected = torch.linalg.solve_triangular(whole, torch.eye(size, dtype=torch.float64).expand_as(whole), upper=False)
+    found = unit_lower_inverse(below)
+    assert_close(found, expected)
+    grad = torch.randn_like(found)
+    assert_close(torch.autograd.grad(found, below, grad), torch.autograd.grad(expected, below, grad))
+
+
+def test_the_inverse_is_exact_where_a_token_comes_again_and_again() -> None:
+    """All keys equal and all written: ones below the diagonal. The inverse has -1 next to the diagonal and no other."""
+    found = unit_lower_inverse(torch.ones(CHUNK, CHUNK))
+    assert torch.equal(found, torch.eye(CHUNK) - torch.diag(torch.ones(CHUNK - 1), -1))

@@ -25,7 +25,7 @@ PARTS = {
     "gemma3": ("vision_tower", "multi_modal_projector"),
 }
 GRIDS = {
-    "internvl": {(1, 56, 56), (5, 56, 56), (7, 56, 56)},
+    "internvl": {(5, 28, 28), (7, 28, 28), (10, 28, 28)},
     "idefics3": {(7, 28, 28), (10, 28, 28)},
     "gemma3": {(1, 56, 56)},
 }

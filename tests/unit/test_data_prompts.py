@@ -132,7 +132,7 @@ def test_turns_of_an_example_come_before_the_question_which_alone_the_template_w
 
 
 @pytest.mark.parametrize("sizes", [[(300, 170)], [(60, 60), (100, 190)]])
-@pytest.mark.parametrize("family", [None, "glm4v", "internvl", "idefics3", "smolvlm", "gemma3"])
+@pytest.mark.parametrize("family", [None, "qwen2_vl", "glm4v", "internvl", "idefics3", "smolvlm", "gemma3"])
 def test_expanded_pictures_are_the_processor_s_own_and_collapse_again(family, sizes):
     prompts = PromptBuilder(build_processor(family), with_template("tiny"))
     sizes = [prompts.target_size(*size) for size in sizes]

@@ -13,6 +13,7 @@ from PIL import Image
 from safetensors.torch import load_file
 from transformers import (
     GenerationConfig,
+    PreTrainedModel,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
     Qwen2Config,
@@ -32,7 +33,6 @@ from rlcore.models.loading import load_hf_model
 from rlcore.models.lora import choose_trainable, draw_adapters
 from rlcore.models.optimizer import KahanAdamW
 from rlcore.models.probe import ProbeSequence, read_probe
-from rlcore.models.tiny import PictureModel
 from rlcore.segment.spec import SegmentEnd
 from rlcore.segment.store import LocalCheckpointStore
 from rlcore.types import ImageRef
@@ -78,7 +78,7 @@ def _text_model(*, tied: bool) -> Qwen2ForCausalLM:
     return Qwen2ForCausalLM(Qwen2Config(**TEXT, tie_word_embeddings=tied))
 
 
-def _vision_model(model_type: str = "qwen2_5_vl") -> PictureModel:
+def _vision_model(model_type: str = "qwen2_5_vl") -> PreTrainedModel:
     make_config, make_model, own = PICTURES[model_type]
     vision = {
         "depth": 2,

@@ -22,7 +22,6 @@ from transformers import (
 )
 
 from rlcore.config import LoraConfig
-from rlcore.data.tiny import build_processor
 from rlcore.errors import ModelError
 from rlcore.families import family_of
 from rlcore.families.protocol import Caps
@@ -38,7 +37,7 @@ def check(config: object, sequence_parallel: int = 1, tensor_parallel: int = 1) 
     require_supported(config, sequence_parallel=sequence_parallel, tensor_parallel=tensor_parallel)
 
 
-@pytest.mark.parametrize("family", [None, "qwen3_vl", "qwen3_vl_moe", "idefics3"])
+@pytest.mark.parametrize("family", [None, "qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "idefics3"])
 def test_the_tiny_policy_is_supported(family):
     check(build_model(family, 0).config, sequence_parallel=4, tensor_parallel=4)
 
@@ -115,7 +114,7 @@ def test_an_engine_that_cannot_be_cut_evenly_is_refused_with_what_is_allowed():
 
 def test_adapters_of_a_tower_for_which_the_engine_has_none_are_refused() -> None:
     lora = LoraConfig(vision_tower=True)
-    require_supported(build_model(build_processor(), 0).config, sequence_parallel=1, lora=lora)
+    require_supported(build_model(None, 0).config, sequence_parallel=1, lora=lora)
     with pytest.raises(ModelError, match=r"model\.lora\.vision_tower is true, and vLLM has no adapters .* internvl"):
         require_supported(InternVLConfig(), sequence_parallel=1, lora=lora)
     require_supported(InternVLConfig(), sequence_parallel=1, lora=LoraConfig())
