@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import silu, softplus
@@ -36,7 +37,7 @@ CHUNK = 64
 # What the backward pass needs of the rule is computed again, for some heads at a time: measured are 145 bytes for each
 # element of the values, which at 16,384 tokens and a width of 4,096 would be 9 GiB for each layer.
 _HELD_PER_VALUE = 145
-_HELD_BYTES = 1 << 30
+_HELD_BYTES = 4 << 30
 _TINY = 1e-6  # as transformers and vLLM add it to the length of a key
 
 
@@ -143,7 +144,7 @@ def causal_convolution(mixed: Tensor, weight: Tensor, segments: Segments) -> Ten
     for back in range(weight.shape[1]):
         exists = place - back >= first
         row = segments.key_rows[torch.where(exists, place - back, place)]
-        total = total + weight[:, -1 - back].float() * mixed[row].float() * exists[:, None]
+        total = total + weight[:, -1 - back].float() * mixed.index_select(0, row).float() * exists[:, None]
     return silu(total).to(mixed.dtype)
 
 
@@ -191,18 +192,21 @@ def _along(tokens: tuple[Tensor, ...], bounds: Tensor, states: Tensor) -> tuple[
     key = key * (since_start[..., -1:] - since_start).exp()[..., None]
     left = since_start[..., -1].exp()[..., None, None]  # of the state at the end of the chunk
 
-    state, ended, read, start = states[plan.order], [], [], 0
-    for count in plan.counts:
-        ended.append(state[count:])
-        state, now = state[:count], slice(start, start + count)
-        written = own[now] - known[now] @ state
-        read.append(query[now] @ state + seen[now] @ written)
-        state = state * left[now] + key[now].transpose(2, 3) @ written
-        start += count
-    after = torch.cat([state, *reversed(ended)])[plan.order.argsort()]
-    in_order = torch.cat(read).transpose(1, 2)[plan.inside]  # [tokens, Hv, Dv] in the order of the chunks
-    first = int(bounds[0])
-    return torch.empty_like(in_order).index_copy(0, plan.rows[plan.inside] - first, in_order), after
+    # every product in one kernel and call: a row has thousands of them
+    heads, state = states.shape[1], states.index_select(0, plan.order).flatten(0, 1)
+    steps = [x.flatten(0, 1) for x in (own, known, query, seen, key.transpose(2, 3), left)]
+    ended, read = [], []
+    for now in zip(*(torch.split(x, [count * heads for count in plan.counts]) for x in steps), strict=True):
+        own, known, query, seen, key, left = now
+        if len(own) < len(state):
+            state, done = torch.split(state, [len(own), len(state) - len(own)])
+            ended.append(done)
+        written = torch.baddbmm(own, known, state, alpha=-1)
+        read.append(torch.baddbmm(torch.bmm(query, state), seen, written))
+        state = torch.baddbmm(state * left, key, written)
+    after = torch.cat([state, *reversed(ended)]).view(states.shape).index_select(0, plan.order.argsort())
+    out = torch.cat(read).unflatten(0, (-1, heads)).transpose(1, 2)  # type: ignore[no-untyped-call]
+    return out.flatten(0, 1).index_select(0, plan.places), after
 
 
 class _UnitLowerInverse(torch.autograd.Function):
@@ -238,8 +242,7 @@ def unit_lower_inverse(system: Tensor) -> Tensor:
     """[..., n, n], n a power of two: the inverse of the matrix with ones on the diagonal and these values below it.
 
     By blocks of 1, 2, 4, ... rows, which is as stable as solving row by row. A series in powers of the matrix is not:
-    where the same token comes again and again its terms are large, of either sign. On a GPU a dozen products of batches
-    take less time than torch.linalg.solve_triangular.
+    where the same token comes again and again its terms are large, of either sign.
     """
     return _UnitLowerInverse.apply(system)  # type: ignore[no-any-return, no-untyped-call]
 
@@ -248,28 +251,33 @@ def unit_lower_inverse(system: Tensor) -> Tensor:
 class _Chunks:
     """The chunks of some sequences: the first of each, then the second of each that has two, and so on."""
 
-    order: Tensor  # the sequences, the longest first
+    order: Tensor  # [sequences] int64, the longest first
     counts: list[int]  # of the sequences that have a first chunk, a second, ...
-    rows: Tensor  # [M, C] int64
+    rows: Tensor  # [M * C] int64: the token of each place of the chunks
     inside: Tensor  # [M, C] bool, False on padding
+    places: Tensor  # [tokens] int64: the place of each token
 
 
 def _chunks(bounds: Tensor) -> _Chunks:
-    starts, ends = bounds[:-1].long(), bounds[1:].long()
-    numbers = (ends - starts + CHUNK - 1) // CHUNK
-    order = numbers.argsort(descending=True, stable=True)
+    starts, ends = (np.asarray(x) for x in (bounds[:-1].tolist(), bounds[1:].tolist()))  # on a GPU: one wait for it
+    numbers = -(-(ends - starts) // CHUNK)
+    order = np.argsort(-numbers, kind="stable")
     counts = [int((numbers > i).sum()) for i in range(int(numbers.max()))]
-    first = torch.cat([starts[order[:count]] + i * CHUNK for i, count in enumerate(counts)])
-    last = torch.cat([ends[order[:count]] for count in counts])
-    rows = first[:, None] + torch.arange(CHUNK, device=bounds.device)
+    first = np.concatenate([starts[order[:count]] + i * CHUNK for i, count in enumerate(counts)])
+    last = np.concatenate([ends[order[:count]] for count in counts])
+    rows = first[:, None] + np.arange(CHUNK)
     inside = rows < last[:, None]
-    return _Chunks(order, counts, torch.where(inside, rows, first[:, None]), inside)
+    places = np.empty(ends[-1] - starts[0], np.int64)
+    places[rows[inside] - starts[0]] = np.flatnonzero(inside)
+    rows = np.where(inside, rows, first[:, None]).ravel()
+    made = {"order": order, "rows": rows, "inside": inside, "places": places}
+    return _Chunks(counts=counts, **{name: torch.from_numpy(x).to(bounds.device) for name, x in made.items()})
 
 
 def _in_chunks(x: Tensor, plan: _Chunks) -> Tensor:
     """[T, Hv, ...] -> [M, Hv, C, ...], 0 on padding: such a token forgets and writes nothing."""
     inside = plan.inside.view(*plan.inside.shape, *[1] * (x.dim() - 1))
-    return (x[plan.rows] * inside).transpose(1, 2)
+    return (x.index_select(0, plan.rows).view(*plan.inside.shape, *x.shape[1:]) * inside).transpose(1, 2)
 
 
 def _normalised(x: Tensor) -> Tensor:
