@@ -40,6 +40,10 @@ FILES = {
     "pinned-h200": "steps, updates and sampling with the pinned versions",
     "recipe-vl-7b-h200x4": "VL-7B in its own recipe on four GPUs",
     "large-vl-32b-h200x4": "VL-32B with LoRA on four GPUs, by stage",
+    "large-text-7b-h200": "text 7B, all weights, with KL on one GPU, by stage",
+    "exact-h100": "steps with and without `rollout.exact`",
+    "fp8-h100": "sampling of a 7B shape with and without `rollout.quantization=fp8`",
+    "newer-h200": "updates of Qwen3-VL-4B and of Qwen3-30B-A3B with 6 layers beside Qwen2.5-VL-3B",
     "first-step-h200": "first and later steps by caches, versions and compilation of the engine",
     "sequential": "simulated comparisons of two policies ([evaluation](evaluation.md))",
 }
@@ -84,6 +88,7 @@ def performance() -> Iterator[Row]:
     yield from _sampler()
     yield from _several_gpus()
     yield from _pinned()
+    yield from _newer()
     yield from _memory()
     yield from _cpu()
     yield from _growth()
@@ -287,6 +292,54 @@ def _pinned() -> Iterator[Row]:
         f"{ready:.0f} s; {max(stage['gpu_gib'] or 0 for stage in large['stages']) / 4:.0f} GiB of each GPU",
         "",
         "see 17",
+    )
+
+
+def _newer() -> Iterator[Row]:
+    """Exact log-probs, 8-bit sampling, newer families."""
+    exact = record("exact-h100")
+    with_it, without = ([step["seconds"] for step in exact[side] if step["counted"]] for side in ("exact", "default"))
+    apart = [max(step["abs_delta_logprob_max"] for step in exact[side]) for side in ("exact", "default")]
+    yield Row(
+        "`rollout.exact`, text 1.5B, fixed: largest difference of log-probs, sampler and trainer; whole step, one H100",
+        f"{apart[1]:.3f}; {statistics.median(without):.1f} s",
+        f"{apart[0]:.1f}; {statistics.median(with_it):.1f} s: "
+        f"{statistics.median(with_it) / statistics.median(without):.2f} x",
+        "0",
+        reached(apart[0] == 0, see="18"),
+    )
+    fp8 = record("fp8-h100")
+    (slow,), (fast,) = ([run["tokens_per_s"] for run in fp8[kind]["bursts"]] for kind in ("bfloat16", "fp8"))
+    yield Row(
+        "`rollout.quantization=fp8`, 7B text, 1,024 x (256 + 512), tokens/s, one H100",
+        f"{rounded(slow)} in bfloat16",
+        f"{rounded(fast)}: {fast / slow:.2f} x",
+        "1.3 x",
+        reached(fast >= 1.3 * slow, see="19"),
+    )
+    update = record("newer-h200")["update"]
+    yield Row(
+        "update, `adamw_bf16`, selective checkpointing: Qwen3-VL-4B, beside Qwen2.5-VL-3B §",
+        f"{percent(update['vl']['mfu'])}, {rounded(update['vl']['tokens_per_second'])} tokens/s",
+        f"{percent(update['vl3-4b']['mfu'])}, {rounded(update['vl3-4b']['tokens_per_second'])} tokens/s",
+        "",
+        "see 20",
+    )
+    yield Row(
+        "the same, Qwen3-30B-A3B with 6 layers, MFU by active parameters §",
+        "",
+        f"{percent(update['moe-30b']['mfu'])}, {rounded(update['moe-30b']['tokens_per_second'])} tokens/s",
+        "",
+        "see 20",
+    )
+    stages = record("large-text-7b-h200")["stages"]
+    yield Row(
+        "text 7B, all weights, KL to the reference, on one GPU: memory of the host and of the GPU §",
+        "",
+        f"{max(stage['processes_gib'] or 0 for stage in stages):.0f} GiB; "
+        f"{max(stage['gpu_gib'] or 0 for stage in stages):.0f} GiB",
+        "host: 40 GiB",
+        reached(max(stage["processes_gib"] or 0 for stage in stages) <= 40),
     )
 
 

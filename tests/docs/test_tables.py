@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.bench import accepted, tables
+from tests.bench import accepted, models, tables
 from tests.bench.accepted import FOLDER, record
 from tests.bench.tables import FILES, PAGES, TABLES, with_tables
 
@@ -28,6 +28,13 @@ def test_each_table_is_on_one_page() -> None:
     text = "".join(page.read_text() for page in PAGES)
     assert {name: text.count(f"<!-- table: {name} -->\n") for name in TABLES} == dict.fromkeys(TABLES, 1)
     assert text.count("<!-- end of the table -->") == len(TABLES)
+
+
+def test_the_models_on_a_gpu_are_those_of_the_record() -> None:
+    page = models.PAGE.read_text()
+    found = models.record()
+    assert models.table(found) in page
+    assert all(line in page for name, made in found.items() for line in models.refusals(name, made))
 
 
 def test_a_figure_that_is_edited_in_the_page_is_found() -> None:
