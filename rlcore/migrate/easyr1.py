@@ -96,7 +96,7 @@ def _data(ledger: Ledger) -> None:
     ledger.same_if("data.image_dir", None, otherwise="write absolute paths, or paths relative to the data file")
     ledger.same_if("data.mini_rollout_batch_size", None, otherwise="a round of dynamic sampling is a whole batch")
     ledger.same_if("data.override_chat_template", None, otherwise="put the chat template into the model's folder")
-    ledger.listed("data.video_fps", text="videos come as lists of frames")
+    ledger.put("data.video_fps", ledger.get("data.video_fps") or 2.0, "data.video_fps")
     ledger.same("data.filter_overlong_prompts_workers", "data.val_batch_size", text="found by itself")
 
 
