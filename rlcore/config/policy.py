@@ -136,9 +136,10 @@ class RolloutConfig(Frozen):
     weight and for each token. For an H100 or newer. Sampler and trainer then differ by more than rounding, so
     algorithm.correction has to be set. null: all layers compute in rollout.dtype."""
     exact: bool = False
-    """GPU only, Qwen2 and Qwen2.5 text: the trainer's log-probs are those of the sampler bit for bit, so the ratio of
-    the two is exactly 1 until the policy changes. Both use vLLM's batch-invariant kernels, and each of the trainer's
-    passes computes one more forward pass. Slower; temperature 1 and the whole vocabulary only."""
+    """GPU only, and for few model types, which the error of another one names: the trainer's log-probs are those of the
+    sampler bit for bit, so the ratio of the two is exactly 1 until the policy changes. Both use vLLM's batch-invariant
+    kernels, and each of the trainer's passes computes one more forward pass. Slower; temperature 1 and the whole
+    vocabulary only."""
     mismatch_alarm: float | None = Field(None, gt=0)
     """Mean distance between the log-probs of sampler and trainer, nats per token, above which a step warns and
     rollout/mismatch_alarm is 1. null: 0.5 with rollout.quantization; else 0.05 if either computes in bfloat16, 0.001 in

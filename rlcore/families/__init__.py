@@ -52,6 +52,9 @@ FAMILIES: Mapping[str, Family] = {
     "smolvlm": idefics3.FAMILY,  # SmolVLM2
     "gemma3": gemma3.FAMILY,
 }
+
+EXACT = ("qwen2",)
+"""Model types whose forward pass ``models.exact`` repeats with the sampler's kernels."""
 REFUSED: Mapping[str, str] = {
     "gpt_oss": "its attention has sinks, which the trainer's packed attention does not compute",
     "kimi_vl": "transformers 5.19 has no implementation of it, which the trainer would run",

@@ -19,10 +19,10 @@ from torch.distributed.fsdp import FSDPModule
 
 from rlcore.batch import Microbatch, Segments
 from rlcore.errors import ModelError
+from rlcore.families import EXACT
 from rlcore.models.flash import Sequences, Triple
 from rlcore.models.packed import PackedModel
 
-MODEL_TYPES = ("qwen2",)
 _ROWS = 1024  # of logits at a time
 _BANNED = -100.0  # the sampler adds it to the logit of a token that it may not sample
 
@@ -67,7 +67,7 @@ def require_exact(config: Any, device: str) -> None:
     rope = getattr(config, "rope_parameters", None) or {}
     found = {
         "device": (device, ("cuda",)),
-        "model_type": (config.model_type, MODEL_TYPES),
+        "model_type": (config.model_type, EXACT),
         "rope_type": (rope.get("rope_type", "default"), ("default",)),
         "use_sliding_window": (getattr(config, "use_sliding_window", False), (False,)),
     }
@@ -86,7 +86,7 @@ def exact_logprobs(model: PackedModel, batch: Microbatch, kernels: SamplerKernel
     Collective with sharded weights. Call it after the model's first forward pass, which prepares their collectives.
 
     Args:
-        model: of one of ``MODEL_TYPES``.
+        model: of a type in ``families.EXACT``.
         reshards: free gathered weights after their use.
     """
     hf: Any = model.hf
