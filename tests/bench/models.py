@@ -95,8 +95,9 @@ _ON_GPU = """
 
 The same comparisons {where}. The trainer and vLLM
 compute in bfloat16, and what is allowed is derived from how far transformers' own forward pass in bfloat16 is from that
-in float32. In float32, vLLM's kernels for GPUs differ by more than is allowed there; why was not found out. The machine
-lacked flashinfer, which vLLM needs for Qwen3.5 and `make install EXTRA=gpu` installs.
+in float32. In float32 vLLM attends by a Triton kernel, whose products are rounded to TF32 (by its source: `tl.dot`
+without a precision), so it differs by more than is allowed. The machine lacked flashinfer, which vLLM needs for Qwen3.5
+and `make install EXTRA=gpu` installs.
 
 """
 _FOOT = """
