@@ -184,6 +184,7 @@ _RUNS = {
     "qwen3_vl_moe": _Supervised(16, 7e-4, 0.09),
     "qwen3_5": _Supervised(16, 7e-4, 0.06),
     "glm4v": _Supervised(16, 7e-4, 0.09),
+    "internvl": _Supervised(16, 7e-4, 0.09),
     "idefics3": _Supervised(16, 7e-4, 0.08),
     "sums": _Supervised(16, 2e-3, 0.10),
     "countdown": _Supervised(32, 2e-3, 0.44),
