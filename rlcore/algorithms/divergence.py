@@ -97,7 +97,7 @@ def next_coefficient(coefficient: float, kl: float, *, target: float, horizon: i
 
 Dtype = Literal["float32", "float16", "bfloat16"]
 QUANTISED_LIMIT = 0.5
-"""``normal_limit`` of a sampler with linear layers in 8-bit floats."""
+"""``normal_limit`` of a sampler with linear layers in 8-bit floats. Measured: 0.19, text of 1.5 B, random weights."""
 
 
 def normal_limit(device: str, trainer: Dtype, sampler: Dtype) -> float:

@@ -239,7 +239,7 @@ def _broken_exact_rules(config: ExperimentConfig) -> Iterator[str]:
         if value != allowed:
             yield (
                 f"rollout.exact is true and {key} is {'set' if key == 'model.lora' else value}: the trainer has no "
-                f"kernels for that which compute as the sampler's. Set {key} to "
+                f"kernels that compute this as the sampler does. Set {key} to "
                 f"{'null' if allowed is None else allowed}, or rollout.exact to false."
             )
 
