@@ -13,10 +13,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rlcore.errors import ModelError
-from rlcore.families.internvl import TileLayout
+from rlcore.families.internvl import TileImages, TileLayout
 from rlcore.families.protocol import Grid, ImageLayout
 from rlcore.families.qwen2 import LOGIT_CAP, Qwen2, matrix_elements
-from rlcore.families.qwen2_vl import with_features
 from rlcore.flops import TowerShape
 from rlcore.types import ImageRef
 
@@ -59,7 +58,7 @@ class Gemma3(Qwen2):
 
 
 @dataclass(frozen=True, slots=True)
-class Gemma3Images:
+class Gemma3Images(TileImages):
     """Implements ``Images``. An image is one tile; its grid is 1, and the tile's rows and columns of pixels."""
 
     processors: tuple[str, ...] = ("Gemma3ImageProcessor", "Gemma3ImageProcessorPil")
@@ -96,19 +95,6 @@ class Gemma3Images:
 
     def tower_blocks(self, tower: Any) -> Sequence[nn.Module]:
         return tower.vision_tower.encoder.layers  # type: ignore[no-any-return]
-
-    def tower_arguments(self, config: Any, grids: Tensor) -> dict[str, Any]:
-        return {}
-
-    def features(self, output: Any) -> Tensor:
-        return output.flatten(0, 1)  # type: ignore[no-any-return]
-
-    def blank(self, config: Any) -> tuple[tuple[int, ...], Grid]:
-        side = config.image_size
-        return (1, config.num_channels, side, side), (1, side, side)
-
-    def decoder_inputs(self, embeddings: Tensor, features: Tensor, index: Tensor, rows: Tensor) -> dict[str, Any]:
-        return with_features(embeddings, features, index, rows)
 
     def plain_arguments(
         self, layout: ImageLayout, token_ids: Tensor, pixels: Tensor, grids: Tensor, images: Sequence[ImageRef] = ()

@@ -15,10 +15,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rlcore.errors import ModelError
-from rlcore.families.internvl import TileLayout
+from rlcore.families.internvl import TileImages, TileLayout
 from rlcore.families.protocol import Grid, ImageLayout
 from rlcore.families.qwen2 import Qwen2, matrix_elements
-from rlcore.families.qwen2_vl import with_features
 from rlcore.flops import TowerShape
 from rlcore.types import ImageRef
 
@@ -50,7 +49,7 @@ class Idefics3(Qwen2):
 
 
 @dataclass(frozen=True, slots=True)
-class Idefics3Images:
+class Idefics3Images(TileImages):
     """Implements ``Images``. The grid of an image is its tiles, and the rows and columns of pixels of a tile."""
 
     processors: tuple[str, ...] = (
@@ -100,19 +99,6 @@ class Idefics3Images:
 
     def tower_blocks(self, tower: Any) -> Sequence[nn.Module]:
         return tower.vision_model.encoder.layers  # type: ignore[no-any-return]
-
-    def tower_arguments(self, config: Any, grids: Tensor) -> dict[str, Any]:
-        return {}
-
-    def features(self, output: Any) -> Tensor:
-        return output.flatten(0, 1)  # type: ignore[no-any-return]
-
-    def blank(self, config: Any) -> tuple[tuple[int, ...], Grid]:
-        side = config.image_size
-        return (1, config.num_channels, side, side), (1, side, side)
-
-    def decoder_inputs(self, embeddings: Tensor, features: Tensor, index: Tensor, rows: Tensor) -> dict[str, Any]:
-        return with_features(embeddings, features, index, rows)
 
     def plain_arguments(
         self, layout: ImageLayout, token_ids: Tensor, pixels: Tensor, grids: Tensor, images: Sequence[ImageRef] = ()

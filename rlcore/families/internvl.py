@@ -55,7 +55,26 @@ class InternVL(Qwen2):
 
 
 @dataclass(frozen=True, slots=True)
-class InternVLImages:
+class TileImages:
+    """The part of ``Images`` that is the same for all towers that take tiles."""
+
+    def tower_arguments(self, config: Any, grids: Tensor) -> dict[str, Any]:
+        return {}
+
+    def features(self, output: Any) -> Tensor:
+        return output.flatten(0, 1)  # type: ignore[no-any-return]
+
+    def blank(self, config: Any) -> tuple[tuple[int, ...], Grid]:
+        size = config.image_size
+        height, width = (size, size) if isinstance(size, int) else size
+        return (1, config.num_channels, height, width), (1, height, width)
+
+    def decoder_inputs(self, embeddings: Tensor, features: Tensor, index: Tensor, rows: Tensor) -> dict[str, Any]:
+        return with_features(embeddings, features, index, rows)
+
+
+@dataclass(frozen=True, slots=True)
+class InternVLImages(TileImages):
     """Implements ``Images``. The grid of an image is its tiles, and the rows and columns of pixels of a tile."""
 
     processors: tuple[str, ...] = ("GotOcr2ImageProcessor", "GotOcr2ImageProcessorPil")
@@ -94,19 +113,6 @@ class InternVLImages:
 
     def tower_blocks(self, tower: Any) -> Sequence[nn.Module]:
         return tower.vision_tower.encoder.layer  # type: ignore[no-any-return]
-
-    def tower_arguments(self, config: Any, grids: Tensor) -> dict[str, Any]:
-        return {}
-
-    def features(self, output: Any) -> Tensor:
-        return output.flatten(0, 1)  # type: ignore[no-any-return]
-
-    def blank(self, config: Any) -> tuple[tuple[int, ...], Grid]:
-        height, width = config.image_size
-        return (1, config.num_channels, height, width), (1, height, width)
-
-    def decoder_inputs(self, embeddings: Tensor, features: Tensor, index: Tensor, rows: Tensor) -> dict[str, Any]:
-        return with_features(embeddings, features, index, rows)
 
     def plain_arguments(
         self, layout: ImageLayout, token_ids: Tensor, pixels: Tensor, grids: Tensor, images: Sequence[ImageRef] = ()
