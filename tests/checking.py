@@ -213,21 +213,21 @@ def _with_named_tiles(size: Size, config: type = Idefics3Config, **changes: Any)
 
 
 def _with_squares(size: Size, **changes: Any) -> Any:
-    """Pictures of 56 x 56 pixels, each of four tokens."""
+    """Pictures of 84 x 84 pixels: 12 x 12 patches, merged into 36 tokens."""
     token = build_processor("gemma3").tokenizer.convert_tokens_to_ids
-    tower = {"hidden_size": size.width, "intermediate_size": 3 * size.width // 2, "image_size": 56, "patch_size": 14}
+    tower = {"hidden_size": size.width, "intermediate_size": 3 * size.width // 2, "image_size": 84, "patch_size": 7}
     return Gemma3Config(
         text_config={
             **_decoder(size),
             "head_dim": size.head,
             "query_pre_attn_scalar": size.head,
-            "sliding_window": 16,
+            "sliding_window": 40,
             "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
             "tie_word_embeddings": True,
             **changes,
         },
         vision_config={"num_hidden_layers": 2, "num_attention_heads": 2, "vision_use_head": False, **tower},
-        mm_tokens_per_image=4,
+        mm_tokens_per_image=36,
         boi_token_index=token("<start_of_image>"),
         eoi_token_index=token("<end_of_image>"),
         image_token_id=token("<image_soft_token>"),

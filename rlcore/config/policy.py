@@ -17,7 +17,9 @@ def expand_home(path: str) -> str:
     return str(Path(path).expanduser()) if path.startswith("~") else path
 
 
-TinyFamily = Literal["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "glm4v", "internvl", "idefics3"]
+TinyFamily = Literal[
+    "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "glm4v", "internvl", "idefics3", "gemma3"
+]
 
 
 class TinyModelConfig(Frozen):

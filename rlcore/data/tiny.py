@@ -220,8 +220,8 @@ def _build_named_tile_processor(family: str) -> Idefics3Processor | SmolVLMProce
 
 # Gemma 3's, by the names under which its processor asks the tokenizer for them
 SOFT_TOKENS = {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"}
-SQUARE = 56  # pixels per side of every picture
-TOKENS_PER_SQUARE = 4
+SQUARE = 84  # pixels per side of every picture
+TOKENS_PER_SQUARE = 36
 LINE_BREAKS = tuple("\n" * count for count in range(1, 5))  # vLLM asks for these tokens
 
 

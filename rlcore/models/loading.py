@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from rlcore.config import LoraConfig
 from rlcore.errors import ModelError
 from rlcore.families import family_of
+from rlcore.process import leaving_out
 
 
 def load_hf_model(
@@ -149,8 +151,16 @@ def exact_attention(config: Any) -> tuple[str, ...]:
 
 
 def auto_class(config: Any) -> Any:
-    """transformers' loader for this configuration: with a vision tower, or text only."""
-    return AutoModelForCausalLM if family_of(config).images is None else AutoModelForImageTextToText
+    """transformers' loader for this configuration: with a vision tower, or text only.
+
+    transformers runs the recurrent states of a model by flash-linear-attention where that is installed, on a CPU too,
+    where it fails, and in float32 with fewer bits. So the model's code is imported without it.
+    """
+    family = family_of(config)
+    if family.recurrence is not None:
+        with leaving_out("fla"):
+            import_module(type(config).__module__.replace("configuration_", "modeling_"))
+    return AutoModelForCausalLM if family.images is None else AutoModelForImageTextToText
 
 
 def require_supported(

@@ -9,7 +9,8 @@ The state S [Dk, Dv] of a head maps keys to values. A token forgets a part of it
 
 Tokens are computed in chunks, as in section 3.3 of the paper: all pairs within each chunk at once, then the states from
 chunk to chunk, at each step those of all sequences that are so long. So a row of ragged sequences is padded by less
-than a chunk per sequence.
+than a chunk per sequence. On a GPU, in 16 bits, the kernels of flash-linear-attention compute the same if that package
+is installed.
 
 T tokens of the row, S prompts and completions, Hk key heads of size Dk, Hv value heads of size Dv, C = 64 tokens of a
 chunk, M chunks.
@@ -17,9 +18,11 @@ chunk, M chunks.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -33,6 +36,13 @@ from rlcore.errors import ModelError
 from rlcore.families.protocol import Recurrence
 from rlcore.models.sequence import SequenceGroup, own_heads_of_all_tokens, tokens_of_all_heads
 
+log = logging.getLogger(__name__)
+
+# query [T, Hv, Dk], scaled; key [T, Hv, Dk], of length 1; value [T, Hv, Dv];
+# log-decay [T, Hv], g above, not positive; write [T, Hv], b above, in 0..1
+Tokens = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+# tokens, bounds of the sequences, their first states -> what the tokens read, and the last states
+Along = Callable[[Tokens, Tensor, Tensor], tuple[Tensor, Tensor]]
 CHUNK = 64
 # What the backward pass needs of the rule is computed again, for some heads at a time: measured are 145 bytes for each
 # element of the values, which at 16,384 tokens and a width of 4,096 would be 9 GiB for each layer.
@@ -116,10 +126,12 @@ def _of_heads(
     query, key = (_normalised(x).repeat_interleave(copies, 1) for x in (query, key))
     log_decay = -rate * softplus(decay.float() + bias)
     value = value.reshape(len(value), log_decay[0].numel(), -1)
-    out = gated_delta_rule(
-        query * sizes[0] ** -0.5, key, value, log_decay.flatten(1), write.sigmoid().float().flatten(1), segments
-    )
-    return out.to(tokens.dtype)
+    query = query * sizes[0] ** -0.5
+    rates = log_decay.flatten(1), write.sigmoid().float().flatten(1)
+    if tokens.is_cuda and tokens.dtype != torch.float32 and has_kernels():
+        in_16_bits = (query.to(tokens.dtype), key.to(tokens.dtype), value.to(tokens.dtype), *rates)
+        return gated_delta_rule(in_16_bits, segments, along_by_kernels)
+    return gated_delta_rule((query, key, value, *rates), segments).to(tokens.dtype)
 
 
 def _by_key_head(channels: Tensor, heads: int, sizes: list[int]) -> Tensor:
@@ -148,29 +160,50 @@ def causal_convolution(mixed: Tensor, weight: Tensor, segments: Segments) -> Ten
     return silu(total).to(mixed.dtype)
 
 
-def gated_delta_rule(
-    query: Tensor,  # [T, Hv, Dk], scaled
-    key: Tensor,  # [T, Hv, Dk], of length 1
-    value: Tensor,  # [T, Hv, Dv]
-    log_decay: Tensor,  # [T, Hv], g above, not positive
-    write: Tensor,  # [T, Hv], b above, in 0..1
-    segments: Segments,
-) -> Tensor:
-    """[T, Hv, Dv] what each token reads from its sequence's state, in float32."""
+def gated_delta_rule(tokens: Tokens, segments: Segments, along: Along | None = None) -> Tensor:
+    """[T, Hv, Dv] what each token reads from its sequence's state, in the dtype of the values.
+
+    Args:
+        along: computes sequences whose first states are known; by default ``along_by_chunks``.
+    """
+    along = along or along_by_chunks
     prompts = int(segments.sizes[0])
-    tokens = (query, key, value, log_decay, write)
-    empty = query.new_zeros(prompts, query.shape[1], query.shape[2], value.shape[2])
-    out, states = _along(tokens, segments.bounds[: prompts + 1], empty)
+    _, key, value, log_decay, _ = tokens
+    empty = log_decay.new_zeros(prompts, *key.shape[1:], value.shape[2])
+    out, states = along(tokens, segments.bounds[: prompts + 1], empty)
     if len(segments.bounds) == prompts + 1:
         return out
     first_keys = segments.key_rows[segments.key_bounds[prompts:-1].long()]  # the first row of each completion's prompt
     prompt = torch.searchsorted(segments.bounds[: prompts + 1].long(), first_keys, right=True) - 1
     states = torch.cat([states, states.new_zeros(1, *states.shape[1:])])  # the last one for tokens that fill up a row
-    later, _ = _along(tokens, segments.bounds[prompts:], states[prompt])
+    later, _ = along(tokens, segments.bounds[prompts:], states[prompt])
     return torch.cat([out, later])
 
 
-def _along(tokens: tuple[Tensor, ...], bounds: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
+@cache
+def has_kernels() -> bool:
+    """Whether flash-linear-attention is installed."""
+    installed = find_spec("fla") is not None
+    log.info(
+        "layers with a recurrent state run on %s", "flash-linear-attention" if installed else "operations of torch"
+    )
+    return installed
+
+
+def along_by_kernels(tokens: Tokens, bounds: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
+    """``along_by_chunks`` on a GPU. Query, key and value are bfloat16 or float16, the others float32."""
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    first, last = int(bounds[0]), int(bounds[-1])
+    query, key, value, log_decay, write = (x[None, first:last] for x in tokens)
+    out, after = chunk_gated_delta_rule(
+        query, key, value, log_decay, write,
+        scale=1.0, initial_state=states, output_final_state=True, cu_seqlens=(bounds - first).long(),
+    )  # fmt: skip
+    return out[0], after
+
+
+def along_by_chunks(tokens: Tokens, bounds: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
     """What the tokens between ``bounds`` read, [tokens, Hv, Dv], and the states [sequences, Hv, Dk, Dv] after them.
 
     Args:

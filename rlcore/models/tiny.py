@@ -1,8 +1,8 @@
 """The embedded default policies ``tiny``: real models of about a million parameters, made on the spot.
 
 The policy for geometry is a Qwen2-VL, a Qwen2.5-VL, a Qwen3-VL with or without experts, a Qwen3.5, a GLM-4.1V, an
-InternVL3.5 or a SmolVLM, with its own tower and image processor. Those for sums and countdown are a Qwen2. All read
-bytes and save as ordinary Hugging Face folders.
+InternVL3.5, a SmolVLM or a Gemma 3, with its own tower and image processor. Those for sums and countdown are a Qwen2.
+All read bytes and save as ordinary Hugging Face folders.
 Random weights are never right and so never rewarded. A short supervised run on synthetic problems therefore teaches the
 format and a few right answers, and stops there: the rest is left to reinforcement learning.
 """
@@ -22,6 +22,7 @@ from rich.progress import track
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import (
+    Gemma3Config,
     GenerationConfig,
     Glm4vConfig,
     Idefics3Config,
@@ -43,7 +44,9 @@ from rlcore.data.synthetic.geometry import SyntheticProblem, draw_problem
 from rlcore.data.tiny import (
     END_OF_TURN,
     PAD,
+    SQUARE,
     TILE,
+    TOKENS_PER_SQUARE,
     TOKENS_PER_TILE,
     PictureProcessor,
     build_processor,
@@ -62,6 +65,7 @@ _LAYERS = 3
 _PICTURE_ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 4.0}
 # sequences are a few dozen bytes long, and only their order matters
 _TEXT_ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 100.0}
+_BOTH_ROPES = {"full_attention": _TEXT_ROPE, "sliding_attention": _TEXT_ROPE}
 _WEIGHT_STD = 0.09  # about 1 / sqrt(_HIDDEN); the usual 0.02 suits widths in the thousands and learns slowly here
 _EMBEDDING_STD = 1.0
 _IGNORED = -100  # label of a token that is not learned
@@ -79,6 +83,7 @@ class _Shape:
     tower: Mapping[str, Any]
     tokens: Mapping[str, str]  # by the field that has the token's id
     others: Mapping[str, Any] = field(default_factory=dict)
+    marks: str | None = None  # the argument of the forward pass that tells tokens of pictures from others
 
 
 def _positions(sections: list[int], **options: Any) -> dict[str, Any]:
@@ -117,39 +122,49 @@ _EXPERTS = {
     "moe_intermediate_size": 3 * _HIDDEN // 2,
     "norm_topk_prob": True,  # vLLM reads it, and transformers always does it
 }
+_GRID_MARKS = "mm_token_type_ids"
 _SHAPES = {
     "qwen2_vl": _Shape(
         Qwen2VLConfig,
         _positions([4, 6, 6]),
         {"embed_dim": _HIDDEN, "hidden_size": _HIDDEN, "mlp_ratio": 2, "num_heads": _HEADS, "depth": 1},
         _QWEN_TOKENS,
+        marks=_GRID_MARKS,
     ),
     "qwen2_5_vl": _Shape(
         Qwen2_5_VLConfig,
         {**_HEAD, **_positions([4, 6, 6])},
         {**_GRID_TOWER, "fullatt_block_indexes": [0]},
         _QWEN_TOKENS,
+        marks=_GRID_MARKS,
     ),
     "qwen3_vl": _Shape(
-        Qwen3VLConfig, {**_HEAD, **_positions([6, 5, 5], mrope_interleaved=True)}, _DEEPSTACK, _QWEN_TOKENS
+        Qwen3VLConfig,
+        {**_HEAD, **_positions([6, 5, 5], mrope_interleaved=True)},
+        _DEEPSTACK,
+        _QWEN_TOKENS,
+        marks=_GRID_MARKS,
     ),
     "qwen3_vl_moe": _Shape(
         Qwen3VLMoeConfig,
         {**_HEAD, **_positions([6, 5, 5], mrope_interleaved=True), **_EXPERTS},
         _DEEPSTACK,
         _QWEN_TOKENS,
+        marks=_GRID_MARKS,
     ),
     "qwen3_5": _Shape(
         Qwen3_5Config,
         {**_HEAD, **_positions([2, 3, 3], mrope_interleaved=True, partial_rotary_factor=0.5), **_STATES},
         _LEARNED_POSITIONS,
         _QWEN_TOKENS,
+        marks=_GRID_MARKS,
     ),
     "glm4v": _Shape(
         Glm4vConfig,
         {**_positions([2, 3, 3], partial_rotary_factor=0.5), "attention_bias": True},
         {**_GRID_TOWER, "image_size": 8 * 14},
         _GLM_TOKENS,
+        marks=_GRID_MARKS,
     ),
     "internvl": _Shape(
         InternVLConfig,
@@ -164,6 +179,18 @@ _SHAPES = {
         {**_TILE_TOWER, "image_size": TILE, "patch_size": TILE // 4},
         {"image_token_id": "<image>", "pad_token_id": PAD},
         {"scale_factor": 2},
+    ),
+    "gemma3": _Shape(
+        Gemma3Config,
+        {**_HEAD, "query_pre_attn_scalar": _HIDDEN // _HEADS, "rope_parameters": _BOTH_ROPES, "sliding_window": 512},
+        {**_TILE_TOWER, "image_size": SQUARE, "patch_size": SQUARE // 12, "vision_use_head": False},
+        {
+            "image_token_id": "<image_soft_token>",
+            "boi_token_index": "<start_of_image>",
+            "eoi_token_index": "<end_of_image>",
+        },
+        {"mm_tokens_per_image": TOKENS_PER_SQUARE},
+        marks="token_type_ids",
     ),
 }
 
@@ -186,6 +213,7 @@ _RUNS = {
     "glm4v": _Supervised(16, 7e-4, 0.09),
     "internvl": _Supervised(16, 7e-4, 0.09),
     "idefics3": _Supervised(16, 7e-4, 0.08),
+    "gemma3": _Supervised(16, 7e-4, 0.09),
     "sums": _Supervised(16, 2e-3, 0.10),
     "countdown": _Supervised(32, 2e-3, 0.44),
 }
@@ -278,10 +306,12 @@ def _random_model(config: PretrainedConfig, tokenizer: PreTrainedTokenizerFast, 
             if parameter.ndim >= 2:  # Hugging Face has set norms to one and biases to zero
                 parameter.normal_(std=_WEIGHT_STD)
         embeddings: Any = model.get_input_embeddings()
-        embeddings.weight.normal_(std=_EMBEDDING_STD)
+        scale = float(getattr(embeddings, "embed_scale", 1.0))  # by which Gemma multiplies its embeddings
+        embeddings.weight.normal_(std=_EMBEDDING_STD / scale)
         if config.tie_word_embeddings:  # the head has the embedding's deviation: logits would have one of sqrt(_HIDDEN)
             norm = decoder_of(model).norm.weight
-            norm.fill_(_HIDDEN**-0.5 - (1.0 - float(norm[0])))  # the weight of some norms is 0 where they multiply by 1
+            zero = float(norm[0]) - 1.0  # the weight with which the norm multiplies by 0: that of some norms is -1
+            norm.fill_(scale * _HIDDEN**-0.5 + zero)
     model.generation_config = sampling_defaults(tokenizer)
     return model
 
@@ -387,7 +417,9 @@ def _supervised_loss(model: PreTrainedModel, batch: list[_Example]) -> Tensor:
     for name, first in batch[0].images.items():
         # [N, 1176] patches, [tiles, channels, rows, columns], or such tiles after a dimension of 1
         images[name] = torch.cat([example.images[name] for example in batch], dim=max(0, first.ndim - 4))
-    if "image_grid_thw" in images:
-        images["mm_token_type_ids"] = (token_ids == model.config.image_token_id).int()
+    if images:
+        marks = _SHAPES[model.config.model_type].marks
+        if marks is not None:
+            images[marks] = (token_ids == model.config.image_token_id).int()
     loss: Tensor = model(input_ids=token_ids, attention_mask=mask, labels=labels, **images).loss
     return loss

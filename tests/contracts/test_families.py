@@ -26,7 +26,7 @@ KNOWLEDGE = re.compile(f"{NAMES}|{INSIDES}|{COMPARISON}", re.IGNORECASE)
 SETTINGS = "rlcore/config/policy.py"
 # The embedded policies are built from transformers' own classes.
 BUILD_ONE = ("rlcore/models/tiny.py", "rlcore/data/tiny.py")
-CHOOSE_ONE = "TinyFamily = Literal[", '    """Architecture of the policy'  # model.tiny.family
+CHOOSE_ONE = '    "qwen2_vl", "qwen2_5_vl", ', '    """Architecture of the policy'  # model.tiny.family
 
 
 def knowledge_of_families(path: str, text: str) -> Iterator[str]:

@@ -20,6 +20,7 @@ from rlcore.families import FAMILIES
 from rlcore.models import recurrence
 from rlcore.models.recurrence import (
     CHUNK,
+    Tokens,
     causal_convolution,
     gated_delta_rule,
     unit_lower_inverse,
@@ -41,7 +42,7 @@ def row(groups: Groups) -> tuple[Segments, list[list[int]]]:
     return made, [rows.tolist() for rows in made.key_rows.tensor_split(made.key_bounds[1:-1].long())]
 
 
-def tokens(count: int) -> tuple[Tensor, ...]:
+def tokens(count: int) -> Tokens:
     torch.manual_seed(count)
     key = torch.randn(count, HEADS, KEY, dtype=torch.float64)
     return (
@@ -77,7 +78,7 @@ LAYOUTS: dict[str, Groups] = {
 def test_each_sequence_reads_what_it_reads_alone(groups: Groups) -> None:
     where, sequences = row(groups)
     inputs = tokens(int(where.bounds[-1]))
-    found = gated_delta_rule(*inputs, where)
+    found = gated_delta_rule(inputs, where)
     for rows in sequences:
         assert_close(found[rows], one_by_one(*(x[rows] for x in inputs)))
 
@@ -87,7 +88,7 @@ def test_the_gradient_of_a_shared_prompt_is_the_sum_over_its_completions() -> No
     inputs = tuple(x.requires_grad_() for x in tokens(int(where.bounds[-1])))
     weights = torch.randn(int(where.bounds[-1]), HEADS, VALUE, dtype=torch.float64)
     prompt_end = 74
-    found = torch.autograd.grad((gated_delta_rule(*inputs, where) * weights)[prompt_end:].sum(), inputs)
+    found = torch.autograd.grad((gated_delta_rule(inputs, where) * weights)[prompt_end:].sum(), inputs)
     alone = sum(
         (one_by_one(*(x[rows] for x in inputs)) * weights[rows])[torch.tensor(rows) >= prompt_end].sum()
         for rows in sequences[2:]
@@ -102,7 +103,7 @@ def test_two_tokens_by_hand() -> None:
     where, _ = row([(1, (1,))])
     query, key, value = (torch.tensor(x).view(2, 1, 1) for x in ([3.0, 2.0], [1.0, 1.0], [4.0, 5.0]))
     log_decay, write = torch.tensor([[1.0], [0.5]]).log(), torch.tensor([[0.5], [1.0]])
-    assert gated_delta_rule(query, key, value, log_decay, write, where).flatten().tolist() == pytest.approx([6, 10])
+    assert gated_delta_rule((query, key, value, log_decay, write), where).flatten().tolist() == pytest.approx([6, 10])
 
 
 def test_a_convolution_sees_the_end_of_the_prompt_and_nothing_before_it() -> None:

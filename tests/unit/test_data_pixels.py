@@ -178,16 +178,16 @@ def test_every_image_has_tiles_that_a_second_pass_leaves_alone(width, height, mo
 def test_every_image_becomes_the_same_square_as_by_the_model_s_processor(size):
     processor = build_processor("gemma3")
     rule = SquareResizing(processor)
-    target = rule.target_size(*size, 1, 56 * 56)
-    assert target == rule.target_size(*target, 1, 56 * 56) == (56, 56)
+    target = rule.target_size(*size, 1, 84 * 84)
+    assert target == rule.target_size(*target, 1, 84 * 84) == (84, 84)
     pixels = processor.image_processor(images=[Image.new("RGB", size)], return_tensors="np")["pixel_values"]
-    assert pixels.shape == (1, 3, 56, 56)
+    assert pixels.shape == (1, 3, 84, 84)
 
 
 def test_a_square_above_the_largest_number_of_pixels_is_refused():
     rule = SquareResizing(build_processor("gemma3"))
-    with pytest.raises(ValueError, match="at most 3135 pixels are allowed, and every image has 56x56"):
-        rule.target_size(100, 100, 1, 56 * 56 - 1)
+    with pytest.raises(ValueError, match="at most 7055 pixels are allowed, and every image has 84x84"):
+        rule.target_size(100, 100, 1, 84 * 84 - 1)
 
 
 def test_named_tiles_worked_out_by_hand():

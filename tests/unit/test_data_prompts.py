@@ -151,9 +151,9 @@ def test_line_breaks_around_a_picture_are_the_tokens_of_the_processor(question):
     made = build_processor("gemma3")
     prompts = PromptBuilder(made, with_template("tiny"))
     count = question.count("<image>")
-    item = problem(question, *[(56, 56)] * count)
+    item = problem(question, *[(84, 84)] * count)
     text = prompts.chat_text(question, count)
-    pictures = [Image.new("RGB", (56, 56))] * count
+    pictures = [Image.new("RGB", (84, 84))] * count
     expected = made(text=[text], images=pictures, return_tensors="np")["input_ids"][0]
     np.testing.assert_array_equal(prompts.tokens(item), expected)
     np.testing.assert_array_equal(prompts.collapse(expected.tolist(), item.images), prompts.unexpanded(item))
@@ -161,7 +161,7 @@ def test_line_breaks_around_a_picture_are_the_tokens_of_the_processor(question):
 
 def test_a_token_that_no_picture_has_beside_it_does_not_collapse():
     prompts = PromptBuilder(build_processor("gemma3"), with_template("tiny"))
-    item = problem("<image>Which?", (56, 56))
+    item = problem("<image>Which?", (84, 84))
     tokens = prompts.tokens(item).tolist()
     place = tokens.index(prompts.image_token_id)
     with pytest.raises(DataError, match="token 7 is where an image has"):
