@@ -110,6 +110,8 @@ class Engine:
             options["disable_custom_all_reduce"] = rollout.tensor_parallel > 1
             # other kernels of experts keep weights in a layout of their own, which plain copies of a sync do not give
             options["moe_backend"] = "triton"
+            # with FlashInfer installed vLLM 0.32 runs attention over blocks that do not exist, to time its kernels
+            options["enable_flashinfer_autotune"] = False
             # vLLM's default sizes end at 512 sequences; above the largest size it launches every kernel separately
             compilation: dict[str, Any] = {"cudagraph_capture_sizes": capture_sizes(rollout.max_sequences)}
             if rollout.exact or not rollout.compile_engine:  # a compiler fuses kernels, which rounds elsewhere

@@ -71,6 +71,7 @@ VARIANTS: Mapping[str, Variant] = {
     "kept_eager": Variant(checkpointing="none"),
     "offload": Variant(compiled=True, offload=True),
     "selective_bf16": Variant(checkpointing="selective", compiled=True, optimizer="adamw_bf16"),
+    "eager_bf16": Variant(checkpointing="selective", optimizer="adamw_bf16"),
     "kept_bf16": Variant(checkpointing="none", compiled=True, reshard="on", optimizer="adamw_bf16"),
     "frozen": Variant(checkpointing="none", compiled=True, frozen=True),
 }

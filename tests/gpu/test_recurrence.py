@@ -34,7 +34,7 @@ def tokens(count: int) -> dict[str, Tensor]:
     torch.manual_seed(0)
     of_size = [torch.randn(count, HEADS, SIZE, device="cuda") for _ in range(3)]
     query, key = (torch.nn.functional.normalize(x, dim=-1) for x in of_size[:2])
-    decay = -torch.rand(count, HEADS, device="cuda")
+    decay = -0.05 * torch.rand(count, HEADS, device="cuda")  # so that a state lasts for dozens of tokens
     write = torch.rand(count, HEADS, device="cuda")
     inputs = [*(x.bfloat16() for x in (query, key, of_size[2])), decay, write]
     return dict(zip(NAMES, inputs, strict=True))
