@@ -84,7 +84,8 @@ def main() -> None:
 def measure(arguments: argparse.Namespace) -> None:
     import torch
 
-    from rlcore.sampler.engine import Engine, engine_prompt, sampling_params, set_engine_environment
+    from rlcore.sampler.engine import Engine, engine_prompt, sampling_params
+    from rlcore.sampler.start import set_engine_environment
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     set_engine_environment(device)

@@ -44,7 +44,7 @@ class Bench:
             dtype: of the engine.
             ranks: of the world that this process is in, which hold the engine and the policy together.
         """
-        from rlcore.sampler.engine import set_engine_environment
+        from rlcore.sampler.start import set_engine_environment
 
         set_engine_environment("cpu")
         from torch.distributed.device_mesh import init_device_mesh
