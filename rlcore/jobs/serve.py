@@ -15,7 +15,7 @@ from typing import Any
 from safetensors.torch import save_file
 
 from rlcore.config import ModelConfig
-from rlcore.data.prompts import load_processor
+from rlcore.data.processor import load_processor
 from rlcore.distributed.cluster import claim_device
 from rlcore.errors import RlflowError
 from rlcore.families import family_in, images_in

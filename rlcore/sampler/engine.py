@@ -129,7 +129,11 @@ class Engine:
     ) -> list[list[float]]:
         """Log-probs (nats, temperature 1) of each sequence's completion tokens."""
         prompts = [
-            engine_prompt(self._prompts.collapse(s.token_ids, s.images) if s.images else s.token_ids, s.images, images)
+            engine_prompt(
+                self._prompts.placeholders.collapse(s.token_ids, s.images) if s.images else s.token_ids,
+                s.images,
+                images,
+            )
             for s in sequences
         ]
         params = sampling_params(max_tokens=1, temperature=0, prompt_logprobs=0, detokenize=False)

@@ -188,7 +188,7 @@ def _device_settings(config: ExperimentConfig, device: str) -> dict[str, Any]:
 def _image_settings(config: ExperimentConfig, prompts: PromptBuilder) -> dict[str, Any]:
     most = config.data.max_images
     return {
-        "limit_mm_per_prompt": {"image": most, "video": most if prompts.video_token_id is not None else 0},
+        "limit_mm_per_prompt": {"image": most, "video": most if prompts.placeholders.video_token_id is not None else 0},
         "mm_processor_kwargs": prompts.engine_options,
         "skip_mm_profiling": True,
     }

@@ -90,7 +90,8 @@ def measure(arguments: argparse.Namespace) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     set_engine_environment(device)
     from rlcore.data.pixels import ImageStore
-    from rlcore.data.prompts import PromptBuilder, load_processor
+    from rlcore.data.processor import load_processor
+    from rlcore.data.prompts import PromptBuilder
     from rlcore.models.loading import load_hf_model
     from rlcore.rollout.groups import in_order
     from rlcore.sampler.vllm_sampler import VllmSampler
