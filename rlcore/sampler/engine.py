@@ -97,12 +97,17 @@ class Engine:
         """vLLM's EngineCore, which schedules and runs the requests in this process."""
         return cast(Any, self.llm.llm_engine.engine_core).engine_core
 
+    @property
+    def _model(self) -> nn.Module:
+        """This process's part of the engine's model."""
+        return self.llm.apply_model(lambda model: model)[0]
+
     def enqueue(
         self, prompts: Sequence[dict[str, Any]], params: Sequence[Any], adapter: LoRARequest | None
     ) -> list[list[str]]:
         """Add requests to the engine without running it; return the names of the samples of each.
 
-        A prompt that stands in ``prompts`` more than once, as the same object, is processed once.
+        A prompt that is in ``prompts`` several times as the same object is processed once.
         """
         from vllm.sampling_params import RequestOutputKind
 
@@ -145,8 +150,8 @@ class Engine:
 
     def decoder_layers(self, count: int) -> nn.ModuleList | None:
         """The ``count`` decoder layers of the engine's model in this process; None if they are not found."""
-        model = self.llm.apply_model(lambda model: model)[0]
-        lists = [m for name, m in model.named_modules() if name.endswith("layers") and isinstance(m, nn.ModuleList)]
+        named = self._model.named_modules()
+        lists = [m for name, m in named if name.endswith("layers") and isinstance(m, nn.ModuleList)]
         return next((layers for layers in reversed(lists) if len(layers) == count), None)
 
     def quantised_layers(self) -> QuantisedLayers | None:
@@ -156,7 +161,7 @@ class Engine:
         """
         if self.config.rollout.quantization is None:
             return None
-        layers = QuantisedLayers(self.llm.apply_model(lambda model: model)[0])
+        layers = QuantisedLayers(self._model)
         if not len(layers):
             raise SamplerError(
                 f"rollout.quantization is {self.config.rollout.quantization}, and vLLM quantised no layer of this "
@@ -165,7 +170,7 @@ class Engine:
         return layers
 
     def forget_outputs(self) -> None:
-        """Drop the engine's records of samples, which it would need to build its own outputs."""
+        """Drop the engine's records of samples, from which it would build its own outputs."""
         outputs = self.llm.llm_engine.output_processor
         outputs.abort_requests(list(outputs.request_states), internal=True)
         outputs.abort_requests(list(outputs.parent_requests), internal=True)
@@ -213,7 +218,7 @@ class Engine:
         its parameters."""
         from vllm.lora.layers import BaseLayerWithLoRA
 
-        model = self.llm.apply_model(lambda model: model)[0]
+        model = self._model
         wrapped = [(name, m) for name, m in model.named_modules() if isinstance(m, BaseLayerWithLoRA)]
         for name, module in wrapped:
             _replace(model, name, cast(Any, module).base_layer)
@@ -241,7 +246,7 @@ class Engine:
         """
         from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
-        modules = list(self.llm.apply_model(lambda model: model)[0].modules())
+        modules = list(self._model.modules())
         tied = not any(isinstance(module, ParallelLMHead) for module in modules)
         for module in modules:
             for name, value in module.named_parameters(recurse=False):
@@ -258,8 +263,8 @@ class Engine:
 
 
 def _as_sent(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """A weight that vLLM keeps in another dtype, in the one in which the trainer sends it. Unchanged where that would
-    round it: then it is not what was sent."""
+    """The weight in ``dtype``, in which the trainer sends it: vLLM keeps some weights in a finer one. Unchanged if the
+    conversion would round it, because then it is not what was sent."""
     if value.dtype == dtype:
         return value
     narrow = value.to(dtype)
@@ -273,7 +278,12 @@ def sampling_params(**options: Any) -> Any:
 
 
 def engine_prompt(token_ids: Sequence[int], images: Sequence[ImageRef], store: ImageStore) -> dict[str, Any]:
-    """vLLM's input for one prompt: one placeholder token per image or video, and these, named by hash and size."""
+    """vLLM's input for one prompt.
+
+    Args:
+        token_ids: with one placeholder per image or video.
+        images: images and videos, which vLLM's caches distinguish by hash and size.
+    """
     prompt: dict[str, Any] = {"prompt_token_ids": list(token_ids)}
     kinds = {"image": [i for i in images if not i.is_video], "video": [i for i in images if i.is_video]}
     if images:
@@ -290,8 +300,8 @@ def engine_prompt(token_ids: Sequence[int], images: Sequence[ImageRef], store: I
 
 
 def _engine_video(image: Image.Image, ref: ImageRef) -> tuple[npt.NDArray[np.uint8], dict[str, Any]]:
-    """[frames, height, width, 3], and vLLM's facts about a video: one of a frame per second, of which those at
-    ``moments`` were taken. So no rounding is between them and vLLM's times."""
+    """[frames, height, width, 3], and vLLM's facts about the video. They describe a video of one frame per second from
+    which the frames at ``moments`` were taken, so that vLLM computes their times without rounding."""
     seconds = ref.frames * ref.seconds_per_frame
     facts = {
         "fps": 1.0,
@@ -344,7 +354,7 @@ def vllm_sequence_logprobs(
 
 
 def adapter_request(version: int) -> LoRARequest:
-    """Makes a request use the adapter. vLLM's prefix cache distinguishes versions by the name."""
+    """What makes a request use the adapter. vLLM's prefix cache distinguishes versions by the name."""
     from vllm.lora.request import LoRARequest
 
     return LoRARequest(lora_name=f"policy-{version}", lora_int_id=_ADAPTER, lora_path="in memory, never read")
