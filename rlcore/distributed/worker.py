@@ -88,10 +88,11 @@ class Worker:
 
         from rlcore.data.pixels import ImageStore
         from rlcore.models.exact import require_exact
+        from rlcore.models.flash import require_kernel
         from rlcore.models.loading import empty_hf_model, load_hf_config, require_supported, stores_buffers
         from rlcore.models.stored_weights import StoredWeights
         from rlcore.models.teacher import Teacher
-        from rlcore.models.torch_policy import TorchPolicy, require_kernel
+        from rlcore.models.torch_policy import TorchPolicy
         from rlcore.models.vision import ReadAhead
         from rlcore.sampler.engine import Engine
         from rlcore.sampler.kernels import VllmKernels

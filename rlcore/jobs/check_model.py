@@ -57,9 +57,10 @@ from rlcore.models.comparison import (
     state_errors,
 )
 from rlcore.models.cut import cut_layers, num_layers
+from rlcore.models.dtypes import compute_dtype, weights_dtype
+from rlcore.models.flash import require_kernel
 from rlcore.models.loading import load_hf_config, require_supported
 from rlcore.models.probe import ProbeSequence
-from rlcore.models.torch_policy import compute_dtype, require_kernel, weights_dtype
 from rlcore.process import free_port
 from rlcore.sampler.start import engine_dtype, require_pictures
 from rlcore.sampler.vllm_sampler import VllmSampler

@@ -216,7 +216,7 @@ def _merged_before(checkpoint: CheckpointRef, out: Path) -> ModelRef | None:
 def _verify_for(spec: MergeSpec, out: Path) -> VerifyReport:
     from rlcore.data.pixels import ImageStore
     from rlcore.distributed.cluster import claim_device
-    from rlcore.models.torch_policy import compute_dtype
+    from rlcore.models.dtypes import compute_dtype
     from rlcore.sampler.engine import vllm_sequence_logprobs
     from rlcore.sampler.start import engine_dtype, set_engine_environment
 
