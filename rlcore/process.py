@@ -1,11 +1,12 @@
-"""Process helpers: faster imports, stack traces on a signal, counts of out-of-memory kills, a background thread, and
-seconds per phase."""
+"""Process helpers: faster imports, stack traces on a signal, counts of out-of-memory kills, a background thread, a free
+port, and seconds per phase."""
 
 from __future__ import annotations
 
 import faulthandler
 import gc
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -119,6 +120,13 @@ def in_background(work: Callable[[], T]) -> Future[T]:
 
     Thread(target=run, daemon=True, name="background").start()
     return future
+
+
+def free_port() -> int:
+    """A port of this machine that nothing uses at the moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 class Clock:

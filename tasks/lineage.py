@@ -22,7 +22,7 @@ from infra.tracking.results import find_model, read_text
 from rlcore.artifacts import CheckpointRef, DatasetRef, DuplicatesRef, ModelRef
 from rlcore.config import ExperimentConfig, read_experiment
 from rlcore.config.reward import ModelReward, own_digest, own_file
-from rlcore.data.prompts import template_text
+from rlcore.data.messages import template_text
 from rlcore.data.table import PreparedRow, load_rows
 from rlcore.errors import StorageError
 from rlcore.files import write_json_atomically

@@ -27,8 +27,8 @@ from infra.tracking.extra import check_installed
 from infra.tracking.tracker import check_reachable
 from rlcore.config import ExperimentConfig, ModelConfig
 from rlcore.config.reward import JudgeReward, ModelReward
+from rlcore.data.messages import template_text
 from rlcore.data.prepare.sources import ImageCell, open_source, parse_source
-from rlcore.data.prompts import template_text
 from rlcore.data.rejects import Unusable
 from rlcore.data.synthetic.sources import SYNTHETIC_SOURCES, check_synthetic
 from rlcore.errors import ConfigError, DataError, ModelError, RlflowError

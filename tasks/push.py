@@ -13,7 +13,7 @@ from infra.logs import get_logger, redact
 from infra.settings import Settings
 from rlcore.artifacts import EvalReport, ModelRef
 from rlcore.config import ExperimentConfig
-from rlcore.data.prompts import template_text
+from rlcore.data.messages import template_text
 from rlcore.errors import ConfigError, ModelError, RlflowError
 from rlcore.families import images_in
 from rlcore.segment.journal import StepRecord

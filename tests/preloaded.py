@@ -4,7 +4,7 @@ import os
 from unittest.mock import patch
 
 from rlcore.process import importing_vllm, making_what_stays
-from rlcore.sampler.engine import set_engine_environment
+from rlcore.sampler.start import set_engine_environment
 
 with patch.dict(os.environ), making_what_stays():
     set_engine_environment("cpu")

@@ -50,7 +50,7 @@ def write_check_inputs(prompts: PromptBuilder, folder: Path) -> CheckInputs:
         Unusable: the pictures have no size within data.min_pixels and data.max_pixels.
     """
     text = [Problem("text", "How many sides does a pentagon have, and what is 23 + 19?", (), "", "check")]
-    if prompts.image_token_id is None:
+    if prompts.placeholders.image_token_id is None:
         shared = Problem("shared prompt", "What is the last angle of this triangle?", (), "", "check")
     else:
         wide, high = (_picture(prompts, folder, seed, size) for seed, size in enumerate([(224, 140), (112, 196)]))
@@ -62,7 +62,7 @@ def write_check_inputs(prompts: PromptBuilder, folder: Path) -> CheckInputs:
         ]
     problems = [(problem, _COMPLETIONS[index % 2]) for index, problem in enumerate(text)]
     problems += [(shared, completion) for completion in _COMPLETIONS]
-    if prompts.video_token_id is not None:
+    if prompts.placeholders.video_token_id is not None:
         odd = _video(prompts, folder, [20, 21, 22, 23, 24], 0.25)
         slow = _video(prompts, folder, [30, 31, 32, 33], 2.0)
         mixed = Problem("a picture and a video", f"{IMAGE_MARKER} or {VIDEO_MARKER}?", (wide, odd), "", "check")

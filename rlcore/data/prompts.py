@@ -1,7 +1,7 @@
-"""Turns a question into tokens: prompt template, chat template, image placeholders.
+"""Turns a problem into prompt tokens, and images into what the model takes.
 
-P prompt tokens. vLLM takes a prompt with one placeholder per image (``unexpanded``) and expands it itself; the trainer
-needs the expanded prompt (``tokens``). Both are made here, so that they cannot differ.
+P prompt tokens. vLLM takes a prompt with one placeholder per image (``unexpanded``), the trainer takes the expanded
+prompt (``tokens``). Both are made here, so that they cannot differ.
 """
 
 from __future__ import annotations
@@ -12,19 +12,17 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
-import jinja2
-import jinja2.meta
-import jinja2.sandbox
 import numpy as np
-import numpy.typing as npt
 
-from rlcore.config import DataConfig, ExperimentConfig, ModelConfig
+from rlcore.config import DataConfig, ExperimentConfig
+from rlcore.data.messages import MessageBuilder
 from rlcore.data.pixels import IMAGE_MARKER, MARKERS, VIDEO_MARKER, frames_in, stable_target_size
+from rlcore.data.placeholders import Placeholders
+from rlcore.data.processor import load_processor
 from rlcore.errors import ConfigError, DataError, ModelError
 from rlcore.families import PLACEHOLDERS, images_of, videos_of
-from rlcore.process import make_transformers_lean
 from rlcore.types import ImageRef, Ints, Message, Problem
 
 if TYPE_CHECKING:
@@ -35,63 +33,6 @@ if TYPE_CHECKING:
 
 _NO_IMAGES = "the model takes no images. Set model.path to a vision-language model."
 _OPENED_THOUGHT = re.compile(r"<\s*think\s*>\s*\Z")
-_PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
-
-
-class TextProcessor:
-    """The processor of a language model: a tokenizer, and no images."""
-
-    image_processor = None
-
-    def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer = tokenizer
-        self.chat_template = tokenizer.chat_template
-
-    def apply_chat_template(self, conversation: Sequence[Any], **options: Any) -> str:
-        return str(self.tokenizer.apply_chat_template(conversation, **options))
-
-
-def load_processor(model: ModelConfig) -> Any:
-    """The model's processor (``image_processor``, ``tokenizer``); a ``TextProcessor`` for a language model.
-
-    Raises:
-        ModelError: no such folder or hub id, files that do not load, or no chat template.
-    """
-    if model.path == "tiny":
-        from rlcore.data import tiny
-
-        geometry = model.tiny.task == "geometry"
-        return tiny.build_processor(model.tiny.family) if geometry else TextProcessor(tiny.build_text_tokenizer())
-    make_transformers_lean()
-    from transformers import AutoProcessor, AutoTokenizer, PreTrainedTokenizerBase
-
-    folder = Path(model.path)
-    local = folder.is_dir()
-    if not local and (folder.is_absolute() or model.path[0] in ".~" or model.path.count("/") != 1):
-        raise ModelError(
-            f"model.path {model.path!r}: no such folder. Allowed: tiny, a Hugging Face id (owner/name), "
-            "or a folder with config.json, tokenizer and safetensors."
-        )
-    # A language model's folder has no processor config. For a hub id AutoProcessor finds out.
-    text_only = local and not any((folder / name).is_file() for name in _PROCESSOR_FILES)
-    try:
-        loaded = (AutoTokenizer if text_only else AutoProcessor).from_pretrained(
-            str(folder) if local else model.path,
-            revision=model.revision or "main",
-            trust_remote_code=model.trust_remote_code,
-        )
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise ModelError(
-            f"model.path {model.path!r}: its tokenizer or processor does not load: {error}. "
-            f"A model folder needs tokenizer.json and, for images, a processor config. {_listing(folder)}"
-        ) from error
-    processor = TextProcessor(loaded) if isinstance(loaded, PreTrainedTokenizerBase) else loaded
-    if not (processor.chat_template or processor.tokenizer.chat_template):
-        raise ModelError(
-            f"model.path {model.path!r} has no chat template. {_listing(folder)}"
-            "Add a chat_template.jinja, or set model.path to an instruction-tuned model."
-        )
-    return processor
 
 
 def load_prompts(config: ExperimentConfig, model: Path) -> PromptBuilder:
@@ -102,28 +43,6 @@ def load_prompts(config: ExperimentConfig, model: Path) -> PromptBuilder:
     """
     processor = load_processor(config.model.model_copy(update={"path": str(model), "revision": None}))
     return PromptBuilder(processor, config.data)
-
-
-class MessageBuilder:
-    """The messages of a problem, as ``data`` configures them.
-
-    Raises:
-        ConfigError: the template does not exist, does not parse, or uses other variables than ``content``.
-    """
-
-    def __init__(self, data: DataConfig) -> None:
-        self._template = _compile(data.template)
-        self._of_source = {name: _compile(own.template) for name, own in data.sources("train").items()}
-        self._system_prompt = data.system_prompt
-
-    def messages(self, question: str, context: Sequence[Message] = (), source_name: str = "") -> list[Message]:
-        """Context and question, with one marker per image. The template, which a source of a mixture may have of its
-        own, wraps only the question."""
-        template = self._of_source.get(source_name, self._template)
-        messages = [*context, Message("user", template.render(content=question))]
-        if self._system_prompt is not None and messages[0].role != "system":
-            messages.insert(0, Message("system", self._system_prompt))
-        return messages
 
 
 class PromptBuilder:
@@ -153,13 +72,13 @@ class PromptBuilder:
         self._bounds = (data.min_pixels, data.max_pixels)
         self._images = images = None if processor.image_processor is None else images_of(processor.image_processor)
         self._resizing = None if images is None else images.resizing(processor)
-        self._joins = {} if self._resizing is None else self._resizing.joins
         self._videos = videos_of(processor) if data.video_input == "native" else None
-        self._expansions: dict[tuple[int, int, int, float], Ints] = {}
-        self.image_token_id: int | None = None if images is None else processor.image_token_id
-        """Id of the image placeholder; None if the model takes no images."""
-        self.video_token_id = None if self._videos is None else self._videos.token_id(processor)
-        """Id of the placeholder of a video; None: videos are images here."""
+        self.placeholders = Placeholders(
+            None if images is None else processor.image_token_id,
+            None if self._videos is None else self._videos.token_id(processor),
+            self._expansion,
+            {} if self._resizing is None else self._resizing.joins,
+        )
         self._special = {str(t): i for i, t in self.tokenizer.added_tokens_decoder.items() if t.special}
 
     @property
@@ -214,14 +133,6 @@ class PromptBuilder:
             raise ModelError(_NO_IMAGES)
         options = self._images.engine_options(self._processor.image_processor, *self._bounds)
         return options if self._videos is None else self._videos.engine_options(options)
-
-    def image_tokens(self, width: int, height: int) -> int:
-        """Number of tokens of a resized image, with those around and between its features."""
-        return self.tokens_of(ImageRef("", width, height))
-
-    def tokens_of(self, ref: ImageRef) -> int:
-        """``image_tokens`` of an image or a video."""
-        return len(self._expansion(ref))
 
     def special_tokens_in(self, text: str) -> list[str]:
         """Special tokens that a text spells out. The tokenizer would treat them as real ones. Markers of images and
@@ -293,7 +204,7 @@ class PromptBuilder:
         # verbose=False: a prompt above the model's length is rejected later and needs no warning
         ids = self.tokenizer.encode(text, add_special_tokens=False, verbose=False)
         tokens = np.asarray(ids, dtype=np.int32)
-        if (placeholders := int(self._is_placeholder(tokens).sum())) != num_images:
+        if (placeholders := self.placeholders.count(tokens)) != num_images:
             raise DataError(
                 f"{placeholders} image placeholder(s) for {num_images} image(s) in {question[:80]!r}. "
                 "Remove the model's special tokens from the problem."
@@ -310,7 +221,7 @@ class PromptBuilder:
 
     def tokens(self, problem: Problem) -> Ints:
         """[P] token ids with every image expanded, as the model sees them."""
-        return self.expand(self.unexpanded(problem), problem.images)
+        return self.placeholders.expand(self.unexpanded(problem), problem.images)
 
     def texts(self, completions: Sequence[Ints]) -> list[str]:
         """The text of each completion, without special tokens."""
@@ -322,73 +233,16 @@ class PromptBuilder:
         with ThreadPoolExecutor(min(8, len(os.sched_getaffinity(0)))) as pool:
             return [text for part in pool.map(decode, parts) for text in part]
 
-    def expand(self, tokens: Ints, images: Sequence[ImageRef]) -> Ints:
-        """Replace the placeholder of each image and video with the tokens that the model's processor writes for it,
-        joined with their neighbours as the tokenizer joins them.
-
-        Raises:
-            DataError: an image stands where the prompt has a video, or the reverse.
-        """
-        places = np.flatnonzero(self._is_placeholder(tokens))
-        parts, start = [], 0
-        for place, image in zip(places, images, strict=True):
-            if tokens[place] != self._placeholder(image):
-                raise DataError(f"image {image.sha256} stands at a placeholder of the other kind. Prepare it again.")
-            parts += [tokens[start:place], self._expansion(image)]
-            start = place + 1
-        expanded: Ints = np.concatenate([*parts, tokens[start:]]).astype(np.int32)
-        if parts and self._joins:
-            expanded = np.asarray(joined(expanded.tolist(), self._joins), dtype=np.int32)
-        return expanded
-
-    def collapse(self, tokens: Sequence[int], images: Sequence[ImageRef]) -> list[int]:
-        """The reverse of ``expand``: one placeholder per image, as vLLM takes prompts.
-
-        Raises:
-            DataError: the tokens of an image are not among those that follow the image before it.
-        """
-        collapsed: list[int] = []
-        rest = np.asarray(tokens, dtype=np.int32)
-        for image in images:
-            left, rest = self._around(rest, self._expansion(image))
-            collapsed += [*left.tolist(), self._placeholder(image)]
-        return [*collapsed, *rest.tolist()]
-
-    def _around(self, tokens: Ints, expansion: Ints) -> tuple[Ints, Ints]:
-        """The tokens before and after those of the first image."""
-        if not self._joins:
-            first = _find(tokens, expansion)
-            return tokens[:first], tokens[first + len(expansion) :]
-        first = _find(tokens, expansion[1:-1])
-        last = first + len(expansion) - 2
-        start, end = int(expansion[0]), int(expansion[-1])
-        before = {together: left for (left, right), together in self._joins.items() if right == start}
-        after = {together: right for (left, right), together in self._joins.items() if left == end}
-        left = [*tokens[: first - 1], *_left_of(int(tokens[first - 1]), start, before)]
-        right = [*_left_of(int(tokens[last]), end, after), *tokens[last + 1 :]]
-        return np.asarray(left, np.int32), np.asarray(right, np.int32)
-
     @property
     def _own_videos(self) -> Videos:
         if self._videos is None:
             raise ModelError('the dataset has videos in the model\'s own input. Set data.video_input to "native".')
         return self._videos
 
-    def _placeholder(self, image: ImageRef) -> int:
-        return cast(int, self.video_token_id if image.is_video else self.image_token_id)
-
-    def _expansion(self, image: ImageRef) -> Ints:
-        shape = (image.width, image.height, image.frames, image.seconds_per_frame)
-        if shape not in self._expansions:
-            if image.is_video:
-                tokens = self._own_videos.expansion(self._processor, image)
-            else:
-                tokens = self.resizing.expansion(image.width, image.height)
-            self._expansions[shape] = np.asarray(tokens, dtype=np.int32)
-        return self._expansions[shape]
-
-    def _is_placeholder(self, tokens: Ints) -> npt.NDArray[np.bool_]:
-        return np.isin(tokens, [token for token in (self.image_token_id, self.video_token_id) if token is not None])
+    def _expansion(self, image: ImageRef) -> Sequence[int]:
+        if image.is_video:
+            return self._own_videos.expansion(self._processor, image)
+        return self.resizing.expansion(image.width, image.height)
 
 
 def opens_thought(prompt: str) -> bool:
@@ -398,85 +252,3 @@ def opens_thought(prompt: str) -> bool:
 
 def _asked(problem: Problem) -> tuple[tuple[Message, ...], str, Mapping[str, object]]:
     return problem.context, problem.source_name, problem.chat_template_arguments
-
-
-def joined(tokens: Sequence[int], joins: Mapping[tuple[int, int], int]) -> list[int]:
-    """The tokens with each pair of ``joins`` replaced, one pair after the other over the whole sequence."""
-    found = list(tokens)
-    for pair, together in joins.items():
-        merged: list[int] = []
-        place = 0
-        while place < len(found):
-            matches = tuple(found[place : place + 2]) == pair
-            merged.append(together if matches else found[place])
-            place += 2 if matches else 1
-        found = merged
-    return found
-
-
-def _left_of(token: int, own: int, others: Mapping[int, int]) -> list[int]:
-    """What is left of a token without the ``own`` token of the image next to it.
-
-    Args:
-        others: by a token that joins two: the one that is not the image's.
-
-    Raises:
-        DataError: the token is neither the image's nor one that joins it with another.
-    """
-    if token != own and token not in others:
-        raise DataError(f"token {token} is where an image has {own}. Prepare the dataset again with this model.")
-    return [] if token == own else [others[token]]
-
-
-def _find(tokens: Ints, part: Ints) -> int:
-    """The first place of ``part`` in ``tokens``."""
-    for first in np.flatnonzero(tokens == part[0]):
-        if np.array_equal(tokens[first : first + len(part)], part):
-            return int(first)
-    raise DataError(
-        f"the {len(part)} tokens of an image are not in the sequence, at most in another order. Prepare the dataset "
-        "again with this model."
-    )
-
-
-def _compile(name_or_path: str) -> jinja2.Template:
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(undefined=jinja2.StrictUndefined)
-    text = template_text(name_or_path)
-    try:
-        variables = jinja2.meta.find_undeclared_variables(environment.parse(text))
-        template = environment.from_string(text)
-    except jinja2.TemplateSyntaxError as error:
-        raise ConfigError(
-            f"data.template {name_or_path!r} line {error.lineno}: {error.message}. Fix the template."
-        ) from None
-    if variables != {"content"}:
-        raise ConfigError(
-            f"data.template {name_or_path!r} uses {', '.join(sorted(variables)) or 'no variable'}. "
-            "A template must use content, the problem's text, and no other variable."
-        )
-    return template
-
-
-def _listing(folder: Path) -> str:
-    if not folder.is_dir():
-        return ""
-    return f"Found: {', '.join(sorted(file.name for file in folder.iterdir())[:12]) or 'an empty folder'}. "
-
-
-TEMPLATES = Path(__file__).parent / "templates"
-
-
-def template_text(name_or_path: str) -> str:
-    """Text of a prompt template: a name under ``templates``, or the path of a file.
-
-    Raises:
-        ConfigError: no such template; lists the known names.
-    """
-    known = {path.stem: path for path in sorted(TEMPLATES.glob("*.jinja"))}
-    path = known.get(name_or_path, Path(name_or_path).expanduser())
-    if not path.is_file():
-        raise ConfigError(
-            f"data.template {name_or_path!r} is neither a known template nor a file. "
-            f"Allowed: {', '.join(known)}, or the path of a Jinja file that uses content."
-        )
-    return path.read_text(encoding="utf-8")

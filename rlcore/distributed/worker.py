@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple
 
 from rlcore.config import DataConfig, ExperimentConfig
 from rlcore.distributed.tensor_parallel import Answer, answers
@@ -20,8 +20,6 @@ from rlcore.errors import SamplerError
 from rlcore.types import ImageRef, Problem, SampleRequest, TrainingSample
 
 if TYPE_CHECKING:
-    import torch
-
     from rlcore.algorithms.loss import StepTotals
     from rlcore.algorithms.objective import UpdateResult
     from rlcore.batch import ImageFeatures
@@ -90,10 +88,11 @@ class Worker:
 
         from rlcore.data.pixels import ImageStore
         from rlcore.models.exact import require_exact
+        from rlcore.models.flash import require_kernel
         from rlcore.models.loading import empty_hf_model, load_hf_config, require_supported, stores_buffers
         from rlcore.models.stored_weights import StoredWeights
         from rlcore.models.teacher import Teacher
-        from rlcore.models.torch_policy import TorchPolicy, require_kernel
+        from rlcore.models.torch_policy import TorchPolicy
         from rlcore.models.vision import ReadAhead
         from rlcore.sampler.engine import Engine
         from rlcore.sampler.kernels import VllmKernels
@@ -207,9 +206,10 @@ class Worker:
     def _make_sender(self) -> WeightSender:
         """Called at the first sync, when all ranks are running: it waits for the ranks that sample."""
         from rlcore.sampler.channel import WeightSender
+        from rlcore.sampler.start import engine_dtype
 
         channel = _channel(self._spec, 0) if self._spec.rank == 0 else None
-        return WeightSender(channel, _engine_dtype(self._spec))
+        return WeightSender(channel, engine_dtype(self._spec.config.rollout, self._spec.device))
 
     def _send_to(self, taker: VllmSampler | WeightSender, version: int) -> int:
         from rlcore.models.sharding import unsharded
@@ -244,7 +244,8 @@ class RolloutWorker:
         Args:
             reads_weights: from ``spec.model``; otherwise the first weight sync brings them.
         """
-        from rlcore.sampler.engine import Engine, set_engine_environment
+        from rlcore.sampler.engine import Engine
+        from rlcore.sampler.start import set_engine_environment
 
         set_engine_environment(spec.device)
         import torch
@@ -326,6 +327,7 @@ def evaluation_worker(spec: WorkerSpec, *, checkpoint: Path | None, version: int
 
 def _channel(spec: WorkerSpec, member: int) -> WeightChannel:
     from rlcore.sampler.channel import WeightChannel
+    from rlcore.sampler.start import engine_dtype
 
     return WeightChannel(
         member,
@@ -333,16 +335,8 @@ def _channel(spec: WorkerSpec, member: int) -> WeightChannel:
         address=spec.master_address,
         port=spec.channel_port,
         device=spec.device,
-        dtype=_engine_dtype(spec),
+        dtype=engine_dtype(spec.config.rollout, spec.device),
     )
-
-
-def _engine_dtype(spec: WorkerSpec) -> torch.dtype:
-    import torch
-
-    from rlcore.sampler.engine import engine_dtype
-
-    return cast("torch.dtype", getattr(torch, engine_dtype(spec.device, spec.config.rollout.dtype)))
 
 
 def _peak_memory_bytes(device: str) -> int:
@@ -372,7 +366,7 @@ def _joined_engine_world(spec: WorkerSpec) -> bool:
 
 def _enter_world(spec: WorkerSpec, rank: int, world_size: int, address: str, port: int) -> None:
     """Join torch.distributed in the way that vLLM's external launcher expects."""
-    from rlcore.sampler.engine import set_engine_environment
+    from rlcore.sampler.start import set_engine_environment
 
     set_engine_environment(spec.device)
     os.environ.update(

@@ -6,8 +6,9 @@ from __future__ import annotations
 from typing import Any
 
 from rlcore.config import DataConfig
+from rlcore.data.messages import template_text
 from rlcore.data.pixels import IMAGE_MARKER
-from rlcore.data.prompts import PromptBuilder, template_text
+from rlcore.data.prompts import PromptBuilder
 from rlcore.errors import ModelError
 from rlcore.types import Message
 

@@ -14,7 +14,8 @@ from transformers import GenerationConfig
 
 from rlcore.config import ModelConfig
 from rlcore.data.pixels import IMAGE_MARKER, load_rgb, resized
-from rlcore.data.prompts import PromptBuilder, load_processor
+from rlcore.data.processor import load_processor
+from rlcore.data.prompts import PromptBuilder
 from rlcore.data.rejects import Unusable
 from rlcore.errors import DataError, ModelError
 from rlcore.families import family_of
@@ -88,7 +89,7 @@ class Generator:
         bare = self._prompts.unexpanded_tokens(
             text, len(opened), question.context, question.source_name, question.chat_template_arguments
         )
-        tokens = self._prompts.expand(bare, [ImageRef("", *image.size) for image in opened])
+        tokens = self._prompts.placeholders.expand(bare, [ImageRef("", *image.size) for image in opened])
         most = self._stored.data.max_prompt_tokens
         if len(tokens) > most:
             raise DataError(

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from rlcore.artifacts import ModelRef
 from rlcore.config import DataConfig, ExperimentConfig
-from rlcore.data.prompts import template_text
+from rlcore.data.messages import template_text
 from rlcore.errors import ModelError
 from rlcore.files import folder_digest, write_json_atomically
 

@@ -16,6 +16,7 @@ from rlcore.specs import BootstrapSpec, tiny_folder
 
 # Files that a model needs. Never *.bin or *.pt: they are pickles, which can run code.
 DOWNLOADED = ("*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model", "*.tiktoken")
+_THREADS = 2
 
 
 def bootstrap(spec: BootstrapSpec) -> ModelRef:
@@ -53,7 +54,8 @@ def _make_tiny(folder: Path, config: TinyModelConfig) -> None:
     from rlcore.models.tiny import create_tiny_policy
 
     if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(len(os.sched_getaffinity(0)))  # this process has the machine to itself
+        # small operations: on 16 cores, 16 threads take several times as long as two
+        torch.set_num_threads(min(_THREADS, len(os.sched_getaffinity(0))))
     with building(folder) as aside:  # if two runs make it at once, the first to finish counts
         create_tiny_policy(aside, config)
 

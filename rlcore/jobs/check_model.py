@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -58,10 +57,12 @@ from rlcore.models.comparison import (
     state_errors,
 )
 from rlcore.models.cut import cut_layers, num_layers
+from rlcore.models.dtypes import compute_dtype, weights_dtype
+from rlcore.models.flash import require_kernel
 from rlcore.models.loading import load_hf_config, require_supported
 from rlcore.models.probe import ProbeSequence
-from rlcore.models.torch_policy import compute_dtype, require_kernel, weights_dtype
-from rlcore.sampler.engine import engine_dtype, require_pictures
+from rlcore.process import free_port
+from rlcore.sampler.start import engine_dtype, require_pictures
 from rlcore.sampler.vllm_sampler import VllmSampler
 from rlcore.specs import CheckModelSpec
 
@@ -195,7 +196,7 @@ def _check_whole(folder: Path, scratch: Path, config: ExperimentConfig, inputs: 
     change = change_for(config.model, folder)
     before, after = standards(folder, inputs, where, change)
     where.free()  # for the engine
-    worker = Worker(WorkerSpec.alone(folder, scratch, config, where.device, _free_port()))
+    worker = Worker(WorkerSpec.alone(folder, scratch, config, where.device, free_port()))
     layers = worker.policy.model.decoder.layers
     rows = [_row(TRAINER, before, policy_pass(layers, worker.policy.raw_logprobs, inputs.samples), inputs, where.dtype)]
     if worker.sampler is not None:
@@ -366,7 +367,7 @@ def _narrow(config: ExperimentConfig, device: str, longest: int, spec: CheckMode
 
 def _engine_dtype(config: ExperimentConfig, device: str) -> torch.dtype:
     """In which vLLM computes, or of the weights that it gets if that is coarser."""
-    computes: torch.dtype = getattr(torch, engine_dtype(device, config.rollout.dtype))
+    computes = engine_dtype(config.rollout, device)
     gets = compute_dtype(config, device) if device == "cuda" else weights_dtype(config, device)
     return min(computes, gets, key=lambda dtype: dtype.itemsize)
 
@@ -389,12 +390,6 @@ def _versions() -> dict[str, str]:
         except PackageNotFoundError:  # one of the two builds of vLLM
             continue
     return versions
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 if __name__ == "__main__":

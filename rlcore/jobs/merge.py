@@ -216,8 +216,9 @@ def _merged_before(checkpoint: CheckpointRef, out: Path) -> ModelRef | None:
 def _verify_for(spec: MergeSpec, out: Path) -> VerifyReport:
     from rlcore.data.pixels import ImageStore
     from rlcore.distributed.cluster import claim_device
-    from rlcore.models.torch_policy import compute_dtype
-    from rlcore.sampler.engine import engine_dtype, set_engine_environment, vllm_sequence_logprobs
+    from rlcore.models.dtypes import compute_dtype
+    from rlcore.sampler.engine import vllm_sequence_logprobs
+    from rlcore.sampler.start import engine_dtype, set_engine_environment
 
     config, dataset = spec.experiment, Path(spec.dataset.path)
     device = claim_device(config, config.rollout.tensor_parallel)
@@ -234,7 +235,7 @@ def _verify_for(spec: MergeSpec, out: Path) -> VerifyReport:
         min_pixels=config.data.min_pixels,
         max_pixels=config.data.max_pixels,
         dtype=compute_dtype(config, device),
-        vllm_dtype=getattr(torch, engine_dtype(device, config.rollout.dtype)),
+        vllm_dtype=engine_dtype(config.rollout, device),
         device=device,
         trust_remote_code=config.model.trust_remote_code,
     )

@@ -27,7 +27,8 @@ from rlcore.data.prepare.sources import (
     template_arguments,
 )
 from rlcore.data.prepare.video import Film, film_of, frames_of
-from rlcore.data.prompts import PromptBuilder, load_processor, opens_thought
+from rlcore.data.processor import load_processor
+from rlcore.data.prompts import PromptBuilder, opens_thought
 from rlcore.data.rejects import Reason, Reject, Unusable, nothing_usable
 from rlcore.data.table import PreparedRow
 from rlcore.files import building
@@ -162,7 +163,7 @@ class _Intake:
             detail = f"{len(images)} images, with the frames of videos, above {self.spec.data.max_images}"
             raise Unusable(Reason.TOO_MANY_IMAGES, detail)
         context = tuple(Message(m.role, text) for m, text in zip(messages[:-1], before, strict=True))
-        if images and self.prompts.image_token_id is None:
+        if images and self.prompts.placeholders.image_token_id is None:
             raise Unusable(Reason.MODEL_WITHOUT_IMAGES, f"{len(images)} image(s), and the model takes none")
         read = [image if isinstance(image, _Stored) else self._image(image) for image in images]
         refs = tuple(image.ref for image in read)
@@ -173,7 +174,7 @@ class _Intake:
         if arguments:
             problem = replace(problem, opens_thought=opens_thought(self.prompts.text(problem)))
         prompt_tokens = len(self.prompts.tokens(problem))
-        image_tokens = sum(self.prompts.tokens_of(ref) for ref in refs)
+        image_tokens = sum(self.prompts.placeholders.num_tokens(ref) for ref in refs)
         if prompt_tokens > self.spec.data.max_prompt_tokens:
             detail = f"{prompt_tokens} tokens ({image_tokens} of images) above {self.spec.data.max_prompt_tokens}"
             raise Unusable(Reason.PROMPT_TOO_LONG, detail)

@@ -15,14 +15,14 @@ from typing import Any
 from safetensors.torch import save_file
 
 from rlcore.config import ModelConfig
-from rlcore.data.prompts import load_processor
+from rlcore.data.processor import load_processor
 from rlcore.distributed.cluster import claim_device
 from rlcore.errors import RlflowError
 from rlcore.families import family_in, images_in
 from rlcore.inference.chat import chat_template
 from rlcore.jobs import spec_file
 from rlcore.models.checkpoint_weights import CheckpointWeights
-from rlcore.sampler.engine import engine_dtype, fp8_of_decoder, padded_rank, set_engine_environment
+from rlcore.sampler.start import engine_dtype, fp8_of_decoder, padded_rank, set_engine_environment
 from rlcore.specs import ServeSpec
 
 MODULE = "vllm.entrypoints.openai.api_server"
@@ -44,7 +44,7 @@ def command(spec: ServeSpec, device: str) -> list[str]:
         "served-model-name": spec.name,
         "host": spec.host,
         "port": spec.port,
-        "dtype": engine_dtype(device, rollout.dtype),
+        "dtype": str(engine_dtype(rollout, device)).removeprefix("torch."),
         "quantization": None if rollout.quantization is None else "online",
         "quantization-config": None if rollout.quantization is None else fp8_of_decoder(model),
         "max-model-len": experiment.max_sequence_tokens,

@@ -12,7 +12,10 @@ from typing import Any, Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from rlcore.config import ExperimentConfig
 from rlcore.errors import ModelError
+from rlcore.families import family_of
+from rlcore.models.dtypes import compute_dtype
 
 log = logging.getLogger(__name__)
 
@@ -167,6 +170,21 @@ def flash_kernel(capped: bool = False) -> FlashKernel:
         ) from error
     log.info("packed attention runs on %s (%s)", version, MODULES[version][0])
     return kernel
+
+
+def require_kernel(model: Any, config: ExperimentConfig, device_type: str) -> None:
+    """Refuse a soft cap of attention scores that no installed kernel computes. On a CPU and in float32 attention needs
+    no kernel.
+
+    Args:
+        model: Hugging Face configuration.
+
+    Raises:
+        ModelError: the model has such a cap.
+    """
+    in_kernel = device_type == "cuda" and compute_dtype(config, device_type).itemsize == 2
+    if in_kernel and family_of(model).caps(model).scores is not None:
+        flash_kernel(capped=True)
 
 
 def _major() -> int:

@@ -211,7 +211,7 @@ def _kernels() -> Callable[..., tuple[Tensor, Tensor]]:
 
 def _distance(configuration: Any) -> int:
     """From four warps and two stages, which suit blocks of 64 tokens."""
-    return abs(configuration.num_warps - 4) + abs(configuration.num_stages - 2)
+    return int(abs(configuration.num_warps - 4) + abs(configuration.num_stages - 2))
 
 
 def along_by_kernels(tokens: Tokens, bounds: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:

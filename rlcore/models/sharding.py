@@ -1,4 +1,5 @@
-"""Transformer blocks as units of sharding, recomputation and compilation; whole tensors from their shards."""
+"""FSDP2 over the ranks, with transformer blocks as units of sharding, recomputation and compilation; whole tensors from
+their shards."""
 
 from __future__ import annotations
 
@@ -6,12 +7,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import fields, is_dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 import torch.nn.attention.varlen  # registers the operator that is named below
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -20,8 +24,10 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from rlcore.config import ExperimentConfig
 from rlcore.families import family_of
 from rlcore.models import attention, sequence
+from rlcore.models.dtypes import compute_dtype
 
 _SAVED = {  # slow to compute: matrix products and attention. Norms, rotations and activations are memory traffic
     torch.ops.aten.mm.default,
@@ -40,6 +46,50 @@ def transformer_blocks(hf: Any) -> list[nn.Module]:
     family = family_of(hf.config)
     vision = [] if family.images is None else family.images.tower_blocks(family.images.tower(hf))
     return [*vision, *family.decoder(hf).layers]
+
+
+def shard(model: nn.Module, hf: Any, mesh: DeviceMesh, config: ExperimentConfig, whole: set[nn.Parameter]) -> None:
+    """Shard a model over the ranks of ``mesh``, and compile its blocks if ``training.compile_blocks`` says so.
+
+    Args:
+        hf: the Hugging Face model in ``model``.
+        whole: the model's parameters that are not sharded.
+    """
+    blocks = [block for block in transformer_blocks(hf) if whole.isdisjoint(block.parameters())]
+    computes_in = compute_dtype(config, mesh.device_type)
+    # float32 attention is no single operator, so a compiled block would consist of several graphs
+    if _is_on(config.training.compile_blocks, auto=mesh.device_type == "cuda" and computes_in != torch.float32):
+        compile_blocks(blocks)
+    precision = MixedPrecisionPolicy(
+        param_dtype=computes_in,
+        reduce_dtype=torch.float32,  # no output_dtype: a block's output is the next block's input
+    )
+    for block in blocks:
+        fully_shard(block, mesh=mesh, mp_policy=precision, reshard_after_forward=reshards_after_forward(config, mesh))
+    fully_shard(model, mesh=mesh, mp_policy=precision, ignored_params=whole)
+    layers = family_of(hf.config).decoder(hf).layers
+    for before, after in pairwise(layers):  # FSDP2 does this by itself in the backward pass
+        before.set_modules_to_forward_prefetch([after])
+    for module in model.modules():
+        if isinstance(module, FSDPModule):  # sum over ranks: the tokens' weights contain the step's denominators
+            module.set_force_sum_reduction_for_comms(True)
+            module.set_gradient_divide_factor(1.0)
+
+
+def reshards_after_forward(config: ExperimentConfig, mesh: DeviceMesh) -> bool:
+    """Whether a block's gathered weights are freed after its forward pass, and gathered again for the backward pass."""
+    return _is_on(config.training.reshard_after_forward, auto=mesh.size() > 1)
+
+
+def _is_on(choice: Literal["auto", "on", "off"], *, auto: bool) -> bool:
+    return auto if choice == "auto" else choice == "on"
+
+
+def reshard(model: nn.Module) -> None:
+    """Free the gathered weights, which a forward pass without a backward pass leaves in memory."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def checkpoint_blocks(blocks: Sequence[nn.Module], mode: Literal["none", "selective", "full"]) -> None:

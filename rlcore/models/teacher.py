@@ -11,7 +11,7 @@ import numpy as np
 from torch import nn
 
 from rlcore.config import ModelConfig
-from rlcore.data.prompts import load_processor
+from rlcore.data.processor import load_processor
 from rlcore.errors import ModelError
 from rlcore.families import images_of
 from rlcore.models.loading import load_hf_config

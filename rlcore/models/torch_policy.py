@@ -7,27 +7,26 @@ each with its own microbatches. Nothing here uses Ray or vLLM: one process witho
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule
 
 from rlcore.algorithms.loss import StepTotals
 from rlcore.algorithms.objective import PolicyTokens, StepSums, UpdateResult, microbatch_loss
 from rlcore.batch import ImageFeatures, Microbatch, on_device, pack
 from rlcore.config import ExperimentConfig
-from rlcore.families import family_of
 from rlcore.flops import ModelShape
 from rlcore.models.checkpoint import BackgroundSaver, load_train_state
+from rlcore.models.dtypes import compute_dtype, convert, master_dtype, reference_dtype, weights_dtype
 from rlcore.models.exact import SamplerKernels, exact_logprobs, with_value
-from rlcore.models.flash import flash_kernel
+from rlcore.models.flash import require_kernel
 from rlcore.models.loading import require_supported
 from rlcore.models.lora import (
     B,
@@ -42,7 +41,14 @@ from rlcore.models.offload import HostOffload, OffloadedOptimizer
 from rlcore.models.optimizer import make_optimizer
 from rlcore.models.packed import PackedModel
 from rlcore.models.sequence import cut, sequence_group
-from rlcore.models.sharding import checkpoint_blocks, compile_blocks, gather_whole, transformer_blocks
+from rlcore.models.sharding import (
+    checkpoint_blocks,
+    gather_whole,
+    reshard,
+    reshards_after_forward,
+    shard,
+    transformer_blocks,
+)
 from rlcore.models.stored_weights import Values, load_shards, with_adapters
 from rlcore.models.teacher import Teacher, within_vocabulary, without_unknown
 from rlcore.models.vision import FrozenTower
@@ -81,10 +87,10 @@ class TorchPolicy:
         self.config, self._kernels = config, kernels
         on_gpu = mesh.device_type == "cuda"
         self.device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device(mesh.device_type)
-        self._reshards = is_on(config.training.reshard_after_forward, auto=mesh.size() > 1)
-        _convert(hf.parameters(), weights_dtype(config, mesh.device_type))
+        self._reshards = reshards_after_forward(config, mesh)
+        convert(hf.parameters(), weights_dtype(config, mesh.device_type))
         choose_trainable(hf, config.model)
-        _convert((p for p in hf.parameters() if p.requires_grad), master_dtype(config))
+        convert((p for p in hf.parameters() if p.requires_grad), master_dtype(config))
         self._frozen_tower = frozen_tower(hf)
         with_reference = config.algorithm.kl.coefficient > 0 and config.model.lora is None
         shared = {} if self._frozen_tower is None else {id(part): part for part in self._frozen_tower.modules()}
@@ -133,7 +139,7 @@ class TorchPolicy:
         Args:
             own: its parameters that the policy does not share.
         """
-        _convert(own, reference_dtype(self.config, mesh.device_type))
+        convert(own, reference_dtype(self.config, mesh.device_type))
         # like the policy in all that a compiled graph depends on, so that one graph without gradient serves both
         checkpoint_blocks(transformer_blocks(model.hf), self.config.model.gradient_checkpointing)
         sharded = self._shard(model, mesh).train()
@@ -146,25 +152,8 @@ class TorchPolicy:
         return [p for p in self.reference.parameters() if id(p) not in shared] if self.reference is not None else []
 
     def _shard(self, model: PackedModel, mesh: DeviceMesh) -> PackedModel:
-        whole = set() if self._frozen_tower is None else set(self._frozen_tower.parameters()) & set(model.parameters())
-        blocks = [block for block in transformer_blocks(model.hf) if whole.isdisjoint(block.parameters())]
-        computes_in = compute_dtype(self.config, mesh.device_type)
-        # float32 attention is no single operator, so a compiled block would consist of several graphs
-        if is_on(self.config.training.compile_blocks, auto=mesh.device_type == "cuda" and computes_in != torch.float32):
-            compile_blocks(blocks)
-        precision = MixedPrecisionPolicy(
-            param_dtype=computes_in,
-            reduce_dtype=torch.float32,  # no output_dtype: a block's output is the next block's input
-        )
-        for block in blocks:
-            fully_shard(block, mesh=mesh, mp_policy=precision, reshard_after_forward=self._reshards)
-        fully_shard(model, mesh=mesh, mp_policy=precision, ignored_params=whole)
-        for before, after in pairwise(model.decoder.layers):  # FSDP2 does this by itself in the backward pass
-            before.set_modules_to_forward_prefetch([after])
-        for module in model.modules():
-            if isinstance(module, FSDPModule):  # sum over ranks: the tokens' weights contain the step's denominators
-                module.set_force_sum_reduction_for_comms(True)
-                module.set_gradient_divide_factor(1.0)
+        frozen = set() if self._frozen_tower is None else set(self._frozen_tower.parameters())
+        shard(model, model.hf, mesh, self.config, whole=frozen & set(model.parameters()))
         return model
 
     def _pack(self, samples: Sequence[TrainingSample], model: PackedModel) -> Microbatch:
@@ -191,7 +180,7 @@ class TorchPolicy:
         (self._reference_weights if reference else self._weights).onload()
         with_entropy = self.config.algorithm.entropy_mask is not None and not reference
         scored = [self._logprobs_of(model, samples, with_entropy=with_entropy) for samples in microbatches]
-        _reshard(model)
+        reshard(model)
         if reference:
             self._offload(self._reference_weights)
         return scored
@@ -208,7 +197,7 @@ class TorchPolicy:
             without_unknown(self._logprobs_of(self.teacher, own), samples, size)
             for own, samples in zip(known, microbatches, strict=True)
         ]
-        _reshard(self.teacher)
+        reshard(self.teacher)
         self._offload(self._teacher_weights)
         return scored
 
@@ -217,7 +206,7 @@ class TorchPolicy:
         """Log-probs [L] of each sample at temperature 1 with no token banned. Computes one microbatch."""
         self._weights.onload()
         logprobs = [scored.logprobs for scored in self._logprobs_of(self.model, samples, raw=True)]
-        _reshard(self.model)
+        reshard(self.model)
         return logprobs
 
     def _logprobs_of(
@@ -359,13 +348,6 @@ class TorchPolicy:
         self.offload()
 
 
-def _reshard(model: nn.Module) -> None:
-    """Free the gathered weights, which a forward pass without a backward pass leaves in memory."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
-
-
 def _placed(values: Floats, sample: TrainingSample) -> Floats:
     """[L] the values on the trained tokens, 0 elsewhere."""
     placed = np.zeros(sample.num_tokens, np.float32)
@@ -380,55 +362,7 @@ def _without_dropout(model: nn.Module) -> None:
             module.p = 0.0
 
 
-def is_on(choice: Literal["auto", "on", "off"], *, auto: bool) -> bool:
-    """Resolves a setting with the values auto, on and off."""
-    return auto if choice == "auto" else choice == "on"
-
-
-def require_kernel(model: Any, config: ExperimentConfig, device_type: str) -> None:
-    """Refuse a soft cap of attention scores that no installed kernel computes. On a CPU and in float32 attention needs
-    no kernel.
-
-    Args:
-        model: Hugging Face configuration.
-
-    Raises:
-        ModelError: the model has such a cap.
-    """
-    in_kernel = device_type == "cuda" and compute_dtype(config, device_type).itemsize == 2
-    if in_kernel and family_of(model).caps(model).scores is not None:
-        flash_kernel(capped=True)
-
-
-def compute_dtype(config: ExperimentConfig, device_type: str) -> torch.dtype:
-    """Dtype of forward and backward."""
-    if config.model.compute_dtype == "auto":
-        return torch.bfloat16 if device_type == "cuda" else master_dtype(config)
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.model.compute_dtype]
-
-
-def master_dtype(config: ExperimentConfig) -> torch.dtype:
-    """Dtype of trained parameters between steps."""
-    return torch.bfloat16 if config.training.optimizer == "adamw_bf16" else torch.float32
-
-
-def weights_dtype(config: ExperimentConfig, device_type: str) -> torch.dtype:
-    """Dtype of parameters that do not train. The base weights of adapters never change, so the compute dtype
-    is enough."""
-    return master_dtype(config) if config.model.lora is None else compute_dtype(config, device_type)
-
-
-def reference_dtype(config: ExperimentConfig, device_type: str) -> torch.dtype:
-    """Dtype of the reference's weights, which never change: the compute dtype is enough."""
-    return min(compute_dtype(config, device_type), master_dtype(config), key=lambda dtype: dtype.itemsize)
-
-
-def _convert(parameters: Iterable[nn.Parameter], dtype: torch.dtype) -> None:
-    for parameter in parameters:  # buffers stay: rotary frequencies need their float32
-        parameter.data = parameter.data.to(dtype)
-
-
-# stands for an empty microbatch: it has no trained tokens, so its loss is 0
+# Stands for an empty microbatch. It has no trained tokens, so its loss is 0.
 FILLER = TrainingSample(
     token_ids=np.zeros(2, np.int32),
     loss_mask=np.zeros(2, np.bool_),

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import astuple, dataclass, replace
@@ -19,13 +18,15 @@ from rlcore.config.algorithm import RemaxAdvantage
 from rlcore.data.mixture import MixturePosition, next_of_mixture, source_sizes
 from rlcore.data.stream import ProblemStream, next_problems
 from rlcore.distributed.group import WorkerGroup
-from rlcore.errors import StarvedError, UngradedError
+from rlcore.errors import StarvedError
 from rlcore.process import Clock, in_background
 from rlcore.rollout.advantages import has_signal
+from rlcore.rollout.grading import Grading, require_graded, with_scores
 from rlcore.rollout.groups import Group, new_groups
+from rlcore.rollout.policy_logprobs import with_policy_logprobs
 from rlcore.rollout.schedule import Schedule
 from rlcore.rollout.state import RolloutState
-from rlcore.types import Grader, Problem, SampleRequest, Score, TrainingSample
+from rlcore.types import Grader, Problem, SampleRequest
 
 
 class RolloutRun(Protocol):
@@ -87,14 +88,6 @@ class Filled:
         return replace(self.state, groups=self.state.groups[size:])
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Grading:
-    """Completions that were submitted to the grader together, and their future scores."""
-
-    places: list[tuple[tuple[str, int], int | None]]  # key of the group, index of the completion (None: the baseline)
-    scores: Future[list[Score]]
-
-
 def collect(run: RolloutRun, state: RolloutState, step: int, clock: Clock) -> RolloutBatch:
     """The rollout batch to train on after ``step`` optimizer steps. With prefetching, also start the next one.
 
@@ -111,7 +104,7 @@ def collect(run: RolloutRun, state: RolloutState, step: int, clock: Clock) -> Ro
     if not (schedule.prefetch and run.workers.disaggregated):
         with clock("generate"):
             run.workers.release_sampler()
-    filled = _graded(run, _with_policy_logprobs(run, schedule, filled, clock), clock)  # while grading runs
+    filled = _graded(run, _ready_to_train(run, schedule, filled, clock), clock)  # while grading runs
     groups = filled.state.groups[: schedule.size]
     age = max(schedule.age(group, step) for group in groups)
     return RolloutBatch(
@@ -200,7 +193,7 @@ def _fill(run: RolloutRun, schedule: Schedule, state: RolloutState, clock: Clock
         waiting, sampled = _sample(run, schedule, [*waiting, *new], first, room, step, gradings, clock)
         counts += sampled
         if schedule.needs_signal:
-            waiting, gradings = _scored(waiting, gradings, clock), []
+            waiting, gradings = with_scores(waiting, gradings, clock), []
             ended = [admit(group) for group in waiting if not group.unfinished and group.key not in judged]
             state = _judged(run, state, ended)
             replaced = {group.key for group in ended if not has_signal(group, algorithm)}
@@ -326,19 +319,9 @@ def _graded(run: RolloutRun, filled: Filled, clock: Clock) -> Filled:
     """Wait for the grader and add the scores."""
     if not filled.ungraded:
         return filled
-    groups = _scored(filled.state.groups, filled.gradings, clock)
+    groups = with_scores(filled.state.groups, filled.gradings, clock)
     state = _judged(run, filled.state, [group for group in groups if group.key in filled.ungraded])
     return replace(filled, state=replace(state, groups=tuple(groups)), gradings=(), ungraded=())
-
-
-def _scored(groups: Sequence[Group], gradings: Sequence[Grading], clock: Clock) -> list[Group]:
-    with clock("reward"):  # only the time that grading takes beyond sampling
-        results = [(grading.places, grading.scores.result()) for grading in gradings]
-    scores: defaultdict[tuple[str, int], dict[int | None, Score]] = defaultdict(dict)
-    for places, values in results:
-        for (key, which), score in zip(places, values, strict=True):
-            scores[key][which] = score
-    return [group.scored(scores[group.key]) if group.key in scores else group for group in groups]
 
 
 def _judged(run: RolloutRun, state: RolloutState, groups: Sequence[Group]) -> RolloutState:
@@ -353,94 +336,10 @@ def _judged(run: RolloutRun, state: RolloutState, groups: Sequence[Group]) -> Ro
     return state if run.config.data.curriculum is None else state.with_pass_rates(groups)
 
 
-def require_graded(scores: Sequence[Score], max_share: float, grader: Grader) -> None:
-    """
-    Raises:
-        UngradedError: more than ``max_share`` of ``scores`` are ungraded.
-    """
-    ungraded = sum(not score.graded for score in scores)
-    if ungraded > max_share * len(scores):
-        last = "\n- ".join(grader.last_failures())
-        raise UngradedError(
-            f"{ungraded} of {len(scores)} completions could not be graded, allowed is a share of {max_share:g} "
-            f"(reward.max_ungraded_share). The last ones:\n- {last}\nFix the reward or the judge. If "
-            "functions are too slow, raise reward.deadline_seconds or reward.processes. Or raise the share."
-        )
-
-
-def _with_policy_logprobs(run: RolloutRun, schedule: Schedule, filled: Filled, clock: Clock) -> Filled:
+def _ready_to_train(run: RolloutRun, schedule: Schedule, filled: Filled, clock: Clock) -> Filled:
     """Add the policies' log-probs to the batch, and to its surplus unless the surplus trains asynchronously."""
-    batch, rest = filled.state.groups[: schedule.size], filled.state.groups[schedule.size :]
-    groups = _scored_by_policies(run, batch, clock, run.config.training.mini_batches)
-    groups += rest if schedule.asynchronous or not rest else _scored_by_policies(run, rest, clock, 1)
-    return replace(filled, state=replace(filled.state, groups=tuple(groups)))
-
-
-def _scored_by_policies(run: RolloutRun, groups: Sequence[Group], clock: Clock, parts: int) -> list[Group]:
-    """Add the old, reference and teacher log-probs that the config needs. Samples that already have some keep them,
-    because they come from the policy that sampled.
-
-    Args:
-        parts: optimizer steps that the groups are split into.
-    """
-    samples: Sequence[TrainingSample] = [sample for group in groups for sample in group.samples]
-    with clock("old_logprobs"):
-        first = first_update_with_old_logprobs(run.config)
-        updates = enumerate(split(samples, parts))
-        samples = [s for index, update in updates for s in _with_old_logprobs(run, update, needed=index >= first)]
-    with clock("ref_logprobs"):
-        missing = [sample for sample in samples if sample.ref_logprobs is None]
-        if run.config.algorithm.kl.coefficient > 0 and missing:
-            reference = iter(run.workers.reference_logprobs(missing))
-            samples = [
-                s if s.ref_logprobs is not None else replace(s, ref_logprobs=next(reference).logprobs) for s in samples
-            ]
-    if run.config.algorithm.teacher is not None:
-        with clock("teacher_logprobs"):
-            samples = [sample for part in split(samples, parts) for sample in _with_teacher_logprobs(run, part)]
-    rest = iter(samples)
-    return [replace(group, samples=tuple(next(rest) for _ in group.samples)) for group in groups]
-
-
-def _with_old_logprobs(run: RolloutRun, update: Sequence[TrainingSample], *, needed: bool) -> Sequence[TrainingSample]:
-    """The samples of one update with old log-probs, where they are needed or some samples have them already. Samples
-    that have some pass through the model too, so that the microbatches are those of the update and its ratio starts at
-    exactly 1."""
-    have = [sample.old_logprobs is not None for sample in update]
-    if all(have) or not (needed or any(have)):
-        return update
-    return [
-        s
-        if s.old_logprobs is not None
-        else replace(
-            s,
-            old_logprobs=scored.logprobs,
-            truncation_logprobs=scored.truncation_logprobs,
-            entropies=scored.entropies,
-        )
-        for s, scored in zip(update, run.workers.logprobs(update), strict=True)
-    ]
-
-
-def _with_teacher_logprobs(run: RolloutRun, update: Sequence[TrainingSample]) -> list[TrainingSample]:
-    """The samples of one update with the teacher's log-probs. The microbatches are those of the old log-probs, so a
-    teacher with the policy's weights has exactly its log-probs."""
-    scored = run.workers.teacher_logprobs(update)
-    return [replace(sample, teacher_logprobs=s.logprobs) for sample, s in zip(update, scored, strict=True)]
-
-
-def first_update_with_old_logprobs(config: ExperimentConfig) -> int:
-    """The first of a batch's updates, from 0, that needs its old log-probs before the updates begin. The first update
-    of all starts from the old policy, so its own log-probs are the old ones; unless they are needed even earlier, or
-    again in a later epoch."""
-    schedule, algorithm = Schedule.of(config), config.algorithm
-    surplus = schedule.needs_signal and schedule.keeps_surplus and not schedule.asynchronous
-    kl_in_reward = algorithm.kl.place == "reward" and algorithm.kl.coefficient > 0
-    earlier = surplus or kl_in_reward or algorithm.teacher is not None or algorithm.entropy_mask is not None
-    return int(not (earlier or config.training.ppo_epochs > 1 or algorithm.recompute_old_logprobs))
-
-
-def split(samples: Sequence[TrainingSample], parts: int) -> list[Sequence[TrainingSample]]:
-    """Split into equal parts, in order. Groups stay whole, because ``parts`` divides the problems of a batch."""
-    size = len(samples) // parts
-    return [samples[start : start + size] for start in range(0, len(samples), size)]
+    batch, surplus = filled.state.groups[: schedule.size], filled.state.groups[schedule.size :]
+    ready = with_policy_logprobs(run.config, run.workers, batch, clock, run.config.training.mini_batches)
+    if surplus and not schedule.asynchronous:
+        surplus = tuple(with_policy_logprobs(run.config, run.workers, surplus, clock, 1))
+    return replace(filled, state=replace(filled.state, groups=(*ready, *surplus)))

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from rlcore.config import ExperimentConfig
 from rlcore.rollout.groups import Group
+from rlcore.types import TrainingSample
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,3 +96,10 @@ def due(ages: Sequence[int], size: int, max_staleness: int) -> int:
         ages: of the groups in stream order, never increasing.
     """
     return max([0, *(place - size * (max_staleness - age) for place, age in enumerate(ages, 1))])
+
+
+def mini_batches(samples: Sequence[TrainingSample], parts: int) -> list[Sequence[TrainingSample]]:
+    """The samples of each optimizer step, in order. Groups stay whole, because ``parts`` divides the problems of a
+    batch."""
+    size = len(samples) // parts
+    return [samples[start : start + size] for start in range(0, len(samples), size)]

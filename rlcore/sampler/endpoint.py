@@ -21,8 +21,8 @@ import numpy as np
 
 from rlcore.artifacts import EndpointRef
 from rlcore.config import ExperimentConfig
+from rlcore.data.messages import MessageBuilder
 from rlcore.data.pixels import MARKERS, ImageStore, frames_in
-from rlcore.data.prompts import MessageBuilder
 from rlcore.endpoint import Answered, Away, Denied, Endpoint, Failed, Refused, delay_before, key_in
 from rlcore.errors import ModelError, ServerError
 from rlcore.types import Completion, ImageRef, SampledGroup, SampleRequest

@@ -125,7 +125,9 @@ class VllmSampler:
             params,
             adapter,
         )
-        expanded = {key: self._prompts.expand(bare[key], problem.images) for key, problem in problems.items()}
+        expanded = {
+            key: self._prompts.placeholders.expand(bare[key], problem.images) for key, problem in problems.items()
+        }
         prompts = [expanded[id(r.problem)] for r in requests]
         for request, prompt, names in zip(requests, prompts, named, strict=True):
             self._require_same(request, prompt, names[0])

@@ -21,7 +21,8 @@ from rlcore.errors import DivergedError, PreemptedError
 from rlcore.flops import NOTHING
 from rlcore.process import Clock
 from rlcore.rollout.advantages import attach_advantages
-from rlcore.rollout.collect import collect, split, with_prefetched
+from rlcore.rollout.collect import collect, with_prefetched
+from rlcore.rollout.schedule import mini_batches
 from rlcore.training.metrics import (
     collection_metrics,
     mismatch_alarm,
@@ -67,7 +68,7 @@ def train(run: TrainingRun, state: TrainState, *, until_step: int, should_stop: 
         metrics: list[dict[str, float]] = []
         work = NOTHING
         last_step = state.step + training.steps_per_batch
-        for part in split(advantages.samples, training.mini_batches) * training.ppo_epochs:
+        for part in mini_batches(advantages.samples, training.mini_batches) * training.ppo_epochs:
             rate = learning_rate(state.step + 1, training) * run.adjustments.learning_rate_factor(state.step + 1)
             with clock("update"):
                 result = workers.update(part, rate, kl_coefficient)

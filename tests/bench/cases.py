@@ -22,7 +22,8 @@ from typing import Any
 import numpy as np
 
 from rlcore.config import ExperimentConfig, build_experiment
-from rlcore.data.prompts import PromptBuilder, load_processor
+from rlcore.data.processor import load_processor
+from rlcore.data.prompts import PromptBuilder
 from rlcore.data.tiny import CHAT_TEMPLATE, END_OF_TURN, PAD, SPECIAL_TOKENS
 from rlcore.models.tiny import sampling_defaults
 from rlcore.types import Completion, ImageRef, Problem, Score

@@ -22,9 +22,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForImageTextToText, Qwen2_5_VLConfig
 
 from rlcore.config import ExperimentConfig
+from rlcore.models.dtypes import master_dtype, reference_dtype, weights_dtype
 from rlcore.models.lora import choose_trainable
 from rlcore.models.sharding import local_part, own_rows, transformer_blocks
-from rlcore.models.torch_policy import master_dtype, reference_dtype, weights_dtype
 from tasks.experiments import load_experiment
 
 GIB = 2**30

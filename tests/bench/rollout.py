@@ -84,12 +84,14 @@ def main() -> None:
 def measure(arguments: argparse.Namespace) -> None:
     import torch
 
-    from rlcore.sampler.engine import Engine, engine_prompt, sampling_params, set_engine_environment
+    from rlcore.sampler.engine import Engine, engine_prompt, sampling_params
+    from rlcore.sampler.start import set_engine_environment
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     set_engine_environment(device)
     from rlcore.data.pixels import ImageStore
-    from rlcore.data.prompts import PromptBuilder, load_processor
+    from rlcore.data.processor import load_processor
+    from rlcore.data.prompts import PromptBuilder
     from rlcore.models.loading import load_hf_model
     from rlcore.rollout.groups import in_order
     from rlcore.sampler.vllm_sampler import VllmSampler

@@ -40,7 +40,8 @@ from rlcore.batch import ImageFeatures, prompt_key
 from rlcore.config import ExperimentConfig, build_experiment
 from rlcore.distributed.group import SequenceSize, microbatch_work, plan_microbatches
 from rlcore.flops import NOTHING, utilisation
-from rlcore.models.torch_policy import TorchPolicy, weights_dtype
+from rlcore.models.dtypes import weights_dtype
+from rlcore.models.torch_policy import TorchPolicy
 from rlcore.types import ImageRef, TrainingSample
 from tests.bench.cases import SHAPES, Shape, build_model, shape_of, stop_chance, vision_tokens
 from tests.bench.newer import NEWER, TINY_NEWER, build_newer

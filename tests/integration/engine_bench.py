@@ -44,13 +44,14 @@ class Bench:
             dtype: of the engine.
             ranks: of the world that this process is in, which hold the engine and the policy together.
         """
-        from rlcore.sampler.engine import set_engine_environment
+        from rlcore.sampler.start import set_engine_environment
 
         set_engine_environment("cpu")
         from torch.distributed.device_mesh import init_device_mesh
 
         from rlcore.config import ExperimentConfig, ModelConfig
-        from rlcore.data.prompts import PromptBuilder, load_processor
+        from rlcore.data.processor import load_processor
+        from rlcore.data.prompts import PromptBuilder
         from rlcore.models.loading import empty_hf_model
         from rlcore.models.stored_weights import StoredWeights
         from rlcore.models.torch_policy import TorchPolicy
@@ -80,7 +81,7 @@ class Bench:
             banned_token_ids=prompts.banned_token_ids,
             features=partial(toy.features, model_type=hf.config.model_type),
         )
-        self.problems = _problems(None if prompts.image_token_id is None else prompts)
+        self.problems = _problems(None if prompts.placeholders.image_token_id is None else prompts)
 
     def delta(self) -> float:
         """Largest |delta log-prob| between engine and policy over freshly sampled tokens."""

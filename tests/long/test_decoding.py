@@ -16,7 +16,8 @@ BURSTS = ((1, 0), (4, 0), (4, 3), (16, 2), (100, 12))
 def drawn(model: Path) -> dict[str, Any]:
     """What 24 requests of 3 samples draw on 20 places, for bursts of several lengths and by vLLM's own loop."""
     from rlcore.sampler.decoding import decode
-    from rlcore.sampler.engine import Engine, sampling_params, set_engine_environment
+    from rlcore.sampler.engine import Engine, sampling_params
+    from rlcore.sampler.start import set_engine_environment
 
     set_engine_environment("cpu")
     sizes = {"max_completion_tokens": 30, "max_sequences": 20, "kv_cache_mib": 8}

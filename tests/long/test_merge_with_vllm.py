@@ -36,7 +36,8 @@ def probe_of(model: Path) -> Path:
 
 def verified(folder: Path) -> dict[str, Any]:
     """One engine, which loads ``merged``; both folders are then held to its log-probs."""
-    from rlcore.sampler.engine import set_engine_environment, vllm_sequence_logprobs
+    from rlcore.sampler.engine import vllm_sequence_logprobs
+    from rlcore.sampler.start import set_engine_environment
     from tests.numerics import toy
 
     set_engine_environment("cpu")
@@ -116,7 +117,8 @@ def test_vllm_accepts_the_merged_model_and_refuses_one_with_another_layer(
 
 def verified_in_bfloat16(folder: Path) -> dict[str, Any]:
     """An engine in the dtype of ``rollout.dtype``; the trainer computed in float32."""
-    from rlcore.sampler.engine import set_engine_environment, vllm_sequence_logprobs
+    from rlcore.sampler.engine import vllm_sequence_logprobs
+    from rlcore.sampler.start import set_engine_environment
     from tests.checking import make_model
     from tests.numerics import toy
 

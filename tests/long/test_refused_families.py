@@ -42,11 +42,11 @@ def of_gemma3(folder: Path) -> dict[str, Any]:
     """The rows that differ with vLLM on a CPU, and those that differ if trainer and transformers see backwards only."""
     from rlcore.families.gemma3 import Gemma3Images
     from rlcore.jobs import check_model
-    from rlcore.sampler import engine
+    from rlcore.sampler import start
 
     backwards = partial(mock.patch.object, Gemma3Images)
     plain, layout = Gemma3Images.plain_arguments, Gemma3Images.layout
-    with mock.patch.object(check_model, "require_pictures"), mock.patch.object(engine, "require_pictures"):
+    with mock.patch.object(check_model, "require_pictures"), mock.patch.object(start, "require_pictures"):
         both_ways = differing(checked(make_model(folder / "model", "gemma3")))
         with (
             backwards("plain_arguments", lambda *given: {"pixel_values": plain(*given)["pixel_values"]}),

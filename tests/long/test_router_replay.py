@@ -24,8 +24,9 @@ CLEAR = 1e-4  # a router's last chosen expert leads the next one by at least as 
 def recorded(model: Path) -> dict[str, Any]:
     """Six prompts with four samples each, of which the cache cannot hold all at once."""
     from rlcore.sampler.decoding import decode
-    from rlcore.sampler.engine import Engine, sampling_params, set_engine_environment
+    from rlcore.sampler.engine import Engine, sampling_params
     from rlcore.sampler.routes import RouteRecorder
+    from rlcore.sampler.start import set_engine_environment
 
     set_engine_environment("cpu")
     computed = [0]

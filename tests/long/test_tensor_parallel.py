@@ -34,7 +34,7 @@ class Damaged:
 def _bench_of_two(
     rank: int, port: int, model: Path, lora: dict[str, Any] | None, *, replay_routes: bool = False
 ) -> Bench:
-    from rlcore.sampler.engine import set_engine_environment
+    from rlcore.sampler.start import set_engine_environment
 
     set_engine_environment("cpu")
     os.environ.update(RANK=str(rank), LOCAL_RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))

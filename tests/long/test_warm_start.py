@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Qwen
 
 from rlcore.config import DataConfig, TinyModelConfig
 from rlcore.config.policy import TinyFamily
-from rlcore.data.prompts import PromptBuilder, TextProcessor
+from rlcore.data.processor import TextProcessor
+from rlcore.data.prompts import PromptBuilder
 from rlcore.data.synthetic.arithmetic import ArithmeticProblem
 from rlcore.data.synthetic.geometry import draw_problem
 from rlcore.data.tiny import build_processor

@@ -87,8 +87,8 @@ def test_tokens_and_pixels_are_those_of_the_family_s_processor(model_type: str, 
     assert torch.equal(read.pixel_values, out["pixel_values_videos"])
     assert read.pixel_values.nbytes == feature_bytes(ref)
     assert [list(read.grid_thw)] == out["video_grid_thw"].tolist() == [[(count + 1) // 2, *read.grid_thw[1:]]]
-    assert prompts.collapse(tokens.tolist(), [ref]) == prompts.unexpanded(problem).tolist()
-    assert prompts.tokens_of(ref) == len(tokens) - len(prompts.unexpanded(problem)) + 1
+    assert prompts.placeholders.collapse(tokens.tolist(), [ref]) == prompts.unexpanded(problem).tolist()
+    assert prompts.placeholders.num_tokens(ref) == len(tokens) - len(prompts.unexpanded(problem)) + 1
 
 
 def test_qwen3_writes_the_time_before_each_pair_of_frames() -> None:

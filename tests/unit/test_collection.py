@@ -14,7 +14,8 @@ import pytest
 from rlcore.errors import CheckpointError, ConfigError, SamplerError, StarvedError
 from rlcore.process import Clock
 from rlcore.rollout.advantages import has_signal
-from rlcore.rollout.collect import RolloutBatch, first_update_with_old_logprobs
+from rlcore.rollout.collect import RolloutBatch
+from rlcore.rollout.policy_logprobs import first_update_with_old_logprobs
 from rlcore.training.run import TrainingRun, TrainState
 from rlcore.types import Completion, Problem, SampledGroup, SampleRequest, Score
 from tests.unit.toy_run import (

@@ -96,7 +96,7 @@ def test_resizing_is_bicubic_and_an_image_on_the_grid_is_kept_byte_for_byte(tmp_
 
 
 def test_the_processor_leaves_a_resized_image_unchanged(tmp_path):
-    from rlcore.data.prompts import load_processor
+    from rlcore.data.processor import load_processor
 
     raw = prepared(tmp_path, [[encode(noise(width, height))] for width, height in ((300, 200), (31, 500), (70, 70))])
     folder = Path(resize(spec_for(raw)).path)

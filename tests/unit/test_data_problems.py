@@ -20,7 +20,7 @@ from PIL import Image
 from rlcore.artifacts import DatasetRef
 from rlcore.config import DataConfig, ModelConfig, build_experiment
 from rlcore.data.prepare.folder import dataset_key, load_report
-from rlcore.data.prompts import load_processor
+from rlcore.data.processor import load_processor
 from rlcore.data.rejects import read_rejects
 from rlcore.data.table import load_problems, load_rows, write_rows
 from rlcore.distributed.worker import WorkerSpec

@@ -17,7 +17,8 @@ from PIL import Image
 from pydantic import ValidationError
 
 from rlcore.config import DataConfig, ModelConfig, TinyModelConfig, build_experiment
-from rlcore.data.prompts import PromptBuilder, TextProcessor, load_processor
+from rlcore.data.processor import TextProcessor, load_processor
+from rlcore.data.prompts import PromptBuilder
 from rlcore.data.tiny import build_processor
 from rlcore.errors import ConfigError, DataError, ModelError
 from rlcore.types import ImageRef, Message, Problem
@@ -142,7 +143,9 @@ def test_expanded_pictures_are_the_processor_s_own_and_collapse_again(family, si
     expected = build_processor(family)(text=[text], images=pictures, return_tensors="np")["input_ids"][0]
     expanded = prompts.tokens(item)
     np.testing.assert_array_equal(expanded, expected)
-    np.testing.assert_array_equal(prompts.collapse(expanded.tolist(), item.images), prompts.unexpanded(item))
+    np.testing.assert_array_equal(
+        prompts.placeholders.collapse(expanded.tolist(), item.images), prompts.unexpanded(item)
+    )
 
 
 @pytest.mark.parametrize("question", ["A\n<image>\nB", "<image>\n\n<image>\n", "\n<image><image>\n\nC"])
@@ -156,16 +159,18 @@ def test_line_breaks_around_a_picture_are_the_tokens_of_the_processor(question):
     pictures = [Image.new("RGB", (84, 84))] * count
     expected = made(text=[text], images=pictures, return_tensors="np")["input_ids"][0]
     np.testing.assert_array_equal(prompts.tokens(item), expected)
-    np.testing.assert_array_equal(prompts.collapse(expected.tolist(), item.images), prompts.unexpanded(item))
+    np.testing.assert_array_equal(
+        prompts.placeholders.collapse(expected.tolist(), item.images), prompts.unexpanded(item)
+    )
 
 
 def test_a_token_that_no_picture_has_beside_it_does_not_collapse():
     prompts = PromptBuilder(build_processor("gemma3"), with_template("tiny"))
     item = problem("<image>Which?", (84, 84))
     tokens = prompts.tokens(item).tolist()
-    place = tokens.index(prompts.image_token_id)
+    place = tokens.index(prompts.placeholders.image_token_id)
     with pytest.raises(DataError, match="token 7 is where an image has"):
-        prompts.collapse([*tokens[: place - 1], 7, *tokens[place:]], item.images)
+        prompts.placeholders.collapse([*tokens[: place - 1], 7, *tokens[place:]], item.images)
 
 
 def test_each_named_tile_has_its_marker_and_each_row_its_line_break():
@@ -179,14 +184,15 @@ def test_each_named_tile_has_its_marker_and_each_row_its_line_break():
     assert prompts.tokenizer.decode(prompts.tokens(alone)).startswith(
         f"<|im_start|>user\n{end}<global-img>{tile}{end}Which?"
     )
-    assert [prompts.image_tokens(56, 28), prompts.image_tokens(28, 28)] == [3 * 6 + 2 + 1, 7]
+    counts = [prompts.placeholders.num_tokens(ImageRef("", *size)) for size in ((56, 28), (28, 28))]
+    assert counts == [3 * 6 + 2 + 1, 7]
 
 
 def test_tokens_that_are_not_those_of_the_image_do_not_collapse():
     prompts = PromptBuilder(build_processor("idefics3"), with_template("tiny"))
     tokens = prompts.tokens(problem("<image>Which?", (28, 28)))
     with pytest.raises(DataError, match="the 21 tokens of an image are not in the sequence"):
-        prompts.collapse(tokens.tolist(), [ImageRef("0", 56, 28)])
+        prompts.placeholders.collapse(tokens.tolist(), [ImageRef("0", 56, 28)])
 
 
 def test_the_marker_of_images_is_no_special_token_of_the_problem():
@@ -293,12 +299,12 @@ def test_tokens_are_those_of_the_processor_on_resized_images(sizes):
 def test_image_tokens_worked_out_by_hand(plain):
     prompts = builder(plain)
     assert prompts.resizing.factor == 28
-    assert prompts.image_tokens(56, 84) == 6
+    assert prompts.placeholders.num_tokens(ImageRef("", 56, 84)) == 6
     item = problem("a<image>b<image>", (56, 84), (28, 28))
     unexpanded = prompts.unexpanded_tokens(item.question, 2)
     tokens = prompts.tokens(item)
-    assert (unexpanded == prompts.image_token_id).sum() == 2
-    assert (tokens == prompts.image_token_id).sum() == 7
+    assert (unexpanded == prompts.placeholders.image_token_id).sum() == 2
+    assert (tokens == prompts.placeholders.image_token_id).sum() == 7
     assert len(tokens) == len(unexpanded) + 5
 
 
@@ -310,7 +316,7 @@ def test_banned_tokens_are_the_vision_tokens_that_the_model_has():
 
 def test_a_language_model_needs_no_images():
     prompts = text_builder()
-    assert prompts.image_token_id is None
+    assert prompts.placeholders.image_token_id is None
     assert prompts.tokens(problem("1+1?")).tolist() == builder().tokens(problem("1+1?")).tolist()
     with pytest.raises(ModelError, match="takes no images"):
         _ = prompts.resizing
@@ -370,7 +376,7 @@ def test_a_folder_with_a_tokenizer_alone_is_a_language_model(tmp_path):
     processor().tokenizer.save_pretrained(tmp_path)
     loaded = load_processor(ModelConfig(path=str(tmp_path)))
     assert isinstance(loaded, TextProcessor)
-    assert PromptBuilder(loaded, with_template("math")).image_token_id is None
+    assert PromptBuilder(loaded, with_template("math")).placeholders.image_token_id is None
 
 
 def test_a_model_without_a_chat_template_is_refused(tmp_path):
@@ -390,4 +396,4 @@ def test_an_empty_model_folder_says_what_belongs_there(tmp_path):
 def test_the_tiny_text_policies_take_no_images(task):
     found = load_processor(ModelConfig(tiny=TinyModelConfig(task=task)))
     assert isinstance(found, TextProcessor)
-    assert PromptBuilder(found, with_template("tiny")).image_token_id is None
+    assert PromptBuilder(found, with_template("tiny")).placeholders.image_token_id is None

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoModel, AutoModelForCausalLM, Olmo2Config, Olmo2Model
 
-from rlcore.sampler.engine import _give_own_class
+from rlcore.sampler.start import give_own_class
 from tests.checking import FAMILIES, Size
 
 
@@ -23,7 +23,7 @@ def test_the_engine_builds_a_subclass_and_the_trainer_transformers_own(folder: P
     config = Olmo2Config.from_pretrained(folder)
     before = {name: getattr(Olmo2Model, name) for name in ("__init__", "__call__", "__bases__")}
     for _ in range(2):  # a second engine of the process takes the same class
-        _give_own_class(folder, False)
+        give_own_class(folder, False)
         engines = type(AutoModel.from_config(config))
         assert engines.__bases__ == (Olmo2Model,)
     engines.__init__ = lambda self: None  # type: ignore[misc]  # as vLLM does

@@ -18,7 +18,8 @@ from transformers import AutoModelForImageTextToText
 
 from rlcore.artifacts import ModelRef
 from rlcore.config import DataConfig, ExperimentConfig, ModelConfig
-from rlcore.data.prompts import PromptBuilder, load_processor
+from rlcore.data.processor import load_processor
+from rlcore.data.prompts import PromptBuilder
 from rlcore.errors import DataError, ModelError
 from rlcore.files import folder_digest
 from rlcore.inference.chat import chat_template
@@ -91,7 +92,7 @@ def test_the_completion_is_the_likeliest_token_each_time(
         inputs = processor(text=[text], images=[opened], return_tensors="pt", images_kwargs={"size": size})
         ids = torch.cat([inputs["input_ids"], torch.tensor([written], dtype=torch.long)], 1)
         kinds = torch.zeros_like(ids)
-        kinds[ids == prompts.image_token_id] = 1
+        kinds[ids == prompts.placeholders.image_token_id] = 1
         pictures = {name: inputs[name] for name in ("pixel_values", "image_grid_thw")}
         with torch.no_grad():
             logits = model(input_ids=ids, mm_token_type_ids=kinds, use_cache=False, **pictures).logits[0, -1]

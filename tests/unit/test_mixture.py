@@ -14,7 +14,8 @@ from infra.settings import Settings
 from rlcore.artifacts import DatasetRef, ModelRef, SourceRows
 from rlcore.config import DataConfig, ExperimentConfig, build_experiment, changes
 from rlcore.data.prepare.folder import dataset_key, existing_dataset, mixed_key
-from rlcore.data.prompts import PromptBuilder, TextProcessor
+from rlcore.data.processor import TextProcessor
+from rlcore.data.prompts import PromptBuilder
 from rlcore.data.rejects import read_rejects
 from rlcore.data.table import load_problems, load_rows
 from rlcore.data.tiny import build_text_tokenizer

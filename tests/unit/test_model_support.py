@@ -27,7 +27,7 @@ from rlcore.families import family_of
 from rlcore.families.protocol import Caps
 from rlcore.models.loading import exact_attention, require_supported
 from rlcore.models.tiny import build_model
-from rlcore.sampler.engine import require_pictures
+from rlcore.sampler.start import require_pictures
 
 SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 12, "num_key_value_heads": 2}
 EVEN = {**SMALL, "hidden_size": 24}

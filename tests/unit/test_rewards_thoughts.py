@@ -13,7 +13,8 @@ from transformers import AddedToken
 
 from rlcore.config import ModelConfig, build_experiment
 from rlcore.config.reward import MathReward, OverlongPenalty, RewardConfig, UserReward
-from rlcore.data.prompts import load_processor, opens_thought
+from rlcore.data.processor import load_processor
+from rlcore.data.prompts import opens_thought
 from rlcore.errors import ConfigError
 from rlcore.rewards import make_reward
 from rlcore.rewards.extract import ThoughtParts, thought_parts

@@ -13,7 +13,7 @@ from rlcore.process import leaving_out
 LEAN = """
 import sys
 from rlcore.config import ModelConfig
-from rlcore.data.prompts import load_processor
+from rlcore.data.processor import load_processor
 from rlcore.process import importing_vllm
 
 load_processor(ModelConfig(path={model!r}))

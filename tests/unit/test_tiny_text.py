@@ -9,7 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2ForCausalLM
 
 from rlcore.config import DataConfig, ModelConfig, TinyModelConfig
-from rlcore.data.prompts import PromptBuilder, TextProcessor, load_processor
+from rlcore.data.processor import TextProcessor, load_processor
+from rlcore.data.prompts import PromptBuilder
 from rlcore.jobs.bootstrap import bootstrap
 from rlcore.models.tiny import (
     build_text_model,

@@ -8,7 +8,7 @@ import pytest
 
 from rlcore.errors import UngradedError
 from rlcore.rewards.pool import GradingPool
-from rlcore.rollout.collect import require_graded
+from rlcore.rollout.grading import require_graded
 from rlcore.types import Completion, Problem, Score
 from tests.unit.toy_run import Grader
 

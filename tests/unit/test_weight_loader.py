@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from rlcore.data.tiny import build_text_tokenizer
 from rlcore.errors import SamplerError
 from rlcore.sampler import weights
-from rlcore.sampler.engine import capture_sizes, one_tokenizer
+from rlcore.sampler.start import capture_sizes, one_tokenizer
 from rlcore.sampler.weights import Parts, WeightLoader, checksum, replay_load, watched_load
 
 

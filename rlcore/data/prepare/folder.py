@@ -15,9 +15,9 @@ from typing import TypeVar
 
 from rlcore.artifacts import DatasetRef, SourceRows
 from rlcore.config import DataConfig, ModelConfig
+from rlcore.data.messages import template_text
 from rlcore.data.prepare.files import VIDEO_SUFFIXES, image_files, source_files
 from rlcore.data.prepare.sources import parse_source
-from rlcore.data.prompts import template_text
 from rlcore.data.rejects import Reject, write_rejects
 from rlcore.data.synthetic.sources import COUNTDOWN, SYNTHETIC_SOURCES
 from rlcore.data.table import IMAGES, PROBLEMS, DatasetReport, PreparedRow, prompt_stats, write_rows
