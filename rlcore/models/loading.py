@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from importlib import import_module
+from inspect import unwrap
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,7 +19,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from rlcore.config import LoraConfig
 from rlcore.errors import ModelError
 from rlcore.families import family_of
-from rlcore.process import leaving_out
 
 
 def load_hf_model(
@@ -154,12 +154,13 @@ def auto_class(config: Any) -> Any:
     """transformers' loader for this configuration: with a vision tower, or text only.
 
     transformers runs the recurrent states of a model by flash-linear-attention where that is installed, on a CPU too,
-    where it fails, and in float32 with fewer bits. So the model's code is imported without it.
+    where it fails. Its own operations of torch take their place.
     """
     family = family_of(config)
     if family.recurrence is not None:
-        with leaving_out("fla"):
-            import_module(type(config).__module__.replace("configuration_", "modeling_"))
+        module = import_module(type(config).__module__.replace("configuration_", "modeling_"))
+        for name in ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"):
+            setattr(module, name, unwrap(getattr(module, name)))
     return AutoModelForCausalLM if family.images is None else AutoModelForImageTextToText
 
 
