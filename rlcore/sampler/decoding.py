@@ -7,7 +7,7 @@ once for all of its tokens. A request that ends early runs to the last of these 
 dropped. While no request waits for a slot, the first steps of the next call are queued before the results of this one
 are read, so that the device is not idle.
 
-Nothing here imports vLLM (0.26 to 0.32); ``core`` is its in-process EngineCore.
+Nothing here imports vLLM; ``core`` is its in-process EngineCore.
 """
 
 from __future__ import annotations

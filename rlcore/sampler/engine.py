@@ -1,5 +1,4 @@
-"""A vLLM engine in this process, its weights, adapter and caches. Only this file, ``start`` and ``kernels`` import vLLM
-(0.26 to 0.32)."""
+"""A vLLM engine in this process, its weights, adapter and caches. Only this file, ``start`` and ``kernels`` import vLLM."""
 
 from __future__ import annotations
 
@@ -196,10 +195,8 @@ class Engine:
 
         manager = self._adapter_manager()
         mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
-        for renames_alone in ("get_rename_mapper", "get_unstacked_mapper"):  # 0.32, 0.27: without fused layers
-            if hasattr(mapper, renames_alone):
-                mapper = getattr(mapper, renames_alone)()
-                break
+        if mapper is not None:
+            mapper = mapper.get_rename_mapper()  # the manager itself joins the parts of fused layers
         adapter = LoRAModel.from_lora_tensors(
             lora_model_id=_ADAPTER,
             tensors={f"base_model.model.{name}": value for name, value in tensors.items()},

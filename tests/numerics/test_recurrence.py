@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,6 +31,7 @@ from rlcore.models.recurrence import (
 )
 from rlcore.models.torch_policy import TorchPolicy
 from tests.checking import make_model
+from tests.docs.pages import ROOT
 from tests.numerics import toy
 from tests.numerics.attention import segments
 from tests.ranks import on_ranks
@@ -199,3 +203,33 @@ def test_the_inverse_is_exact_where_a_token_comes_again_and_again() -> None:
     """All keys equal and all written: ones below the diagonal. The inverse has -1 next to the diagonal and no other."""
     found = unit_lower_inverse(torch.ones(CHUNK, CHUNK))
     assert torch.equal(found, torch.eye(CHUNK) - torch.diag(torch.ones(CHUNK - 1), -1))
+
+
+def test_transformers_computes_states_without_the_kernels_of_a_gpu(tmp_path: Path) -> None:
+    """Where flash-linear-attention is installed, transformers would call it on a CPU, too."""
+    package = tmp_path / "fla" / "ops"
+    package.mkdir(parents=True)
+    for folder in (package.parent, package):
+        (folder / "__init__.py").touch()
+    (package / "gated_delta_rule.py").write_text(
+        "def chunk_gated_delta_rule(*_, **__):\n    raise SystemExit('the kernels ran')\n"
+        "fused_recurrent_gated_delta_rule = chunk_gated_delta_rule\n"
+    )
+    make_model(tmp_path / "model", "qwen3_5_text")
+    code = (
+        "import sys, torch; from pathlib import Path; from rlcore.models.loading import load_hf_model\n"
+        "{first}\n"
+        "load_hf_model(Path(sys.argv[1]), torch.float32)(torch.arange(4)[None])"
+    )
+    plain = "from transformers import AutoModelForCausalLM as A; load_hf_model = lambda *a: A.from_pretrained(a[0])"
+    ended = [
+        subprocess.run(
+            [sys.executable, "-c", code.format(first=first), str(tmp_path / "model")],
+            env=os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])},
+            capture_output=True,
+            text=True,
+        )
+        for first in ("", plain)
+    ]
+    assert ended[0].returncode == 0, ended[0].stderr
+    assert "the kernels ran" in ended[1].stderr
