@@ -27,6 +27,7 @@ from rlcore.config import ExperimentConfig, LoraConfig, ModelConfig, RolloutConf
 from rlcore.config.run import ResourceConfig
 from rlcore.data.check_inputs import MAX_IMAGES, CheckInputs, write_check_inputs
 from rlcore.data.pixels import ImageStore
+from rlcore.data.probe import ProbeSequence
 from rlcore.data.prompts import load_prompts
 from rlcore.distributed.cluster import claim_device
 from rlcore.distributed.worker import Worker, WorkerSpec
@@ -59,7 +60,6 @@ from rlcore.models.comparison import (
 )
 from rlcore.models.cut import cut_layers, num_layers
 from rlcore.models.loading import load_hf_config, require_supported
-from rlcore.models.probe import ProbeSequence
 from rlcore.models.torch_policy import compute_dtype, require_kernel, weights_dtype
 from rlcore.sampler.engine import engine_dtype, require_pictures
 from rlcore.sampler.vllm_sampler import VllmSampler

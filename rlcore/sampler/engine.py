@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from PIL import Image
     from vllm.lora.request import LoRARequest
 
-    from rlcore.models.probe import ProbeSequence
+    from rlcore.data.probe import ProbeSequence
 
 T = TypeVar("T")
 
