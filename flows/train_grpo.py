@@ -41,10 +41,12 @@ def train_grpo(
         preflight(config)
         run = open_run(config, run_id, allow_changes=allow_changes)
     with track_run(run):
+        starting = bootstrap_policy.submit(config.model)  # while the data is prepared
+        checking = check_model.submit(config, starting)
         train, validation = prepare_and_resize(config, "train"), prepare_and_resize(config, "validation")
-        start = bootstrap_policy(config.model)
+        start = starting.result()
         teacher = bootstrap_teacher(config, start) if config.algorithm.teacher else None
-        check_model(config, start)
+        checking.result()
         describe_run(run, train, validation, start, teacher)
         if config.evaluation.every_steps is None:  # else the trainer does
             evaluate_and_log(run, config, start, start, validation)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from pathlib import Path
 
 from rlcore.artifacts import ModelRef
@@ -52,8 +51,7 @@ def _make_tiny(folder: Path, config: TinyModelConfig) -> None:
 
     from rlcore.models.tiny import create_tiny_policy
 
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(len(os.sched_getaffinity(0)))  # this process has the machine to itself
+    torch.set_num_threads(1)  # the data is prepared meanwhile, and threads that find no free core wait for each other
     with building(folder) as aside:  # if two runs make it at once, the first to finish counts
         create_tiny_policy(aside, config)
 

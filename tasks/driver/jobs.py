@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import time
 import uuid
+from asyncio import CancelledError  # of which Prefect makes no retry
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from prefect import runtime
+from prefect.context import FlowRunContext, TaskRunContext
 from pydantic import BaseModel
 
 from infra import environment, processes
@@ -77,6 +79,8 @@ def run_job(module: str, spec: JobSpec, result_type: type[R], settings: Settings
         )
     try:
         while (code := process.poll()) is None:
+            if _flow_has_ended():
+                raise CancelledError(f"the flow has ended before {module}")
             time.sleep(_POLL_SECONDS)
     except BaseException:
         processes.stop(mark, _STOP_GRACE_SECONDS)
@@ -87,6 +91,15 @@ def run_job(module: str, spec: JobSpec, result_type: type[R], settings: Settings
         where = f" (output: {log})" if quiet else ""
         raise error_from(read_error(spec.result), f"{module} ended with {describe_exit(code)}{where}")
     return result_type.model_validate_json(spec.result.read_text())
+
+
+def _flow_has_ended() -> bool:
+    """Whether the flow that submitted the calling task has ended, by an error or an interrupt, and waits for it."""
+    flow_run, task_run = FlowRunContext.get(), TaskRunContext.get()
+    if flow_run is None or task_run is None:
+        return False
+    cancelled = flow_run.task_runner._cancel_events.get(task_run.task_run.id)  # type: ignore[attr-defined]
+    return cancelled is not None and cancelled.is_set()
 
 
 def jobs_mark(flow_run_id: str | None) -> str:
