@@ -80,6 +80,7 @@ def start_local_ray(num_cpus: int, **options: Any) -> None:
                         "gcs_rpc_server_reconnect_timeout_s": 5,
                         # Ray would start a process per CPU that no actor uses, because each has its own environment
                         "prestart_worker_first_driver": False,
+                        "worker_niceness": 0,  # Ray's 15 lets every other process of the machine go first
                     },
                     **options,
                 )
