@@ -40,9 +40,10 @@ def train_grpo(
             workers=workers, model=model, train_data=train_data, validation_data=validation_data)  # fmt: skip
         preflight(config)
         run = open_run(config, run_id, allow_changes=allow_changes)
+    # while the data is prepared
+    starting = bootstrap_policy.submit(config.model)
+    checking = check_model.submit(config, starting)  # type: ignore[call-overload]  # Prefect passes the result
     with track_run(run):
-        starting = bootstrap_policy.submit(config.model)  # while the data is prepared
-        checking = check_model.submit(config, starting)
         train, validation = prepare_and_resize(config, "train"), prepare_and_resize(config, "validation")
         start = starting.result()
         teacher = bootstrap_teacher(config, start) if config.algorithm.teacher else None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from asyncio import CancelledError  # of which Prefect makes no retry
+from asyncio import CancelledError
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -79,8 +79,7 @@ def run_job(module: str, spec: JobSpec, result_type: type[R], settings: Settings
         )
     try:
         while (code := process.poll()) is None:
-            if _flow_has_ended():
-                raise CancelledError(f"the flow has ended before {module}")
+            end_with_flow()
             time.sleep(_POLL_SECONDS)
     except BaseException:
         processes.stop(mark, _STOP_GRACE_SECONDS)
@@ -93,13 +92,18 @@ def run_job(module: str, spec: JobSpec, result_type: type[R], settings: Settings
     return result_type.model_validate_json(spec.result.read_text())
 
 
-def _flow_has_ended() -> bool:
-    """Whether the flow that submitted the calling task has ended, by an error or an interrupt, and waits for it."""
+def end_with_flow() -> None:
+    """
+    Raises:
+        CancelledError: the flow that submitted the calling task has ended, by an error or an interrupt. Prefect waits
+            for the task and makes no retry of this error.
+    """
     flow_run, task_run = FlowRunContext.get(), TaskRunContext.get()
     if flow_run is None or task_run is None:
-        return False
+        return
     cancelled = flow_run.task_runner._cancel_events.get(task_run.task_run.id)  # type: ignore[attr-defined]
-    return cancelled is not None and cancelled.is_set()
+    if cancelled is not None and cancelled.is_set():
+        raise CancelledError(f"the flow has ended before its task {task_run.task_run.name}")
 
 
 def jobs_mark(flow_run_id: str | None) -> str:
