@@ -40,11 +40,14 @@ def train_grpo(
             workers=workers, model=model, train_data=train_data, validation_data=validation_data)  # fmt: skip
         preflight(config)
         run = open_run(config, run_id, allow_changes=allow_changes)
+    # while the data is prepared
+    starting = bootstrap_policy.submit(config.model)
+    checking = check_model.submit(config, starting)  # type: ignore[call-overload]  # Prefect passes the result
     with track_run(run):
         train, validation = prepare_and_resize(config, "train"), prepare_and_resize(config, "validation")
-        start = bootstrap_policy(config.model)
+        start = starting.result()
         teacher = bootstrap_teacher(config, start) if config.algorithm.teacher else None
-        check_model(config, start)
+        checking.result()
         describe_run(run, train, validation, start, teacher)
         if config.evaluation.every_steps is None:  # else the trainer does
             evaluate_and_log(run, config, start, start, validation)

@@ -22,6 +22,7 @@ from pathlib import Path
 from rlcore.errors import StorageError
 
 VERIFIED = "verified.json"  # written by a merge into a model folder that it has verified
+VERDICTS = "verdicts"  # folder of a judge's verdicts, in that of a run or of an evaluation
 _STALE_SECONDS = 24 * 3600
 _FILES_AT_ONCE = 16
 

@@ -14,8 +14,7 @@ from pathlib import Path
 from infra.settings import Settings
 from rlcore.errors import CheckpointError, ConfigError
 from rlcore.evaluation.records import read_records, record_folder
-from rlcore.files import write_json_atomically
-from rlcore.rewards.verdicts import VERDICTS
+from rlcore.files import VERDICTS, write_json_atomically
 from rlcore.segment.journal import read_journal
 from rlcore.segment.resume import read_segments
 from rlcore.segment.spec import segment_path

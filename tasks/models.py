@@ -64,7 +64,7 @@ def bootstrap_policy(model: ModelConfig) -> ModelRef:
     """
     settings = Settings()
     spec = BootstrapSpec(result=new_result_path(settings, "bootstrap"), model=model, models_dir=settings.models_dir)
-    # The tiny policy is shared through the store: its last bits depend on the number of cores that warm it up.
+    # The tiny policy is shared through the store: its last bits depend on the processor that warms it up.
     folder = tiny_folder(settings.models_dir, model.tiny) if model.path == "tiny" else None
     ref = made(
         bootstrap_key(model), folder, lambda: run_job("rlcore.jobs.bootstrap", spec, ModelRef, settings), ModelRef

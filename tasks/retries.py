@@ -18,6 +18,7 @@ from infra.logs import get_logger
 from infra.settings import Settings
 from rlcore.failures import OUTAGES, Failure, policy_of
 from tasks.driver.failures import failure_of
+from tasks.driver.jobs import end_with_flow
 
 if TYPE_CHECKING:
     from prefect.client.schemas.objects import State, TaskRun
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 R = TypeVar("R")
 
+_LOOK_SECONDS = 1.0
 _MAX_RETRIES = 100  # more than any step may use: has_tries_left decides
 
 
@@ -39,7 +41,9 @@ class Tries:
         """Before a try: wait for the rest of the delay after the last failure."""
         if self._next_at is not None and (left := self._next_at - time.monotonic()) > 0:
             get_logger().info("%s: the next try starts in %.0f s", name, left)
-            time.sleep(left)
+            while (left := self._next_at - time.monotonic()) > 0:
+                end_with_flow()
+                time.sleep(min(left, _LOOK_SECONDS))
 
     def failed(self, name: str, error: Exception, others: Sequence[float]) -> bool:
         """Count a failed try. Returns whether another one follows."""

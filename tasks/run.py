@@ -12,6 +12,7 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import lru_cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from prefect.context import FlowRunContext
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -21,7 +22,6 @@ from infra.errors import InfraError
 from infra.files import locked
 from infra.logs import get_logger, redact
 from infra.settings import Settings
-from infra.tracking.tracker import Tracker
 from rlcore.config import Change, ExperimentConfig, changes, read_experiment
 from rlcore.errors import ConfigError
 from rlcore.evaluation.records import ValidationRecord, has_plateaued, read_records, with_evaluations
@@ -29,6 +29,9 @@ from rlcore.files import write_json_atomically
 from rlcore.segment.journal import JournalTail, StepRecord
 from rlcore.segment.spec import SegmentManifest, segment_path
 from tasks.store.restore import restore_run
+
+if TYPE_CHECKING:
+    from infra.tracking.tracker import Tracker
 
 RUN_ID = r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}"
 FORK = "fork.json"
@@ -301,6 +304,8 @@ def _record_changes(run: Run, changed: Sequence[Change]) -> None:
 
 
 def tracker_of(run: Run, settings: Settings) -> Tracker:
+    from infra.tracking.tracker import Tracker  # imports MLflow for a second
+
     return Tracker.open(
         uri=settings.tracking_uri,
         artifacts_uri=settings.artifacts_uri,

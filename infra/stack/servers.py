@@ -14,7 +14,7 @@ import time
 import urllib.error
 import urllib.request
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -119,9 +119,11 @@ def _public(settings: Settings, port: int) -> str:
     return f"http://{given[0]}:{port}" if given else _address(settings, port)
 
 
-def prefect_server(settings: Settings, port: int | None = None) -> AbstractContextManager[str]:
-    """A running Prefect server with its page; yields the page's address."""
-    return _serving(prefect_command(settings, port or free_port()), settings)
+def prefect_server(
+    settings: Settings, port: int | None = None, *, meanwhile: Callable[[], object] = lambda: None
+) -> AbstractContextManager[str]:
+    """A running Prefect server with its page; yields the page's address. ``meanwhile`` is called while it starts."""
+    return _serving(prefect_command(settings, port or free_port()), settings, meanwhile)
 
 
 def mlflow_server(settings: Settings, port: int | None = None) -> AbstractContextManager[str]:
@@ -217,10 +219,11 @@ def end_of(log: Path) -> str:
 
 
 @contextmanager
-def _serving(server: Server, settings: Settings) -> Iterator[str]:
+def _serving(server: Server, settings: Settings, meanwhile: Callable[[], object] = lambda: None) -> Iterator[str]:
     mark = f"server-{uuid.uuid4().hex}"
     process = start_server(server, settings, mark)
     try:
+        meanwhile()
         wait_healthy(process, server)
         yield server.address
     finally:

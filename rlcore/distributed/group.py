@@ -192,7 +192,7 @@ class WorkerGroup:
         return max(rank.waking_seconds for rank in synced)
 
     def probe_samples(self, problems: Sequence[Problem]) -> list[TrainingSample]:
-        """Fixed inputs from ``problems``; see ``models/probe.py``."""
+        """Fixed inputs from ``problems``; see ``data/probe.py``."""
         chosen = list(problems)
         return self._trainers.each(lambda worker: worker.probe_samples(chosen))[0]
 

@@ -225,7 +225,7 @@ class Worker:
         return taker.load_weights(self.policy.full_weights(dtype), version)
 
     def probe_samples(self, problems: Sequence[Problem]) -> list[TrainingSample]:
-        from rlcore.models.probe import probe_samples
+        from rlcore.data.probe import probe_samples
 
         return probe_samples(problems, self._prompts)
 

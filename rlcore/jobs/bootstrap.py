@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from pathlib import Path
 
 from rlcore.artifacts import ModelRef
@@ -16,7 +15,6 @@ from rlcore.specs import BootstrapSpec, tiny_folder
 
 # Files that a model needs. Never *.bin or *.pt: they are pickles, which can run code.
 DOWNLOADED = ("*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model", "*.tiktoken")
-_THREADS = 2
 
 
 def bootstrap(spec: BootstrapSpec) -> ModelRef:
@@ -53,9 +51,9 @@ def _make_tiny(folder: Path, config: TinyModelConfig) -> None:
 
     from rlcore.models.tiny import create_tiny_policy
 
-    if "OMP_NUM_THREADS" not in os.environ:
-        # small operations: on 16 cores, 16 threads take several times as long as two
-        torch.set_num_threads(min(_THREADS, len(os.sched_getaffinity(0))))
+    # Small operations: 16 threads on 16 cores took several times as long as two. And the data is prepared meanwhile:
+    # threads that find no free core wait for each other.
+    torch.set_num_threads(1)
     with building(folder) as aside:  # if two runs make it at once, the first to finish counts
         create_tiny_policy(aside, config)
 

@@ -26,6 +26,7 @@ from rlcore.config import ExperimentConfig, LoraConfig, ModelConfig, RolloutConf
 from rlcore.config.run import ResourceConfig
 from rlcore.data.check_inputs import MAX_IMAGES, CheckInputs, write_check_inputs
 from rlcore.data.pixels import ImageStore
+from rlcore.data.probe import ProbeSequence
 from rlcore.data.prompts import load_prompts
 from rlcore.distributed.cluster import claim_device
 from rlcore.distributed.worker import Worker, WorkerSpec
@@ -60,7 +61,6 @@ from rlcore.models.cut import cut_layers, num_layers
 from rlcore.models.dtypes import compute_dtype, weights_dtype
 from rlcore.models.flash import require_kernel
 from rlcore.models.loading import load_hf_config, require_supported
-from rlcore.models.probe import ProbeSequence
 from rlcore.process import free_port
 from rlcore.sampler.start import engine_dtype, require_pictures
 from rlcore.sampler.vllm_sampler import VllmSampler

@@ -14,10 +14,9 @@ from rlcore.artifacts import CheckpointRef, EndpointRef, EvalReport, EvalReports
 from rlcore.config import ExperimentConfig
 from rlcore.evaluation.report import summarise
 from rlcore.evaluation.rows import evaluate, write_rows
-from rlcore.files import write_json_atomically
+from rlcore.files import VERDICTS, write_json_atomically
 from rlcore.jobs import job_main
 from rlcore.process import making_what_stays
-from rlcore.rewards.verdicts import VERDICTS
 from rlcore.specs import EvaluateSpec, EvaluationPart
 from rlcore.types import Grader, Sampler
 

@@ -21,13 +21,13 @@ from torch import Tensor
 
 from rlcore.artifacts import CheckpointRef, ModelRef
 from rlcore.data.prepare.folder import PROMPT_FILES
+from rlcore.data.probe import PROBE_FILE, ProbeSequence, read_probe
 from rlcore.errors import ModelError
 from rlcore.files import VERIFIED, building, folder_digest, remove_whole
 from rlcore.jobs import job_main
 from rlcore.models.checkpoint_weights import CheckpointWeights
 from rlcore.models.comparison import Limits, Values, allowed_differences, difference, image_reader, sequence_logprobs
 from rlcore.models.loading import empty_hf_model, exact_attention, load_hf_config, load_hf_model
-from rlcore.models.probe import PROBE_FILE, ProbeSequence, read_probe
 from rlcore.models.stored_weights import StoredWeights, write_shards
 from rlcore.segment.store import verify_checkpoint
 from rlcore.specs import MergeSpec

@@ -187,7 +187,7 @@ def _train_segments(spec: SegmentSpec, stop: StopRequest, lease: Lease) -> int:
         stacks=live_stacks(spec.run_dir),
         teacher=None if spec.teacher is None else Path(spec.teacher.path),
     ) as run:
-        from rlcore.models.probe import Probe
+        from rlcore.data.probe import Probe
         from rlcore.segment.checkpointing import Checkpointer
 
         stop.listen()

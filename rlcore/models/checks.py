@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from rlcore.batch import ImageFeatures, on_device, pack, rows_of
 from rlcore.config import LoraConfig, ModelConfig
+from rlcore.data.probe import ProbeSequence
 from rlcore.families import family_in
 from rlcore.families.protocol import Images
 from rlcore.models.comparison import (
@@ -37,7 +38,6 @@ from rlcore.models.comparison import (
 from rlcore.models.loading import empty_hf_model, load_hf_model
 from rlcore.models.lora import A, B, choose_trainable, draw_adapters, lora_alpha, merge_adapter
 from rlcore.models.packed import PackedModel
-from rlcore.models.probe import ProbeSequence
 from rlcore.models.sharding import local_part, plain_name
 from rlcore.models.stored_weights import StoredWeights, load_shards, with_adapters
 from rlcore.models.stored_weights import Values as StoredValues

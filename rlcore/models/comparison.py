@@ -20,9 +20,9 @@ from transformers import AutoImageProcessor
 from rlcore.algorithms.logprobs import logprobs_and_entropy
 from rlcore.batch import trained_positions
 from rlcore.data.pixels import frames_in
+from rlcore.data.probe import ProbeSequence
 from rlcore.families import family_of, images_of
 from rlcore.models.lora import decoder_of
-from rlcore.models.probe import ProbeSequence
 from rlcore.types import ImageRef
 
 # Of two implementations, in nats. In float32 an implementation may differ from transformers by this much.

@@ -21,7 +21,6 @@ from rlcore.files import fsync
 
 logger = logging.getLogger(__name__)
 
-VERDICTS = "verdicts"  # the folder's name, in that of a run or of an evaluation
 FILE_BYTES = 4 << 20  # a mirror sends whole files again, so they stay small
 
 

@@ -1,4 +1,5 @@
-"""A vLLM engine in this process, its weights, adapter and caches. Only this file, ``start`` and ``kernels`` import vLLM."""
+"""A vLLM engine in this process, its weights, adapter and caches. Only this file, ``start`` and ``kernels`` import
+vLLM."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from PIL import Image
     from vllm.lora.request import LoRARequest
 
-    from rlcore.models.probe import ProbeSequence
+    from rlcore.data.probe import ProbeSequence
 
 T = TypeVar("T")
 

@@ -22,7 +22,7 @@ from rlcore.sampler.weights import Parts, WeightLoader, checksum, watched
 from rlcore.types import Completion, FinishReason, Ints, SampledGroup, SampleRequest
 
 if TYPE_CHECKING:
-    from rlcore.models.probe import ProbeSequence
+    from rlcore.data.probe import ProbeSequence
 
 logger = logging.getLogger(__name__)
 

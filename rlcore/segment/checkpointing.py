@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rlcore.artifacts import CheckpointRef
+from rlcore.data.probe import Probe, ProbePolicy
 from rlcore.errors import LeaseLostError
 from rlcore.files import write_json_atomically
-from rlcore.models.probe import Probe, ProbePolicy
 from rlcore.segment.journal import CheckpointSeconds, StepRecord
 from rlcore.segment.lease import Lease
 from rlcore.segment.resume import ResumePoint, pinned, read_segments

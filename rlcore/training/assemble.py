@@ -23,8 +23,8 @@ from rlcore.distributed.cluster import claim_for, cluster_address, has_gpus, pic
 from rlcore.distributed.ranks import LocalRanks, Ranks
 from rlcore.distributed.worker import WorkerSpec, make_worker
 from rlcore.errors import ConfigError
+from rlcore.files import VERDICTS
 from rlcore.process import in_background, making_what_stays
-from rlcore.rewards.verdicts import VERDICTS
 from rlcore.types import Grader, MetricSink
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ import shlex
 import sys
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -14,6 +14,9 @@ from typer.core import TyperCommand, TyperGroup
 from infra.errors import InfraError
 from infra.settings import Settings
 from rlcore.errors import RlflowError
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
 
 
 class Commands(TyperGroup):
@@ -132,17 +135,19 @@ def train(
     rlflow train grpo-geo3k-tiny --set training.steps=40 --set seed=1
     rlflow train grpo-geo3k-tiny --run-id NAME
     """
-    from flows.train_grpo import train_grpo
     from tasks import experiments as form
     from tasks.cli.foreground import overrides_of, run_once, say_how_to_continue
     from tasks.run import new_run_id
 
     given, run_id = overrides_of(overrides, data), run_id or new_run_id(experiment)
     form.configure(experiment, given, run_id=run_id)
-    run_once(
-        lambda: train_grpo(experiment, overrides=given, run_id=run_id, allow_changes=allow_changes),
-        lambda: say_how_to_continue(run_id),
-    )
+
+    def call() -> BaseModel:
+        from flows.train_grpo import train_grpo
+
+        return train_grpo(experiment, overrides=given, run_id=run_id, allow_changes=allow_changes)
+
+    run_once(call, lambda: say_how_to_continue(run_id), module="flows.train_grpo")
 
 
 @app.command(cls=Command, rich_help_panel=EXPERIMENTS)

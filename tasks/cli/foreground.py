@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 
 from prefect.events.worker import EventsWorker
@@ -45,11 +46,13 @@ def run_once(
     call: Callable[[], BaseModel],
     say_how_to_continue: Callable[[], None] = lambda: None,
     *,
+    module: str | None = None,
     ends_with_parent: bool = False,
 ) -> None:
     """Call a flow with a Prefect server and print its result as the last line. Errors set the exit code.
 
     Args:
+        module: of the flow, if it is not imported yet; imported while an embedded server starts.
         ends_with_parent: this process was started with ``processes.start(..., ends_with_parent=True)``.
     """
     log_to_console()
@@ -59,7 +62,7 @@ def run_once(
     for number in (signal.SIGTERM, signal.SIGHUP):  # like Ctrl-C: commit, clean up, print how to continue
         signal.signal(number, _interrupt)
     try:
-        with prefect_api(Settings()):
+        with prefect_api(Settings(), module):
             result = call()
     except (RlflowError, InfraError, ParameterTypeError) as error:
         sys.stderr.write(f"\n{type(error).__name__}: {error}\n")
@@ -87,15 +90,19 @@ def was_interrupted(error: BaseException | None) -> bool:
 
 
 @contextmanager
-def prefect_api(settings: Settings) -> Iterator[None]:
-    """Check the Prefect server that is set, or run an embedded one over the data folder inside the ``with`` block."""
+def prefect_api(settings: Settings, module: str | None = None) -> Iterator[None]:
+    """Check the Prefect server that is set, or run an embedded one over the data folder inside the ``with`` block.
+
+    Args:
+        module: imported while an embedded server starts.
+    """
     url = PREFECT_API_URL.value()
     if url:
         check_prefect(url, settings.server_timeout_seconds, PREFECT_API_AUTH_STRING.value())
         yield
         return
     with (
-        prefect_server(settings) as address,
+        prefect_server(settings, meanwhile=lambda: module and import_module(module)) as address,
         temporary_settings(
             {PREFECT_API_URL: f"{address}/api", PREFECT_API_AUTH_STRING: login_of(settings).text},
         ),

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import time
 import uuid
+from asyncio import CancelledError
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from prefect import runtime
+from prefect.context import FlowRunContext, TaskRunContext
 from pydantic import BaseModel
 
 from infra import environment, processes
@@ -77,6 +79,7 @@ def run_job(module: str, spec: JobSpec, result_type: type[R], settings: Settings
         )
     try:
         while (code := process.poll()) is None:
+            end_with_flow()
             time.sleep(_POLL_SECONDS)
     except BaseException:
         processes.stop(mark, _STOP_GRACE_SECONDS)
@@ -87,6 +90,20 @@ def run_job(module: str, spec: JobSpec, result_type: type[R], settings: Settings
         where = f" (output: {log})" if quiet else ""
         raise error_from(read_error(spec.result), f"{module} ended with {describe_exit(code)}{where}")
     return result_type.model_validate_json(spec.result.read_text())
+
+
+def end_with_flow() -> None:
+    """
+    Raises:
+        CancelledError: the flow that submitted the calling task has ended, by an error or an interrupt. Prefect waits
+            for the task and makes no retry of this error.
+    """
+    flow_run, task_run = FlowRunContext.get(), TaskRunContext.get()
+    if flow_run is None or task_run is None:
+        return
+    cancelled = flow_run.task_runner._cancel_events.get(task_run.task_run.id)  # type: ignore[attr-defined]
+    if cancelled is not None and cancelled.is_set():
+        raise CancelledError(f"the flow has ended before its task {task_run.task_run.name}")
 
 
 def jobs_mark(flow_run_id: str | None) -> str:

@@ -87,7 +87,7 @@ def _call(words: Sequence[str], parameters: Mapping[str, Any]) -> None:
         tempfile.TemporaryDirectory() as folder,
         chdir(folder) if copies else nullcontext(),
         patch.dict(os.environ, {"RLFLOW_DATA_DIR": folder, "RLFLOW_STORE": ""}),
-        patch.object(foreground, "run_once", lambda call, *_: call()),
+        patch.object(foreground, "run_once", lambda call, *_, **__: call()),
         patch.object(estimate, "run_job", _end_of_command),
         patch.object(Flow, "__call__", _bind),
         redirect_stderr(said),

@@ -19,10 +19,9 @@ ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["training.steps=5", "segment.steps=2", "data.template=math"]
 
 
-ORDER = [
-    "prepare train", "resize raw-train", "prepare validation", "resize raw-validation", "bootstrap",
-    "check", "train from segment 0", *(f"validate {step}" for step in (0, 2, 4, 5)), "merge 5",
-]  # fmt: skip
+MODEL = ["bootstrap", "check"]  # while the data is prepared
+DATA = ["prepare train", "resize raw-train", "prepare validation", "resize raw-validation"]
+TRAINING = ["train from segment 0", *(f"validate {step}" for step in (0, 2, 4, 5)), "merge 5"]
 
 
 def calls(data_dir: Path) -> list[str]:

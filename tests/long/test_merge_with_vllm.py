@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from rlcore.config import ExperimentConfig, TinyModelConfig
+from rlcore.data.probe import ProbeSequence, read_probe
 from rlcore.errors import ModelError
 from rlcore.jobs.merge import verify_merged
-from rlcore.models.probe import ProbeSequence, read_probe
 from tests.integration.engine_bench import measured
 
 

@@ -20,10 +20,10 @@ import torch
 
 from rlcore.artifacts import DatasetRef, ModelRef
 from rlcore.config import build_experiment
+from rlcore.data.probe import Probe
 from rlcore.errors import CheckpointError, DivergedError, LeaseLostError, StorageError
 from rlcore.files import write_json_atomically
 from rlcore.models.checkpoint import BackgroundSaver
-from rlcore.models.probe import Probe
 from rlcore.rollout.state import RolloutState
 from rlcore.segment import checkpointing
 from rlcore.segment.checkpointing import Checkpointer

@@ -66,7 +66,7 @@ def _raised_in_answer_to(interrupt: BaseException) -> ValueError:
 
 @pytest.fixture
 def _a_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(foreground, "prefect_api", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(foreground, "prefect_api", lambda *_: contextlib.nullcontext())
     monkeypatch.setattr(foreground.signal, "signal", lambda *_: None)  # this process keeps its own handlers
 
 

@@ -20,6 +20,7 @@ from PIL import Image
 from rlcore.artifacts import DatasetRef
 from rlcore.config import DataConfig, ModelConfig, build_experiment
 from rlcore.data.prepare.folder import dataset_key, load_report
+from rlcore.data.probe import probe_samples
 from rlcore.data.processor import load_processor
 from rlcore.data.rejects import read_rejects
 from rlcore.data.table import load_problems, load_rows, write_rows
@@ -28,7 +29,6 @@ from rlcore.distributed.worker import _prompts as worker_prompts
 from rlcore.errors import ConfigError, DataError, StorageError
 from rlcore.files import building
 from rlcore.jobs.prepare import prepare
-from rlcore.models.probe import probe_samples
 from rlcore.specs import PrepareSpec
 from rlcore.types import ImageRef, Message, Problem
 

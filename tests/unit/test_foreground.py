@@ -43,7 +43,7 @@ def typed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 
     def run(*words: str) -> bool:
         started: list[object] = []
-        monkeypatch.setattr(foreground, "run_once", lambda *_: started.append(_))
+        monkeypatch.setattr(foreground, "run_once", lambda *_, **__: started.append(_))
         with contextlib.suppress(SystemExit):
             app(list(words), standalone_mode=False)
         return bool(started)

@@ -9,11 +9,12 @@ import signal
 import sys
 import threading
 import time
+from asyncio import CancelledError
 from pathlib import Path
 
 import psutil
 import pytest
-from prefect import task
+from prefect import flow, task
 from prefect.states import Failed
 
 from infra import environment, processes
@@ -24,6 +25,7 @@ from rlcore.artifacts import ModelRef
 from rlcore.config import ModelConfig
 from rlcore.specs import BootstrapSpec, JobError
 from tasks.driver.jobs import describe_exit, error_from, new_result_path, run_job, worth_retrying
+from tasks.retries import step
 
 GOOD = """
 import json, os, pathlib, sys
@@ -128,6 +130,36 @@ def test_an_interrupt_ends_the_job_and_everything_it_started(tmp_path: Path, mon
     threading.Thread(target=interrupt).start()
     with pytest.raises(KeyboardInterrupt):
         run_job("any.module", spec, ModelRef, settings)
+    assert ends(int(pid_file.read_text()))
+
+
+@pytest.mark.usefixtures("_prefect")
+def test_a_flow_that_fails_ends_the_jobs_of_the_tasks_that_it_submitted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tasks.driver.jobs._STOP_GRACE_SECONDS", 0.3)
+    settings = settings_with(STUBBORN, tmp_path)
+    spec = spec_in(settings)
+    pid_file = spec.result.with_name("child.pid")
+    cancelled: list[BaseException] = []
+
+    @step("stubborn", others=(0, 0))
+    def stubborn() -> ModelRef:
+        with pytest.raises(CancelledError) as caught:
+            run_job("any.module", spec, ModelRef, settings)
+        cancelled.append(caught.value)
+        raise caught.value
+
+    @flow
+    def fails() -> None:
+        stubborn.submit()
+        while not (pid_file.exists() and pid_file.read_text()):
+            time.sleep(0.05)
+        raise errors.DataError("no rows")
+
+    with pytest.raises(errors.DataError, match="no rows"):
+        fails()  # returns when its tasks have ended
+    assert len(cancelled) == 1
     assert ends(int(pid_file.read_text()))
 
 

@@ -25,6 +25,7 @@ from transformers import (
 
 from rlcore.artifacts import CheckpointRef, ModelRef
 from rlcore.config import LoraConfig, ModelConfig
+from rlcore.data.probe import ProbeSequence, read_probe
 from rlcore.errors import CheckpointError, ModelError
 from rlcore.files import folder_digest
 from rlcore.jobs.merge import VERIFIED, VerifyReport, merge_checkpoint, merge_once, verify_merged
@@ -32,7 +33,6 @@ from rlcore.models.comparison import allowed_differences
 from rlcore.models.loading import load_hf_model
 from rlcore.models.lora import choose_trainable, draw_adapters
 from rlcore.models.optimizer import KahanAdamW
-from rlcore.models.probe import ProbeSequence, read_probe
 from rlcore.segment.spec import SegmentEnd
 from rlcore.segment.store import LocalCheckpointStore
 from rlcore.types import ImageRef

@@ -35,6 +35,15 @@ with importing_vllm():
     import scipy, sklearn
 """
 
+TRAINER = """
+import sys
+import rlcore.jobs.segment, rlcore.segment.batch_log, rlcore.training.assemble
+
+print(sorted({"torch", "transformers", "sympy"} & sys.modules.keys()))
+import rlcore.evaluation.validation, rlcore.segment.checkpointing, rlcore.training.loop
+print("transformers" in sys.modules)
+"""
+
 
 def told(script: str) -> list[str]:
     return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split("\n")
@@ -54,3 +63,7 @@ def test_what_nobody_here_asks_for_is_not_imported(tiny_model: Path) -> None:
 
 def test_packages_that_transformers_uses_are_not_hidden() -> None:
     assert told(ASKED_BEFORE) == [""]
+
+
+def test_the_trainer_starts_ray_before_slow_imports_and_never_imports_transformers() -> None:
+    assert told(TRAINER) == ["[]", "False", ""]
