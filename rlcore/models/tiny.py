@@ -213,7 +213,7 @@ _RUNS = {
     "glm4v": _Supervised(16, 7e-4, 0.09),
     "internvl": _Supervised(16, 7e-4, 0.09),
     "idefics3": _Supervised(16, 7e-4, 0.08),
-    "gemma3": _Supervised(16, 7e-4, 0.08),
+    "gemma3": _Supervised(16, 7e-4, 0.065),
     "sums": _Supervised(16, 2e-3, 0.10),
     "countdown": _Supervised(32, 2e-3, 0.44),
 }
