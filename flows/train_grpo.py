@@ -40,8 +40,7 @@ def train_grpo(
             workers=workers, model=model, train_data=train_data, validation_data=validation_data)  # fmt: skip
         preflight(config)
         run = open_run(config, run_id, allow_changes=allow_changes)
-    # while the data is prepared
-    starting = bootstrap_policy.submit(config.model)
+    starting = bootstrap_policy.submit(config.model)  # while the data is prepared
     checking = check_model.submit(config, starting)  # type: ignore[call-overload]  # Prefect passes the result
     with track_run(run):
         train, validation = prepare_and_resize(config, "train"), prepare_and_resize(config, "validation")
