@@ -80,8 +80,8 @@ def loses_the_gradient_of_keys(right: Any, query: Tensor, key: Tensor, *others: 
 def states_that(wrong: Callable[..., Any]) -> Iterator[None]:
     from rlcore.models import recurrence
 
-    right = recurrence._along
-    with mock.patch.object(recurrence, "_along", lambda *args: wrong(right, *args)):
+    right = recurrence.along_by_chunks
+    with mock.patch.object(recurrence, "along_by_chunks", lambda *args: wrong(right, *args)):
         yield
 
 
