@@ -184,8 +184,8 @@ STEPS: list[tuple[Any, str, int]] = [
     (flow_module, "open_run", 1),
     (tracking, "open_tracking", 1),
     (flow_module, "prepare_and_resize", 1),
-    (flow_module, "bootstrap_policy", 1),
-    (flow_module, "check_model", 1),
+    (flow_module.bootstrap_policy, "submit", 1),
+    (flow_module.check_model, "submit", 1),
     (flow_module, "describe_run", 1),
     (flow_module, "train_segment", 1),
     (flow_module, "log_validation", 1),
@@ -207,18 +207,24 @@ def test_everything_is_down_as_a_step_begins(
 ) -> None:
     waits: dict[str, list[Future[None]]] = {}
     for module, name, call in steps:
-        monkeypatch.setattr(module, name, _beginning_in_an_outage(place, getattr(module, name), call, waits))
+        wrapped = _beginning_in_an_outage(place, getattr(module, name), _named(module, name), call, waits)
+        monkeypatch.setattr(module, name, wrapped)
     try:
         found = run_to_its_end(place, steps[0][1].replace("_", "-"))
     finally:
         for wait in chain(*waits.values()):
             wait.result()
-    assert waits.keys() == {name for _, name, _ in steps}, "a step was not called as often"
+    assert waits.keys() == {_named(module, name) for module, name, _ in steps}, "a step was not called as often"
     assert found == undisturbed
 
 
+def _named(module: Any, name: str) -> str:
+    """Of a step, or of a task that is submitted."""
+    return f"{module.__name__}.{name}"
+
+
 def _beginning_in_an_outage(
-    place: Place, step: Callable[..., Any], call: int, waits: dict[str, list[Future[None]]]
+    place: Place, step: Callable[..., Any], name: str, call: int, waits: dict[str, list[Future[None]]]
 ) -> Callable[..., Any]:
     """``step``, at whose ``call``-th call everything goes down; ``waits`` gets what waits for the end of the outage."""
     calls = count(1)
@@ -227,7 +233,7 @@ def _beginning_in_an_outage(
         if next(calls) == call:
             for wait in chain(*waits.values()):
                 wait.result()  # the outage before this one is over
-            waits[step.__name__] = place.go_down()
+            waits[name] = place.go_down()
         return step(*args, **kwargs)
 
     return begin
