@@ -31,7 +31,7 @@ class TinyModelConfig(Frozen):
     """Task of the warm start. geometry: a vision-language model that starts to read pictures; sums, countdown: a text
     model that starts to add numbers ("#### 42") or to write expressions."""
     family: TinyFamily | None = None
-    """Architecture of the policy that reads pictures. null: qwen2_5_vl. gemma3 needs a GPU. Policies of text: qwen2."""
+    """Architecture of the policy that reads pictures. null: qwen2_5_vl; gemma3 needs a GPU. Text policies are qwen2."""
     warm_start_steps: int = Field(600, ge=0)
     """Supervised steps, at most. The warm start ends once the model knows the format and starts to give right answers.
     0 leaves the weights random."""
