@@ -96,9 +96,9 @@ _ON_GPU = """
 The same comparisons {where}. The trainer and vLLM
 compute in bfloat16, and what is allowed is derived from how far transformers' own forward pass in bfloat16 is from that
 in float32. In float32 vLLM attends by a Triton kernel, whose products are rounded to TF32 (by its source: `tl.dot`
-without a precision), so it differs by more than is allowed. `gemma3` and `qwen3_5_text` were compared on an H100, later
-than the others. The other models with recurrent states were refused because that machine lacked flashinfer, which
-sampling them needed then and does not need now; they were not compared again.
+without a precision), so it differs by more than is allowed. `gemma3` and `qwen3_5_text` were compared on an H100. Both
+and the other models with recurrent states were compared after the rest, without flashinfer, which sampling them does
+not need.
 
 """
 _FOOT = """
