@@ -199,6 +199,7 @@ class ModelCheck(Artifact):
     versions: dict[str, str]
     rows: tuple[CheckRow, ...]
     seconds: float
+    seconds_of_parts: dict[str, float] = {}
 
     @property
     def worst(self) -> str:
@@ -215,6 +216,6 @@ class ModelCheck(Artifact):
             for r in self.rows
         ]
         versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
-        return (
-            f"{head}{''.join(lines)}\n{self.layers}, {self.dtype} on {self.device}, {self.seconds:.0f} s. {versions}\n"
-        )
+        parts = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in self.seconds_of_parts.items())
+        took = f"{self.seconds:.0f} s" + (f" ({parts})" if parts else "")
+        return f"{head}{''.join(lines)}\n{self.layers}, {self.dtype} on {self.device}, {took}. {versions}\n"

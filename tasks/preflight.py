@@ -33,7 +33,8 @@ from rlcore.data.rejects import Unusable
 from rlcore.data.synthetic.sources import SYNTHETIC_SOURCES, check_synthetic
 from rlcore.errors import ConfigError, DataError, ModelError, RlflowError
 from rlcore.failures import OUTAGES
-from rlcore.families import family_in, is_of_tower, require_videos
+from rlcore.families import FAMILIES, family_in, images_in, is_of_tower, require_pictures, require_videos
+from rlcore.families.protocol import Images
 from rlcore.types import ImageRef, Problem
 from tasks.data import Split, prepare_spec, source_experiments
 from tasks.driver.failures import failure_of
@@ -88,7 +89,7 @@ def check(experiment: ExperimentConfig, settings: Settings, run_id: str | None =
     teacher = experiment.algorithm.teacher
     checks: dict[str, Callable[[], str]] = {
         "machine": lambda: _machine(experiment, settings),
-        "model": lambda: _model(experiment.model),
+        "model": lambda: _policy(experiment, settings),
         **({} if teacher is None else {"teacher": lambda: _model(teacher.model, "algorithm.teacher")}),
         **({"videos": lambda: _videos(experiment.model)} if experiment.data.video_input == "native" else {}),
         **_of_sources("training data", experiment, lambda own: _data(own, "train", settings), "train"),
@@ -176,6 +177,21 @@ def _machine(experiment: ExperimentConfig, settings: Settings) -> str:
     short = gpu_shortage(experiment, wanted.devices, settings)
     waits = f"; {short}, so the trainer waits until others end" if short else ""
     return f"{machine}; {wanted.devices} worker(s) on {wanted.device}{waits}"
+
+
+def _policy(experiment: ExperimentConfig, settings: Settings) -> str:
+    """The model that is trained, and that vLLM samples from on this machine or on a cluster's."""
+    found, device = _model(experiment.model), experiment.resources.device
+    if not settings.ray_address and (device == "cpu" or (device == "auto" and not describe_hardware().gpus)):
+        require_pictures(_images(experiment.model), "cpu")
+    return found
+
+
+def _images(model: ModelConfig) -> Images | None:
+    """None: the model takes no pictures, or its files are not here yet."""
+    if model.path == "tiny":
+        return FAMILIES[model.tiny.family].images if model.tiny.family is not None else None
+    return images_in(Path(model.path)) if Path(model.path).is_dir() else None
 
 
 def _model(model: ModelConfig, setting: str = "model") -> str:

@@ -183,6 +183,19 @@ def _without_videos(what: str) -> ModelError:
     )
 
 
+def require_pictures(images: Images | None, device: str) -> None:
+    """
+    Raises:
+        ModelError: vLLM masks the pictures of this family differently on this device.
+    """
+    if device == "cpu" and images is not None and images.both_ways:
+        raise ModelError(
+            "the tokens of a picture attend to each other in both directions, and vLLM 0.32 on a CPU lets them attend "
+            "only to those before them: it would sample from another model. Use a GPU (resources.device), or choose "
+            "another model (model.path, or model.tiny.family for a tiny one)."
+        )
+
+
 def is_of_tower(tensor: str) -> bool:
     """Whether a tensor of this name belongs to a vision tower."""
     return any(images.owns(tensor) for images in _IMAGES)

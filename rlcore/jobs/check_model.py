@@ -31,7 +31,7 @@ from rlcore.data.prompts import load_prompts
 from rlcore.distributed.cluster import claim_device
 from rlcore.distributed.worker import Worker, WorkerSpec
 from rlcore.errors import ModelError
-from rlcore.families import family_in
+from rlcore.families import family_in, images_in, require_pictures
 from rlcore.jobs import job_main
 from rlcore.jobs.merge import merge_checkpoint
 from rlcore.models.checkpoint import BackgroundSaver
@@ -62,7 +62,7 @@ from rlcore.models.dtypes import compute_dtype, weights_dtype
 from rlcore.models.flash import require_kernel
 from rlcore.models.loading import load_hf_config, require_supported
 from rlcore.process import free_port
-from rlcore.sampler.start import engine_dtype, require_pictures
+from rlcore.sampler.start import engine_dtype
 from rlcore.sampler.vllm_sampler import VllmSampler
 from rlcore.specs import CheckModelSpec
 
@@ -128,7 +128,7 @@ def examine(spec: CheckModelSpec, scratch: Path) -> ModelCheck:
     Raises:
         ModelError: the model is not supported, or cannot be read.
     """
-    started = time.perf_counter()
+    started, parts = time.perf_counter(), Parts()
     config, folder = spec.experiment, Path(spec.model.path)
     torch.set_num_threads(_threads(spec))
     trusted = config.model.trust_remote_code
@@ -144,20 +144,21 @@ def examine(spec: CheckModelSpec, scratch: Path) -> ModelCheck:
     device = claim_device(config, 1)
     require_kernel(architecture, config, device)
     if spec.with_engine:
-        require_pictures(folder, device)
+        require_pictures(images_in(folder), device)
     where = Where(device, compute_dtype(config, device), _engine_dtype(config, device), trusted)
     layers = total = num_layers(folder, trusted)
     small = folder
     if spec.model.num_parameters > _SMALL:
         small = scratch / "cut"
-        layers = cut_layers(folder, small, trusted)
+        with parts.timed("cut"):
+            layers = cut_layers(folder, small, trusted)
     fits = _fits(spec.model.num_parameters, device)
     whole = folder if fits else small
     inputs, longest = _inputs(folder, config, scratch)
     narrow = _narrow(config, device, longest, spec)
-    of_small = _check_small(small, scratch, narrow.model, inputs, where)
+    of_small = _check_small(small, scratch, narrow.model, inputs, where, parts)
     with _vllm_named(folder):
-        trainer, *engine = _check_whole(whole, scratch, narrow, inputs, where)
+        trainer, *engine = _check_whole(whole, scratch, narrow, inputs, where, parts)
     part = f"{total} layers" if small == folder else f"gradient, adapters and merge: the first {layers} layers"
     if not fits:
         part = f"the first {layers} of {total} layers, because all do not fit on one device"
@@ -170,7 +171,21 @@ def examine(spec: CheckModelSpec, scratch: Path) -> ModelCheck:
         versions=_versions(),
         rows=(trainer, *of_small, *engine),
         seconds=round(time.perf_counter() - started, 1),
+        seconds_of_parts=parts.seconds,
     )
+
+
+class Parts:
+    """The seconds of each part of a check, by name."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self.seconds[name] = round(time.perf_counter() - started, 1)
 
 
 @contextmanager
@@ -191,16 +206,23 @@ def _vllm_named(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def _check_whole(folder: Path, scratch: Path, config: ExperimentConfig, inputs: Inputs, where: Where) -> list[CheckRow]:
+def _check_whole(
+    folder: Path, scratch: Path, config: ExperimentConfig, inputs: Inputs, where: Where, parts: Parts
+) -> list[CheckRow]:
     """The trainer and vLLM against transformers, before and after a change of the weights."""
     change = change_for(config.model, folder)
-    before, after = standards(folder, inputs, where, change)
-    where.free()  # for the engine
-    worker = Worker(WorkerSpec.alone(folder, scratch, config, where.device, free_port()))
+    with parts.timed("transformers"):
+        before, after = standards(folder, inputs, where, change)
+        where.free()  # for the engine
+    with parts.timed("engine and policy start"):
+        worker = Worker(WorkerSpec.alone(folder, scratch, config, where.device, free_port()))
     layers = worker.policy.model.decoder.layers
-    rows = [_row(TRAINER, before, policy_pass(layers, worker.policy.raw_logprobs, inputs.samples), inputs, where.dtype)]
+    with parts.timed("packed row"):
+        row = policy_pass(layers, worker.policy.raw_logprobs, inputs.samples)
+    rows = [_row(TRAINER, before, row, inputs, where.dtype)]
     if worker.sampler is not None:
-        rows += _check_engine(worker, worker.sampler, before, after, change, inputs, where.engine_dtype)
+        with parts.timed("vLLM"):
+            rows += _check_engine(worker, worker.sampler, before, after, change, inputs, where.engine_dtype)
     return rows
 
 
@@ -239,18 +261,25 @@ def _engine_pass(sampler: VllmSampler, num_layers: int, sequences: Sequence[Prob
     return Pass(logprobs, states)
 
 
-def _check_small(folder: Path, scratch: Path, model: ModelConfig, inputs: Inputs, where: Where) -> list[CheckRow]:
+def _check_small(
+    folder: Path, scratch: Path, model: ModelConfig, inputs: Inputs, where: Where, parts: Parts
+) -> list[CheckRow]:
     """The gradient in the trainer's dtype; adapters and merge in float32, because they are arithmetic on weights."""
-    gradient = compare_gradients(folder, inputs, where)
+    with parts.timed("gradient"):
+        gradient = compare_gradients(folder, inputs, where)
     exactly = replace(where, dtype=torch.float32, engine_dtype=torch.float32)
     change = change_for(ModelConfig(), folder)
-    before, after = standards(folder, inputs, exactly, change)
-    lora = model.lora or _DEFAULT_LORA
-    zero = row_of(packed_model(folder, exactly, torch.float32, lora), inputs)
-    adapted = packed_model(folder, exactly, torch.float32, lora, adapters="random")
-    merged = _merged(adapted.hf, folder, scratch / "adapters", inputs, exactly)
-    changed = packed_model(folder, exactly, torch.float32)
-    change(changed.hf)
+    with parts.timed("adapters"):
+        before, after = standards(folder, inputs, exactly, change)
+        lora = model.lora or _DEFAULT_LORA
+        zero = row_of(packed_model(folder, exactly, torch.float32, lora), inputs)
+        adapted = packed_model(folder, exactly, torch.float32, lora, adapters="random")
+        adapted_row = row_of(adapted, inputs)
+        merged = _merged(adapted.hf, folder, scratch / "adapters", inputs, exactly)
+    with parts.timed("merge"):
+        changed = packed_model(folder, exactly, torch.float32)
+        change(changed.hf)
+        written = _merged(changed.hf, folder, scratch / "weights", inputs, exactly).exact
     errors = gradient.errors
     return [
         CheckRow(
@@ -264,10 +293,8 @@ def _check_small(folder: Path, scratch: Path, model: ModelConfig, inputs: Inputs
             passed=errors.by_parameter[gradient.worst] <= gradient.allowed[0] and errors.whole <= gradient.allowed[1],
         ),
         _row(ZERO_ADAPTERS, before, zero, inputs, torch.float32),
-        _row(ADAPTERS, merged, row_of(adapted, inputs), inputs, torch.float32),
-        _row(
-            MERGE, after, _merged(changed.hf, folder, scratch / "weights", inputs, exactly).exact, inputs, torch.float32
-        ),
+        _row(ADAPTERS, merged, adapted_row, inputs, torch.float32),
+        _row(MERGE, after, written, inputs, torch.float32),
     ]
 
 

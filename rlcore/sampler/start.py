@@ -17,7 +17,7 @@ from torch import nn
 from rlcore.config import ExperimentConfig, RolloutConfig
 from rlcore.data.prompts import PromptBuilder
 from rlcore.errors import ModelError, SamplerError
-from rlcore.families import family_in, has_states, images_in
+from rlcore.families import family_in, has_states, images_in, require_pictures
 from rlcore.process import free_port, importing_vllm
 from rlcore.sampler.kernels import BATCH_INVARIANT
 
@@ -59,7 +59,7 @@ def start_engine(
     with importing_vllm():
         from vllm import LLM
 
-    require_pictures(model, device)
+    require_pictures(images_in(model), device)
     _require_states(model, rollout, device)
     _register_model_class(model, config.model.trust_remote_code)
     gc.freeze()  # vLLM collects garbage five times while it starts; the objects made by imports are never garbage
@@ -110,20 +110,6 @@ def engine_dtype(rollout: RolloutConfig, device: str) -> torch.dtype:
     if rollout.dtype == "auto":
         return torch.float32 if device == "cpu" else torch.bfloat16
     return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[rollout.dtype]
-
-
-def require_pictures(model: Path, device: str) -> None:
-    """
-    Raises:
-        ModelError: vLLM masks the pictures of this model differently on this device.
-    """
-    images = images_in(model)
-    if device == "cpu" and images is not None and images.both_ways:
-        raise ModelError(
-            "the tokens of a picture attend to each other in both directions, and vLLM 0.32 on a CPU lets them attend "
-            "only to those before them: it would sample from another model. Use a GPU (resources.device), or set "
-            "model.path to a model without it."
-        )
 
 
 def _require_states(model: Path, rollout: RolloutConfig, device: str) -> None:

@@ -23,11 +23,10 @@ from transformers import (
 
 from rlcore.config import LoraConfig
 from rlcore.errors import ModelError
-from rlcore.families import family_of
+from rlcore.families import family_of, images_in, require_pictures
 from rlcore.families.protocol import Caps
 from rlcore.models.loading import exact_attention, require_supported
 from rlcore.models.tiny import build_model
-from rlcore.sampler.start import require_pictures
 
 SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 12, "num_key_value_heads": 2}
 EVEN = {**SMALL, "hidden_size": 24}
@@ -185,10 +184,10 @@ def test_squares_as_wide_as_the_window_pass() -> None:
 def test_an_engine_on_a_cpu_refuses_pictures_that_see_both_ways(tmp_path: Path) -> None:
     for config in (squares(), InternVLConfig()):
         config.save_pretrained(tmp_path / config.model_type)
-    require_pictures(tmp_path / "gemma3", "cuda")
-    require_pictures(tmp_path / "internvl", "cpu")
+    require_pictures(images_in(tmp_path / "gemma3"), "cuda")
+    require_pictures(images_in(tmp_path / "internvl"), "cpu")
     with pytest.raises(ModelError, match=r"in both directions, and vLLM 0\.32 on a CPU .*Use a GPU"):
-        require_pictures(tmp_path / "gemma3", "cpu")
+        require_pictures(images_in(tmp_path / "gemma3"), "cpu")
 
 
 def test_the_engine_cuts_the_feed_forward_layers_of_a_tower_with_tiles() -> None:

@@ -6,6 +6,7 @@ import io
 import json
 import struct
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -82,6 +83,28 @@ def test_videos_as_the_own_input_of_a_family_without_one_are_refused(settings: S
     folder = model_folder(tmp_path / "model")
     with pytest.raises(ModelError, match=r"qwen2 is a family without .* Supported are qwen2_vl, qwen2_5_vl, "):
         check(experiment(native, f"model.path={folder}"), settings)
+
+
+@pytest.mark.parametrize("device", ["auto", "cpu"])
+def test_pictures_that_vllm_masks_otherwise_on_a_cpu_are_refused_before_a_warm_start(
+    device: str, settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hardware, on = preflight.describe_hardware(), f"resources.device={device}"
+    monkeypatch.setattr(preflight, "describe_hardware", lambda: replace(hardware, gpus=()))
+    folder = model_folder(tmp_path / "model")
+    (folder / "config.json").write_text('{"model_type": "gemma3", "vision_config": {}}')
+    for model in ("model.tiny.family=gemma3", f"model.path={folder}"):
+        with pytest.raises(ModelError, match=r"in both directions, .* Use a GPU .* model\.tiny\.family"):
+            check(experiment(model, on), settings)
+    (folder / "config.json").write_text('{"model_type": "internvl", "vision_config": {}}')
+    for model in ("model.tiny.family=internvl", f"model.path={folder}"):
+        check(experiment(model, on), settings)
+
+
+def test_pictures_that_vllm_masks_rightly_on_a_gpu_pass(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    hardware = replace(preflight.describe_hardware(), gpus=("NVIDIA H100",))
+    monkeypatch.setattr(preflight, "describe_hardware", lambda: hardware)
+    check(experiment("model.tiny.family=gemma3", "resources.device=auto"), settings)
 
 
 def test_a_teacher_is_checked_as_the_model_is(settings: Settings, tmp_path: Path) -> None:
