@@ -33,8 +33,16 @@ from rlcore.data.rejects import Unusable
 from rlcore.data.synthetic.sources import SYNTHETIC_SOURCES, check_synthetic
 from rlcore.errors import ConfigError, DataError, ModelError, RlflowError
 from rlcore.failures import OUTAGES
-from rlcore.families import FAMILIES, family_in, images_in, is_of_tower, require_pictures, require_videos
-from rlcore.families.protocol import Images
+from rlcore.families import (
+    FAMILIES,
+    family_in,
+    images_in,
+    is_of_tower,
+    known_family_in,
+    require_adapters,
+    require_pictures,
+    require_videos,
+)
 from rlcore.types import ImageRef, Problem
 from tasks.data import Split, prepare_spec, source_experiments
 from tasks.driver.failures import failure_of
@@ -183,15 +191,26 @@ def _policy(experiment: ExperimentConfig, settings: Settings) -> str:
     """The model that is trained, and that vLLM samples from on this machine or on a cluster's."""
     found, device = _model(experiment.model), experiment.resources.device
     if not settings.ray_address and (device == "cpu" or (device == "auto" and not describe_hardware().gpus)):
-        require_pictures(_images(experiment.model), "cpu")
+        _require_sampled_on_a_cpu(experiment.model)
     return found
 
 
-def _images(model: ModelConfig) -> Images | None:
-    """None: the model takes no pictures, or its files are not here yet."""
+def _require_sampled_on_a_cpu(model: ModelConfig) -> None:
+    """
+    Raises:
+        ModelError: vLLM cannot sample from this model on a CPU.
+    """
+    folder = Path(model.path)
     if model.path == "tiny":
-        return FAMILIES[model.tiny.family].images if model.tiny.family is not None else None
-    return images_in(Path(model.path)) if Path(model.path).is_dir() else None
+        family = FAMILIES.get(model.tiny.family or "")
+        images = None if family is None else family.images
+    elif folder.is_dir():
+        family, images = known_family_in(folder), images_in(folder)
+    else:  # its files are not here yet
+        return
+    require_pictures(images, "cpu")
+    if model.lora is not None:
+        require_adapters(family, "cpu")
 
 
 def _model(model: ModelConfig, setting: str = "model") -> str:

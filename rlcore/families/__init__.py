@@ -117,8 +117,17 @@ def has_states(folder: Path) -> bool:
     Raises:
         ModelError: as ``images_in``.
     """
-    family = FAMILIES.get(str(_config_in(folder).get("model_type")))
+    family = known_family_in(folder)
     return family is not None and family.recurrence is not None
+
+
+def known_family_in(folder: Path) -> Family | None:
+    """The family of a model folder; None for a type that no family has, which can only be sampled from.
+
+    Raises:
+        ModelError: as ``images_in``.
+    """
+    return FAMILIES.get(str(_config_in(folder).get("model_type")))
 
 
 def _config_in(folder: Path) -> Mapping[str, Any]:
@@ -193,6 +202,18 @@ def require_pictures(images: Images | None, device: str) -> None:
             "the tokens of a picture attend to each other in both directions, and vLLM 0.32 on a CPU lets them attend "
             "only to those before them: it would sample from another model. Use a GPU (resources.device), or choose "
             "another model (model.path, or model.tiny.family for a tiny one)."
+        )
+
+
+def require_adapters(family: Family | None, device: str) -> None:
+    """
+    Raises:
+        ModelError: vLLM cannot sample from adapters of this family on this device.
+    """
+    if device == "cpu" and family is not None and family.experts is not None:
+        raise ModelError(
+            "model.lora is set, the model has experts, and vLLM 0.32 has kernels for adapters of such models on GPUs "
+            "only. Use a GPU (resources.device), or set model.lora to null."
         )
 
 

@@ -31,7 +31,7 @@ from rlcore.data.prompts import load_prompts
 from rlcore.distributed.cluster import claim_device
 from rlcore.distributed.worker import Worker, WorkerSpec
 from rlcore.errors import ModelError
-from rlcore.families import family_in, images_in, require_pictures
+from rlcore.families import family_in, images_in, require_adapters, require_pictures
 from rlcore.jobs import job_main
 from rlcore.jobs.merge import merge_checkpoint
 from rlcore.models.checkpoint import BackgroundSaver
@@ -132,7 +132,7 @@ def examine(spec: CheckModelSpec, scratch: Path) -> ModelCheck:
     config, folder = spec.experiment, Path(spec.model.path)
     torch.set_num_threads(_threads(spec))
     trusted = config.model.trust_remote_code
-    family_in(folder)  # before transformers, which knows fewer types
+    family = family_in(folder)  # before transformers, which knows fewer types
     architecture = load_hf_config(folder, trusted)
     require_supported(
         architecture,
@@ -145,6 +145,8 @@ def examine(spec: CheckModelSpec, scratch: Path) -> ModelCheck:
     require_kernel(architecture, config, device)
     if spec.with_engine:
         require_pictures(images_in(folder), device)
+        if config.model.lora is not None:
+            require_adapters(family, device)
     where = Where(device, compute_dtype(config, device), _engine_dtype(config, device), trusted)
     layers = total = num_layers(folder, trusted)
     small = folder

@@ -17,7 +17,14 @@ from torch import nn
 from rlcore.config import ExperimentConfig, RolloutConfig
 from rlcore.data.prompts import PromptBuilder
 from rlcore.errors import ModelError, SamplerError
-from rlcore.families import family_in, has_states, images_in, require_pictures
+from rlcore.families import (
+    family_in,
+    has_states,
+    images_in,
+    known_family_in,
+    require_adapters,
+    require_pictures,
+)
 from rlcore.process import free_port, importing_vllm
 from rlcore.sampler.kernels import BATCH_INVARIANT
 
@@ -60,6 +67,8 @@ def start_engine(
         from vllm import LLM
 
     require_pictures(images_in(model), device)
+    if config.model.lora is not None:
+        require_adapters(known_family_in(model), device)
     _require_states(model, rollout, device)
     _register_model_class(model, config.model.trust_remote_code)
     gc.freeze()  # vLLM collects garbage five times while it starts; the objects made by imports are never garbage

@@ -101,10 +101,23 @@ def test_pictures_that_vllm_masks_otherwise_on_a_cpu_are_refused_before_a_warm_s
         check(experiment(model, on), settings)
 
 
-def test_pictures_that_vllm_masks_rightly_on_a_gpu_pass(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adapters_that_vllm_has_no_kernels_for_on_a_cpu_are_refused(settings: Settings, tmp_path: Path) -> None:
+    folder, adapters = model_folder(tmp_path / "model"), "model.lora.rank=8"
+    check(experiment(f"model.path={folder}", adapters, "resources.device=cpu"), settings)
+    (folder / "config.json").write_text('{"model_type": "qwen3_moe"}')
+    for model in ("model.tiny.family=qwen3_vl_moe", f"model.path={folder}"):
+        check(experiment(model, "resources.device=cpu"), settings)
+        with pytest.raises(ModelError, match=r"model has experts, .* on GPUs only\. .* set model\.lora to null"):
+            check(experiment(model, adapters, "resources.device=cpu"), settings)
+
+
+def test_what_vllm_computes_on_gpus_only_passes_where_there_is_one(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
     hardware = replace(preflight.describe_hardware(), gpus=("NVIDIA H100",))
     monkeypatch.setattr(preflight, "describe_hardware", lambda: hardware)
-    check(experiment("model.tiny.family=gemma3", "resources.device=auto"), settings)
+    for settings_of_run in (("model.tiny.family=gemma3",), ("model.tiny.family=qwen3_vl_moe", "model.lora.rank=8")):
+        check(experiment(*settings_of_run, "resources.device=auto"), settings)
 
 
 def test_a_teacher_is_checked_as_the_model_is(settings: Settings, tmp_path: Path) -> None:
