@@ -31,7 +31,8 @@ def test_a_cut_run_on_a_gpu(deterministic: bool, tiny_model: Path, dataset: Path
     tokens = list(zip(whole["tokens"], first["tokens"] + second["tokens"], strict=True))
     same_weights = second["weights"] == whole["weights"]
     found = {"deterministic": deterministic, "same_weights": same_weights, "apart": apart}
-    found |= {"same_groups": [a == b for a, b in tokens], "last_step": pairs[-1][0]}
+    found |= {"same_groups": [a == b for a, b in tokens], "groups": [[a.split()[:2], b.split()[:2]] for a, b in tokens]}
+    found |= {name: [a[name] for a, _ in pairs] for name in ("loss/ratio_max", COMPARED[-1])}
     sys.stdout.write(f"\n{json.dumps(found)}\n")
     assert [a.split()[:2] for a, _ in tokens] == [b.split()[:2] for _, b in tokens]  # step and problem
     for metrics, _ in pairs:
