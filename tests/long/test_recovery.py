@@ -114,7 +114,7 @@ def _recovers(stack: Stack, run_dir: Path) -> bool:
 
 @pytest.mark.stacks
 def test_a_cancelled_run_commits_is_left_alone_and_goes_on_when_a_person_retries_it(stack: Stack) -> None:
-    flow_run_id = stack.submit("training.steps=24", "segment.steps=20")
+    flow_run_id = stack.submit("training.steps=104", "segment.steps=100")
     stack.wait_for_step(flow_run_id, 2)
     stack.prefect("flow-run", "cancel", str(flow_run_id))
     stack.wait_for_state(flow_run_id, StateType.CANCELLED, seconds=45)
