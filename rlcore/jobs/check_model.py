@@ -61,7 +61,7 @@ from rlcore.models.cut import cut_layers, num_layers
 from rlcore.models.dtypes import compute_dtype, weights_dtype
 from rlcore.models.flash import require_kernel
 from rlcore.models.loading import load_hf_config, require_supported
-from rlcore.process import free_port
+from rlcore.process import Clock, free_port
 from rlcore.sampler.start import engine_dtype
 from rlcore.sampler.vllm_sampler import VllmSampler
 from rlcore.specs import CheckModelSpec
@@ -128,7 +128,7 @@ def examine(spec: CheckModelSpec, scratch: Path) -> ModelCheck:
     Raises:
         ModelError: the model is not supported, or cannot be read.
     """
-    started, parts = time.perf_counter(), Parts()
+    clock = Clock()
     config, folder = spec.experiment, Path(spec.model.path)
     torch.set_num_threads(_threads(spec))
     trusted = config.model.trust_remote_code
@@ -152,18 +152,20 @@ def examine(spec: CheckModelSpec, scratch: Path) -> ModelCheck:
     small = folder
     if spec.model.num_parameters > _SMALL:
         small = scratch / "cut"
-        with parts.timed("cut"):
+        with clock("cut"):
             layers = cut_layers(folder, small, trusted)
     fits = _fits(spec.model.num_parameters, device)
     whole = folder if fits else small
     inputs, longest = _inputs(folder, config, scratch)
     narrow = _narrow(config, device, longest, spec)
-    of_small = _check_small(small, scratch, narrow.model, inputs, where, parts)
+    of_small = _check_small(small, scratch, narrow.model, inputs, where, clock)
     with _vllm_named(folder):
-        trainer, *engine = _check_whole(whole, scratch, narrow, inputs, where, parts)
+        trainer, *engine = _check_whole(whole, scratch, narrow, inputs, where, clock)
     part = f"{total} layers" if small == folder else f"gradient, adapters and merge: the first {layers} layers"
     if not fits:
         part = f"the first {layers} of {total} layers, because all do not fit on one device"
+    parts = {name: round(value, 1) for name, value in clock.seconds.items()}
+    seconds = parts.pop("step")  # all of it
     return ModelCheck(
         path=str(folder),
         digest=spec.model.digest,
@@ -172,22 +174,9 @@ def examine(spec: CheckModelSpec, scratch: Path) -> ModelCheck:
         device=torch.cuda.get_device_name() if device == "cuda" else "cpu",
         versions=_versions(),
         rows=(trainer, *of_small, *engine),
-        seconds=round(time.perf_counter() - started, 1),
-        seconds_of_parts=parts.seconds,
+        seconds=seconds,
+        seconds_of_parts=parts,
     )
-
-
-class Parts:
-    """The seconds of each part of a check, by name."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-
-    @contextmanager
-    def timed(self, name: str) -> Iterator[None]:
-        started = time.perf_counter()
-        yield
-        self.seconds[name] = round(time.perf_counter() - started, 1)
 
 
 @contextmanager
@@ -209,21 +198,21 @@ def _vllm_named(folder: Path) -> Iterator[None]:
 
 
 def _check_whole(
-    folder: Path, scratch: Path, config: ExperimentConfig, inputs: Inputs, where: Where, parts: Parts
+    folder: Path, scratch: Path, config: ExperimentConfig, inputs: Inputs, where: Where, clock: Clock
 ) -> list[CheckRow]:
     """The trainer and vLLM against transformers, before and after a change of the weights."""
     change = change_for(config.model, folder)
-    with parts.timed("transformers"):
+    with clock("transformers"):
         before, after = standards(folder, inputs, where, change)
         where.free()  # for the engine
-    with parts.timed("engine and policy start"):
+    with clock("engine and policy start"):
         worker = Worker(WorkerSpec.alone(folder, scratch, config, where.device, free_port()))
     layers = worker.policy.model.decoder.layers
-    with parts.timed("packed row"):
+    with clock("packed row"):
         row = policy_pass(layers, worker.policy.raw_logprobs, inputs.samples)
     rows = [_row(TRAINER, before, row, inputs, where.dtype)]
     if worker.sampler is not None:
-        with parts.timed("vLLM"):
+        with clock("vLLM"):
             rows += _check_engine(worker, worker.sampler, before, after, change, inputs, where.engine_dtype)
     return rows
 
@@ -264,21 +253,21 @@ def _engine_pass(sampler: VllmSampler, num_layers: int, sequences: Sequence[Prob
 
 
 def _check_small(
-    folder: Path, scratch: Path, model: ModelConfig, inputs: Inputs, where: Where, parts: Parts
+    folder: Path, scratch: Path, model: ModelConfig, inputs: Inputs, where: Where, clock: Clock
 ) -> list[CheckRow]:
     """The gradient in the trainer's dtype; adapters and merge in float32, because they are arithmetic on weights."""
-    with parts.timed("gradient"):
+    with clock("gradient"):
         gradient = compare_gradients(folder, inputs, where)
     exactly = replace(where, dtype=torch.float32, engine_dtype=torch.float32)
     change = change_for(ModelConfig(), folder)
-    with parts.timed("adapters"):
+    with clock("adapters"):
         before, after = standards(folder, inputs, exactly, change)
         lora = model.lora or _DEFAULT_LORA
         zero = row_of(packed_model(folder, exactly, torch.float32, lora), inputs)
         adapted = packed_model(folder, exactly, torch.float32, lora, adapters="random")
         adapted_row = row_of(adapted, inputs)
         merged = _merged(adapted.hf, folder, scratch / "adapters", inputs, exactly)
-    with parts.timed("merge"):
+    with clock("merge"):
         changed = packed_model(folder, exactly, torch.float32)
         change(changed.hf)
         written = _merged(changed.hf, folder, scratch / "weights", inputs, exactly).exact

@@ -96,9 +96,8 @@ _ON_GPU = """
 The same comparisons {where}. The trainer and vLLM
 compute in bfloat16, and what is allowed is derived from how far transformers' own forward pass in bfloat16 is from that
 in float32. In float32 vLLM attends by a Triton kernel, whose products are rounded to TF32 (by its source: `tl.dot`
-without a precision), so it differs by more than is allowed. `gemma3` and `qwen3_5_text` were compared on an H100. Both
-and the other models with recurrent states were compared after the rest, without flashinfer, which sampling them does
-not need.
+without a precision), so it differs by more than is allowed. `gemma3` and the four models named `qwen3_5` were compared
+later than the others, `gemma3` and `qwen3_5_text` on an H100. Sampling the `qwen3_5` models needs no flashinfer.
 
 """
 _FOOT = """
