@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -78,6 +79,7 @@ class WorkerGroup:
         self._samplers = samplers
         self._sampler = SamplerGroup(samplers, config.rollout.tensor_parallel)
         self._trace = StepTrace(self._trainers, run_dir)
+        self._version: int | None = None  # of the weights that the samplers have
 
     @cached_property
     def _model_shape(self) -> ModelShape:
@@ -108,6 +110,14 @@ class WorkerGroup:
         """Free the samplers' memory for training until the next sync, if they share devices."""
         if not self.disaggregated:
             self._trainers.each(lambda worker: worker.release_sampler())
+
+    @contextmanager
+    def samplers_released(self) -> Iterator[None]:
+        """``release_sampler`` for the block. After it the samplers have the weights of the last sync again."""
+        self.release_sampler()
+        yield
+        if self._version is not None and any(self._trainers.each(lambda worker: worker.sampler_sleeps())):
+            self.sync_weights(self._version)
 
     def logprobs(self, samples: Sequence[TrainingSample]) -> list[ScoredTokens]:
         return self._score(samples, lambda worker, own: worker.policy.logprobs(own, reference=False))
@@ -183,6 +193,7 @@ class WorkerGroup:
             SamplerError: not all samplers have the same weights.
         """
         synced = self._everyone.each(lambda worker: worker.sync_weights(version))
+        self._version = version
         self._trace.end(version)
         checksums = {rank.checksum for rank in synced}
         if len(checksums) != 1:

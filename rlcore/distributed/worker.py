@@ -166,6 +166,10 @@ class Worker:
         """Free the sampler's memory for training."""
         self._own_sampler.memory.sleep()
 
+    def sampler_sleeps(self) -> bool:
+        """Whether this rank's sampler has given its memory to training."""
+        return self.sampler is not None and self.sampler.memory.asleep
+
     @property
     def _own_sampler(self) -> VllmSampler:
         if self.sampler is None:

@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
@@ -33,6 +34,9 @@ _RENEW_SECONDS = 1.0
 
 class SavingPolicy(ProbePolicy, Protocol):
     """What a checkpoint needs of the policy; ``distributed.group.WorkerGroup`` is one."""
+
+    def samplers_released(self) -> AbstractContextManager[None]:
+        """Frees the memory of samplers on the same devices for the block."""
 
     def begin_save(self, folder: Path) -> None:
         """Copy the sharded train state (weights and optimizer) to host memory and start writing it in the background.
@@ -84,9 +88,10 @@ class Checkpointer:
                 self._end_segment(self._last, end)
                 return
             staging = self._store.stage(state.step)
-            self._policy.begin_save(staging)
+            with self._policy.samplers_released():  # the GPU may lack the memory for the policy next to them
+                self._policy.begin_save(staging)
+                self._probe.write(staging, self._policy)
             state.save(staging)
-            self._probe.write(staging, self._policy)
             self._under_way = self._thread.submit(self._write, staging, state.scalars(), end)
         finally:
             self._seconds.blocked += time.perf_counter() - started

@@ -45,10 +45,18 @@ class SlowPolicy:
         self.may_write = threading.Event()
         self.folders: list[Path] = []
         self.error: Exception | None = None
+        self.released = False
         if not held:
             self.may_write.set()
 
+    @contextmanager
+    def samplers_released(self) -> Iterator[None]:
+        self.released = True
+        yield
+        self.released = False
+
     def begin_save(self, folder: Path) -> None:
+        assert self.released, "the weights are copied while a sampler may hold the memory"
         self.folders.append(folder)
 
     def saved(self) -> bool:
@@ -62,6 +70,7 @@ class SlowPolicy:
         return True
 
     def probe_logprobs(self, samples: object) -> list[object]:
+        assert self.released, "the probe is computed while a sampler may hold the memory"
         return []
 
 

@@ -11,9 +11,11 @@ import pytest
 
 from rlcore.config import build_experiment
 from rlcore.distributed.group import WorkerGroup, with_high_entropy
+from rlcore.distributed.ranks import LocalRanks
 from rlcore.flops import ModelShape
 from rlcore.types import ScoredTokens, TrainingSample
 from tests.numerics import toy
+from tests.unit.toy_rank import ToyRank
 
 SHAPE = ModelShape(parameters=1000, head_parameters=500, layers=2, width=8, weights_train=True, tower=None)
 
@@ -102,3 +104,14 @@ def test_an_entropy_mask_without_entropies_says_what_to_do():
     one = _with_entropies(0.3)
     with pytest.raises(ValueError, match=r"1 of 2 samples have no entropies.*old log-probs"):
         with_high_entropy([one, replace(one, entropies=None)], 0.4)
+
+
+@pytest.mark.parametrize("sleeps", [True, False])
+def test_samplers_that_sleep_while_a_checkpoint_is_made_have_the_weights_again_after_it(sleeps: bool):
+    rank = ToyRank(sleeps=sleeps)
+    workers = WorkerGroup(LocalRanks(rank), build_experiment({"name": "toy"}))
+    workers.sync_weights(7)
+    with workers.samplers_released():
+        assert rank.asleep == sleeps
+    assert not rank.asleep
+    assert rank.calls == ["sync_weights 7"] * (1 + sleeps)

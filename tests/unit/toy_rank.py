@@ -34,6 +34,8 @@ class ToyRank:
     seeds: list[int] = dataclasses.field(default_factory=list)
     microbatches: list[int] = dataclasses.field(default_factory=list)  # of each update
     folder: Path | None = None
+    sleeps: bool = False  # whether the sampler gives its memory to training
+    asleep: bool = False
 
     @property
     def policy(self) -> ToyRank:
@@ -47,11 +49,12 @@ class ToyRank:
 
     def sync_weights(self, version: int) -> Synced:
         self.calls.append(f"sync_weights {version}")
-        self.sampler_weights = self.weights
+        self.sampler_weights, self.asleep = self.weights, False
         return Synced(checksum=1, waking_seconds=0.0)
 
     def generate(self, requests: Sequence[SampleRequest]) -> Iterator[dict[int, SampledGroup]]:
         assert self.sampler_weights == self.weights, "the sampler does not hold the trainer's weights"
+        assert not self.asleep, "the sampler sleeps"
         self.calls.append("generate" if requests[0].decoding is None else "evaluate")
         if self.calls[-1] == "evaluate":
             self.before_evaluation(self.calls.count("evaluate"))
@@ -78,7 +81,10 @@ class ToyRank:
         self.calls.append("reset")
 
     def release_sampler(self) -> None:
-        return
+        self.asleep = self.sleeps
+
+    def sampler_sleeps(self) -> bool:
+        return self.asleep
 
     def logprobs(self, microbatches: Microbatches, *, reference: bool) -> list[list[ScoredTokens]]:
         value = 1.0 if reference else self.weights
