@@ -37,6 +37,8 @@ FILES = {
     "flow-text-1.5b-h100": "a whole flow with one kill, by stage, text",
     "flow-vl-3b-h200": "the same, VL-3B with LoRA",
     "flow-vl-7b-h100": "the same, VL-7B with LoRA",
+    "flow-vl-7b-full-h200x4": "the same, VL-7B with all weights on four GPUs",
+    "long-rows-h200": "steps with rows of 32,256 tokens, on one GPU and shared by two",
     "rollout-vl-h100": "sampling of VL-3B on an H100 with vLLM 0.32",
     "pinned-h200": "steps, updates and sampling with the pinned versions",
     "recipe-vl-7b-h200x4": "VL-7B in its own recipe on four GPUs",
@@ -365,6 +367,14 @@ def _several_gpus() -> Iterator[Row]:
         "",
         "see 7",
     )
+    whole, shared = (entry["seconds"]["update"] for entry in record("long-rows-h200")["placements"].values())
+    yield Row(
+        "rows of 32,256 tokens, two GPUs that share each row against one with half as many: efficiency of the update ‡",
+        "1",
+        f"{whole / shared:.2f} ({whole:.2f} s, {shared:.2f} s)",
+        "",
+        "see 15",
+    )
     found = record("placement-h200x4")
     together, apart, ahead = (
         found["placements"][name]["seconds"]["step"] for name in ("colocated", "apart", "apart, one step off")
@@ -496,6 +506,7 @@ _FLOWS = {
     "text-1.5b, H100": "flow-text-1.5b-h100",
     "vl-3b, LoRA, H200": "flow-vl-3b-h200",
     "vl-7b, LoRA, H100": "flow-vl-7b-h100",
+    "vl-7b, four H200s": "flow-vl-7b-full-h200x4",
 }
 
 
