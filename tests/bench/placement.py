@@ -41,6 +41,7 @@ def main() -> None:
     parser.add_argument("--group", type=int, default=8)
     parser.add_argument("--prompt-tokens", type=int, default=256)
     parser.add_argument("--cap", type=int, default=1024)
+    parser.add_argument("--mean", type=float, help="tokens of a ragged completion; default: half the cap")
     parser.add_argument("--tokens-per-microbatch", type=int, default=32768)
     common_arguments(parser, "/tmp/placement-bench")
     arguments = parser.parse_args()
@@ -48,6 +49,7 @@ def main() -> None:
     if arguments.tiny:
         arguments.cap, arguments.problems, arguments.group, arguments.prompt_tokens = 32, 4, 4, 32
         arguments.warmup, arguments.counted = 0, 2
+    arguments.mean = arguments.mean or arguments.cap / 2
     case = random_case(
         "text",
         arguments.folder,
@@ -167,7 +169,7 @@ def placed(arguments: argparse.Namespace, case: Case, overrides: Sequence[str]) 
             *arguments.set,
         ],
     )
-    make = functools.partial(TimedWorker, arguments.regime, end_bias(arguments.cap / 2, arguments.cap, case))
+    make = functools.partial(TimedWorker, arguments.regime, end_bias(arguments.mean, arguments.cap, case))
     start_ray(None, config.resources.devices)
     try:
         ranks = start_ranks(make, model=case.model, dataset=case.dataset, config=config, device=pick_device(config))
