@@ -234,7 +234,9 @@ class Worker:
         return probe_samples(problems, self._prompts)
 
     def peak_memory_bytes(self) -> int:
-        return _peak_memory_bytes(self._spec.device)
+        if self.sampler is None or self._spec.device == "cpu":
+            return _peak_memory_bytes(self._spec.device)
+        return self.sampler.memory.take_peak_bytes()
 
 
 class RolloutWorker:

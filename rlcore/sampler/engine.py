@@ -102,6 +102,15 @@ class Engine:
         """This process's part of the engine's model."""
         return self.llm.apply_model(lambda model: model)[0]
 
+    def sleeping_bytes(self) -> int:
+        """GPU memory that torch counts as allocated although the engine has given it up, because it sleeps."""
+        from vllm.device_allocator.cumem import CuMemAllocator
+
+        allocator = CuMemAllocator.instance
+        if allocator is None:  # this engine never sleeps
+            return 0
+        return sum(data.handle[1] for data in allocator.pointer_to_data.values() if data.is_asleep)
+
     def enqueue(
         self, prompts: Sequence[dict[str, Any]], params: Sequence[Any], adapter: LoRARequest | None
     ) -> list[list[str]]:

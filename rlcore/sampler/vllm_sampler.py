@@ -31,17 +31,18 @@ class EngineSleep:
     """Frees the engine's GPU memory while the policy trains, as ``rollout.sleep`` says. Does nothing on a CPU."""
 
     def __init__(self, engine: Engine) -> None:
-        self._llm = engine.llm
+        self._llm, self._engine = engine.llm, engine
         mode = engine.config.rollout.sleep
         self._sleeps, self._undecided = mode != "never" and engine.device != "cpu", mode == "auto"
         # level 2 drops the weights, because the next sync sends them; of an adapter's run it does not: 1 keeps a copy
         self._level = 2 if engine.config.model.lora is None else 1
-        self._freed_bytes = 0
+        self._freed_bytes = self._peak_bytes = 0
         self.asleep = False
 
     def sleep(self) -> None:
         """Free the engine's memory until ``wake_weights`` and ``wake_cache``."""
         if self._sleeps and not self.asleep:
+            self._end_phase()
             free, _ = torch.cuda.mem_get_info()
             self._llm.sleep(level=self._level)
             self.asleep, self._freed_bytes = True, torch.cuda.mem_get_info()[0] - free
@@ -64,6 +65,7 @@ class EngineSleep:
     def wake_weights(self) -> None:
         """Allocate the memory of the weights again, without their values."""
         if self.asleep:
+            self._end_phase()
             if self._sleeps:
                 torch.cuda.empty_cache()  # memory that training used; without sleep both fit
             self._llm.wake_up(tags=["weights"])
@@ -71,8 +73,21 @@ class EngineSleep:
     def wake_cache(self) -> None:
         """Allocate the key-value cache again: the engine can sample."""
         if self.asleep:
+            self._end_phase()
             self._llm.wake_up(tags=["kv_cache"])
             self.asleep = False
+
+    def take_peak_bytes(self) -> int:
+        """The largest GPU memory of this process's tensors since the last call. What sleeps is left out."""
+        self._end_phase()
+        peak, self._peak_bytes = self._peak_bytes, 0
+        return peak
+
+    def _end_phase(self) -> None:
+        """Note the peak of a phase in which the same parts of the engine slept. torch counts them as allocated."""
+        awake = torch.cuda.max_memory_allocated() - self._engine.sleeping_bytes()
+        self._peak_bytes = max(self._peak_bytes, awake)
+        torch.cuda.reset_peak_memory_stats()
 
 
 class VllmSampler:
