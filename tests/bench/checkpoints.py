@@ -32,18 +32,18 @@ REWARD = """def reward(text, problem, num_tokens, finish_reason):
 """
 
 
-def main(folder: Path, workers: int, segment_steps: int, turns: int) -> dict[str, object]:
+def main(folder: Path, workers: int, segment_steps: int, turns: int, problems: int) -> dict[str, object]:
     steps = SEGMENTS * segment_steps
     found: dict[str, list[dict[str, object]]] = {"cut": [], "whole": []}
     for turn in range(turns):
-        found["cut"].append(trained(folder / f"cut-{turn}", workers, steps, segment_steps))
-        found["whole"].append(trained(folder / f"whole-{turn}", workers, steps, steps))
+        found["cut"].append(trained(folder / f"cut-{turn}", workers, steps, segment_steps, problems))
+        found["whole"].append(trained(folder / f"whole-{turn}", workers, steps, steps, problems))
     seconds = {name: [run["seconds"] for run in runs] for name, runs in found.items()}
     ratio = statistics.median(seconds["cut"]) / statistics.median(seconds["whole"])
     return {"ratio": round(ratio, 4), "seconds": seconds, "cut": found["cut"][-1]}
 
 
-def trained(folder: Path, workers: int, steps: int, segment_steps: int) -> dict[str, object]:
+def trained(folder: Path, workers: int, steps: int, segment_steps: int, problems: int) -> dict[str, object]:
     folder.mkdir()
     (folder / "letters.py").write_text(REWARD)
     config = build_experiment(
@@ -54,7 +54,7 @@ def trained(folder: Path, workers: int, steps: int, segment_steps: int) -> dict[
             "rollout": {"group_size": 8, "max_completion_tokens": 32},
             "reward": {"name": "user", "file": str(folder / "letters.py")},
             "training": {
-                "problems_per_batch": 32,
+                "problems_per_batch": problems,
                 "steps": steps,
                 "learning_rate": 3e-4,
                 "tokens_per_microbatch": 8192,
@@ -110,8 +110,8 @@ if __name__ == "__main__":
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--segment-steps", type=int, default=20, help="optimizer steps of a segment")
     parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--tiny", action="store_true", help="one worker, one step a segment, one turn")
+    parser.add_argument("--tiny", action="store_true", help="one worker, one step of a small batch a segment, one turn")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
-        counts = (1, 1, 1) if arguments.tiny else (arguments.workers, arguments.segment_steps, arguments.turns)
+        counts = (1, 1, 1, 4) if arguments.tiny else (arguments.workers, arguments.segment_steps, arguments.turns, 32)
         sys.stdout.write(json.dumps(main(Path(scratch), *counts)) + "\n")

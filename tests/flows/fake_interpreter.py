@@ -61,6 +61,7 @@ from rlcore.specs import (
 )
 
 STEP_SECONDS = float(os.environ.get("FAKE_STEP_SECONDS", "0.02"))
+HURRY = "hurry"  # a file in the run's folder; while it exists, steps take no time
 
 
 def note(spec_dir: Path, line: str) -> None:
@@ -251,7 +252,7 @@ def _train(spec: SegmentSpec, lease: Lease) -> int:
         until = min(first_step + config.segment.steps, config.training.steps)
         pause = None
         while step < until and not pause and not stop():
-            time.sleep(STEP_SECONDS)
+            time.sleep(0 if (spec.run_dir / HURRY).exists() else STEP_SECONDS)
             step += 1
             _fail_once(spec, step)
             rate = config.training.learning_rate * spec.adjustments.learning_rate_factor(step)

@@ -27,6 +27,7 @@ from infra.stack.servers import prefect_server
 from rlcore.config import ExperimentConfig
 from rlcore.segment.journal import read_journal
 from tasks.run import Run, existing_run
+from tests.flows.fake_interpreter import HURRY
 from tests.flows.interpreter import fake_interpreter
 from tests.flows.outcome import temporary_folders
 from tests.left import command_of, still_running
@@ -102,6 +103,10 @@ class Stack:
     def wait_for_step(self, flow_run_id: UUID, step: int, seconds: float = 300) -> None:
         journal = self.run_dir(flow_run_id) / "journal.jsonl"
         self.wait_for(lambda: len(read_journal(journal)) >= step, f"step {step}", seconds)
+
+    def hurry(self, flow_run_id: UUID) -> None:
+        """The fake trainer takes the remaining steps of this run without a pause."""
+        (self.run_dir(flow_run_id) / HURRY).touch()
 
     def driver(self, run_dir: Path) -> psutil.Process:
         """The flow's process of a run or an ablation."""

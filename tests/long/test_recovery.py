@@ -100,6 +100,7 @@ def test_the_run_of_a_stopped_worker_is_brought_back_once_it_is_silent(stack: St
     stack.start_worker()
     stack.wait_for(lambda: _recovers(stack, run_dir), "a recovery")
     stack.recover()  # once more, while it waits or runs
+    stack.hurry(flow_run_id)
     stack.wait_for_state(flow_run_id, StateType.COMPLETED)
     (note,) = recoveries(run_dir)
     assert "RUNNING, but its driver is gone" in str(note["reason"])
@@ -126,6 +127,7 @@ def test_a_cancelled_run_commits_is_left_alone_and_goes_on_when_a_person_retries
     assert stack.flow_run(flow_run_id).state.type is StateType.CANCELLED
     assert not recoveries(stack.run_dir(flow_run_id))
 
+    stack.hurry(flow_run_id)
     stack.prefect("flow-run", "retry", str(flow_run_id))
     assert stack.wait_for_state(flow_run_id, StateType.COMPLETED).run_count == 2
     assert _first_segment(stack.run_dir(flow_run_id)).complete
