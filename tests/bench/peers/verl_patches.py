@@ -18,6 +18,7 @@ from __future__ import annotations
 import functools
 import importlib.machinery
 import importlib.util
+import inspect
 import sys
 import types
 from typing import Any
@@ -52,6 +53,8 @@ def flash_attn_varlen_func(
 
     if dropout_p or softcap or deterministic or tuple(window_size) != (-1, -1):
         raise NotImplementedError("the benchmark's flash_attn has neither dropout, windows, soft caps nor determinism")
+    # torch 2.13 refuses fewer key heads than query heads unless it is told
+    shared = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
     longest_q = int(max_seqlen_q)
     longest_k = longest_q if max_seqlen_k is max_seqlen_q else int(max_seqlen_k)
     window = (-1, 0) if causal else (-1, -1)
@@ -65,6 +68,7 @@ def flash_attn_varlen_func(
         longest_k,
         scale=softmax_scale,
         window_size=window,
+        **shared,
     )
 
 

@@ -1,4 +1,4 @@
-"""Whole GRPO steps of verl 0.9.1 on one GPU, with the model, prompts and pictures of ``tests.bench.step``.
+"""Whole GRPO steps of verl 0.9.1 on the GPUs of one host, with the model, prompts and pictures of ``tests.bench.step``.
 
 ``python -m tests.bench.peers.verl_step --kind text [--counted 6] [--tiny] --folder FOLDER --out FILE`` makes what
 ``tests.bench.step`` makes in FOLDER, writes a parquet file of it, and runs ``verl.trainer.main_ppo`` in a process of
@@ -6,8 +6,9 @@ its own, in verl's best setting for one GPU (README.md in this folder says which
 other in one run: ``fixed`` (no completion ends before the cap), then ``ragged`` (a bias on the end of the turn).
 
 Seconds are verl's own metrics (``timing_s/*``). Token counts come from the rollouts' lengths; ``update_mfu`` is
-``cases.trl_flops`` over them by ``timing_s/update_actor`` and 989 TFLOP/s, as for the other sides; ``verl_mfu`` is
-verl's own figure. The run, with all its processes, ends after ``--max-seconds``.
+``cases.trl_flops`` over them by ``timing_s/update_actor`` and 989 TFLOP/s a GPU, as for the other sides; ``verl_mfu``
+is verl's own figure. Tokens per second are those of all GPUs together. The run, with all its processes, ends after
+``--max-seconds``.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kind", choices=("text", "vl"), default="text")
     parser.add_argument("--regimes", choices=("fixed", "ragged", "fixed,ragged"), default="fixed,ragged")
+    parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--warmup", type=int, default=2, help="uncounted steps of the first regime, one of the next")
     parser.add_argument("--counted", type=int, default=6)
     parser.add_argument("--problems", type=int, default=32)
@@ -108,7 +110,7 @@ def bench(arguments: argparse.Namespace) -> None:
     overrides = [*settings(arguments, case, work, len(plan)), *arguments.set]
     started = time.perf_counter()
     code = run(overrides, work, metrics, lengths, arguments.max_seconds)
-    rows = list(rows_of(metrics, lengths, plan, flops)) if metrics.exists() else []
+    rows = list(rows_of(metrics, lengths, plan, flops, arguments.gpus)) if metrics.exists() else []
     result = {
         "side": "verl",
         "exit": code,
@@ -216,9 +218,10 @@ def settings(arguments: argparse.Namespace, case: Case, work: Path, steps: int) 
         f"{rollout}.free_cache_engine": arguments.sleep,
         f"+{rollout}.enable_sleep_mode": arguments.sleep,
         f"{rollout}.max_model_len": length + 16,
-        f"{rollout}.max_num_seqs": arguments.problems * arguments.group,
+        f"{rollout}.max_num_seqs": arguments.problems * arguments.group // arguments.gpus,
         f"{rollout}.max_num_batched_tokens": max(16_384, length + 16),
         f"{rollout}.log_prob_max_token_len_per_gpu": tokens,
+        f"{rollout}.checkpoint_engine.update_weights_bucket_megabytes": 4096,  # vLLM 0.32 wants tied weights together
         f"{rollout}.agent.num_workers": arguments.workers,
         f"{rollout}.agent.default_agent_loop": "bench",
         f"{rollout}.agent.agent_loop_config_path": work / "agent.yaml",
@@ -227,7 +230,7 @@ def settings(arguments: argparse.Namespace, case: Case, work: Path, steps: int) 
         "reward.custom_reward_function.name": "compute_score",
         "transfer_queue.backend.SimpleStorage.num_data_storage_units": arguments.workers,
         "trainer.logger": "[console,file]",
-        "trainer.n_gpus_per_node": 1,
+        "trainer.n_gpus_per_node": arguments.gpus,
         "trainer.nnodes": 1,
         "trainer.total_epochs": 1,
         "trainer.total_training_steps": steps,
@@ -305,7 +308,9 @@ def counter(arguments: argparse.Namespace) -> tuple[Any, Any]:
     return model, trl_flops(model, arguments.side_pixels // 28 * 28)
 
 
-def rows_of(metrics: Path, lengths: Path, plan: Sequence[tuple[str, bool]], flops: Any) -> Iterator[dict[str, Any]]:
+def rows_of(
+    metrics: Path, lengths: Path, plan: Sequence[tuple[str, bool]], flops: Any, gpus: int
+) -> Iterator[dict[str, Any]]:
     rollouts = [json.loads(line) for line in lengths.read_text().splitlines()]
     for line in metrics.read_text().splitlines():
         record = json.loads(line)
@@ -313,11 +318,16 @@ def rows_of(metrics: Path, lengths: Path, plan: Sequence[tuple[str, bool]], flop
         if not 1 <= step <= len(plan) or "timing_s/step" not in data:
             continue
         pairs = [(prompt, answer) for at, prompt, answer in rollouts if at == step]
-        yield row_of(step, plan[step - 1], data, pairs, flops)
+        yield row_of(step, plan[step - 1], data, pairs, flops, gpus)
 
 
 def row_of(
-    step: int, planned: tuple[str, bool], data: Mapping[str, Any], pairs: Sequence[tuple[int, int]], flops: Any
+    step: int,
+    planned: tuple[str, bool],
+    data: Mapping[str, Any],
+    pairs: Sequence[tuple[int, int]],
+    flops: Any,
+    gpus: int,
 ) -> dict[str, Any]:
     tokens = {
         "rollouts": len(pairs),
@@ -332,7 +342,7 @@ def row_of(
         "tokens_per_s": real / whole,
         "generate_tokens_per_s": tokens["completion"] / seconds["gen"],
         "update_tokens_per_s": real / update,
-        "update_mfu": flops(tokens) / update / PEAK,
+        "update_mfu": flops(tokens) / update / PEAK / gpus,
         "verl_mfu": data.get("perf/mfu/actor", 0.0),
         "verl_total_tokens": data.get("perf/total_num_tokens", 0),
         "peak_memory_gib": data.get("actor/perf/max_memory_allocated_gb", 0.0),
