@@ -8,7 +8,7 @@ from typing import Any
 
 from rlcore.config import ModelConfig
 from rlcore.errors import ModelError
-from rlcore.process import make_transformers_lean
+from rlcore.process import make_transformers_lean, making_what_stays
 
 _PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 
@@ -32,12 +32,13 @@ def load_processor(model: ModelConfig) -> Any:
     Raises:
         ModelError: no such folder or hub id, files that do not load, or no chat template.
     """
+    make_transformers_lean()
     if model.path == "tiny":
-        from rlcore.data import tiny
+        with making_what_stays():
+            from rlcore.data import tiny
 
         geometry = model.tiny.task == "geometry"
         return tiny.build_processor(model.tiny.family) if geometry else TextProcessor(tiny.build_text_tokenizer())
-    make_transformers_lean()
     from transformers import AutoProcessor, AutoTokenizer, PreTrainedTokenizerBase
 
     folder = Path(model.path)
