@@ -132,6 +132,7 @@ def ours(arguments: argparse.Namespace) -> None:
         problems=problems,
         group=GROUP,
         cap=shape.cap,
+        mean=shape.cap / 2,
         tokens_per_microbatch=8192,
         regime=arguments.regime,
         warmup=arguments.warmup,
