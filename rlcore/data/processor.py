@@ -8,7 +8,7 @@ from typing import Any
 
 from rlcore.config import ModelConfig
 from rlcore.errors import ModelError
-from rlcore.process import make_transformers_lean, making_what_stays
+from rlcore.process import make_transformers_lean
 
 _PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 
@@ -34,8 +34,7 @@ def load_processor(model: ModelConfig) -> Any:
     """
     make_transformers_lean()
     if model.path == "tiny":
-        with making_what_stays():
-            from rlcore.data import tiny
+        from rlcore.data import tiny
 
         geometry = model.tiny.task == "geometry"
         return tiny.build_processor(model.tiny.family) if geometry else TextProcessor(tiny.build_text_tokenizer())
