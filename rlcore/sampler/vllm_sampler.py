@@ -31,7 +31,7 @@ class EngineSleep:
     """Frees the engine's GPU memory while the policy trains, as ``rollout.sleep`` says. Does nothing on a CPU."""
 
     def __init__(self, engine: Engine) -> None:
-        self._llm, self._engine = engine.llm, engine
+        self._engine = engine
         mode = engine.config.rollout.sleep
         self._sleeps, self._undecided = mode != "never" and engine.device != "cpu", mode == "auto"
         # level 2 drops the weights, because the next sync sends them; of an adapter's run it does not: 1 keeps a copy
@@ -44,7 +44,7 @@ class EngineSleep:
         if self._sleeps and not self.asleep:
             self._end_phase()
             free, _ = torch.cuda.mem_get_info()
-            self._llm.sleep(level=self._level)
+            self._engine.llm.sleep(level=self._level)
             self.asleep, self._freed_bytes = True, torch.cuda.mem_get_info()[0] - free
 
     def decide(self) -> None:
@@ -68,13 +68,13 @@ class EngineSleep:
             self._end_phase()
             if self._sleeps:
                 torch.cuda.empty_cache()  # memory that training used; without sleep both fit
-            self._llm.wake_up(tags=["weights"])
+            self._engine.llm.wake_up(tags=["weights"])
 
     def wake_cache(self) -> None:
         """Allocate the key-value cache again: the engine can sample."""
         if self.asleep:
             self._end_phase()
-            self._llm.wake_up(tags=["kv_cache"])
+            self._engine.llm.wake_up(tags=["kv_cache"])
             self.asleep = False
 
     def take_peak_bytes(self) -> int:

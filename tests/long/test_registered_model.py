@@ -66,7 +66,7 @@ def done(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator
     folder = tmp_path_factory.mktemp("registered")
     data_dir, policy = folder / "data", folder / "policy"
     shutil.copytree(tiny_model, policy)
-    # as test_warm_start writes it, so that the two share one
+    # the configuration of test_warm_start, so that both tests use one cached policy
     warm = warm_started(TinyModelConfig(family="qwen2_5_vl"))
     shutil.copy(warm.folder / "model.safetensors", policy)
     run = Done(data_dir, [], [])

@@ -53,7 +53,7 @@ def flash_attn_varlen_func(
 
     if dropout_p or softcap or deterministic or tuple(window_size) != (-1, -1):
         raise NotImplementedError("the benchmark's flash_attn has neither dropout, windows, soft caps nor determinism")
-    # torch 2.13 refuses fewer key heads than query heads unless it is told
+    # torch 2.13 refuses fewer key heads than query heads without this argument, which older versions do not have
     shared = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
     longest_q = int(max_seqlen_q)
     longest_k = longest_q if max_seqlen_k is max_seqlen_q else int(max_seqlen_k)
