@@ -9,7 +9,7 @@ from __future__ import annotations
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -20,6 +20,7 @@ from prefect.cache_policies import NO_CACHE
 from prefect.runtime import task_run
 
 from infra import environment, processes
+from infra.files import locked
 from infra.logs import get_logger
 from infra.settings import Settings
 from rlcore.artifacts import CheckpointRef, DatasetRef, ModelRef
@@ -47,6 +48,7 @@ _TICK_SECONDS = 1.0
 _PAGE_SECONDS = 5.0
 _LAST_EXIT_SECONDS = 60.0  # to shut down engines and Ray after the last segment
 _CLEAN_EXIT_SECONDS = 8.0  # the same after a requested commit
+_LEASE_SECONDS = 60.0  # until a started trainer holds the lease, on a busy machine
 _TRACEBACK_LINES = 12
 _HEADING = "=== trainer started "  # in the log, which all trainers of a run share
 _MAX_RETRIES = 100  # more than rlcore/failures.py allows, whose counts decide
@@ -106,7 +108,7 @@ def _train(run: Run, settings: Settings, inputs: _Inputs, index: int) -> Segment
     restore_checkpoint(run.run_dir, settings)
     manifest = _find_complete(run, index)
     if manifest is None:
-        trainer = _attach(run) or _start(run, settings, inputs, index)
+        trainer = _attach_or_start(run, settings, inputs, index)
         with (
             _stop_on_interrupt(run, trainer, index, settings),
             TrainingProgress(run.experiment, page) as progress,
@@ -229,6 +231,7 @@ class Trainer:
     pid: int
     lease: Path
     child: subprocess.Popen[bytes] | None
+    elsewhere: str = ""  # its host, if that is not this one
 
     def exit_code(self) -> int | None:
         """None while it runs. UNKNOWN_EXIT: it has ended, and only its parent knows the exit code."""
@@ -248,28 +251,45 @@ def _running(run: Run) -> Trainer | None:
     if child is not None and child.poll() is None:
         return Trainer(child.pid, lease, child)
     holder = holder_alive(lease)
-    return Trainer(holder.pid, lease, None) if holder is not None else None
+    if holder is None:
+        return None
+    return Trainer(holder.pid, lease, None, elsewhere="" if holder.is_here else holder.host)
 
 
-def _attach(run: Run) -> Trainer | None:
-    """The running trainer to follow; None: start one.
+def _attach_or_start(run: Run, settings: Settings, inputs: _Inputs, index: int) -> Trainer:
+    """The running trainer, else a new one.
+
+    Of several drivers of this machine that find no trainer, the first starts one and the others follow it.
 
     Raises:
         RlflowError: our trainer has failed since the last segment; the next try starts another.
     """
     remove_abandoned(run.run_dir)  # of killed flows and trainers
-    trainer = _running(run)
-    if trainer is not None:
-        if trainer.child is None:
+    with _only_driver(run):
+        trainer = _running(run)
+        if trainer is None:
+            # A killed trainer leaves daemons that hold memory, which the next one needs.
+            processes.kill(run.trainer_mark)
+            child = _CHILDREN.pop(run.run_dir, None)
+            if child is not None and child.poll() != 0:
+                raise _failure(run, child.poll() or 0)
+            lease_at(run.run_dir / "lease.json").remove_dead()
+            trainer = _start(run, settings, inputs, index)
+            _wait_for_lease(trainer)  # until then, other drivers do not see it
+        elif trainer.child is None:
             get_logger().info("train: follow the trainer that is running already, pid %d", trainer.pid)
-        return trainer
-    child = _CHILDREN.pop(run.run_dir, None)
-    if child is not None and child.poll() != 0:
-        raise _failure(run, child.poll() or 0)
-    # A killed trainer leaves daemons that hold memory, which the next one needs.
-    processes.kill(run.trainer_mark)
-    lease_at(run.run_dir / "lease.json").remove_dead()
-    return None
+    return trainer
+
+
+def _only_driver(run: Run) -> AbstractContextManager[bool]:
+    """Around a decision to start a trainer or to kill what a dead one left, among the drivers of this machine."""
+    return locked(run.run_dir / "trainer.lock")
+
+
+def _wait_for_lease(trainer: Trainer) -> None:
+    deadline = time.monotonic() + _LEASE_SECONDS
+    while trainer.exit_code() is None and holder_alive(trainer.lease) is None and time.monotonic() < deadline:
+        time.sleep(_TICK_SECONDS / 20)
 
 
 def _start(run: Run, settings: Settings, inputs: _Inputs, index: int) -> Trainer:
@@ -344,22 +364,35 @@ def _wait_for_end(run: Run, index: int) -> None:
 
 @contextmanager
 def _stop_on_interrupt(run: Run, trainer: Trainer, index: int, settings: Settings) -> Iterator[None]:
-    """If the wait ends early (Ctrl-C, cancel, an error), let the trainer commit, then kill it."""
+    """If the wait ends early (Ctrl-C, cancel, an error), let the trainer commit, then kill it. A trainer on another
+    machine goes on for that machine's driver; without one it commits and stops by itself."""
     try:
         yield
     except BaseException as reason:
-        if trainer.exit_code() is None:
-            get_logger().warning(
-                "train: %s; the trainer commits and stops (at most %.0f s, Ctrl-C again: at once)",
-                type(reason).__name__,
-                settings.stop_grace_seconds,
-            )
+        alive = trainer.exit_code() is None
+        if alive and trainer.elsewhere:
+            get_logger().warning("train: %s; the trainer goes on, on %s", type(reason).__name__, trainer.elsewhere)
+            raise
         try:
-            _ask_to_stop(run, trainer, index, settings.stop_grace_seconds)
+            if alive:
+                get_logger().warning(
+                    "train: %s; the trainer commits and stops (at most %.0f s, Ctrl-C again: at once)",
+                    type(reason).__name__,
+                    settings.stop_grace_seconds,
+                )
+                _ask_to_stop(run, trainer, index, settings.stop_grace_seconds)
         finally:
-            processes.kill(run.trainer_mark)
-            _CHILDREN.pop(run.run_dir, None)
+            _kill_rest(run, trainer)
         raise
+
+
+def _kill_rest(run: Run, trainer: Trainer) -> None:
+    """Kill the trainer, if it lives, and what it left. Leave the next one alone, which another driver has started."""
+    with _only_driver(run):
+        holder = holder_alive(trainer.lease)
+        if holder is None or holder.pid == trainer.pid:
+            processes.kill(run.trainer_mark)
+    _CHILDREN.pop(run.run_dir, None)
 
 
 def _ask_to_stop(run: Run, trainer: Trainer, index: int, grace_seconds: float) -> None:
@@ -385,7 +418,6 @@ def _has_uncommitted_steps(run: Run) -> bool:
 
 def _failure(run: Run, code: int) -> RlflowError:
     """The error to raise for a trainer that ended early: from its own report, else from its exit code."""
-    processes.kill(run.trainer_mark)
     log = run.run_dir / "trainer.log"
     path = run.run_dir / "trainer_error.json"
     if path.exists():

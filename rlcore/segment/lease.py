@@ -44,8 +44,13 @@ class LeaseInfo(BaseModel):
     renewed_at: float  # seconds since the epoch by the holder's clock; changes with every renewal
     progress: int = 0  # grows when the trainer completes something, so not with every renewal
 
+    @property
+    def is_here(self) -> bool:
+        """Whether it is a process of this host."""
+        return self.host == _host()
+
     def __str__(self) -> str:
-        if self.host == _host():
+        if self.is_here:
             renewed = f"{time.time() - self.renewed_at:.0f} s ago"
         else:
             renewed = f"at {datetime.fromtimestamp(self.renewed_at, UTC):%H:%M:%S} UTC by its own clock"
@@ -150,7 +155,7 @@ class Lease:
                 self._path.unlink(missing_ok=True)
 
     def _is_alive(self, holder: LeaseInfo) -> bool:
-        if holder.host != _host():
+        if not holder.is_here:
             return self._foreign.seconds((holder.token, holder.renewed_at)) <= self._deadline
         try:
             # A killed trainer stays a zombie until the task that started it collects it.
@@ -162,7 +167,7 @@ class Lease:
     def _wait_for_a_renewal_elsewhere(self) -> None:
         """Wait without the file lock, because the holder needs the lock to renew its lease."""
         first = self.holder()
-        if first is None or first.host == _host():
+        if first is None or first.is_here:
             return
         logger.warning(
             "the run is held by %s. This trainer takes over if that lease is not renewed for %.0f s",

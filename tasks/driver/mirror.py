@@ -36,7 +36,9 @@ _POLL_SECONDS = 1.0
 _FIRST_DELAY = 5.0
 _LONGEST_DELAY = 300.0
 _HOLDER = ".holder"
-_OF_THIS_MACHINE = {"lease.json", "lease.json.lock", "control.json", "ended.json", "mirror.json", "spec.json"}
+_OF_THIS_MACHINE = {
+    "lease.json", "lease.json.lock", "trainer.lock", "control.json", "ended.json", "mirror.json", "spec.json",
+}  # fmt: skip
 _NOT_SENT = {CHECKPOINTS, SEGMENTS, "stacks"}
 _AT_THE_END = {"trainer.log"}  # it grows, and S3 cannot append
 

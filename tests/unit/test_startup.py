@@ -1,14 +1,15 @@
-"""Packages that are hidden while a process starts, and available afterwards."""
+"""The start of a process: packages that are hidden meanwhile, and the pause of the garbage collector."""
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from rlcore.process import leaving_out
+from rlcore.process import leaving_out, making_what_stays
 
 LEAN = """
 import sys
@@ -67,3 +68,19 @@ def test_packages_that_transformers_uses_are_not_hidden() -> None:
 
 def test_the_trainer_starts_ray_before_slow_imports_and_never_imports_transformers() -> None:
     assert told(TRAINER) == ["[]", "False", ""]
+
+
+def test_the_collector_pauses_until_the_outermost_block_ends() -> None:
+    assert gc.isenabled()
+    with making_what_stays():
+        with pytest.raises(ValueError, match="inside"), making_what_stays():
+            raise ValueError("inside")
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        with making_what_stays():
+            pass
+        assert not gc.isenabled(), "whoever has turned it off turns it on"
+    finally:
+        gc.enable()
