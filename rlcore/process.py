@@ -5,16 +5,20 @@ from __future__ import annotations
 
 import faulthandler
 import gc
+import random
 import signal
 import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Thread
 from typing import TypeVar
+
+# Who asked for a port may listen seconds later. Linux gives no port of this range to a connection meanwhile.
+_PORTS = range(20_000, 30_000)
 
 
 @contextmanager
@@ -126,11 +130,25 @@ def in_background(work: Callable[[], T]) -> Future[T]:
     return future
 
 
+def free_ports(count: int) -> list[int]:
+    """Different ports of this machine that nothing uses at the moment.
+
+    Raises:
+        OSError: fewer are free.
+    """
+    found: list[int] = []
+    for port in random.SystemRandom().sample(_PORTS, len(_PORTS)):
+        with suppress(OSError), socket.socket() as probe:
+            probe.bind(("", port))
+            found.append(port)
+        if len(found) == count:
+            return found
+    raise OSError(f"{len(found)} of the ports {_PORTS.start} to {_PORTS.stop - 1} are free, and {count} are needed")
+
+
 def free_port() -> int:
     """A port of this machine that nothing uses at the moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    return free_ports(1)[0]
 
 
 class Clock:

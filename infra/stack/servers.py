@@ -7,6 +7,7 @@ get passwords through their environment, because every user can read command lin
 
 from __future__ import annotations
 
+import random
 import socket
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import urllib.error
 import urllib.request
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
@@ -29,6 +30,7 @@ from infra.stack.login import header_of, login_of
 _START_SECONDS = 180.0  # a server that ends earlier is noticed at once
 _STOP_SECONDS = 5.0
 _LOG_LINES = 15
+_PORTS = range(20_000, 30_000)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,9 +134,17 @@ def mlflow_server(settings: Settings, port: int | None = None) -> AbstractContex
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port of this machine that nothing uses at the moment. A server may take half a minute until it listens; Linux
+    gives no port of this range to a connection meanwhile.
+
+    Raises:
+        OSError: none is free.
+    """
+    for port in random.SystemRandom().sample(_PORTS, len(_PORTS)):
+        with suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise OSError(f"none of the ports {_PORTS.start} to {_PORTS.stop - 1} is free")
 
 
 def answers(url: str, timeout_seconds: float) -> bool:

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import os
-import random
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -22,30 +19,13 @@ from rlcore.distributed.placement import Listing, Seat
 from rlcore.distributed.ranks import RankFailure, first_of, portable
 from rlcore.distributed.worker import WorkerSpec
 from rlcore.errors import MemoryExhaustedError, RlflowError, WorkerLostError
-from rlcore.process import dump_on_signal, making_what_stays, oom_kills
+from rlcore.process import dump_on_signal, free_ports, making_what_stays, oom_kills
 
 A = TypeVar("A")
 R = TypeVar("R")
 
-# Rank 0 listens seconds after its port was chosen. Linux gives no port of this range to a connection meanwhile.
-_PORTS = range(20_000, 30_000)
 _CLOSE_SECONDS = 1.0  # ``close`` waits at most this long
 _FAILURE_SECONDS = 5.0  # to wait for the reports of other ranks that failed for the same reason
-
-
-def _two_free_ports() -> tuple[int, int]:
-    """
-    Raises:
-        OSError: the ports of the range are taken.
-    """
-    found: list[int] = []
-    for port in random.SystemRandom().sample(_PORTS, len(_PORTS)):
-        with suppress(OSError), socket.socket() as probe:
-            probe.bind(("", port))
-            found.append(port)
-        if len(found) == 2:
-            return found[0], found[1]
-    raise OSError(f"no two of the ports {_PORTS.start} to {_PORTS.stop - 1} are free")
 
 
 class WorkerActor:
@@ -53,7 +33,8 @@ class WorkerActor:
 
     def seat(self, shared: Mapping[Path, Listing]) -> Seat:
         """Where this actor runs, with two free ports in case it becomes rank 0."""
-        return Seat(_address(), _two_free_ports(), os.getpid(), package_versions(), placement.unseen(shared))
+        first, second = free_ports(2)
+        return Seat(_address(), (first, second), os.getpid(), package_versions(), placement.unseen(shared))
 
     def build(
         self, make: Callable[[WorkerSpec], object], spec: WorkerSpec, stacks: Path | None, several_nodes: bool
