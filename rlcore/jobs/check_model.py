@@ -263,8 +263,9 @@ def _check_small(
     with clock("adapters"):
         before, after = standards(folder, inputs, exactly, change)
         lora = model.lora or _DEFAULT_LORA
-        zero = row_of(packed_model(folder, exactly, torch.float32, lora), inputs)
-        adapted = packed_model(folder, exactly, torch.float32, lora, adapters="random")
+        adapted = packed_model(folder, exactly, torch.float32, lora)
+        zero = row_of(adapted, inputs)
+        change_for(ModelConfig(lora=lora), folder)(adapted.hf)
         adapted_row = row_of(adapted, inputs)
         merged = _merged(adapted.hf, folder, scratch / "adapters", inputs, exactly)
     with clock("merge"):

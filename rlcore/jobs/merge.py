@@ -120,20 +120,25 @@ def verify_merged(
 
     read = image_reader(model_dir, read_image, min_pixels, max_pixels)
 
-    def through_transformers(dtype: torch.dtype, attention: str) -> list[Values]:
-        model = load_hf_model(
-            model_dir, dtype, trust_remote_code, attn_implementation=attention, spread_over_gpus=device == "cuda"
+    def through_transformers(dtype: torch.dtype, kinds: Sequence[str]) -> list[list[Values]]:
+        """The log-probs with each kind of attention."""
+        model: Any = load_hf_model(
+            model_dir, dtype, trust_remote_code, attn_implementation=kinds[0], spread_over_gpus=device == "cuda"
         )
-        with torch.no_grad():
-            return [sequence_logprobs(model, sequence, read).double().cpu().numpy() for sequence in sequences]
+        found = []
+        for kind in kinds:
+            model.set_attn_implementation(kind)
+            with torch.no_grad():
+                found.append([sequence_logprobs(model, item, read).double().cpu().numpy() for item in sequences])
+        return found
 
     kinds = exact_attention(load_hf_config(model_dir, trust_remote_code))
-    exact = through_transformers(torch.float32, kinds[0])
+    (exact,) = through_transformers(torch.float32, kinds[:1])
 
     def allowed(dtype: torch.dtype) -> Limits:
         if tolerance is not None:
             return tolerance, tolerance
-        rounded = [] if dtype == torch.float32 else [through_transformers(dtype, kind) for kind in kinds]
+        rounded = [] if dtype == torch.float32 else through_transformers(dtype, kinds)
         return allowed_differences([v - e for values in rounded for v, e in zip(values, exact, strict=True)])
 
     limits = allowed(dtype)

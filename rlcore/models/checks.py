@@ -108,22 +108,30 @@ def standards(folder: Path, inputs: Inputs, where: Where, change: Change) -> tup
     """Of the weights as they are, and of the changed weights."""
     model = where.load(folder, torch.float32)
     exact = plain_pass(model, inputs.sequences, inputs.read)
+    coarse = sorted({where.dtype, where.engine_dtype} - {torch.float32}, key=str)
+    unchanged = {dtype: [parameter.detach().to(dtype) for parameter in model.parameters()] for dtype in coarse}
     change(model)
     changed = plain_pass(model, inputs.sequences, inputs.read)
-    coarse = {where.dtype, where.engine_dtype} - {torch.float32}
     kinds = _right_kinds(model, changed, inputs) if coarse else ()
     rounded: dict[torch.dtype, list[Pass]] = {torch.float32: []}
     rounded_changed: dict[torch.dtype, list[Pass]] = {torch.float32: []}
-    for dtype in sorted(coarse, key=str):
+    for dtype in coarse:
         if model is None:
             change(model := where.load(folder, torch.float32))
-        for parameter in model.parameters():  # buffers stay: rotary frequencies need their float32
-            parameter.data = parameter.data.to(dtype)
+        _cast(model, dtype)
         rounded_changed[dtype] = _rounded(model, kinds, inputs)
+        for parameter, value in zip(model.parameters(), unchanged.pop(dtype), strict=True):
+            parameter.data = value
+        rounded[dtype] = _rounded(model, kinds, inputs)
         model = None
         where.free()
-        rounded[dtype] = _rounded(where.load(folder, dtype), kinds, inputs)
     return _standard(exact, rounded, inputs), _standard(changed, rounded_changed, inputs)
+
+
+def _cast(model: nn.Module, dtype: torch.dtype) -> None:
+    """Cast the parameters. Buffers stay: rotary frequencies need their float32."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
 
 
 def _right_kinds(model: Any, exact: Pass, inputs: Inputs) -> tuple[str, ...]:
@@ -157,21 +165,16 @@ def _standard(exact: Pass, rounded: Mapping[torch.dtype, Sequence[Pass]], inputs
 # --- the packed row ---
 
 
-def packed_model(
-    folder: Path, where: Where, dtype: torch.dtype, lora: LoraConfig | None = None, adapters: str = "zero"
-) -> PackedModel:
-    """The trainer's model of a folder, whole on one device, with the log-probs of temperature 1.
-
-    Args:
-        adapters: "zero" as at the start of a run, or "random".
-    """
+def packed_model(folder: Path, where: Where, dtype: torch.dtype, lora: LoraConfig | None = None) -> PackedModel:
+    """The trainer's model of a folder, whole on one device, with the log-probs of temperature 1. Its adapters are as at
+    the start of a run: they change nothing."""
     hf = empty_hf_model(folder, where.trust_remote_code)
     values: StoredValues = StoredWeights(folder, hf).read
     for parameter in hf.parameters():
         parameter.data = parameter.data.to(dtype)
     if lora is not None:
         choose_trainable(hf, ModelConfig(lora=lora))
-        values = with_adapters(values, draw_adapters(hf, _SEED) if adapters == "zero" else random_adapters(hf))
+        values = with_adapters(values, draw_adapters(hf, _SEED))
     packed = PackedModel(hf, temperature=1.0, banned_token_ids=())
     load_shards(packed, hf, values, torch.device(where.device))
     return packed
@@ -248,8 +251,11 @@ def compare_gradients(folder: Path, inputs: Inputs, where: Where) -> GradientDif
     exact = _plain_gradient(model, inputs)
     rounding = []
     if where.dtype != torch.float32:
-        for kind in _right_kinds(model, plain_pass(model, inputs.sequences, inputs.read), inputs):
-            model = where.load(folder, where.dtype)
+        kinds = _right_kinds(model, plain_pass(model, inputs.sequences, inputs.read), inputs)
+        model.zero_grad()
+        _cast(model, where.dtype)
+        for kind in kinds:
+            model.zero_grad()
             model.set_attn_implementation(kind)
             rounding.append(_gradient_errors(exact, _plain_gradient(model, inputs)))
     del model
