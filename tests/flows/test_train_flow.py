@@ -168,13 +168,13 @@ def test_a_diverged_trainer_is_not_retried_and_says_why(data_dir: Path, monkeypa
 
 def test_a_stuck_trainer_tells_its_stacks_and_is_replaced(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAKE_FAILURE", "hang")
-    train_grpo("grpo-geo3k-tiny", overrides=[*SMALL, "segment.hang_minutes=0.05"], run_id="hang")
+    train_grpo("grpo-geo3k-tiny", overrides=[*SMALL, "segment.hang_minutes=0.1"], run_id="hang")
     run_dir = data_dir / "runs" / "hang"
     assert failures(run_dir) == [("hang", 0)]
     (dump,) = (run_dir / "stacks" / "hang-1").glob("trainer-*.txt")
     assert "_fail_once" in dump.read_text()
     record = json.loads((run_dir / "failures.jsonl").read_text())
-    assert "no progress for 0.05 minutes" in record["error"]
+    assert "no progress for 0.1 minutes" in record["error"]
     assert "in _fail_once" in record["error"]
     assert trainings(data_dir) == ["train from segment 0", "train from segment 1"]
 

@@ -30,7 +30,7 @@ class ToyWorker:
     def fail(self) -> None:
         """Rank 1 is wrong; rank 0 hears of it later."""
         if self.rank == 0:
-            time.sleep(0.5)
+            time.sleep(1.5)
             raise RuntimeError("Connection closed by peer")
         self._really_wrong()
 
@@ -48,7 +48,7 @@ class ToyWorker:
         """0, 1, 2; the victim does not get to 2."""
         victim, how = victim_and_how
         yield 0
-        time.sleep(0.2)
+        time.sleep(1)  # longer than the other rank needs to get here
         yield 1
         if self.rank == victim and how == "die":
             os.kill(os.getpid(), signal.SIGKILL)

@@ -202,9 +202,7 @@ def test_a_run_killed_five_times_equals_an_undisturbed_one_although_the_judge_ch
     assert holders == []
 
 
-def test_a_trainer_that_waits_for_its_judge_stops_within_seconds(
-    tiny_model: Path, dataset: Path, tmp_path: Path
-) -> None:
+def test_a_trainer_that_waits_for_its_judge_stops_when_asked(tiny_model: Path, dataset: Path, tmp_path: Path) -> None:
     """In its second batch. Once the judge is away, and once it holds each call without an answer. The trainer commits
     the last batch, and the run equals one that was never stopped."""
     folder = tmp_path / "stopped"
@@ -223,7 +221,7 @@ def test_a_trainer_that_waits_for_its_judge_stops_within_seconds(
             started = time.monotonic()
             os.kill(process.pid or 0, signal.SIGTERM)
             ended(process, folder, EXIT_PREEMPTED)
-            assert time.monotonic() - started < 10
+            assert time.monotonic() - started < 60  # without the request it would wait for reward.judge.outage_minutes
             assert committed(folder)
             assert manifests(folder)[-1].last_step == len(read_journal(folder / "journal.jsonl"))
             server.away.clear()

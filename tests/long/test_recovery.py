@@ -87,8 +87,8 @@ def test_a_killed_ablation_is_brought_back_and_waits_for_the_points_that_worked_
 
 @pytest.mark.stacks
 def test_the_run_of_a_stopped_worker_is_brought_back_once_it_is_silent(stack: Stack) -> None:
-    # A flow may take ten seconds to start. The trainer takes 20 s, so that it is at work when the worker has stopped.
-    flow_run_id = stack.submit("recovery.silence_seconds=20", "training.steps=40")
+    # A flow may take twenty seconds to start. The trainer takes 20 s, so it is at work when the worker has stopped.
+    flow_run_id = stack.submit("recovery.silence_seconds=40", "training.steps=40")
     stack.wait_for_step(flow_run_id, 2)
     run_dir = stack.run_dir(flow_run_id)
     driver = stack.driver(run_dir)
@@ -118,7 +118,7 @@ def test_a_cancelled_run_commits_is_left_alone_and_goes_on_when_a_person_retries
     flow_run_id = stack.submit("training.steps=104", "segment.steps=100")
     stack.wait_for_step(flow_run_id, 2)
     stack.prefect("flow-run", "cancel", str(flow_run_id))
-    stack.wait_for_state(flow_run_id, StateType.CANCELLED, seconds=45)
+    stack.wait_for_state(flow_run_id, StateType.CANCELLED)
     manifest = _first_segment(stack.run_dir(flow_run_id))
     assert not manifest.complete
     assert manifest.last_step >= 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import signal
+import subprocess
 import time
 from pathlib import Path
 
@@ -21,6 +22,12 @@ from tests.left import still_running
 STEPS = 6
 
 
+def wait_for_log(trainer: subprocess.Popen[bytes], run_dir: Path, words: str) -> None:
+    while words not in log_of(run_dir):
+        assert trainer.poll() is None, log_of(run_dir)[-2000:]
+        time.sleep(0.02)
+
+
 def test_a_stopped_trainer_commits_and_the_next_one_goes_on(tiny_model: Path, dataset: Path, tmp_path: Path) -> None:
     config = experiment(**{"training.steps": STEPS, "segment.steps": 4, "resources.workers": 1})
     spec = spec_of(tmp_path, tiny_model, dataset, config)
@@ -28,10 +35,11 @@ def test_a_stopped_trainer_commits_and_the_next_one_goes_on(tiny_model: Path, da
     control.beat(9)
     mark = f"segment-{secrets.token_hex(3)}"
     trainer = start(spec, mark)
+    wait_for_log(trainer, tmp_path, "Ray is ready")
+    assert any("raylet" in command for command in still_running(mark))
     while not read_journal(tmp_path / "journal.jsonl"):
         assert trainer.poll() is None, log_of(tmp_path)[-2000:]
         time.sleep(0.05)
-    assert any("raylet" in command for command in still_running(mark))
     trainer.send_signal(signal.SIGTERM)
     assert trainer.wait(60) == EXIT_PREEMPTED, log_of(tmp_path)[-2000:]
     deadline = time.monotonic() + 30
@@ -74,7 +82,7 @@ def test_a_commit_that_the_disk_never_answers_is_a_hang(tiny_model: Path, datase
             assert trainer.poll() is None, log_of(tmp_path)[-2000:]
             time.sleep(0.01)
 
-    wait_for_step(1)
+    wait_for_log(trainer, tmp_path, "the sampler has the weights of step 0")
     folder.mkdir(parents=True)
     os.mkfifo(folder / "manifest.json")
     wait_for_step(4)

@@ -86,6 +86,9 @@ def test_a_container_can_be_asked_to_end_its_runs(tmp_path: Path, monkeypatch: p
     run = subprocess.Popen([sys.executable, str(tmp_path / "rlflow"), "train", "grpo-gsm8k-tiny"])
     other = subprocess.Popen([sys.executable, str(tmp_path / "rlflow"), "status"])
     try:
+        for process in (run, other):
+            while "rlflow" not in " ".join(psutil.Process(process.pid).cmdline()):  # the new program has not begun
+                time.sleep(0.01)
         # other tests may be at work on this machine
         monkeypatch.setattr(psutil, "process_iter", lambda: [psutil.Process(run.pid), psutil.Process(other.pid)])
         stop_all(20)
