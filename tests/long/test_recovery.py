@@ -87,8 +87,8 @@ def test_a_killed_ablation_is_brought_back_and_waits_for_the_points_that_worked_
 
 @pytest.mark.stacks
 def test_the_run_of_a_stopped_worker_is_brought_back_once_it_is_silent(stack: Stack) -> None:
-    # A flow may take twenty seconds to start. The trainer takes 20 s, so it is at work when the worker has stopped.
-    flow_run_id = stack.submit("recovery.silence_seconds=40", "training.steps=40")
+    # A flow may take ten seconds to start. The trainer takes 20 s, so that it is at work when the worker has stopped.
+    flow_run_id = stack.submit("recovery.silence_seconds=20", "training.steps=40")
     stack.wait_for_step(flow_run_id, 2)
     run_dir = stack.run_dir(flow_run_id)
     driver = stack.driver(run_dir)
