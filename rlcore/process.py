@@ -17,7 +17,7 @@ from pathlib import Path
 from threading import Thread
 from typing import TypeVar
 
-# Who asked for a port may listen seconds later. Linux gives no port of this range to a connection meanwhile.
+# A process may listen seconds after it got its port. Linux gives no port of this range to a connection meanwhile.
 _PORTS = range(20_000, 30_000)
 
 

@@ -170,8 +170,7 @@ def packed_model(folder: Path, where: Where, dtype: torch.dtype, lora: LoraConfi
     the start of a run: they change nothing."""
     hf = empty_hf_model(folder, where.trust_remote_code)
     values: StoredValues = StoredWeights(folder, hf).read
-    for parameter in hf.parameters():
-        parameter.data = parameter.data.to(dtype)
+    _cast(hf, dtype)
     if lora is not None:
         choose_trainable(hf, ModelConfig(lora=lora))
         values = with_adapters(values, draw_adapters(hf, _SEED))
