@@ -207,6 +207,12 @@ class ModelCheck(Artifact):
         row = max(self.rows, key=lambda row: row.largest / row.allowed_largest)
         return f"{row.largest:.2g} of {row.allowed_largest:.2g} {row.unit} ({row.name})"
 
+    @property
+    def took(self) -> str:
+        """Seconds of the whole comparison and of its parts."""
+        parts = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in self.seconds_of_parts.items())
+        return f"{self.seconds:.0f} s" + (f" ({parts})" if parts else "")
+
     def markdown(self) -> str:
         """The table, and what it was measured with."""
         head = "| check | result | largest | allowed | mean square | allowed | unit | where |\n" + "| --- " * 8 + "|\n"
@@ -216,6 +222,4 @@ class ModelCheck(Artifact):
             for r in self.rows
         ]
         versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
-        parts = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in self.seconds_of_parts.items())
-        took = f"{self.seconds:.0f} s" + (f" ({parts})" if parts else "")
-        return f"{head}{''.join(lines)}\n{self.layers}, {self.dtype} on {self.device}, {took}. {versions}\n"
+        return f"{head}{''.join(lines)}\n{self.layers}, {self.dtype} on {self.device}, {self.took}. {versions}\n"

@@ -130,7 +130,7 @@ def check_model(experiment: ExperimentConfig, model: ModelRef) -> ModelCheck | N
     check = made(key, None, lambda: _compared(experiment, model, settings, with_engine=with_engine), ModelCheck)
     with prefect_outage_named():
         create_markdown_artifact(check.markdown(), key=f"{experiment.name}-model")
-    get_logger().info("model: %d comparisons agree, the worst by %s", len(check.rows), check.worst)
+    get_logger().info("model: %d comparisons agree, the worst by %s; %s", len(check.rows), check.worst, check.took)
     return check
 
 

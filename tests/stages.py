@@ -157,6 +157,8 @@ _HEADING = "=== trainer started "
 _IMPORTED = re.compile(r"run \S+ from step \d+, code ")
 _RAY = re.compile(r"Ray is ready$")
 _WORKERS = re.compile(r"the workers are ready, (\d+\.\d) s after the last engine$")
+_PARTS = re.compile(r"the slowest worker's start: (.*)$")
+_PART = re.compile(r"([^,]+?) (\d+\.\d) s(?:, |$)")
 _LOADED = re.compile(r"the workers have loaded the checkpoint of step (\d+)$")
 _SYNCED = re.compile(r"the sampler has the weights of step (\d+)$")
 _COMMITTED = re.compile(r"step (\d+) is committed, (\d+\.\d) s after its copy$")
@@ -188,6 +190,11 @@ class Trainer:
         if synced := self.first(_SYNCED):
             marks.append(("first weights to the engine", synced[0]))
         return [Stage(name, began, ended, within=True) for (_, began), (name, ended) in pairwise(marks)]
+
+    def parts(self) -> dict[str, float]:
+        """Seconds of each part of the slowest worker's start."""
+        found = self.first(_PARTS)
+        return {} if found is None else {name: float(seconds) for name, seconds in _PART.findall(found[1][1])}
 
     def commits(self) -> list[Stage]:
         """Checkpoints, from the copy to the segment's manifest. Training goes on meanwhile."""
@@ -268,6 +275,9 @@ def course_of(
         "step, median": statistics.median(record.metrics["time/step"] for record in records),
         "checkpoint commit, median": statistics.median(stage.seconds for stage in commits),
         f"kill to step {resumed.step} done again": resumed.timestamp_ms / 1000 - killed,
+        f"the next trainer's start to step {resumed.step} done": resumed.timestamp_ms / 1000 - second.started,
+        **{f"first start: {name}": value for name, value in first.parts().items()},
+        **{f"next start: {name}": value for name, value in second.parts().items()},
     }
     return Course(sorted(stages, key=lambda stage: (stage.began, stage.within)), seconds, records)
 

@@ -302,11 +302,13 @@ def _outcome(shape: str, folder: Path, flow: Flow, kill: Kill, made: Stage, memo
         Stage("the command ends", max(stage.ended for stage in tasks), flow.ended),
     ]
     course = course_of(data_dir, kill.run_dir, outside, starts, kill.at)
+    merge: dict[str, float] = json.loads((Path(flow.result["merged_model"]) / "verified.json").read_text())["seconds"]
+    seconds = {**course.seconds, **{f"merge: {name}": value for name, value in merge.items() if name != "step"}}
     return Outcome(
         shape=shape,
         device=str(describe_hardware()),
         result=flow.result,
-        seconds={name: round(value, 2) for name, value in course.seconds.items()},
+        seconds={name: round(value, 2) for name, value in seconds.items()},
         rewards=[record.metrics["reward/mean"] for record in course.records],
         reward_deviations=[record.metrics["reward/std"] for record in course.records],
         zero_signal=[record.metrics["rollout/zero_signal"] for record in course.records],

@@ -17,6 +17,7 @@ from rlcore.config import DataConfig, ExperimentConfig
 from rlcore.distributed.tensor_parallel import Answer, answers
 from rlcore.distributed.trace import Trace
 from rlcore.errors import SamplerError
+from rlcore.process import Clock
 from rlcore.types import ImageRef, Problem, SampleRequest, TrainingSample
 
 if TYPE_CHECKING:
@@ -82,21 +83,24 @@ class Worker:
     """
 
     def __init__(self, spec: WorkerSpec) -> None:
-        _enter_world(spec, spec.rank, spec.world_size, spec.master_address, spec.master_port)
-        import torch
-        from torch.distributed.device_mesh import init_device_mesh
+        clock = Clock()
+        with clock("torch and process group"):
+            _enter_world(spec, spec.rank, spec.world_size, spec.master_address, spec.master_port)
+        with clock("imports"):
+            import torch
+            from torch.distributed.device_mesh import init_device_mesh
 
-        from rlcore.data.pixels import ImageStore
-        from rlcore.models.exact import require_exact
-        from rlcore.models.flash import require_kernel
-        from rlcore.models.loading import empty_hf_model, load_hf_config, require_supported, stores_buffers
-        from rlcore.models.stored_weights import StoredWeights
-        from rlcore.models.teacher import Teacher
-        from rlcore.models.torch_policy import TorchPolicy
-        from rlcore.models.vision import ReadAhead
-        from rlcore.sampler.engine import Engine
-        from rlcore.sampler.kernels import VllmKernels
-        from rlcore.sampler.vllm_sampler import VllmSampler
+            from rlcore.data.pixels import ImageStore
+            from rlcore.models.exact import require_exact
+            from rlcore.models.flash import require_kernel
+            from rlcore.models.loading import empty_hf_model, load_hf_config, require_supported, stores_buffers
+            from rlcore.models.stored_weights import StoredWeights
+            from rlcore.models.teacher import Teacher
+            from rlcore.models.torch_policy import TorchPolicy
+            from rlcore.models.vision import ReadAhead
+            from rlcore.sampler.engine import Engine
+            from rlcore.sampler.kernels import VllmKernels
+            from rlcore.sampler.vllm_sampler import VllmSampler
 
         config = spec.config
         self._spec = spec
@@ -121,7 +125,8 @@ class Worker:
         hf = empty_hf_model(spec.model, config.model.trust_remote_code)
         if not config.resources.rollout_workers:
             # before the policy: on a GPU the engine measures free memory, and a shard would reduce it
-            engine = Engine(spec.model, config, spec.device, join_world=True, reads_weights=stores_buffers(hf))
+            reads = stores_buffers(hf)
+            engine = Engine(spec.model, config, spec.device, join_world=True, reads_weights=reads, clock=clock)
             self.sampler = VllmSampler(engine, prompts=prompts, images=self._images)
             self.sampler.memory.sleep()
         torch.set_num_threads(spec.threads)  # vLLM changes it
@@ -129,16 +134,19 @@ class Worker:
         if config.algorithm.teacher is not None and spec.teacher is not None:
             architecture = empty_hf_model(spec.teacher, config.algorithm.teacher.trust_remote_code)
             teacher = Teacher(architecture, StoredWeights(spec.teacher, architecture).read)
-        self.policy = TorchPolicy(
-            hf,
-            config,
-            weights=StoredWeights(spec.model, hf).read,
-            mesh=init_device_mesh(spec.device, (spec.world_size,)),
-            banned_token_ids=prompts.banned_token_ids,
-            features=self._features.of,
-            teacher=teacher,
-            kernels=VllmKernels(hf.config, torch.device(spec.device), torch.bfloat16) if config.rollout.exact else None,
-        )
+        exact = VllmKernels(hf.config, torch.device(spec.device), torch.bfloat16) if config.rollout.exact else None
+        with clock("policy"):
+            self.policy = TorchPolicy(
+                hf,
+                config,
+                weights=StoredWeights(spec.model, hf).read,
+                mesh=init_device_mesh(spec.device, (spec.world_size,)),
+                banned_token_ids=prompts.banned_token_ids,
+                features=self._features.of,
+                teacher=teacher,
+                kernels=exact,
+            )
+        self.start_seconds = clock.seconds
 
     def _read_features(self, image: ImageRef) -> ImageFeatures:
         from rlcore.batch import ImageFeatures
@@ -250,6 +258,7 @@ class RolloutWorker:
         Args:
             reads_weights: from ``spec.model``; otherwise the first weight sync brings them.
         """
+        clock = Clock()
         from rlcore.sampler.engine import Engine
         from rlcore.sampler.start import set_engine_environment
 
@@ -271,9 +280,11 @@ class RolloutWorker:
             join_world=_joined_engine_world(spec),
             reads_weights=reads_weights
             or stores_buffers(empty_hf_model(spec.model, spec.config.model.trust_remote_code)),
+            clock=clock,
         )
         self._images = ImageStore(spec.dataset)
         self.sampler = VllmSampler(engine, prompts=_prompts(spec), images=self._images)
+        self.start_seconds = clock.seconds
 
     def generate(self, requests: Sequence[SampleRequest]) -> Iterator[dict[int, Answer]]:
         """The groups of this rank's engine (``tensor_parallel.answers``)."""

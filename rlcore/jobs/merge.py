@@ -29,6 +29,7 @@ from rlcore.models.checkpoint_weights import CheckpointWeights
 from rlcore.models.comparison import Limits, Values, allowed_differences, difference, image_reader, sequence_logprobs
 from rlcore.models.loading import empty_hf_model, exact_attention, load_hf_config, load_hf_model
 from rlcore.models.stored_weights import StoredWeights, write_shards
+from rlcore.process import Clock
 from rlcore.segment.store import verify_checkpoint
 from rlcore.specs import MergeSpec
 from rlcore.types import ImageRef
@@ -62,6 +63,7 @@ class MergeRecord(BaseModel):
     checkpoint: CheckpointRef
     model: ModelRef
     report: VerifyReport
+    seconds: dict[str, float] = {}  # of each part of the job
 
 
 LogProbsOf = Callable[[Path, list[ProbeSequence]], list[list[float]]]
@@ -103,6 +105,7 @@ def verify_merged(
     device: str = "cpu",
     tolerance: float | None = None,
     trust_remote_code: bool = False,
+    clock: Clock | None = None,
 ) -> VerifyReport:
     """Compare a model folder with a probe file, through transformers and, if given, through vLLM.
 
@@ -111,24 +114,26 @@ def verify_merged(
         dtype: in which the live trainer computed the probe.
         vllm_dtype: in which vLLM computes.
         tolerance: largest |delta log-prob| allowed, nats. None: derived, see ``allowed_differences``.
+        clock: gets the seconds of each part.
 
     Raises:
         ModelError: the live policy or vLLM differs from the merged model in float32 by more than is allowed, or the
             probe is empty.
     """
-    sequences = read_probe(probe)
-
+    sequences, clock = read_probe(probe), clock or Clock()
     read = image_reader(model_dir, read_image, min_pixels, max_pixels)
 
     def through_transformers(dtype: torch.dtype, kinds: Sequence[str]) -> list[list[Values]]:
         """The log-probs with each kind of attention."""
-        model: Any = load_hf_model(
-            model_dir, dtype, trust_remote_code, attn_implementation=kinds[0], spread_over_gpus=device == "cuda"
-        )
+        name = str(dtype).removeprefix("torch.")
+        with clock(f"load in {name}"):
+            model: Any = load_hf_model(
+                model_dir, dtype, trust_remote_code, attn_implementation=kinds[0], spread_over_gpus=device == "cuda"
+            )
         found = []
-        for kind in kinds:
-            model.set_attn_implementation(kind)
-            with torch.no_grad():
+        with clock(f"transformers in {name}"), torch.no_grad():
+            for kind in kinds:
+                model.set_attn_implementation(kind)
                 found.append([sequence_logprobs(model, item, read).double().cpu().numpy() for item in sequences])
         return found
 
@@ -149,7 +154,8 @@ def verify_merged(
     delta = _require_near(exact, live, "the trainer", model_dir, limits)
     vllm_delta = None
     if log_prob_with_vllm is not None:
-        vllm = [np.asarray(values) for values in log_prob_with_vllm(model_dir, sequences)]
+        with clock("vLLM"):
+            vllm = [np.asarray(values) for values in log_prob_with_vllm(model_dir, sequences)]
         vllm_delta = _require_near(exact, vllm, "vLLM", model_dir, vllm_limits)
     return VerifyReport(
         num_sequences=len(sequences),
@@ -163,8 +169,9 @@ def verify_merged(
 
 def merge(spec: MergeSpec) -> ModelRef:
     """The job: merge, verify with transformers and vLLM, and mark as verified. An existing verified merge is reused."""
-    verify, trusted = partial(_verify_for, spec), spec.experiment.model.trust_remote_code
-    return merge_once(spec.checkpoint, spec.base, spec.out, verify, trust_remote_code=trusted)
+    clock = Clock()
+    verify, trusted = partial(_verify_for, spec, clock), spec.experiment.model.trust_remote_code
+    return merge_once(spec.checkpoint, spec.base, spec.out, verify, trust_remote_code=trusted, clock=clock)
 
 
 def merge_once(
@@ -174,6 +181,7 @@ def merge_once(
     verify: Callable[[Path], VerifyReport],
     *,
     trust_remote_code: bool = False,
+    clock: Clock | None = None,
 ) -> ModelRef:
     """Merge ``checkpoint`` into ``out`` unless ``out`` already is a verified merge of the same checkpoint.
 
@@ -187,20 +195,26 @@ def merge_once(
     known = _merged_before(checkpoint, out)
     if known is not None:
         return known
-    verify_checkpoint(checkpoint)
+    clock = clock or Clock()
+    with clock("hashes of the checkpoint"):
+        verify_checkpoint(checkpoint)
     remove_whole(out)  # not verified, or merged from another checkpoint
     with building(out) as folder:
-        parameters = merge_checkpoint(
-            Path(checkpoint.path), Path(base.path), folder, trust_remote_code=trust_remote_code
-        )
+        with clock("write"):
+            parameters = merge_checkpoint(
+                Path(checkpoint.path), Path(base.path), folder, trust_remote_code=trust_remote_code
+            )
         report = verify(folder)
+        with clock("hashes of the model"):
+            digest = folder_digest(folder)
         model = ModelRef(
             path=str(out),
-            digest=folder_digest(folder),
+            digest=digest,
             source=f"{checkpoint.run_id} step {checkpoint.step} ({base.source})",
             num_parameters=parameters,
         )
-        record = MergeRecord(checkpoint=checkpoint, model=model, report=report)
+        seconds = {name: round(value, 1) for name, value in clock.seconds.items()}
+        record = MergeRecord(checkpoint=checkpoint, model=model, report=report, seconds=seconds)
         (folder / VERIFIED).write_text(record.model_dump_json(indent=1))
     merged = _merged_before(checkpoint, out)
     if merged is None:
@@ -218,7 +232,7 @@ def _merged_before(checkpoint: CheckpointRef, out: Path) -> ModelRef | None:
     return record.model.model_copy(update={"path": str(out)})
 
 
-def _verify_for(spec: MergeSpec, out: Path) -> VerifyReport:
+def _verify_for(spec: MergeSpec, clock: Clock, out: Path) -> VerifyReport:
     from rlcore.data.pixels import ImageStore
     from rlcore.distributed.cluster import claim_device
     from rlcore.models.dtypes import compute_dtype
@@ -243,6 +257,7 @@ def _verify_for(spec: MergeSpec, out: Path) -> VerifyReport:
         vllm_dtype=engine_dtype(config.rollout, device),
         device=device,
         trust_remote_code=config.model.trust_remote_code,
+        clock=clock,
     )
 
 

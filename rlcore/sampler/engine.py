@@ -21,6 +21,7 @@ from rlcore.data.prompts import PromptBuilder, load_prompts
 from rlcore.errors import SamplerError
 from rlcore.families import family_in, images_in
 from rlcore.families.protocol import Family
+from rlcore.process import Clock
 from rlcore.sampler.decoding import ReadRoutes
 from rlcore.sampler.quantised import QuantisedLayers, is_quantised
 from rlcore.sampler.routes import RouteRecorder
@@ -50,9 +51,11 @@ class Engine:
         join_world: bool,
         starts_workers: bool = False,
         reads_weights: bool = True,
+        clock: Clock | None = None,
     ) -> None:
         """
         Args:
+            clock: gets the seconds of each part of the start.
             reads_weights: from the files of ``model``. Otherwise all weights are 0 until the first weight sync, and the
                 engine starts sooner.
             starts_workers: with ``rollout.tensor_parallel`` vLLM starts processes for the parts of the engine.
@@ -72,6 +75,7 @@ class Engine:
             starts_workers=starts_workers,
             reads_weights=reads_weights,
             before_graphs=self._record_routes,
+            clock=clock or Clock(),
         )
 
     def _record_routes(self, model_runner: Any) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import gc
 import json
 import os
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,7 @@ from rlcore.families import (
     require_adapters,
     require_pictures,
 )
-from rlcore.process import free_port, importing_vllm
+from rlcore.process import Clock, free_port, importing_vllm
 from rlcore.sampler.kernels import BATCH_INVARIANT
 
 if TYPE_CHECKING:
@@ -35,6 +36,12 @@ _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # of vLLM's adapter buffers; sm
 _ZEROS = "zeros"  # the name under which vLLM knows our load format
 _BACKEND = "vllm.model_executor.models.transformers"  # computes transformers' modules with vLLM's attention
 # vLLM's names of vision towers, and of what connects them to decoders
+_ENGINE = "engine"  # of a start, without the calls below
+_CALLS = {
+    "determine_available_memory": "memory profile",
+    "initialize_from_config": "key-value cache",
+    "compile_or_warm_up_model": "warm-up and CUDA graphs",
+}
 _TOWERS = ("visual", "vision_tower", "vision_model", "mlp1", "multi_modal_projector", "connector")
 
 
@@ -48,11 +55,13 @@ def start_engine(
     starts_workers: bool,
     reads_weights: bool,
     before_graphs: Callable[[Any], None],
+    clock: Clock,
 ) -> LLM:
     """vLLM's engine for a model folder. ``Engine`` describes the other arguments.
 
     Args:
         prompts: of a model that takes images; None for a text model.
+        clock: gets the seconds of each part of the start.
         before_graphs: with ``rollout.replay_routes``, called with vLLM's model runner before it captures CUDA graphs.
 
     Raises:
@@ -63,7 +72,7 @@ def start_engine(
     set_engine_environment(device)
     if rollout.exact:
         os.environ[BATCH_INVARIANT] = "1"
-    with importing_vllm():
+    with clock("vLLM's imports"), importing_vllm():
         from vllm import LLM
 
     require_pictures(images_in(model), device)
@@ -79,8 +88,8 @@ def start_engine(
         executor = "mp"
     elif device == "cpu" and rollout.tensor_parallel > 1:
         executor = _gloo_launcher()
-    routes = _before_graphs(before_graphs) if rollout.replay_routes else nullcontext()
-    with _compiler_settings_restored(device, config.resources.devices), one_tokenizer(), routes:
+    calls = _watched_calls(clock, before_graphs if rollout.replay_routes else None)
+    with clock(_ENGINE), _compiler_settings_restored(device, config.resources.devices), one_tokenizer(), calls:
         return LLM(
             model=str(model),
             load_format="auto" if reads_weights else _zeros(),
@@ -328,20 +337,28 @@ def one_tokenizer() -> Iterator[None]:
 
 
 @contextmanager
-def _before_graphs(attach: Callable[[Any], None]) -> Iterator[None]:
-    """While an engine is built inside the block, call ``attach`` with its model runner once the key-value cache exists
-    and before CUDA graphs are captured. A later change of the model would not be in the graphs."""
+def _watched_calls(clock: Clock, before_graphs: Callable[[Any], None] | None) -> Iterator[None]:
+    """While an engine is built inside the block, count the seconds of its calls apart from those of the whole engine.
+
+    ``before_graphs`` is called with the engine's model runner once the key-value cache exists and before CUDA graphs
+    are captured. A later change of the model would not be in the graphs.
+    """
     from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
     executor: Any = UniProcExecutor
     call = executor.collective_rpc
 
-    def call_after_attaching(self: Any, method: Any, *arguments: Any, **named: Any) -> Any:
-        if method == "compile_or_warm_up_model":
-            attach(self.driver_worker.worker.model_runner)
-        return call(self, method, *arguments, **named)
+    def watched(self: Any, method: Any, *arguments: Any, **named: Any) -> Any:
+        if method == "compile_or_warm_up_model" and before_graphs is not None:
+            before_graphs(self.driver_worker.worker.model_runner)
+        start = time.perf_counter()
+        try:
+            return call(self, method, *arguments, **named)
+        finally:
+            if method in _CALLS:
+                clock.move(time.perf_counter() - start, _ENGINE, _CALLS[method])
 
-    executor.collective_rpc = call_after_attaching
+    executor.collective_rpc = watched
     try:
         yield
     finally:

@@ -9,7 +9,7 @@ import importlib
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -120,6 +120,8 @@ def graded_ranks(
         # An engine starts before its worker's policy is loaded.
         ready = max(ranks.call(lambda worker, _: getattr(worker.sampler, "ready_at", 0.0), [None] * ranks.size))
         logger.info("the workers are ready, %.1f s after the last engine", time.time() - ready)
+        starts = ranks.call(lambda worker, _: worker.start_seconds, [None] * ranks.size)
+        logger.info("the slowest worker's start: %s", _parts_of(max(starts, key=lambda seconds: seconds["step"])))
         try:
             yield ranks, grader
         finally:
@@ -128,6 +130,13 @@ def graded_ranks(
         if grading.exception() is None:
             grading.result().close()
         stop_ray()
+
+
+def _parts_of(seconds: Mapping[str, float]) -> str:
+    """The seconds of a ``Clock`` as a line of text."""
+    parts = {name: value for name, value in seconds.items() if name != "step"}
+    rest = seconds["step"] - sum(parts.values())
+    return ", ".join(f"{name} {value:.1f} s" for name, value in {**parts, "the rest": rest}.items())
 
 
 @contextmanager
