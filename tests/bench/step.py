@@ -178,6 +178,7 @@ def ours(arguments: argparse.Namespace) -> None:
     result = {
         "side": "ours",
         "start": start,
+        "parts of the start": steps.start_seconds,
         "device": steps.device,
         "eos_bias": bias,
         "config": steps.config.flat(),
@@ -236,6 +237,7 @@ class Steps:
         self.rows: list[dict[str, Any]] = []
         self._case = case
         self._worker: Any = Worker(WorkerSpec.alone(case.model, case.dataset, config, device, free_port()))
+        self.start_seconds: Mapping[str, float] = self._worker.start_seconds
         self._flops: Callable[[Mapping[str, int]], float] = lambda tokens: math.nan
         if side is not None:
             self._flops = trl_flops(self._worker.policy.model.hf, side)

@@ -27,6 +27,7 @@ FILES = {
     "memory-h200": "whole steps on a smaller device",
     "placement-h200x4": "steps by placement of four GPUs, and of one",
     "placement-pinned-h200x4": "the same with the pinned versions, colocated and 2 + 2",
+    "placement-long-tail-h200x2": "steps with a long tail of lengths, one GPU trains and one samples",
     "growth-h200": "steps by cap and by group size",
     "step-cpu": "whole steps of ours and of TRL on a CPU",
     "rollout-text-h200": "sampling, weight sync, sleep and wake, text",
@@ -366,6 +367,19 @@ def _several_gpus() -> Iterator[Row]:
         f"{four['step']:.2f} s: {split['step'] / four['step']:.2f} x",
         "",
         "see 7",
+    )
+    tail = record("placement-long-tail-h200x2")["placements"]
+    (trainer, sampler), parts = (
+        tail["one trains and one samples, partial rollouts with prefetching"][name]
+        for name in ("idle share by rank", "seconds")
+    )
+    yield Row(
+        "mean 730 tokens, cap 8,192, one GPU trains and one samples, partial rollouts with prefetching: idle share",
+        "",
+        f"sampler {100 * sampler:.0f} %, trainer {100 * trainer:.0f} %: a step takes {parts['step']:.2f} s, its update "
+        f"{parts['update']:.2f} s",
+        "10 %",
+        "sampler: reached, trainer: short, see 7",
     )
     long_rows = record("long-rows-h200")["placements"]
     whole, shared = (long_rows[name]["seconds"]["update"] for name in ("one GPU", "two GPUs share each row"))
