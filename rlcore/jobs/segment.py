@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlcore.errors import HealthError, LeaseLostError, PreemptedError, WorkerTraceback
+from rlcore.errors import CheckpointError, HealthError, LeaseLostError, PreemptedError, WorkerTraceback
 from rlcore.evaluation.records import (
     cut_records,
     has_plateaued,
@@ -31,13 +31,13 @@ from rlcore.evaluation.records import (
 from rlcore.failures import EXIT_DONE, EXIT_PREEMPTED, EXIT_STORAGE, exit_code, with_free_space
 from rlcore.files import write_json_atomically
 from rlcore.jobs import spec_file
-from rlcore.process import dump_on_signal
+from rlcore.process import dump_on_signal, in_background
 from rlcore.segment.health import HealthWatch
 from rlcore.segment.journal import CheckpointSeconds, MetricJournal, read_journal
 from rlcore.segment.lease import Control, Lease, Unchanged
 from rlcore.segment.resume import ResumePoint, find_resume_point, warn_of_changes
 from rlcore.segment.spec import SegmentEnd, SegmentSpec
-from rlcore.segment.store import LocalCheckpointStore, code_digest
+from rlcore.segment.store import LocalCheckpointStore, check_files, code_digest, verify_checkpoint
 from rlcore.specs import JobError
 
 if TYPE_CHECKING:
@@ -164,16 +164,11 @@ def _train_segments(spec: SegmentSpec, stop: StopRequest, lease: Lease) -> int:
     from rlcore.training.assemble import training_run
 
     store = LocalCheckpointStore(spec.run_dir, spec.run_id)
-    start = find_resume_point(spec.run_dir, store)
-    logger.info("run %s from step %d, code %s", spec.run_id, start.step, code_digest())
-    if start.checkpoint is not None:
-        warn_of_changes(spec, start.checkpoint)
-    journal = MetricJournal(spec.run_dir / "journal.jsonl")
-    journal.cut(start.step)
-    cut_records(spec.run_dir, start.step)
+    journal, seconds = MetricJournal(spec.run_dir / "journal.jsonl"), CheckpointSeconds()
+    start = find_resume_point(spec.run_dir, store, check=check_files)
+    health = _continue_from(start, spec, journal)
+    hashing = in_background(partial(_is_whole, start))  # takes seconds, in which Ray and the engines start
     claim_for(spec.experiment, waiting=stop.end_waiting)
-    health = HealthWatch(spec.experiment.health, read_journal(spec.run_dir / "journal.jsonl"), spec.adjustments)
-    seconds = CheckpointSeconds()
     with training_run(
         spec.adjustments.applied_to(spec.experiment),
         model=Path(spec.model.path),
@@ -191,6 +186,10 @@ def _train_segments(spec: SegmentSpec, stop: StopRequest, lease: Lease) -> int:
         from rlcore.segment.checkpointing import Checkpointer
 
         stop.listen()
+        if not hashing.result():
+            start = find_resume_point(spec.run_dir, store)  # moves the damaged checkpoint aside
+            health = _continue_from(start, spec, journal)
+            run = replace(run, sink=TrainerSink(journal, seconds, health))
         state = _restored(run, store, start)
         run.workers.sync_weights(state.step)
         logger.info("the sampler has the weights of step %d", state.step)
@@ -201,6 +200,26 @@ def _train_segments(spec: SegmentSpec, stop: StopRequest, lease: Lease) -> int:
             spec, store, run.workers, probe, start=start, seconds=seconds, lease=lease, records=records
         ) as checkpoints:
             return _segments_from(start, state, run, stop, checkpoints, health, spec.run_dir)
+
+
+def _continue_from(start: ResumePoint, spec: SegmentSpec, journal: MetricJournal) -> HealthWatch:
+    """Cut the journal and the records of evaluations to the steps of the checkpoint."""
+    logger.info("run %s from step %d, code %s", spec.run_id, start.step, code_digest())
+    if start.checkpoint is not None:
+        warn_of_changes(spec, start.checkpoint)
+    journal.cut(start.step)
+    cut_records(spec.run_dir, start.step)
+    return HealthWatch(spec.experiment.health, read_journal(spec.run_dir / "journal.jsonl"), spec.adjustments)
+
+
+def _is_whole(start: ResumePoint) -> bool:
+    """Whether the files of the checkpoint have the hashes of its manifest."""
+    try:
+        if start.checkpoint is not None:
+            verify_checkpoint(start.checkpoint)
+    except CheckpointError:  # find_resume_point reports it
+        return False
+    return True
 
 
 def _with_validation(run: TrainingRun, spec: SegmentSpec, stop: StopRequest) -> TrainingRun:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import statistics
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,10 +48,16 @@ class ResumePoint:
         return 0 if self.checkpoint is None else self.checkpoint.step
 
 
-def find_resume_point(run_dir: Path, store: LocalCheckpointStore) -> ResumePoint:
+def find_resume_point(
+    run_dir: Path, store: LocalCheckpointStore, *, check: Callable[[CheckpointRef], object] = verify_checkpoint
+) -> ResumePoint:
     """Find the newest whole checkpoint and move every later manifest aside. Only the holder of the lease may call this.
 
     Also writes the segment manifest if the trainer died between committing the checkpoint and writing the manifest.
+
+    Args:
+        check: raises CheckpointError if a checkpoint is damaged. A checkpoint without a segment manifest is always
+            verified: the manifest tells the driver that the segment is done.
 
     Raises:
         CheckpointError: the newest whole checkpoint belongs to another run.
@@ -66,7 +72,7 @@ def find_resume_point(run_dir: Path, store: LocalCheckpointStore) -> ResumePoint
     newest = None
     for path in store.newest_first():
         try:
-            newest = _verified(path, segments)
+            newest = _checked(path, segments, check)
             break
         except CheckpointError as error:
             logger.warning("A DAMAGED CHECKPOINT IS MOVED ASIDE to %s: %s", move_aside(path).name, error)
@@ -140,14 +146,16 @@ def warn_of_changes(spec: SegmentSpec, checkpoint: CheckpointRef) -> None:
             )
 
 
-def _verified(path: Path, segments: Sequence[SegmentManifest]) -> SegmentManifest:
+def _checked(
+    path: Path, segments: Sequence[SegmentManifest], check: Callable[[CheckpointRef], object]
+) -> SegmentManifest:
     """The manifest of the segment that ends in this checkpoint: the existing one, or one made from the checkpoint."""
     known = [manifest for manifest in segments if Path(manifest.checkpoint.path).name == path.name]
     if not known:
         written = verify_checkpoint(path)
         return segment_manifest(checkpoint_ref(path, written), written)
     checkpoint = known[-1].checkpoint.model_copy(update={"path": str(path)})  # the run may have been moved
-    verify_checkpoint(checkpoint)
+    check(checkpoint)
     return known[-1].model_copy(update={"checkpoint": checkpoint})
 
 

@@ -259,18 +259,28 @@ def verify_checkpoint(
     Raises:
         CheckpointError: names the first file that differs, what was found and what is expected.
     """
-    path = _path(checkpoint)
-    manifest, raw = _read_manifest(path)
-    found = hashlib.sha256(raw).hexdigest()
-    if isinstance(checkpoint, CheckpointRef) and found != checkpoint.manifest_sha256:
-        raise _damaged(path, MANIFEST, f"SHA-256 {found}", checkpoint.manifest_sha256)
-    _check_sizes(path, manifest)
+    path, manifest = _path(checkpoint), check_files(checkpoint)
     names = sorted(manifest.files)
     with _hashing_pool() as pool:
         digests = pool.map(lambda name: _sha256(path / name, on_bytes), names)
         for name, digest in zip(names, digests, strict=True):
             if digest != manifest.files[name].sha256:
                 raise _damaged(path, name, f"SHA-256 {digest}", manifest.files[name].sha256)
+    return manifest
+
+
+def check_files(checkpoint: CheckpointRef | Path) -> CheckpointManifest:
+    """As ``verify_checkpoint``, but only whether each file is there and has its size: nothing of it is read.
+
+    Raises:
+        CheckpointError: names the first file that differs, what was found and what is expected.
+    """
+    path = _path(checkpoint)
+    manifest, raw = _read_manifest(path)
+    found = hashlib.sha256(raw).hexdigest()
+    if isinstance(checkpoint, CheckpointRef) and found != checkpoint.manifest_sha256:
+        raise _damaged(path, MANIFEST, f"SHA-256 {found}", checkpoint.manifest_sha256)
+    _check_sizes(path, manifest)
     return manifest
 
 

@@ -431,3 +431,18 @@ def test_a_trainer_waits_for_gpus_that_another_run_uses(run: Run, monkeypatch: p
     assert (run.rank.calls == []) == told
     for file in (*of_another.values(), *gpus._claimed.values()):
         os.close(file)
+
+
+def test_a_bit_that_flipped_in_the_newest_checkpoint_is_found_before_it_is_loaded(run: Run) -> None:
+    assert run.train() == EXIT_DONE
+    weights, metrics = run.weights(), run.metrics()
+    file = run.dir / "checkpoints" / "step-000005" / "train_state" / "weights.json"
+    content = file.read_text()
+    file.write_text(content[:-1] + str((int(content[-1]) + 1) % 10))  # of the same size
+
+    assert run.train() == EXIT_DONE
+    assert "load step-000005" not in run.rank.calls
+    assert "load step-000004" in run.rank.calls
+    assert run.checkpoints() == [".damaged-step-000005-1", *weights]
+    assert {name: weights_in(run.dir / "checkpoints" / name) for name in weights} == weights
+    assert run.metrics() == metrics
