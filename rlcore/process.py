@@ -176,5 +176,10 @@ class Clock:
         self.note(to, seconds)
 
     @property
+    def phases(self) -> dict[str, float]:
+        """Seconds of each phase so far."""
+        return dict(self._phases)
+
+    @property
     def seconds(self) -> dict[str, float]:
         return {**self._phases, "step": time.perf_counter() - self._start}

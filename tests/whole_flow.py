@@ -27,6 +27,7 @@ from typing import Any
 import psutil
 
 from infra.provenance import ROOT, describe_hardware
+from rlcore.files import VERIFIED
 from rlcore.segment.spec import segment_path
 from tests.chaos.victims import Scene
 from tests.stages import Course, MeasuredStage, MemoryWatch, Stage, course_of, table, task_stages
@@ -302,8 +303,7 @@ def _outcome(shape: str, folder: Path, flow: Flow, kill: Kill, made: Stage, memo
         Stage("the command ends", max(stage.ended for stage in tasks), flow.ended),
     ]
     course = course_of(data_dir, kill.run_dir, outside, starts, kill.at)
-    merge: dict[str, float] = json.loads((Path(flow.result["merged_model"]) / "verified.json").read_text())["seconds"]
-    seconds = {**course.seconds, **{f"merge: {name}": value for name, value in merge.items() if name != "step"}}
+    seconds = {**course.seconds, **{f"merge: {name}": value for name, value in merge_seconds(flow.result).items()}}
     return Outcome(
         shape=shape,
         device=str(describe_hardware()),
@@ -318,6 +318,13 @@ def _outcome(shape: str, folder: Path, flow: Flow, kill: Kill, made: Stage, memo
     )
 
 
+def merge_seconds(result: Mapping[str, Any]) -> dict[str, float]:
+    """Of each part of the merge. Empty: the model is not verified, which ``harms_of`` tells."""
+    record = Path(result["merged_model"]) / VERIFIED
+    parts: dict[str, float] = json.loads(record.read_text())["seconds_of_parts"] if record.is_file() else {}
+    return parts
+
+
 def harms_of(result: Mapping[str, Any], course: Course, kill: Kill) -> list[str]:
     """What did not go as the demo promises."""
     harms = []
@@ -325,7 +332,7 @@ def harms_of(result: Mapping[str, Any], course: Course, kill: Kill) -> list[str]
         harms.append(f"the flow ended at step {result['steps']} of {kill.last_step}")
     if [record.step for record in course.records] != list(range(1, kill.last_step + 1)):
         harms.append(f"the journal has the steps {[record.step for record in course.records]}")
-    if not (Path(result["merged_model"]) / "verified.json").is_file():
+    if not (Path(result["merged_model"]) / VERIFIED).is_file():
         harms.append(f"the merged model {result['merged_model']} is not verified")
     if all(record.metrics["rollout/zero_signal"] == 1 for record in course.records):
         harms.append("the reward never differed within a group")

@@ -164,8 +164,6 @@ def examine(spec: CheckModelSpec, scratch: Path) -> ModelCheck:
     part = f"{total} layers" if small == folder else f"gradient, adapters and merge: the first {layers} layers"
     if not fits:
         part = f"the first {layers} of {total} layers, because all do not fit on one device"
-    parts = {name: round(value, 1) for name, value in clock.seconds.items()}
-    seconds = parts.pop("step")  # all of it
     return ModelCheck(
         path=str(folder),
         digest=spec.model.digest,
@@ -174,8 +172,8 @@ def examine(spec: CheckModelSpec, scratch: Path) -> ModelCheck:
         device=torch.cuda.get_device_name() if device == "cuda" else "cpu",
         versions=_versions(),
         rows=(trainer, *of_small, *engine),
-        seconds=seconds,
-        seconds_of_parts=parts,
+        seconds=round(clock.seconds["step"], 1),
+        seconds_of_parts={name: round(value, 1) for name, value in clock.phases.items()},
     )
 
 

@@ -63,7 +63,7 @@ class MergeRecord(BaseModel):
     checkpoint: CheckpointRef
     model: ModelRef
     report: VerifyReport
-    seconds: dict[str, float] = {}  # of each part of the job
+    seconds_of_parts: dict[str, float] = {}
 
 
 LogProbsOf = Callable[[Path, list[ProbeSequence]], list[list[float]]]
@@ -213,8 +213,8 @@ def merge_once(
             source=f"{checkpoint.run_id} step {checkpoint.step} ({base.source})",
             num_parameters=parameters,
         )
-        seconds = {name: round(value, 1) for name, value in clock.seconds.items()}
-        record = MergeRecord(checkpoint=checkpoint, model=model, report=report, seconds=seconds)
+        parts = {name: round(value, 1) for name, value in clock.phases.items()}
+        record = MergeRecord(checkpoint=checkpoint, model=model, report=report, seconds_of_parts=parts)
         (folder / VERIFIED).write_text(record.model_dump_json(indent=1))
     merged = _merged_before(checkpoint, out)
     if merged is None:

@@ -167,7 +167,7 @@ def _train_segments(spec: SegmentSpec, stop: StopRequest, lease: Lease) -> int:
     journal, seconds = MetricJournal(spec.run_dir / "journal.jsonl"), CheckpointSeconds()
     start = find_resume_point(spec.run_dir, store, check=check_files)
     health = _continue_from(start, spec, journal)
-    hashing = in_background(partial(_is_whole, start))  # takes seconds, in which Ray and the engines start
+    hashing = in_background(partial(_is_whole, start))  # meanwhile Ray and the engines start
     claim_for(spec.experiment, waiting=stop.end_waiting)
     with training_run(
         spec.adjustments.applied_to(spec.experiment),
@@ -203,7 +203,8 @@ def _train_segments(spec: SegmentSpec, stop: StopRequest, lease: Lease) -> int:
 
 
 def _continue_from(start: ResumePoint, spec: SegmentSpec, journal: MetricJournal) -> HealthWatch:
-    """Cut the journal and the records of evaluations to the steps of the checkpoint."""
+    """Cut the journal and the records of evaluations to the steps of the checkpoint. Returns the watch over what is
+    left of the journal."""
     logger.info("run %s from step %d, code %s", spec.run_id, start.step, code_digest())
     if start.checkpoint is not None:
         warn_of_changes(spec, start.checkpoint)

@@ -35,13 +35,13 @@ if TYPE_CHECKING:
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # of vLLM's adapter buffers; smaller ranks are padded
 _ZEROS = "zeros"  # the name under which vLLM knows our load format
 _BACKEND = "vllm.model_executor.models.transformers"  # computes transformers' modules with vLLM's attention
-# vLLM's names of vision towers, and of what connects them to decoders
-_ENGINE = "engine"  # of a start, without the calls below
+_ENGINE = "engine"  # a part of the start: building the engine, without these calls of vLLM's executor
 _CALLS = {
     "determine_available_memory": "memory profile",
     "initialize_from_config": "key-value cache",
     "compile_or_warm_up_model": "warm-up and CUDA graphs",
 }
+# vLLM's names of vision towers, and of what connects them to decoders
 _TOWERS = ("visual", "vision_tower", "vision_model", "mlp1", "multi_modal_projector", "connector")
 
 

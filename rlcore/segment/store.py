@@ -224,7 +224,7 @@ class LocalCheckpointStore:
     def _is_whole(self, path: Path) -> bool:
         try:
             if path in self._verified_here:
-                _check_sizes(path, _read_manifest(path)[0])
+                check_files(path)
             else:
                 self.verify(path)
         except CheckpointError as error:
@@ -270,7 +270,8 @@ def verify_checkpoint(
 
 
 def check_files(checkpoint: CheckpointRef | Path) -> CheckpointManifest:
-    """As ``verify_checkpoint``, but only whether each file is there and has its size: nothing of it is read.
+    """Compare the manifest with the ref if one is given, and the size of every file with the manifest. Reads no file
+    but the manifest; ``verify_checkpoint`` also hashes them.
 
     Raises:
         CheckpointError: names the first file that differs, what was found and what is expected.

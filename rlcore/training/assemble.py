@@ -117,11 +117,13 @@ def graded_ranks(
                 make, model=model, dataset=dataset, config=config, device=device, stacks=stacks, teacher=teacher
             )
             imports.result()
-        # An engine starts before its worker's policy is loaded.
-        ready = max(ranks.call(lambda worker, _: getattr(worker.sampler, "ready_at", 0.0), [None] * ranks.size))
+        starts = ranks.call(
+            lambda worker, _: (getattr(worker.sampler, "ready_at", 0.0), worker.start_seconds), [None] * ranks.size
+        )
+        ready = max(at for at, _ in starts)  # an engine starts before its worker's policy is loaded
         logger.info("the workers are ready, %.1f s after the last engine", time.time() - ready)
-        starts = ranks.call(lambda worker, _: worker.start_seconds, [None] * ranks.size)
-        logger.info("the slowest worker's start: %s", _parts_of(max(starts, key=lambda seconds: seconds["step"])))
+        slowest = max((seconds for _, seconds in starts), key=lambda seconds: seconds["step"])
+        logger.info("the slowest worker's start: %s", _parts_of(slowest))
         try:
             yield ranks, grader
         finally:
