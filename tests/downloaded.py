@@ -103,6 +103,12 @@ SHAPES = {
         **(_TOWER | {"vision": (32, 1280, 3456, 16)}),
         tied=False,
     ),
+    "vl-72b": Shape(
+        *(8192, 29_568, 80, 64, 8),
+        **(_QWEN | {"vocabulary": 152_064}),
+        **(_TOWER | {"vision": (32, 1280, 3456, 16)}),
+        tied=False,
+    ),
 }
 
 

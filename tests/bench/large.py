@@ -1,9 +1,9 @@
-"""Memory and seconds while a large policy loads and takes its first step, through Ray on this machine's devices.
+"""Memory and seconds while a large policy loads and takes its first steps, through Ray on this machine's devices.
 
 ``python -m tests.bench.large --shape vl-32b --workers 2 --set model.lora.rank=32 rollout.tensor_parallel=2`` makes a
 model of that shape with random weights (``tests.downloaded``), starts the workers, sends the weights to the sampler and
-runs one whole GRPO step. The table has a row for each of these, with the peaks of memory in it: of this run's processes
-(pages of the model's files count once for each process), of the machine (page cache left out) and of the GPUs.
+runs ``--steps`` whole GRPO steps. The table has a row for each of these, with the peaks of memory in it: of this run's
+processes (pages of the model's files count once for each process), of the machine (page cache left out) and of the GPUs.
 
 Pictures are random, and the reward is a checksum of the tokens, so that it varies within a group.
 """
@@ -39,6 +39,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="vl-32b")
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--problems", type=int, default=8)
     parser.add_argument("--group", type=int, default=4)
     parser.add_argument("--prompt-tokens", type=int, default=512)
@@ -78,7 +79,7 @@ def stage(stages: list[Stage], name: str) -> Iterator[None]:
 
 
 def run(arguments: argparse.Namespace, stages: list[Stage]) -> dict[str, Any]:
-    """The metrics of the step."""
+    """The metrics of the last step."""
     import torch
 
     from rlcore.distributed.actors import start_ranks
@@ -96,7 +97,7 @@ def run(arguments: argparse.Namespace, stages: list[Stage]) -> dict[str, Any]:
     case = random_case(
         "vl" if sees else "text",
         arguments.folder,
-        problems=arguments.problems,
+        problems=arguments.problems * arguments.steps,
         prompt_tokens=arguments.prompt_tokens,
         side=arguments.side_pixels if sees else 0,
         tiny=arguments.tiny,
@@ -125,8 +126,10 @@ def run(arguments: argparse.Namespace, stages: list[Stage]) -> dict[str, Any]:
         training = TrainingRun(
             config, case.problems, workers, CrcGrader(), sink, on_batch=lambda step, generated, trained: None
         )
-        with stage(stages, "step 1"):
-            train(training, TrainState(), until_step=1, should_stop=lambda: False)
+        state = TrainState()
+        for step in range(1, arguments.steps + 1):
+            with stage(stages, f"step {step}"):
+                state = train(training, state, until_step=step, should_stop=lambda: False)
         ranks.close()
     finally:
         stop_ray()
