@@ -11,6 +11,8 @@ trainer builds its model. Then, in that process only:
 - The position ids of pictures are a nested tensor, which loses the axis of its lengths between processes. verl repairs
   the axis on the assumption that the lengths differ. With equal lengths torch has joined the rows along the other axis,
   and the repair makes the tensor invalid. Here both cases are repaired.
+- A tied LM head is not sent to the sampler. vLLM 0.32 refuses it in a bucket that does not hold the embedding, and verl
+  fills its buckets in the order of the names.
 """
 
 from __future__ import annotations
@@ -156,6 +158,19 @@ def repair_axis_of_position_ids() -> None:
         vars(module)["maybe_fix_3d_position_ids"] = repair_position_ids
 
 
+def without_tied_head(send: Any) -> Any:
+    """``FSDPEngine.get_per_tensor_param`` without an LM head that is the embedding."""
+
+    @functools.wraps(send)
+    def patched(self: Any, *arguments: Any, **options: Any) -> Any:
+        weights, adapter = send(self, *arguments, **options)
+        if self.model_config.hf_config.get_text_config().tie_word_embeddings:
+            weights = ((name, value) for name, value in weights if name != "lm_head.weight")
+        return weights, adapter
+
+    return patched
+
+
 def _patch_before(build: Any) -> Any:
     @functools.wraps(build)
     def patched(self: Any) -> Any:
@@ -170,3 +185,4 @@ def _patch_before(build: Any) -> Any:
 
 if not hasattr(fsdp.FSDPEngine._build_module, "__wrapped__"):
     fsdp.FSDPEngine._build_module = _patch_before(fsdp.FSDPEngine._build_module)
+    fsdp.FSDPEngine.get_per_tensor_param = without_tied_head(fsdp.FSDPEngine.get_per_tensor_param)
