@@ -3,7 +3,8 @@
 ``python -m tests.bench.large --shape vl-32b --workers 2 --set model.lora.rank=32 rollout.tensor_parallel=2`` makes a
 model of that shape with random weights (``tests.downloaded``), starts the workers, sends the weights to the sampler and
 runs ``--steps`` whole GRPO steps. The table has a row for each of these, with the peaks of memory in it: of this run's
-processes (pages of the model's files count once for each process), of the machine (page cache left out) and of the GPUs.
+processes (pages of the model's files count once for each process), of the machine (without the page cache) and of the
+GPUs.
 
 Pictures are random, and the reward is a checksum of the tokens, so that it varies within a group.
 """
