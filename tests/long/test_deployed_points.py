@@ -34,7 +34,8 @@ def client(_prefect: None) -> Iterator[SyncPrefectClient]:
 @pytest.fixture
 def ablation(tmp_path: Path) -> Ablation:
     settings = AblationConfig(points=(("training.learning_rate=1",),), seeds=(4,))
-    return Ablation(make_plan(tmp_path.name.lower(), TINY, (), settings, partial(load_experiment, TINY)), tmp_path)
+    plan = make_plan(tmp_path.name.lower(), TINY, ["training.steps=8"], settings, partial(load_experiment, TINY))
+    return Ablation(plan, tmp_path)
 
 
 def flow_run_of(client: SyncPrefectClient, runner: DeployedPoints, ablation: Ablation, job: Job) -> FlowRun:
@@ -49,7 +50,7 @@ def test_a_retry_finds_its_points_and_a_failed_one_is_tried_again_under_its_own_
     runner.start(job)
     first = flow_run_of(client, runner, ablation, job)
     assert first.name == ablation.run_id(job) == f"{ablation.plan.ablation_id}-p01-s4"
-    assert first.parameters == {"ablation": ablation.plan.ablation_id, "point": "p01", "seed": 4, "steps": 200}
+    assert first.parameters == {"ablation": ablation.plan.ablation_id, "point": "p01", "seed": 4, "steps": 8}
     assert not runner.ended(job)
 
     again = DeployedPoints(ablation, client)  # as after a kill

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 
 import pytest
@@ -17,9 +16,10 @@ from tasks.experiments import load_experiment
 TINY = "grpo-geo3k-tiny"
 
 
-def plan_of(overrides: Sequence[str] = (), **settings: object) -> AblationPlan:
-    build = partial(load_experiment, TINY)
-    return make_plan("study", TINY, overrides, AblationConfig(**settings), build)  # type: ignore[arg-type]
+def plan_of(*overrides: str, **settings: object) -> AblationPlan:
+    """Of an experiment of 200 steps in segments of 40."""
+    own = ["training.steps=200", "segment.steps=40", *overrides]
+    return make_plan("study", TINY, own, AblationConfig(**settings), partial(load_experiment, TINY))  # type: ignore[arg-type]
 
 
 def test_a_grid_is_every_combination_the_last_axis_fastest() -> None:
@@ -51,7 +51,7 @@ def test_labels_are_short_and_whole_where_two_would_look_alike() -> None:
 
 def test_the_base_comes_first_and_a_point_that_equals_it_or_another_is_left_out() -> None:
     plan = plan_of(
-        ["algorithm.kl.coefficient=0.1"],
+        "algorithm.kl.coefficient=0.1",
         grid=["training.learning_rate=[1e-4, 3e-4]"],  # the base has 3e-4
         points=[["training.learning_rate=0.0001"], ["algorithm.kl.coefficient=0"]],
     )
