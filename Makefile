@@ -35,7 +35,7 @@ help:
 	@echo 'make tour                      all of it once, from nothing, with pictures of the pages; under 30 minutes'
 	@echo 'make ui                        the Prefect and MLflow pages over the data folder'
 	@echo 'make test, make check          the tests of every promise, 15 minutes; lint, format and types'
-	@echo 'make test-all                  the long tests as well: many engines, servers, browsers; 42 minutes'
+	@echo 'make test-all                  the long tests as well: many engines, servers, browsers; 65 minutes'
 	@echo 'make test-stacks               the flow-level tests on PostgreSQL and S3'
 	@echo 'make test-clusters             the stack of compose.yaml, the Dockerfile, several machines on one folder; as root, 30 min'
 	@echo 'make mutants                   do the tests see small faults? SIZE=600 of them, SEED=0; MINUTES=60'

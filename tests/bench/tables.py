@@ -379,15 +379,16 @@ def _several_gpus() -> Iterator[Row]:
         "",
         "see 7",
     )
-    for file, samplers, name in (
-        ("placement-long-tail-h200x2", "one samples", "one trains and one samples"),
-        ("placement-long-tail-h200x3", "two sample", "one trains and two sample"),
+    for file, samplers in (
+        ("placement-long-tail-h200x2", "one samples"),
+        ("placement-long-tail-h200x3", "two sample"),
     ):
-        tail = record(file)["placements"][f"{name}, partial rollouts with prefetching"]
+        tail = record(file)["placements"][f"one trains and {samplers}, partial rollouts with prefetching"]
         trainer, *others = tail["idle share by rank"]
         seconds, share = tail["seconds"], max(others)
         yield Row(
-            f"mean 700 tokens, cap 8,192, one GPU trains and {samplers}, partial rollouts with prefetching: idle share",
+            f"mean {seconds['completion_tokens_mean']:.0f} tokens, cap 8,192, one GPU trains and {samplers}, partial "
+            "rollouts with prefetching: idle share ‡",
             "",
             f"sampler {100 * share:.0f} %, trainer {100 * trainer:.0f} %: a step takes {seconds['step']:.2f} s, its "
             f"update {seconds['update']:.2f} s",

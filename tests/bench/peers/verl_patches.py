@@ -12,7 +12,7 @@ trainer builds its model. Then, in that process only:
   the axis on the assumption that the lengths differ. With equal lengths torch has joined the rows along the other axis,
   and the repair makes the tensor invalid. Here both cases are repaired.
 - A tied LM head is not sent to the sampler. vLLM 0.32 refuses it in a bucket that does not hold the embedding, and verl
-  fills its buckets in the order of the names.
+  fills its buckets in the order of the state dict.
 """
 
 from __future__ import annotations
@@ -158,17 +158,18 @@ def repair_axis_of_position_ids() -> None:
         vars(module)["maybe_fix_3d_position_ids"] = repair_position_ids
 
 
-def without_tied_head(send: Any) -> Any:
-    """``FSDPEngine.get_per_tensor_param`` without an LM head that is the embedding."""
+def leave_tied_head_out(engine: Any) -> None:
+    """Let the engine send the sampler no LM head that is the embedding."""
+    if not engine.model_config.hf_config.get_text_config().tie_word_embeddings:
+        return
+    send = engine.get_per_tensor_param
 
     @functools.wraps(send)
-    def patched(self: Any, *arguments: Any, **options: Any) -> Any:
-        weights, adapter = send(self, *arguments, **options)
-        if self.model_config.hf_config.get_text_config().tie_word_embeddings:
-            weights = ((name, value) for name, value in weights if name != "lm_head.weight")
-        return weights, adapter
+    def without_head(*arguments: Any, **options: Any) -> Any:
+        weights, adapter = send(*arguments, **options)
+        return ((name, value) for name, value in weights if name != "lm_head.weight"), adapter
 
-    return patched
+    engine.get_per_tensor_param = without_head
 
 
 def _patch_before(build: Any) -> Any:
@@ -178,6 +179,7 @@ def _patch_before(build: Any) -> Any:
         keep_qwen2_5_vl_attention()
         leave_trl_out()
         repair_axis_of_position_ids()
+        leave_tied_head_out(self)
         return build(self)
 
     return patched
@@ -185,4 +187,3 @@ def _patch_before(build: Any) -> Any:
 
 if not hasattr(fsdp.FSDPEngine._build_module, "__wrapped__"):
     fsdp.FSDPEngine._build_module = _patch_before(fsdp.FSDPEngine._build_module)
-    fsdp.FSDPEngine.get_per_tensor_param = without_tied_head(fsdp.FSDPEngine.get_per_tensor_param)

@@ -221,7 +221,6 @@ def settings(arguments: argparse.Namespace, case: Case, work: Path, steps: int) 
         f"{rollout}.max_num_seqs": arguments.problems * arguments.group // arguments.gpus,
         f"{rollout}.max_num_batched_tokens": max(16_384, length + 16),
         f"{rollout}.log_prob_max_token_len_per_gpu": tokens,
-        f"{rollout}.checkpoint_engine.update_weights_bucket_megabytes": 4096,
         f"{rollout}.agent.num_workers": arguments.workers,
         f"{rollout}.agent.default_agent_loop": "bench",
         f"{rollout}.agent.agent_loop_config_path": work / "agent.yaml",
