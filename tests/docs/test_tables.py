@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.bench import accepted, models, tables
+from tests.bench import accepted, measured, models
 from tests.bench.accepted import FOLDER, record
 from tests.bench.tables import FILES, PAGES, TABLES, with_tables
 
@@ -130,8 +130,8 @@ def test_the_ratios_of_a_record_are_those_of_its_medians() -> None:
 
 
 def test_a_row_says_whether_its_goal_is_reached() -> None:
-    assert tables.reached(True, True) == "reached"
-    assert tables.reached(False, see="5") == "short, see 5"
-    assert tables.reached(True, False) == "reached in part"
+    assert measured.reached(True, True) == "reached"
+    assert measured.reached(False, see="5") == "short, see 5"
+    assert measured.reached(True, False) == "reached in part"
     assert tables.rounded(28_541.07, 4) == "28,540"
     assert tables.rounded(9_632.3) == "9,630"

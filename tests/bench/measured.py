@@ -1,0 +1,475 @@
+"""The rows of the table "measured" of docs/performance.md, from ``accepted/*.json``."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tests.bench.accepted import record
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    measure: str
+    other: str  # the peer's figure, or what ours is compared with
+    ours: str
+    goal: str = ""
+    verdict: str = ""
+
+
+def medians(steps: Mapping[str, Any]) -> dict[str, float]:
+    """Of each number of a record's steps, which holds median, min and max of it."""
+    return {key: value["median"] for key, value in steps.items() if isinstance(value, Mapping)}
+
+
+def spread(steps: Mapping[str, Any], key: str = "seconds") -> str:
+    return "{median:.2f} s ({min:.2f} to {max:.2f})".format(**steps[key])
+
+
+def reached(*met: bool, see: str = "") -> str:
+    """Whether every figure of a row is at its goal."""
+    word = "reached" if all(met) else "short" if not any(met) else "reached in part"
+    return f"{word}, see {see}" if see else word
+
+
+def rounded(value: float, digits: int = 3) -> str:
+    """With this many digits that count."""
+    return f"{round(value, digits - 1 - math.floor(math.log10(abs(value)))):,.0f}"
+
+
+def percent(value: float) -> str:
+    return f"{100 * value:.1f} %"
+
+
+def performance() -> Iterator[Row]:
+    yield from _against_verl()
+    yield from _whole_steps()
+    yield from _sampler()
+    yield from _several_gpus()
+    yield from _pinned()
+    yield from _newer()
+    yield from _memory()
+    yield from _cpu()
+    yield from _growth()
+    yield from _variants()
+
+
+def _against_verl() -> Iterator[Row]:
+    for name, regime, measure, goal in (
+        ("verl-text-h200", "fixed", "whole step, text, fixed", 1.5),
+        ("verl-text-h200", "ragged", "the same, ragged", 1.5),
+        ("verl-vl-h200", "fixed", "whole step, VL-3B, 32 x 8, 431 + 512, a picture each", 2.0),
+    ):
+        sides = record(name)["regimes"][regime]
+        ratio = sides["verl"]["seconds"]["median"] / sides["ours"]["seconds"]["median"]
+        yield Row(
+            f"{measure}: verl 0.9.1 / ours †",
+            f"verl: {spread(sides['verl'])}",
+            f"{spread(sides['ours'])}: {ratio:.2f} x",
+            f"{goal} x",
+            reached(ratio >= goal, see="14"),
+        )
+
+
+def _whole_steps() -> Iterator[Row]:
+    text, vl = record("step-text-h200"), record("step-vl-h200")
+    trl = record("trl-h200")["results"]
+    ours, peer = (medians(text["regimes"]["fixed"][side]) for side in ("ours", "peer"))
+    day = trl["text"]["fixed"]
+    both = f"{peer['seconds']:.1f} s right before ours, {day['seconds']:.1f} s on another day"
+    ratios = [other["seconds"] / ours["seconds"] for other in (peer, day)]
+    yield Row(
+        "whole step, text, fixed, 32 x 8, 256 + 1,024",
+        both,
+        f"{ours['seconds']:.2f} s: {ratios[0]:.2f} x, {ratios[1]:.2f} x",
+        "1.5 x",
+        reached(min(ratios) >= 1.5),
+    )
+    alike = medians(text["ours with the peer's engine settings"]["fixed"])
+    ratios = [other["seconds"] / alike["seconds"] for other in (peer, day)]
+    yield Row(
+        "the same, our engine with TRL's settings *",
+        "the same",
+        f"{alike['seconds']:.2f} s: {ratios[0]:.2f} x, {ratios[1]:.2f} x",
+        "1.5 x",
+        reached(*(ratio >= 1.5 for ratio in ratios), see="13"),
+    )
+    own, other = (medians(text["regimes"]["ragged"][side])["tokens_per_s"] for side in ("ours", "peer"))
+    another = trl["text"]["ragged"]["tokens_per_s"]
+    yield Row(
+        "text, ragged, by real tokens/s",
+        f"{rounded(other)} right before ours, {rounded(another)} on another day",
+        f"{rounded(own, 4)}: {own / other:.1f} x, {own / another:.1f} x",
+        "2.3 x",
+        reached(own / other >= 2.3, own / another >= 2.3),
+    )
+    fixed, peer_vl = (medians(vl["regimes"]["fixed"][side]) for side in ("ours", "peer"))
+    ratios = [trl["vl"]["fixed"]["seconds"] / fixed["seconds"], peer_vl["seconds"] / fixed["seconds"]]
+    yield Row(
+        "whole step, VL-3B, 32 x 8, 431 + 512, a picture each",
+        f"{trl['vl']['fixed']['seconds']:.1f} s; {peer_vl['seconds']:.1f} s on a slower machine",
+        f"{fixed['seconds']:.2f} s: {ratios[0]:.1f} x, {ratios[1]:.1f} x",
+        "4.5 x",
+        reached(min(ratios) >= 4.5),
+    )
+    mfu = [medians(text["regimes"][regime]["ours"])["update_mfu_shared_once"] for regime in ("fixed", "ragged")]
+    theirs = [medians(text["regimes"][regime]["peer"])["update_mfu"] for regime in ("fixed", "ragged")]
+    yield Row(
+        "update MFU in these steps, text, fixed / ragged",
+        " / ".join(map(percent, theirs)),
+        " / ".join(map(percent, mfu)),
+        "45 %",
+        reached(*(value >= 0.45 for value in mfu)),
+    )
+    value = fixed["update_mfu_shared_once"]
+    yield Row(
+        "update MFU in these steps, VL, fixed",
+        percent(trl["vl"]["fixed"]["update_mfu"]),
+        percent(value),
+        "38 %",
+        reached(value >= 0.38),
+    )
+    ragged = medians(vl["regimes"]["ragged"]["ours"])
+    value, mean = ragged["update_mfu_shared_once"], ragged["completion"] / ragged["rollouts"]
+    yield Row(
+        f"the same, ragged (mean {mean:.0f}): {ragged['seconds']:.2f} s a step *",
+        "",
+        percent(value),
+        "38 %",
+        reached(value >= 0.38, see="1"),
+    )
+    value = record("update-h200")["results"]["text-7b"]["kept_bf16_32"]["fixed"]["mfu"]
+    yield Row("update MFU, 7B text, fixed, 32 x 8 *", "", percent(value), "50 %", reached(value >= 0.5, see="2"))
+    compiling, warm = (step["tokens_per_s"] for step in record("step-geometry3k-h200")["steps"] if step["counted"])
+    yield Row(
+        "VL-3B on Geometry3K, own lengths, real tokens/s",
+        "",
+        f"{rounded(warm)} warm, {rounded(compiling)} while it compiles",
+        "",
+        "see 3",
+    )
+    speed = record("step-geometry3k-7b-h200")["regimes"]["ragged"]["tokens_per_s"]
+    middle, low, high = (rounded(speed[key]) for key in ("median", "min", "max"))
+    yield Row("VL-7B on Geometry3K, real tokens/s *", "", f"{middle} ({low} to {high})", "", "see 3")
+
+
+def _sampler() -> Iterator[Row]:
+    text, vl, trl = record("rollout-text-h200"), record("rollout-vl-h200"), record("trl-h200")["results"]
+    fastest = max(run["tokens_per_s"] for run in text["bursts"])
+    newer = max(run["tokens_per_s"] for run in text["drawing once more"]["as in vLLM 0.32"]["bursts"])
+    yield Row(
+        "sampling, text, 1,024 x (256 + 512), tokens/s",
+        f"{rounded(text['vllm_own_loop']['tokens_per_s'])} (vLLM's own loop, our settings), "
+        f"{rounded(trl['text']['fixed']['generate_tokens_per_s'])} (TRL, in its step)",
+        f"{rounded(fastest)}; {rounded(newer)} * with the sampling kernel of vLLM 0.32",
+        "80,000",
+        f"{'reached' if fastest >= 80_000 else 'short'} with 0.26, see 4",
+    )
+    pinned = record("rollout-vl-h100")
+    own, (loop,) = pinned["vllm_own_loop"]["tokens_per_s"], (run["tokens_per_s"] for run in pinned["bursts"])
+    yield Row(
+        "sampling, VL-3B, 256 x (431 + 512), a picture each, tokens/s, one H100, vLLM 0.32",
+        f"{rounded(own)} (vLLM's own loop, our settings)",
+        f"{rounded(loop)}: {loop / own:.2f} x",
+        "2 x",
+        reached(loop >= 2 * own),
+    )
+    steps = record("step-text-h200")["regimes"]["fixed"]
+    peer, peer_in_step = trl["text"]["fixed"]["weight_sync"], medians(steps["peer"])["sync_weights"]
+    ours, ours_in_step = text["sync"]["median"], medians(steps["ours"])["weight_sync"]
+    yield Row(
+        "weight sync, text",
+        f"{peer:.3f} s; {peer_in_step:.3f} s in the step of the first row",
+        f"{ours:.3f} s alone, {ours_in_step:.3f} s in a step",
+        "no slower",
+        reached(ours <= peer, ours_in_step <= peer_in_step),
+    )
+    peer, ours = trl["vl"]["fixed"]["weight_sync"], vl["sync"]["median"]
+    yield Row(
+        "weight sync, VL-3B, alone *", f"{peer:.3f} s", f"{ours:.3f} s", "no slower", reached(ours <= peer, see="5")
+    )
+    for kind, run in (("text", text), ("VL-3B *", vl)):
+        both = [slept + woken for slept, woken in zip(run["sleep"], run["wake"], strict=True)]
+        seconds = f"{min(both):.2f} to {max(both):.2f} s"
+        yield Row(f"one sleep and one wake, {kind}", "", seconds, "0.6 s", reached(max(both) <= 0.6))
+    ours = [
+        medians(record(f"step-{kind}-h200")["regimes"]["fixed"]["ours"])["abs_delta_logprob_mean"]
+        for kind in ("text", "vl")
+    ]
+    peers = [statistics.median(trl[kind]["fixed"]["logprob_difference"]) for kind in ("text", "vl")]
+    yield Row(
+        "mean difference of log-probs, sampler and trainer, text / VL",
+        " / ".join(f"{value:.3f}" for value in peers),
+        " / ".join(f"{value:.3f}" for value in ours),
+        "0.01",
+        reached(*(value <= 0.01 for value in ours), see="6"),
+    )
+
+
+def _pinned() -> Iterator[Row]:
+    """With the versions that an installation for GPUs has now."""
+    found, see = record("pinned-h200"), "15"
+    text, seven, vl = found["step text"]["regimes"], found["update"]["text-7b"], found["update"]["vl"]["kept"]
+    steps = [text[regime] for regime in ("fixed", "ragged")]
+    yield Row("whole step, text, fixed / ragged ‡", "", " / ".join(spread(own) for own in steps), "", f"see {see}")
+    for measure, values, goals in (
+        ("update MFU in these steps ‡", [medians(own)["update_mfu_shared_once"] for own in steps], (0.5, 0.5)),
+        ("update MFU, 7B text, fixed ‡", [seven["kept_bf16"]["fixed"]["mfu"]], (0.56,)),
+        ("update MFU, VL-3B, fixed / ragged ‡", [vl[regime]["mfu"] for regime in ("fixed", "ragged")], (0.47, 0.45)),
+    ):
+        wanted = " / ".join(dict.fromkeys(f"{100 * goal:.0f} %" for goal in goals))
+        met = [value >= goal for value, goal in zip(values, goals, strict=True)]
+        yield Row(measure, "", " / ".join(map(percent, values)), wanted, reached(*met, see=see))
+    for kind, measure, goal in (
+        ("rollout text", "sampling, text, 1,024 x (256 + 512), tokens/s ‡", 100_000.0),
+        ("rollout vl", "sampling, VL-3B, 256 x (431 + 512), a picture each, tokens/s ‡", None),
+    ):
+        own = found[kind]["vllm_own_loop"]["tokens_per_s"]
+        best = max(run["tokens_per_s"] for run in found[kind]["bursts"])
+        yield Row(
+            measure,
+            f"{rounded(own)} (vLLM's own loop, our settings)",
+            f"{rounded(best)}: {best / own:.2f} x",
+            "2 x" if goal is None else rounded(goal),
+            reached(best >= (goal or 2 * own), see=see),
+        )
+    recipe = record("recipe-vl-7b-h200x4")
+    (warm,) = (batch["metrics"] for batch in recipe["batches"] if batch["step"] == 8)
+    speed = warm["system/tokens_per_second"] / recipe["workers"]
+    yield Row(
+        "VL-7B, all weights, the recipe `grpo-geo3k` on four GPUs, real tokens/s of each ‡",
+        "2,000, published by EasyR1 for eight H100s",
+        f"{rounded(speed)}: {speed / 2_000:.1f} x",
+        "",
+        "see 16",
+    )
+    for file, policy in (
+        ("large-vl-32b-h200x4", "VL-32B, LoRA"),
+        ("large-vl-32b-full-h200x4", "VL-32B, all weights"),
+        ("large-vl-72b-h200x4", "VL-72B, LoRA"),
+    ):
+        stages = record(file)["stages"]
+        seconds = {stage["name"]: stage["seconds"] for stage in stages}
+        last = f"; step 2: {seconds['step 2']:.1f} s" if "step 2" in seconds else ""
+        yield Row(
+            f"{policy}, one engine on four GPUs: until engines and policy are ready; memory ‡",
+            "",
+            f"{seconds['start engines and load the policy']:.0f} s; "
+            f"{max(stage['gpu_gib'] or 0 for stage in stages) / 4:.0f} GiB of each GPU{last}",
+            "",
+            "see 17",
+        )
+
+
+def _newer() -> Iterator[Row]:
+    """Exact log-probs, 8-bit sampling, newer families."""
+    exact = record("exact-h100")
+    with_it, without = ([step["seconds"] for step in exact[side] if step["counted"]] for side in ("exact", "default"))
+    apart = [max(step["abs_delta_logprob_max"] for step in exact[side]) for side in ("exact", "default")]
+    yield Row(
+        "`rollout.exact`, text 1.5B, fixed: largest difference of log-probs, sampler and trainer; whole step, one H100",
+        f"{apart[1]:.3f}; {statistics.median(without):.1f} s",
+        f"{apart[0]:.1f}; {statistics.median(with_it):.1f} s: "
+        f"{statistics.median(with_it) / statistics.median(without):.2f} x",
+        "0",
+        reached(apart[0] == 0, see="18"),
+    )
+    fp8 = record("fp8-h100")
+    (slow,), (fast,) = ([run["tokens_per_s"] for run in fp8[kind]["bursts"]] for kind in ("bfloat16", "fp8"))
+    yield Row(
+        "`rollout.quantization=fp8`, 7B text, 1,024 x (256 + 512), tokens/s, one H100",
+        f"{rounded(slow)} in bfloat16",
+        f"{rounded(fast)}: {fast / slow:.2f} x",
+        "1.3 x",
+        reached(fast >= 1.3 * slow, see="19"),
+    )
+    update = record("newer-h200")["update"]
+    yield Row(
+        "update, `adamw_bf16`, selective checkpointing: Qwen3-VL-4B, beside Qwen2.5-VL-3B §",
+        f"{percent(update['vl']['mfu'])}, {rounded(update['vl']['tokens_per_second'])} tokens/s",
+        f"{percent(update['vl3-4b']['mfu'])}, {rounded(update['vl3-4b']['tokens_per_second'])} tokens/s",
+        "",
+        "see 20",
+    )
+    yield Row(
+        "the same, Qwen3-30B-A3B with 6 layers, MFU by active parameters §",
+        "",
+        f"{percent(update['moe-30b']['mfu'])}, {rounded(update['moe-30b']['tokens_per_second'])} tokens/s",
+        "",
+        "see 20",
+    )
+    stages = record("large-text-7b-h200")["stages"]
+    yield Row(
+        "text 7B, all weights, KL to the reference, on one GPU: memory of the host and of the GPU §",
+        "",
+        f"{max(stage['processes_gib'] or 0 for stage in stages):.0f} GiB; "
+        f"{max(stage['gpu_gib'] or 0 for stage in stages):.0f} GiB",
+        "host: 40 GiB",
+        reached(max(stage["processes_gib"] or 0 for stage in stages) <= 40),
+    )
+
+
+def _several_gpus() -> Iterator[Row]:
+    quiet = record("placement-quiet-h200x4")["placements"]
+    one, four = (quiet[name]["seconds"] for name in ("one GPU", "four GPUs, colocated"))
+    yield Row(
+        "four GPUs against one, the same work on each: efficiency of the update / of the step ‡",
+        "1",
+        " / ".join(
+            f"{one[part] / four[part]:.2f} ({one[part]:.2f} s, {four[part]:.2f} s)" for part in ("update", "step")
+        ),
+        "0.92",
+        reached(*(one[part] / four[part] >= 0.92 for part in ("update", "step")), see="7"),
+    )
+    pinned = record("placement-pinned-h200x4")["placements"]
+    four, split = (pinned[name]["seconds"] for name in ("four GPUs, colocated", "2 train and 2 sample, one step off"))
+    yield Row(
+        "four GPUs that all train and sample, against 2 + 2 one step off policy ‡",
+        f"{split['step']:.2f} s",
+        f"{four['step']:.2f} s: {split['step'] / four['step']:.2f} x",
+        "",
+        "see 7",
+    )
+    for file, samplers in (
+        ("placement-long-tail-h200x2", "one samples"),
+        ("placement-long-tail-h200x3", "two sample"),
+    ):
+        tail = record(file)["placements"][f"one trains and {samplers}, partial rollouts with prefetching"]
+        trainer, *others = tail["idle share by rank"]
+        seconds, share = tail["seconds"], max(others)
+        yield Row(
+            f"mean {seconds['completion_tokens_mean']:.0f} tokens, cap 8,192, one GPU trains and {samplers}, partial "
+            "rollouts with prefetching: idle share ‡",
+            "",
+            f"sampler {100 * share:.0f} %, trainer {100 * trainer:.0f} %: a step takes {seconds['step']:.2f} s, its "
+            f"update {seconds['update']:.2f} s",
+            "10 %",
+            f"sampler: {reached(share < 0.1)}, trainer: {reached(trainer < 0.1)}, see 7",
+        )
+    rows = record("long-rows-h200")["placements"]
+    whole, *shared = (
+        rows[name]["seconds"]["update"] for name in ("one GPU", "two GPUs share each row", "four GPUs share each row")
+    )
+    yield Row(
+        "rows of 32,256 tokens, two and four GPUs that share each row against one with as many for each: "
+        "efficiency of the update ‡",
+        "1",
+        f"{', '.join(f'{whole / update:.2f}' for update in shared)} "
+        f"({', '.join(f'{update:.2f} s' for update in (whole, *shared))})",
+        "",
+        "see 15",
+    )
+    found = record("placement-h200x4")
+    together, apart, ahead = (
+        found["placements"][name]["seconds"]["step"] for name in ("colocated", "apart", "apart, one step off")
+    )
+    yield Row(
+        "four GPUs that all train and sample, against 3 that train and 1 that samples *",
+        f"{apart:.1f} s",
+        f"{together:.2f} s: {apart / together:.2f} x",
+        "1.3 x",
+        reached(apart / together >= 1.3, see="7"),
+    )
+    yield Row(
+        "the same, against 3 + 1 one step off policy *",
+        f"{ahead:.2f} s",
+        f"{together:.2f} s: {ahead / together:.2f} x",
+        "",
+        "see 7",
+    )
+    update = record("update-h200")["results"]["text"]
+    alone, two = ([update[name][r]["seconds"] for r in ("fixed", "ragged")] for name in ("kept", "kept_two_gpus"))
+    yield Row(
+        "sequence parallelism, update on two GPUs against one, text, fixed / ragged *",
+        " / ".join(f"{value:.2f} s" for value in alone),
+        " / ".join(f"{value:.2f} s" for value in two)
+        + ": "
+        + ", ".join(f"{a / b:.2f} x" for a, b in zip(alone, two, strict=True)),
+        "",
+        "see 8",
+    )
+
+
+def _memory() -> Iterator[Row]:
+    found = record("memory-h200")
+    peak = record("trl-h200")["results"]["vl"]["fixed"]["peak_gib"]
+    names = {
+        "VL-3B, full, bfloat16": (f"TRL's peak, 32 x 8: {peak:.0f} GiB", 40),
+        "VL-7B, full, bfloat16": ("", 80),
+        "VL-7B, LoRA of rank 64": ("", 48),
+    }
+    for name, (other, goal) in names.items():
+        run = found[name]
+        step = run["regimes"]["fixed"]["seconds"]["median"]
+        yield Row(
+            f"memory: a step of 8 x 8, {name} *",
+            other,
+            f"{step:.1f} s on {run['device_gib']} GiB",
+            f"a card of {goal} GB",
+            reached(run["device_gib"] <= goal, see="9"),
+        )
+
+
+def _cpu() -> Iterator[Row]:
+    found = record("step-cpu")
+    fixed = found["text_fixed"]["medians"]
+    ratio = found["text_fixed"]["step time, peer / ours"]
+    cells = spread(fixed["peer"]), f"{spread(fixed['ours'])}: {ratio:.2f} x"
+    yield Row("CPU, whole step through Ray, tiny text, fixed", *cells, "1.2 x", reached(ratio >= 1.2, see="12"))
+    ragged, ratio = found["text_ragged"]["medians"], found["text_ragged"]["real tokens/s, ours / peer"]
+    peer, ours = (rounded(ragged[side]["tokens_per_s"]["median"]) for side in ("peer", "ours"))
+    yield Row(
+        "the same, ragged, by real tokens/s", peer, f"{ours}: {ratio:.2f} x", "1.2 x", reached(ratio >= 1.2, see="12")
+    )
+    for name, label in (
+        ("vl_fixed_both_in_bfloat16", "CPU, whole step through Ray, tiny VL, fixed, both engines in bfloat16"),
+        ("vl_fixed", "the same, our engine in float32"),
+    ):
+        run, ratio = found[name]["medians"], found[name]["step time, peer / ours"]
+        cells = spread(run["peer"]), f"{spread(run['ours'])}: {ratio:.2f} x"
+        yield Row(label, *cells, "1.2 x", reached(ratio >= 1.2, see="12"))
+
+
+def _growth() -> Iterator[Row]:
+    found = record("growth-h200")
+    caps = found["by cap"]
+    first, last = caps[0], caps[-1]
+    power = math.log(last["seconds"] / first["seconds"]) / math.log(last["completion"] / first["completion"])
+    yield Row(
+        f"growth with the cap, {first['cap']:,} to {last['cap']:,} *",
+        "",
+        f"tokens drawn ^ {power:.2f}",
+        "linear",
+        "see 10",
+    )
+    groups, power = found["by group size"], found["power"]["by group size"]
+    yield Row(
+        f"growth with the group size, {groups[0]['group']} to {groups[-1]['group']} *",
+        "",
+        f"update: tokens drawn ^ {power['update']:.2f}; step ^ {power['seconds']:.2f}",
+        "linear",
+        "see 10",
+    )
+
+
+def _variants() -> Iterator[Row]:
+    vl = record("update-h200")["results"]["vl"]
+    kept, offload, frozen = vl["kept_32"], vl["offload"]["fixed"], vl["frozen"]
+    yield Row(
+        "offload, update alone, VL, fixed, with full checkpointing *",
+        f"{kept['fixed']['seconds']:.2f} s, {kept['fixed']['peak_gib']:.0f} GiB, all kept",
+        f"{offload['seconds']:.1f} s, {offload['peak_gib']:.0f} GiB",
+        "",
+        f"{percent(offload['mfu'])} MFU",
+    )
+    regimes = ("fixed", "ragged")
+    yield Row(
+        "frozen tower, update alone, VL, fixed / ragged *",
+        " / ".join(f"{kept[regime]['seconds']:.2f} s" for regime in regimes) + " with a tower that trains",
+        " / ".join(f"{frozen[regime]['seconds']:.2f} s" for regime in regimes),
+        "",
+        " / ".join(percent(frozen[regime]["mfu"]) for regime in regimes) + " MFU",
+    )
