@@ -133,5 +133,5 @@ def test_a_row_says_whether_its_goal_is_reached() -> None:
     assert measured.reached(True, True) == "reached"
     assert measured.reached(False, see="5") == "short, see 5"
     assert measured.reached(True, False) == "reached in part"
-    assert tables.rounded(28_541.07, 4) == "28,540"
-    assert tables.rounded(9_632.3) == "9,630"
+    assert measured.rounded(28_541.07, 4) == "28,540"
+    assert measured.rounded(9_632.3) == "9,630"
