@@ -112,14 +112,19 @@ def files_below(folder: Path) -> Iterator[Path]:
 
 def folder_digest(folder: Path) -> str:
     """Hash of the names and contents of a model folder's files, without hidden files and ``VERIFIED``."""
+    paths = [path for path in folder.rglob("*") if path.is_file() and path.name != VERIFIED]
+    paths = sorted(path for path in paths if not path.name.startswith("."))
     digest = hashlib.sha256()
-    for path in sorted(p for p in folder.rglob("*") if p.is_file() and p.name != VERIFIED):
-        if path.name.startswith("."):
-            continue
-        with path.open("rb") as file:
+    with ThreadPoolExecutor(min(_FILES_AT_ONCE, os.cpu_count() or 1)) as pool:  # hashlib releases the GIL
+        for path, of_file in zip(paths, pool.map(_sha256, paths), strict=True):
             digest.update(f"{path.relative_to(folder).as_posix()} ".encode())
-            digest.update(hashlib.file_digest(file, "sha256").digest())
+            digest.update(of_file)
     return digest.hexdigest()[:16]
+
+
+def _sha256(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").digest()
 
 
 def fsync_tree(folder: Path) -> None:

@@ -10,6 +10,8 @@ from typing import Any
 
 from tests.bench.accepted import record
 
+_NUMBERS = {2: "two", 4: "four"}
+
 
 @dataclass(frozen=True, slots=True)
 class Row:
@@ -50,6 +52,7 @@ def performance() -> Iterator[Row]:
     yield from _sampler()
     yield from _several_gpus()
     yield from _pinned()
+    yield from _starts()
     yield from _newer()
     yield from _memory()
     yield from _cpu()
@@ -246,21 +249,42 @@ def _pinned() -> Iterator[Row]:
         "",
         "see 16",
     )
-    for file, policy in (
-        ("large-vl-32b-h200x4", "VL-32B, LoRA"),
-        ("large-vl-32b-full-h200x4", "VL-32B, all weights"),
-        ("large-vl-72b-h200x4", "VL-72B, LoRA"),
+    for file, policy, gpus in (
+        ("large-vl-32b-h200x2", "VL-32B, LoRA", 2),
+        ("large-vl-32b-h200x4", "VL-32B, LoRA", 4),
+        ("large-vl-32b-full-h200x4", "VL-32B, all weights", 4),
+        ("large-vl-72b-h200x4", "VL-72B, LoRA", 4),
     ):
         stages = record(file)["stages"]
         seconds = {stage["name"]: stage["seconds"] for stage in stages}
+        of_gpu, host = (max(stage[key] or 0 for stage in stages) for key in ("gpu_gib", "processes_gib"))
         last = f"; step 2: {seconds['step 2']:.1f} s" if "step 2" in seconds else ""
+        goal = 120 if gpus == 2 else None
         yield Row(
-            f"{policy}, one engine on four GPUs: until engines and policy are ready; memory ‡",
+            f"{policy}, one engine on {_NUMBERS[gpus]} GPUs: until engines and policy are ready; memory ‡",
             "",
-            f"{seconds['start engines and load the policy']:.0f} s; "
-            f"{max(stage['gpu_gib'] or 0 for stage in stages) / 4:.0f} GiB of each GPU{last}",
+            f"{seconds['start engines and load the policy']:.0f} s; {of_gpu / gpus:.0f} GiB of each GPU, "
+            f"{host:.0f} GiB of the host{last}",
+            f"host: {goal} GiB" if goal else "",
+            reached(host <= goal, see="17") if goal else "see 17",
+        )
+
+
+def _starts() -> Iterator[Row]:
+    flows = [record(name)["seconds"] for name in ("flow-text-1.5b-h200", "flow-vl-3b-h200")]
+    first, next_one = "start to first step done", "the next trainer's start to step 3 done"
+    for measure, key, goals in (
+        ("trainer start to the end of step 1, text 1.5B / VL-3B with LoRA §", first, (45, 60)),
+        ("the same after a kill, to the end of its first step §", next_one, (25, 35)),
+    ):
+        seconds = [flow[key] for flow in flows]
+        met = [value <= goal for value, goal in zip(seconds, goals, strict=True)]
+        yield Row(
+            measure,
             "",
-            "see 17",
+            " / ".join(f"{value:.1f} s" for value in seconds),
+            " / ".join(f"{goal} s" for goal in goals),
+            reached(*met, see="21"),
         )
 
 

@@ -35,7 +35,7 @@ FILES = {
     "trl-h200": "TRL's medians of another day",
     "verl-text-h200": "whole steps of ours and of verl, text",
     "verl-vl-h200": "the same, VL-3B",
-    "flow-text-1.5b-h100": "a whole flow with one kill, by stage, text",
+    "flow-text-1.5b-h200": "a whole flow with one kill, by stage, text",
     "flow-vl-3b-h200": "the same, VL-3B with LoRA",
     "flow-vl-7b-h100": "the same, VL-7B with LoRA",
     "flow-vl-7b-full-h200x4": "the same, VL-7B with all weights on four GPUs",
@@ -43,7 +43,8 @@ FILES = {
     "rollout-vl-h100": "sampling of VL-3B on an H100 with vLLM 0.32",
     "pinned-h200": "steps, updates and sampling with the pinned versions",
     "recipe-vl-7b-h200x4": "VL-7B in its own recipe on four GPUs",
-    "large-vl-32b-h200x4": "VL-32B with LoRA on four GPUs, by stage",
+    "large-vl-32b-h200x2": "VL-32B with LoRA on two GPUs, by stage",
+    "large-vl-32b-h200x4": "the same on four",
     "large-vl-32b-full-h200x4": "VL-32B, all weights on four GPUs, by stage",
     "large-vl-72b-h200x4": "VL-72B with LoRA on four GPUs, by stage",
     "large-text-7b-h200": "text 7B, all weights, with KL on one GPU, by stage",
@@ -51,6 +52,7 @@ FILES = {
     "fp8-h100": "sampling of a 7B shape with and without `rollout.quantization=fp8`",
     "newer-h200": "updates of Qwen3-VL-4B and of Qwen3-30B-A3B with 6 layers beside Qwen2.5-VL-3B",
     "first-step-h200": "first and later steps by caches, versions and compilation of the engine",
+    "warm-up-h200": "starts by what vLLM warms up",
     "sequential": "simulated comparisons of two policies ([evaluation](evaluation.md))",
 }
 
@@ -70,7 +72,7 @@ def files() -> str:
 
 
 _FLOWS = {
-    "text-1.5b, H100": "flow-text-1.5b-h100",
+    "text-1.5b, H200": "flow-text-1.5b-h200",
     "vl-3b, LoRA, H200": "flow-vl-3b-h200",
     "vl-7b, LoRA, H100": "flow-vl-7b-h100",
     "vl-7b, four H200s": "flow-vl-7b-full-h200x4",
@@ -82,14 +84,29 @@ def flow() -> str:
     from tests.stages import MeasuredStage, table
 
     flows = {name: record(file) for name, file in _FLOWS.items()}
-    (first, *_) = flows.values()
-    seconds = [(name, *(f"{made['seconds'][name]:.1f} s" for made in flows.values())) for name in first["seconds"]]
+    names = dict.fromkeys(name for made in flows.values() for name in made["seconds"])
+    seconds = [(name, *(_seconds(made["seconds"].get(name)) for made in flows.values())) for name in names]
     stages = [
         f"{name} ({made['measured'].partition(';')[0]}):\n\n"
         + table([MeasuredStage(**stage) for stage in made["stages"] if stage["seconds"] >= 0.1])
         for name, made in flows.items()
     ]
     return "\n\n".join([markdown(("of the trainer", *flows), seconds), *stages])
+
+
+def _seconds(value: float | None) -> str:
+    return "" if value is None else f"{value:.1f} s"
+
+
+def warm_up() -> str:
+    """Starts of one worker by what vLLM warms up."""
+    runs = record("warm-up-h200")["runs"]
+    stages = list(next(iter(runs.values())))
+    rows = [
+        (name, *(f"{seconds[stage]:.1f} s" for stage in stages), f"{sum(seconds.values()):.1f} s")
+        for name, seconds in runs.items()
+    ]
+    return markdown(("vLLM warms up", *stages, "together"), rows)
 
 
 def starts() -> str:
@@ -149,6 +166,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "measured": measured,
     "flow": flow,
     "starts": starts,
+    "warm_up": warm_up,
     "files": files,
     "estimates": estimates,
     "sequential_errors": sequential_errors,

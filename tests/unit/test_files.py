@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import socket
 import stat
@@ -171,3 +172,15 @@ def test_files_are_listed_while_somebody_renames_their_folder(tmp_path: Path) ->
         renaming.result()
     assert seen <= {frozenset({"journal"}), frozenset({"journal", "weights"})}
     assert {path.name for path in rlcore_files.files_below(tmp_path)} == {"journal", "weights"}
+
+
+def test_the_digest_of_a_folder_is_that_of_names_and_contents_in_order(tmp_path: Path) -> None:
+    contents = {f"model-{number:05d}.safetensors": bytes([number]) * (1 << 20) for number in range(20)}
+    contents |= {"config.json": b"{}", "original/params.json": b"1", "z.txt": b""}
+    for name, content in (contents | {"verified.json": b"mark", ".hidden": b"x"}).items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(content)
+    whole = hashlib.sha256()
+    for name in sorted(contents):
+        whole.update(f"{name} ".encode() + hashlib.sha256(contents[name]).digest())
+    assert rlcore_files.folder_digest(tmp_path) == whole.hexdigest()[:16]

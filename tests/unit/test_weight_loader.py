@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from rlcore.config import RolloutConfig
 from rlcore.data.tiny import build_text_tokenizer
 from rlcore.errors import SamplerError
 from rlcore.sampler import weights
-from rlcore.sampler.start import capture_sizes, one_tokenizer
+from rlcore.sampler.start import capture_sizes, one_tokenizer, warmed_up_as_sampled
 from rlcore.sampler.weights import Parts, WeightLoader, checksum, replay_load, watched_load
 
 
@@ -171,3 +172,13 @@ def test_tokenizers_are_copied_again_once_an_engine_has_started() -> None:
     with one_tokenizer():
         assert copy.deepcopy({"tokenizer": tokenizer})["tokenizer"] is tokenizer
     assert copy.deepcopy(tokenizer) is not tokenizer
+
+
+def test_an_engine_warms_up_what_the_run_samples_with() -> None:
+    from vllm import SamplingParams
+
+    with warmed_up_as_sampled(RolloutConfig(temperature=0.7, top_p=0.9)):
+        run = SamplingParams.for_sampler_warmup()
+    assert (run.temperature, run.top_p, run.min_p, run.repetition_penalty, run.logprobs) == (0.7, 0.9, 0.0, 1.0, 0)
+    of_vllm = SamplingParams.for_sampler_warmup()
+    assert (of_vllm.min_p > 0, of_vllm.repetition_penalty > 1) == (True, True), "so leaving features out saves time"
