@@ -92,7 +92,7 @@ POLICIES: tuple[Policy, ...] = (
         "the process of a rank, the trainer, or a node died",
         EXIT_WORKER_LOST,
         (WorkerLostError,),
-        (5, 30, 120),
+        (1, 30, 120),
         "fresh workers, from the last checkpoint",
         "Find out what ended the process: read Ray's part of the message and the kernel's log.",
     ),

@@ -138,7 +138,7 @@ def test_a_class_is_retried_as_often_as_the_table_says_then_names_itself(tmp_pat
     assert type(final) is errors.RetriesUsedUpError
     assert "worker or node death: 4 times since step 0" in str(final)
     assert str(final).startswith("rank 1 is gone")
-    assert [record.delay for record in FailureLog(tmp_path).read()] == [5, 30, 120, None]
+    assert [record.delay for record in FailureLog(tmp_path).read()] == [1, 30, 120, None]
 
 
 def test_a_re_run_goes_on_counting_and_progress_starts_anew(tmp_path: Path) -> None:
