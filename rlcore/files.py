@@ -116,15 +116,16 @@ def folder_digest(folder: Path) -> str:
     paths = sorted(path for path in paths if not path.name.startswith("."))
     digest = hashlib.sha256()
     with ThreadPoolExecutor(min(_FILES_AT_ONCE, os.cpu_count() or 1)) as pool:  # hashlib releases the GIL
-        for path, of_file in zip(paths, pool.map(_sha256, paths), strict=True):
+        for path, of_file in zip(paths, pool.map(file_hash, paths), strict=True):
             digest.update(f"{path.relative_to(folder).as_posix()} ".encode())
-            digest.update(of_file)
+            digest.update(bytes.fromhex(of_file))
     return digest.hexdigest()[:16]
 
 
-def _sha256(path: Path) -> bytes:
+def file_hash(path: Path) -> str:
+    """SHA-256 of a file's content, in hexadecimal."""
     with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").digest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def fsync_tree(folder: Path) -> None:

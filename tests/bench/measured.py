@@ -249,17 +249,16 @@ def _pinned() -> Iterator[Row]:
         "",
         "see 16",
     )
-    for file, policy, gpus in (
-        ("large-vl-32b-h200x2", "VL-32B, LoRA", 2),
-        ("large-vl-32b-h200x4", "VL-32B, LoRA", 4),
-        ("large-vl-32b-full-h200x4", "VL-32B, all weights", 4),
-        ("large-vl-72b-h200x4", "VL-72B, LoRA", 4),
+    for file, policy, gpus, goal in (
+        ("large-vl-32b-h200x2", "VL-32B, LoRA", 2, 120),
+        ("large-vl-32b-h200x4", "VL-32B, LoRA", 4, None),
+        ("large-vl-32b-full-h200x4", "VL-32B, all weights", 4, None),
+        ("large-vl-72b-h200x4", "VL-72B, LoRA", 4, None),
     ):
         stages = record(file)["stages"]
         seconds = {stage["name"]: stage["seconds"] for stage in stages}
         of_gpu, host = (max(stage[key] or 0 for stage in stages) for key in ("gpu_gib", "processes_gib"))
         last = f"; step 2: {seconds['step 2']:.1f} s" if "step 2" in seconds else ""
-        goal = 120 if gpus == 2 else None
         yield Row(
             f"{policy}, one engine on {_NUMBERS[gpus]} GPUs: until engines and policy are ready; memory ‡",
             "",
@@ -465,7 +464,7 @@ def _growth() -> Iterator[Row]:
     yield Row(
         f"growth with the cap, {first['cap']:,} to {last['cap']:,} *",
         "",
-        f"tokens drawn ^ {power:.2f}",
+        f"sampled tokens ^ {power:.2f}",
         "linear",
         "see 10",
     )
@@ -473,7 +472,7 @@ def _growth() -> Iterator[Row]:
     yield Row(
         f"growth with the group size, {groups[0]['group']} to {groups[-1]['group']} *",
         "",
-        f"update: tokens drawn ^ {power['update']:.2f}; step ^ {power['seconds']:.2f}",
+        f"update: sampled tokens ^ {power['update']:.2f}; step ^ {power['seconds']:.2f}",
         "linear",
         "see 10",
     )

@@ -103,7 +103,7 @@ def warm_up() -> str:
     runs = record("warm-up-h200")["runs"]
     stages = list(next(iter(runs.values())))
     rows = [
-        (name, *(f"{seconds[stage]:.1f} s" for stage in stages), f"{sum(seconds.values()):.1f} s")
+        (name, *(_seconds(seconds[stage]) for stage in stages), _seconds(sum(seconds.values())))
         for name, seconds in runs.items()
     ]
     return markdown(("vLLM warms up", *stages, "together"), rows)

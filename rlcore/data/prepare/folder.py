@@ -22,6 +22,7 @@ from rlcore.data.rejects import Reject, write_rejects
 from rlcore.data.synthetic.sources import COUNTDOWN, SYNTHETIC_SOURCES
 from rlcore.data.table import IMAGES, PROBLEMS, DatasetReport, PreparedRow, prompt_stats, write_rows
 from rlcore.errors import StorageError
+from rlcore.files import file_hash
 from rlcore.specs import MixSpec, PrepareSpec, ResizeSpec
 from rlcore.types import ImageRef
 
@@ -122,11 +123,11 @@ def _source_content(spec: PrepareSpec) -> list[object]:
         columns = (spec.data.images_column, spec.data.videos_column)
         root = spec.source_path if spec.source_path.is_dir() else spec.source_path.parent
         outside = (image for file in files for column in columns for image in image_files(file, column))
-        return [[file.name, _file_hash(file)] for file in files] + [list(_stamp(image, root)) for image in outside]
+        return [[file.name, file_hash(file)] for file in files] + [list(_stamp(image, root)) for image in outside]
     if name in SYNTHETIC_SOURCES:
         data = spec.data
         code = [
-            _file_hash(_DATA / "synthetic" / file) for file in ("sources.py", "__init__.py", SYNTHETIC_SOURCES[name])
+            file_hash(_DATA / "synthetic" / file) for file in ("sources.py", "__init__.py", SYNTHETIC_SOURCES[name])
         ]
         game = data.countdown.model_dump(mode="json") if name == COUNTDOWN else None
         return [*code, name, split, data.synthetic_problems, data.synthetic_seed, game]
@@ -135,16 +136,11 @@ def _source_content(spec: PrepareSpec) -> list[object]:
 
 def _model_content(model: ModelConfig) -> object:
     if model.path == "tiny":  # its tokenizer is code
-        return [model.tiny.task, model.tiny.family, _file_hash(_DATA / "tiny.py")]
+        return [model.tiny.task, model.tiny.family, file_hash(_DATA / "tiny.py")]
     folder = Path(model.path)
     if folder.is_dir():
-        return [[name, _file_hash(folder / name)] for name in PROMPT_FILES if (folder / name).is_file()]
+        return [[name, file_hash(folder / name)] for name in PROMPT_FILES if (folder / name).is_file()]
     return [model.path, model.revision]
-
-
-def _file_hash(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _stamp(path: Path, root: Path) -> Iterator[str | int]:
