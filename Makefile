@@ -20,7 +20,7 @@ export UV_PYTHON_DOWNLOADS := never
 # Compiled at install, or every start of a worker imports for 15 s instead of 6.
 export UV_COMPILE_BYTECODE := 1
 
-.PHONY: help install up down status tour demo demo-gsm8k demo-countdown demo-geo3k demo-gpu demo-algorithms bench check-models chaos ui docs test test-all test-stacks test-clusters mutants check lock clean
+.PHONY: help install up down status tour demo demo-gsm8k demo-countdown demo-geo3k demo-gpu demo-algorithms bench check-models chaos ui docs test test-all test-in-time test-stacks test-clusters mutants check lock clean
 help:
 	@echo 'make demo                      from raw data to a registered model, on the CPU'
 	@echo 'make demo-gsm8k, -countdown    the same with a tiny text policy: sums, the countdown game'
@@ -36,6 +36,7 @@ help:
 	@echo 'make ui                        the Prefect and MLflow pages over the data folder'
 	@echo 'make test, make check          the tests of every promise, 15 minutes; lint, format and types'
 	@echo 'make test-all                  the long tests as well: many engines, servers, browsers; 65 minutes'
+	@echo 'make test-in-time MINUTES=40   those of the long tests that this machine can run in this time, after make test'
 	@echo 'make test-stacks               the flow-level tests on PostgreSQL and S3'
 	@echo 'make test-clusters             the stack of compose.yaml, the Dockerfile, several machines on one folder; as root, 30 min'
 	@echo 'make mutants                   do the tests see small faults? SIZE=600 of them, SEED=0; MINUTES=60'
@@ -111,6 +112,12 @@ test: $(STAMP)
 
 test-all: test
 	$(PYTEST) --numprocesses $(LONG_JOBS) -m 'not clusters' tests/long tests/gpu
+
+# Every commit begins with another file. What is left out is named.
+test-in-time: $(STAMP)
+	@test -n '$(MINUTES)' || { echo 'make: say how long the tests may take: make test-in-time MINUTES=40'; exit 1; }
+	files=$$($(RUN) -m tests.in_time --minutes '$(MINUTES)' --jobs $(LONG_JOBS)) \
+	  && $(PYTEST) --numprocesses $(LONG_JOBS) -m 'not clusters' $$files tests/gpu
 
 # Ten minutes for each file; .ci/run leaves them out.
 test-clusters: $(STAMP)
