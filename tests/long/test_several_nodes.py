@@ -27,7 +27,7 @@ def test_nodes_that_do_not_fit_or_are_cut_off_are_named(tmp_path: Path) -> None:
     assert re.match(r"WorkerLostError: rank [01] \(pid \d+ on 10\.77\.0\.3\) is gone", errors["silence"])
 
 
-@pytest.mark.timeout(1200)  # three trainers start, one of them on a new node
+@pytest.mark.timeout(2400)  # three trainers start, one of them on a new node
 def test_a_run_over_two_nodes_outlives_one_of_them(tmp_path: Path) -> None:
     answer = hosts.inside(tmp_path, "tests.long.cluster_run")
     assert answer.returncode == 0, answer.stdout[-3000:] + answer.stderr[-6000:]
