@@ -113,7 +113,7 @@ test: $(STAMP)
 test-all: test
 	$(PYTEST) --numprocesses $(LONG_JOBS) -m 'not clusters' tests/long tests/gpu
 
-# Every commit begins with another file. What is left out is named.
+# The commit decides which file comes first. What is left out is named.
 test-in-time: $(STAMP)
 	@test -n '$(MINUTES)' || { echo 'make: say how long the tests may take: make test-in-time MINUTES=40'; exit 1; }
 	files=$$($(RUN) -m tests.in_time --minutes '$(MINUTES)' --jobs $(LONG_JOBS)) \

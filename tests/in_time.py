@@ -46,12 +46,14 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, required=True, help="how long the tests may take")
     parser.add_argument("--jobs", type=int, required=True, help="files that run at the same time")
     arguments = parser.parse_args()
-    files = _files()
-    factor = slowness(seconds_by_file([_REPORT]), recorded())
+    if not _REPORT.exists():
+        sys.exit(f"found no {_REPORT.relative_to(ROOT)}, which tells how fast this machine is: run make test first")
+    files, record = _files(), recorded()
+    factor = slowness(seconds_by_file([_REPORT]), record)
     available = arguments.minutes * 60 * arguments.jobs / (factor * _IDLE)  # in seconds of the record
-    # Each commit begins at another file, so that no file is left out for long.
+    # Commits begin at different files, so that no file is left out for long.
     first = int(_printed("git", "rev-parse", "HEAD"), base=16)
-    taken = fitting(files, recorded(), available, first)
+    taken = fitting(files, record, available, first)
     left_out = [name for name in files if name not in taken]
     sys.stderr.write(
         f"This machine takes {factor:.1f} times as long as tests/durations.json says. "

@@ -25,7 +25,7 @@ DISTURBED, UNDISTURBED = "several-nodes", "one-node"
 STEPS = 20
 _DIES_AFTER = 13  # a segment has ten steps, so some are taken again
 ADDRESS = "10.77.0.1:6379"  # of the head; this network is ours alone
-_SECONDS = 900.0  # a slow machine takes 500
+_SECONDS = 900.0  # for each wait; on a slow machine two of them took 548 together
 _REWARD = """def reward(text, problem, num_tokens, finish_reason):
     return sum(map(str.isalpha, text)) / max(1, len(text))
 """  # random weights are never right, but not all equally wordy
