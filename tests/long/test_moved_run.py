@@ -56,7 +56,7 @@ def test_a_run_goes_on_from_the_store_to_the_same_weights(
     control = Control(run_dir / "control.json")
     control.beat(0)
     trainer = start(spec_of(run_dir, tiny_model, dataset, config))
-    deadline = time.monotonic() + 240
+    deadline = time.monotonic() + 600
     while not manifests(run_dir):
         assert trainer.poll() is None, log_of(run_dir)[-2000:]
         assert time.monotonic() < deadline
@@ -67,7 +67,7 @@ def test_a_run_goes_on_from_the_store_to_the_same_weights(
     RunMirror(run, store, here).sync_all()
     assert safe_step(run, here) == 2
     control.beat(9)
-    assert trainer.wait(180) == EXIT_DONE, log_of(run_dir)[-2000:]
+    assert trainer.wait(600) == EXIT_DONE, log_of(run_dir)[-2000:]
     assert safe_step(run, here) == 2, "of four that are committed"
     weights = load_full_weights(Path(manifests(run_dir)[-1].checkpoint.path))
     rewards = [record.metrics["reward/mean"] for record in read_journal(run_dir / "journal.jsonl")]

@@ -47,13 +47,13 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str, 
     with (folder / "ui.log").open("wb") as log:
         process = processes.start(command, env=env, mark="ui-test", output=log, ends_with_parent=True)
     addresses = f"http://127.0.0.1:{prefect}", f"http://127.0.0.1:{mlflow}"
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 600
     while not (answers(f"{addresses[0]}/api/health", 2) and answers(f"{addresses[1]}/health", 2)):
         assert time.monotonic() < deadline, (folder / "ui.log").read_text()
         time.sleep(0.2)
     yield *addresses, folder
     process.terminate()
-    assert process.wait(timeout=30) == 0
+    assert process.wait(timeout=120) == 0
     processes.kill("ui-test")  # its temporary folder
     assert not answers(f"{addresses[0]}/api/health", 1), "the Prefect server outlived make ui"
     assert not answers(f"{addresses[1]}/health", 1), "the MLflow server outlived make ui"

@@ -84,7 +84,7 @@ def test_a_kill_repeats_no_evaluation_each_equals_that_of_its_own_process_and_a_
     )  # fmt: skip
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     plain = _spec(whole, tiny_model, dataset, config, None)
-    assert start(plain).wait(180) == EXIT_DONE, log_of(whole)[-2000:]
+    assert start(plain).wait(600) == EXIT_DONE, log_of(whole)[-2000:]
 
     spec = _spec(killed, tiny_model, dataset, config, held_out)
     trainer = start(spec)
@@ -98,7 +98,7 @@ def test_a_kill_repeats_no_evaluation_each_equals_that_of_its_own_process_and_a_
     kept = _files(killed, committed.step)
     assert kept
     Control(killed / "control.json").beat(9)
-    assert start(spec).wait(180) == EXIT_DONE, log_of(killed)[-2000:]
+    assert start(spec).wait(600) == EXIT_DONE, log_of(killed)[-2000:]
 
     assert _files(killed, committed.step) == kept
     assert [record.report.step for record in read_records(killed)] == list(range(7))
@@ -115,7 +115,7 @@ def test_a_kill_repeats_no_evaluation_each_equals_that_of_its_own_process_and_a_
     trunk = Run(run_id="run", run_dir=killed, experiment=config)
     forked = fork_run(trunk, 4, "forked", Settings(data_dir=tmp_path))
     Control(forked.run_dir / "control.json").beat(9)
-    assert start(spec.model_copy(update={"run_id": "forked", "run_dir": forked.run_dir})).wait(180) == EXIT_DONE
+    assert start(spec.model_copy(update={"run_id": "forked", "run_dir": forked.run_dir})).wait(600) == EXIT_DONE
     assert "from step 4" in log_of(forked.run_dir)
     assert numbers(forked.run_dir) == numbers(whole)
     branch = load_full_weights(forked.run_dir / "checkpoints" / "step-000006")
