@@ -100,7 +100,7 @@ class Place:
         wait_for(lambda: any(s.name == service and s.pid != old for s in self.state().services), f"another {service}")
 
 
-def wait_for(condition: Callable[[], bool], what: str, seconds: float = 600) -> None:
+def wait_for(condition: Callable[[], bool], what: str, seconds: float = 240) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"{what} did not come within {seconds} s"

@@ -82,14 +82,14 @@ class Stack:
     def flow_run(self, flow_run_id: UUID) -> FlowRun:
         return self.client.read_flow_run(flow_run_id)
 
-    def wait_for_state(self, flow_run_id: UUID, *states: StateType, seconds: float = 600) -> FlowRun:
+    def wait_for_state(self, flow_run_id: UUID, *states: StateType, seconds: float = 300) -> FlowRun:
         def reached() -> bool:
             return self.flow_run(flow_run_id).state.type in states
 
         self.wait_for(reached, f"{states} of {flow_run_id}", seconds)
         return self.flow_run(flow_run_id)
 
-    def wait_for(self, condition: Callable[[], bool], what: str, seconds: float = 600) -> None:
+    def wait_for(self, condition: Callable[[], bool], what: str, seconds: float = 300) -> None:
         deadline = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < deadline, (
@@ -100,7 +100,7 @@ class Stack:
     def run_dir(self, flow_run_id: UUID) -> Path:
         return self.settings.runs_dir / f"grpo-geo3k-tiny-{flow_run_id.hex[:12]}"
 
-    def wait_for_step(self, flow_run_id: UUID, step: int, seconds: float = 600) -> None:
+    def wait_for_step(self, flow_run_id: UUID, step: int, seconds: float = 300) -> None:
         journal = self.run_dir(flow_run_id) / "journal.jsonl"
         self.wait_for(lambda: len(read_journal(journal)) >= step, f"step {step}", seconds)
 

@@ -181,7 +181,7 @@ def test_a_pause_longer_than_the_trainer_s_patience_is_not_noticed(
                 time.sleep(30)
                 assert trainer.is_running(), command.log
                 assert command.run.committed_step() >= 40, command.log  # it goes on into other segments
-            command.wait_for_end(process, 600)
+            command.wait_for_end(process, 300)
         assert command.trainers == 1
         assert not (command.run.run_dir / "failures.jsonl").exists()
         assert [record.step for record in command.run.journal()] == list(range(1, 121))

@@ -36,7 +36,7 @@ def opened(name: TrackerName, folder: Path) -> ExtraTracker:
     )
 
 
-def publish(tracker: ExtraTracker, last: int, through_step: int, seconds: float = 300) -> None:
+def publish(tracker: ExtraTracker, last: int, through_step: int, seconds: float = 90) -> None:
     deadline = time.monotonic() + seconds
     while tracker.publish(records(last), through_step) < through_step:
         assert time.monotonic() < deadline

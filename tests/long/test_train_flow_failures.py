@@ -146,7 +146,7 @@ def test_an_interrupted_command_commits_cleans_up_and_continues(tmp_path: Path) 
         while len(steps()) <= before and time.monotonic() < deadline:
             time.sleep(0.1)
         process.send_signal(number)
-        assert process.wait(timeout=180) == 130, output.read_text()
+        assert process.wait(timeout=60) == 130, output.read_text()
         assert "--run-id stopped" in output.read_text()
         assert not still_running(str(tmp_path / "data"))
         processes.kill("outer-test")  # its own temporary folder

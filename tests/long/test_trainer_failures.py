@@ -64,7 +64,7 @@ def test_a_pause_commits_and_a_killed_rank_is_named(tiny_model: Path, dataset: P
         time.sleep(0.05)
     (victim,) = (tmp_path / "stacks" / "live").glob("rank-1-*.txt")
     os.kill(pid_of(victim), signal.SIGKILL)
-    assert trainer.wait(180) == EXIT_WORKER_LOST, log(tmp_path)
+    assert trainer.wait(60) == EXIT_WORKER_LOST, log(tmp_path)
     assert report(tmp_path).kind == "WorkerLostError"
     assert report(tmp_path).message.startswith(f"rank 1 (pid {pid_of(victim)} on ")
     rates = [record.metrics["optim/learning_rate"] for record in read_journal(tmp_path / "journal.jsonl")]

@@ -53,7 +53,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str, 
         time.sleep(0.2)
     yield *addresses, folder
     process.terminate()
-    assert process.wait(timeout=120) == 0
+    assert process.wait(timeout=30) == 0
     processes.kill("ui-test")  # its temporary folder
     assert not answers(f"{addresses[0]}/api/health", 1), "the Prefect server outlived make ui"
     assert not answers(f"{addresses[1]}/health", 1), "the MLflow server outlived make ui"

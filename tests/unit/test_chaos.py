@@ -254,7 +254,7 @@ def test_a_command_that_fails_is_an_error_where_nothing_may_be_typed_again(tmp_p
 def test_a_process_of_the_run_does_not_outlive_the_leg(tmp_path: Path) -> None:
     with chaos_over(tmp_path, 0.0):
         left = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(120)", str(tmp_path)])
-    assert left.wait(60) == -9
+    assert left.wait(10) == -9
 
 
 def test_disk_faults_that_cannot_be_had_are_dropped_by_name_with_the_reason(

@@ -230,7 +230,7 @@ def test_workers_die_with_a_trainer_that_is_killed(tmp_path):
         children = psutil.Process(trainer.pid).children()
         assert len(children) == 1
         trainer.kill()
-    gone, alive = psutil.wait_procs(children, timeout=60)
+    gone, alive = psutil.wait_procs(children, timeout=10)
     assert not alive
 
 

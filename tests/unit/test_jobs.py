@@ -172,8 +172,8 @@ def is_running(pid: int) -> bool:
 
 
 def ends(pid: int) -> bool:
-    """Whether the process is gone within a minute. A killed process stays in the table for a moment."""
-    deadline = time.monotonic() + 60
+    """Whether the process is gone within 10 seconds. A killed process stays in the table for a moment."""
+    deadline = time.monotonic() + 10
     while is_running(pid) and time.monotonic() < deadline:
         time.sleep(0.05)
     return not is_running(pid)
