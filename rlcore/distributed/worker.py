@@ -118,7 +118,7 @@ class Worker:
         self._prompts = prompts = _prompts(spec)
         self._images = ImageStore(spec.dataset)
         self._features = ReadAhead(self._read_features)
-        self._base_loaded = self._has_trained = False
+        self._has_trained = False
         self._sender: WeightSender | None = None
         self.trace = Trace()
         self.sampler: VllmSampler | None = None
@@ -228,9 +228,8 @@ class Worker:
 
         dtype = None if self._spec.device == "cpu" else self.policy.sync_dtype
         if self._spec.config.model.lora is not None:
-            if not self._base_loaded:
+            if taker.needs_base:
                 taker.load_base(self.policy.full_weights(dtype))
-                self._base_loaded = True
             return taker.load_adapter(self.policy.adapter_weights(dtype), version)
         if self._spec.world_size == 1:
             return taker.load_weights(unsharded(self.policy.tensors().items(), dtype), version)
@@ -272,7 +271,6 @@ class RolloutWorker:
         torch.set_num_threads(spec.threads)
         self._spec = spec
         self._channel: WeightChannel | None = None
-        self._base_loaded = False
         engine = Engine(
             spec.model,
             spec.config,
@@ -313,9 +311,8 @@ class RolloutWorker:
             self._channel = _channel(self._spec, 1 + self._spec.rank - self._spec.world_size)
         if self._spec.config.model.lora is None:
             return Synced(self.sampler.load_weights(self._channel.receive(), version), 0.0)
-        if not self._base_loaded:
+        if self.sampler.needs_base:
             self.sampler.load_base(self._channel.receive())
-            self._base_loaded = True
         return Synced(self.sampler.load_adapter(self._channel.receive(), version), 0.0)
 
     def peak_memory_bytes(self) -> int:

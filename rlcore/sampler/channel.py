@@ -75,6 +75,7 @@ class WeightSender:
             dtype: of the samplers.
         """
         self._channel, self._dtype = channel, dtype
+        self.needs_base = True  # the samplers do not have the frozen weights of a policy with adapters
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> int:
         """Send all weights; return their ``checksum``, to be compared with those of the samplers."""
@@ -87,6 +88,7 @@ class WeightSender:
     def load_base(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Send the frozen weights of a policy with adapters."""
         self._send(weights)
+        self.needs_base = False
 
     def _send(self, tensors: Iterable[tuple[str, Tensor]]) -> int:
         sums: list[Tensor] = []

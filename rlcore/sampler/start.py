@@ -7,7 +7,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -70,6 +70,8 @@ def start_engine(
     """
     rollout = config.rollout
     set_engine_environment(device)
+    if device != "cpu" and rollout.tensor_parallel == 1:  # ranks that share a model must all profile, or none
+        os.environ.setdefault("VLLM_ENABLE_STARTUP_PLAN", "1")  # the next start takes the size of the cache from a file
     if rollout.exact:
         os.environ[BATCH_INVARIANT] = "1"
     with clock("vLLM's imports"), importing_vllm():
@@ -90,7 +92,8 @@ def start_engine(
         executor = _gloo_launcher()
     calls = _watched_calls(clock, before_graphs if rollout.replay_routes else None)
     compilers = _compiler_settings_restored(device, config.resources.devices)
-    with clock(_ENGINE), compilers, one_tokenizer(), calls, warmed_up_as_sampled(rollout):
+    graphs = graphs_with_adapter() if config.model.lora is not None and device != "cpu" else nullcontext()
+    with clock(_ENGINE), compilers, one_tokenizer(), calls, warmed_up_as_sampled(rollout), graphs:
         return LLM(
             model=str(model),
             load_format="auto" if reads_weights else _zeros(),
@@ -175,10 +178,14 @@ def _device_settings(config: ExperimentConfig, device: str) -> dict[str, Any]:
             # which CPU generators cannot do
             "enable_chunked_prefill": False,
         }
-    # vLLM's default sizes end at 512 sequences; above the largest size it launches every kernel separately
-    compilation: dict[str, Any] = {"cudagraph_capture_sizes": capture_sizes(rollout.max_sequences)}
+    compilation: dict[str, Any] = {
+        # vLLM's default sizes end at 512 sequences; above the largest size it launches every kernel separately
+        "cudagraph_capture_sizes": capture_sizes(rollout.max_sequences, _sequences_of_step(config)),
+        # no graphs for batches with a prompt, which mostly have more tokens than the largest size
+        "cudagraph_mode": "FULL_DECODE_ONLY",
+    }
     if rollout.exact or not rollout.compile_engine:  # a compiler fuses kernels, and fused kernels round differently
-        compilation |= {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+        compilation |= {"mode": 0}
     return {
         "enable_sleep_mode": rollout.sleep != "never",
         "gpu_memory_utilization": rollout.gpu_memory_utilization,
@@ -214,10 +221,23 @@ def _adapter_settings(model: Path, config: ExperimentConfig) -> dict[str, Any]:
     return settings
 
 
-def capture_sizes(max_num_seqs: int) -> list[int]:
-    """Batch sizes of CUDA graphs: above 64 sequences, at most an eighth of a batch is padding."""
-    above = [size * step // 8 for size in (64 << k for k in range(10)) for step in range(9, 17)]
-    return sorted({size for size in (1, 2, 4, *range(8, 65, 8), *above) if size < max_num_seqs} | {max_num_seqs})
+def _sequences_of_step(config: ExperimentConfig) -> int:
+    """How many sequences one engine samples at once while it trains, at most."""
+    if config.rollout.partial is not None:
+        return config.rollout.max_sequences
+    resources = config.resources
+    engines = max(1, (resources.rollout_workers or resources.workers) // config.rollout.tensor_parallel)
+    return -(-config.training.problems_per_batch * config.rollout.group_size // engines)
+
+
+def capture_sizes(max_num_seqs: int, in_step: int) -> list[int]:
+    """Batch sizes of CUDA graphs. Above 64 sequences, at most an eighth of a batch is padding, and at most a third of
+    one with more than ``in_step`` sequences. Only evaluations are that large, and each graph takes time at the start.
+    """
+    fine = [size * step // 8 for size in (64 << k for k in range(10)) for step in range(9, 17)]
+    coarse = [size * step // 2 for size in (64 << k for k in range(10)) for step in (3, 4)]
+    sizes = {1, 2, 4, *range(8, 65, 8), *(size for size in fine if size < in_step), in_step, *coarse}
+    return sorted({size for size in sizes if size < max_num_seqs} | {max_num_seqs})
 
 
 def fp8_of_decoder(model: Path) -> dict[str, Any]:
@@ -360,6 +380,21 @@ def warmed_up_as_sampled(rollout: RolloutConfig) -> Iterator[None]:
         yield
     finally:
         params.for_sampler_warmup = of_vllm
+
+
+@contextmanager
+def graphs_with_adapter() -> Iterator[None]:
+    """While an engine is built inside the block, vLLM captures CUDA graphs only for requests with an adapter. A run
+    with adapters has no others, and the graphs of both kinds take twice as long."""
+    from vllm.v1.worker.gpu import model_runner
+
+    runner: Any = model_runner
+    of_vllm = runner.get_lora_capture_cases
+    runner.get_lora_capture_cases = lambda lora, compilation: [n for n in of_vllm(lora, compilation) if n > 0]
+    try:
+        yield
+    finally:
+        runner.get_lora_capture_cases = of_vllm
 
 
 @contextmanager

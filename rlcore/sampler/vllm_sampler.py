@@ -34,8 +34,8 @@ class EngineSleep:
         self._engine = engine
         mode = engine.config.rollout.sleep
         self._sleeps, self._undecided = mode != "never" and engine.device != "cpu", mode == "auto"
-        # level 2 drops the weights, because the next sync sends them; of an adapter's run it does not: 1 keeps a copy
-        self._level = 2 if engine.config.model.lora is None else 1
+        self._syncs_send_all = engine.config.model.lora is None
+        self.lost_weights = True  # all of them are 0 at the start
         self._freed_bytes = self._peak_bytes = 0
         self.asleep = False
 
@@ -44,7 +44,10 @@ class EngineSleep:
         if self._sleeps and not self.asleep:
             self._end_phase()
             free, _ = torch.cuda.mem_get_info()
-            self._engine.llm.sleep(level=self._level)
+            # 1 keeps a copy of the weights on the host, whose allocation takes seconds; 2 drops them
+            drops = self._syncs_send_all or self.lost_weights or self._undecided
+            self._engine.llm.sleep(level=2 if drops else 1)
+            self.lost_weights = drops
             self.asleep, self._freed_bytes = True, torch.cuda.mem_get_info()[0] - free
 
     def decide(self) -> None:
@@ -249,6 +252,12 @@ class VllmSampler:
         with self._engine.without_adapter_layers():
             self.load_weights(weights, version=0)
         self._version = None
+        self.memory.lost_weights = False
+
+    @property
+    def needs_base(self) -> bool:
+        """Whether the frozen weights of a policy with adapters must be sent before its adapter."""
+        return self.memory.lost_weights
 
     def load_adapter(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> int:
         """Replace the adapter, drop every cache that depends on weights, and verify the result.

@@ -75,6 +75,16 @@ def _against_verl() -> Iterator[Row]:
             f"{goal} x",
             reached(ratio >= goal, see="14"),
         )
+    sides = record("verl-vl-ragged-h200")["regimes"]["ragged"]
+    peer, ours = (sides[side]["tokens_per_s"]["median"] for side in ("verl", "ours"))
+    yield Row(
+        "the same, ragged, by real tokens/s: ours / verl 0.9.1 ‡",
+        f"verl: {rounded(peer)}, {sides['verl']['mean_length']['median']:.0f} tokens in a completion",
+        f"{rounded(ours)}, {sides['ours']['completion']['median'] / sides['ours']['rollouts']['median']:.0f} tokens: "
+        f"{ours / peer:.2f} x",
+        "2.0 x",
+        "see 14",
+    )
 
 
 def _whole_steps() -> Iterator[Row]:
@@ -157,6 +167,44 @@ def _whole_steps() -> Iterator[Row]:
     speed = record("step-geometry3k-7b-h200")["regimes"]["ragged"]["tokens_per_s"]
     middle, low, high = (rounded(speed[key]) for key in ("median", "min", "max"))
     yield Row("VL-7B on Geometry3K, real tokens/s *", "", f"{middle} ({low} to {high})", "", "see 3")
+    yield from _against_trl_pinned()
+
+
+def _against_trl_pinned() -> Iterator[Row]:
+    """TRL's steps with the pinned versions."""
+    found, see = record("trl-pinned-h200"), "22"
+    text = {
+        (side, regime): [row for row in found["text"][side] if row["counted"] and row["regime"] == regime]
+        for side in ("TRL", "ours")
+        for regime in ("fixed", "ragged")
+    }
+    seconds = {side: [row["seconds"] for row in text[side, "fixed"]] for side in ("TRL", "ours")}
+    peer, ours = (statistics.median(each) for each in seconds.values())
+    both = [f"{statistics.median(each):.2f} s ({min(each):.2f} to {max(each):.2f})" for each in seconds.values()]
+    yield Row(
+        "whole step, text, fixed: TRL 1.16 / ours ‡",
+        both[0],
+        f"{both[1]}: {peer / ours:.2f} x",
+        "3.0 x",
+        reached(peer >= 3 * ours, see=see),
+    )
+    peer, ours = (statistics.median(row["tokens_per_s"] for row in text[side, "ragged"]) for side in ("TRL", "ours"))
+    yield Row(
+        "the same, ragged, by real tokens/s ‡",
+        f"{rounded(peer)} in one step",
+        f"{rounded(ours)}: {ours / peer:.2f} x",
+        "5.0 x",
+        reached(ours >= 5 * peer, see=see),
+    )
+    (peer,) = (row["seconds"] for row in found["vl"]["TRL"] if row["counted"])
+    ours = record("verl-vl-h200")["regimes"]["fixed"]["ours"]["seconds"]["median"]
+    yield Row(
+        "whole step, VL-3B, fixed: TRL 1.16 ‡ / ours †",
+        f"{peer:.1f} s in one step",
+        f"{ours:.2f} s on another day: {peer / ours:.1f} x",
+        "8.0 x",
+        f"see {see}",
+    )
 
 
 def _sampler() -> Iterator[Row]:
@@ -214,6 +262,10 @@ def _sampler() -> Iterator[Row]:
 
 def _pinned() -> Iterator[Row]:
     """With the versions that an installation for GPUs has now."""
+    speed = record("step-geometry3k-7b-pinned-h200")["regimes"]["ragged"]["tokens_per_s"]
+    middle, low, high = (rounded(speed[key]) for key in ("median", "min", "max"))
+    verdict = reached(speed["median"] >= 9_000, see="3")
+    yield Row("VL-7B on Geometry3K, 90 x 5, real tokens/s ‡", "", f"{middle} ({low} to {high})", "9,000", verdict)
     found, see = record("pinned-h200"), "15"
     text, seven, vl = found["step text"]["regimes"], found["update"]["text-7b"], found["update"]["vl"]["kept"]
     steps = [text[regime] for regime in ("fixed", "ragged")]
@@ -273,8 +325,8 @@ def _starts() -> Iterator[Row]:
     flows = [record(name)["seconds"] for name in ("flow-text-1.5b-h200", "flow-vl-3b-h200")]
     first, next_one = "start to first step done", "the next trainer's start to step 3 done"
     for measure, key, goals in (
-        ("trainer start to the end of step 1, text 1.5B / VL-3B with LoRA §", first, (45, 60)),
-        ("the same after a kill, to the end of its first step §", next_one, (25, 35)),
+        ("trainer start to the end of step 1, text 1.5B / VL-3B with LoRA ‡", first, (45, 60)),
+        ("the same after a kill, to the end of its first step ‡", next_one, (25, 35)),
     ):
         seconds = [flow[key] for flow in flows]
         met = [value <= goal for value, goal in zip(seconds, goals, strict=True)]

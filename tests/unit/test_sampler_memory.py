@@ -20,6 +20,7 @@ class PlayedGpu:
     def __init__(self) -> None:
         self.tensors = self.peak = 0
         self.asleep: set[str] = set()
+        self.levels: list[int] = []
         self.config = SimpleNamespace(rollout=SimpleNamespace(sleep="always"), model=SimpleNamespace(lora=None))
         self.device, self.llm = "cuda", self
 
@@ -29,6 +30,7 @@ class PlayedGpu:
         self.peak = max(self.peak, size + WEIGHTS + CACHE)
 
     def sleep(self, level: int) -> None:
+        self.levels.append(level)
         self.asleep = {"weights", "kv_cache"}
 
     def wake_up(self, tags: list[str]) -> None:
@@ -85,3 +87,29 @@ def test_only_allocations_that_sleep_are_left_out(monkeypatch: pytest.MonkeyPatc
     assert engine.sleeping_bytes() == 0  # no allocator yet
     monkeypatch.setattr(CuMemAllocator, "instance", allocator)
     assert engine.sleeping_bytes() == 103
+
+
+@pytest.mark.parametrize(
+    ("mode", "held", "levels", "sent"),
+    [
+        ("auto", 2, [2, 2], [True, True, False, False]),  # both fit: it stays awake
+        ("auto", 50, [2, 2, 1, 1], [True, True, False, False]),
+        ("always", 2, [2, 1, 1, 1], [True, False, False, False]),
+    ],
+)
+def test_frozen_weights_are_kept_on_the_host_only_if_the_engine_will_sleep_often(
+    mode: str, held: int, levels: list[int], sent: list[bool], gpu: PlayedGpu
+) -> None:
+    gpu.config = SimpleNamespace(rollout=SimpleNamespace(sleep=mode), model=SimpleNamespace(lora="an adapter"))
+    memory = EngineSleep(gpu)  # type: ignore[arg-type]
+    found = []
+    for step in range(4):
+        memory.sleep()
+        gpu.hold(held)
+        if step:
+            memory.decide()
+        memory.wake_weights()
+        found.append(memory.lost_weights)
+        memory.lost_weights = False  # they are sent
+        memory.wake_cache()
+    assert (gpu.levels, found) == (levels, sent)

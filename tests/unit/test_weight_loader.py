@@ -13,7 +13,7 @@ from rlcore.config import RolloutConfig
 from rlcore.data.tiny import build_text_tokenizer
 from rlcore.errors import SamplerError
 from rlcore.sampler import weights
-from rlcore.sampler.start import capture_sizes, one_tokenizer, warmed_up_as_sampled
+from rlcore.sampler.start import capture_sizes, graphs_with_adapter, one_tokenizer, warmed_up_as_sampled
 from rlcore.sampler.weights import Parts, WeightLoader, checksum, replay_load, watched_load
 
 
@@ -160,9 +160,12 @@ def test_the_checksum_is_blind_to_layout_and_to_nothing_smaller_than_a_bit() -> 
 
 
 def test_graphs_are_recorded_up_to_the_largest_batch() -> None:
-    assert capture_sizes(1) == [1]
-    assert capture_sizes(20) == [1, 2, 4, 8, 16, 20]
-    sizes = capture_sizes(1000)
+    assert capture_sizes(1, in_step=1) == [1]
+    assert capture_sizes(20, in_step=80) == [1, 2, 4, 8, 16, 20]
+    small = [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64]
+    assert capture_sizes(1024, in_step=80) == [*small, 72, 80, 96, 128, 192, 256, 384, 512, 768, 1024]
+    assert capture_sizes(300, in_step=48) == [*small, 96, 128, 192, 256, 300]
+    sizes = capture_sizes(1000, in_step=1000)
     assert sizes[-1] == 1000
     assert all(above <= below * 9 / 8 for below, above in zip(sizes, sizes[1:], strict=False) if below >= 64)
 
@@ -182,3 +185,20 @@ def test_an_engine_warms_up_what_the_run_samples_with() -> None:
     assert (run.temperature, run.top_p, run.min_p, run.repetition_penalty, run.logprobs) == (0.7, 0.9, 0.0, 1.0, 0)
     of_vllm = SamplingParams.for_sampler_warmup()
     assert (of_vllm.min_p > 0, of_vllm.repetition_penalty > 1) == (True, True), "so leaving features out saves time"
+
+
+def test_an_engine_with_adapters_captures_graphs_only_for_requests_with_one() -> None:
+    from vllm.config import CompilationConfig
+    from vllm.config.lora import LoRAConfig
+    from vllm.v1.worker.gpu import model_runner
+
+    def captured() -> list[int]:
+        """Numbers of adapters in a batch."""
+        cases: list[int] = model_runner.get_lora_capture_cases(LoRAConfig(max_loras=1), CompilationConfig())  # type: ignore[attr-defined]
+        return cases
+
+    with graphs_with_adapter():
+        run = captured()
+    of_vllm = captured()
+    assert of_vllm == [0, *run], "so leaving batches without an adapter out saves time"
+    assert run
