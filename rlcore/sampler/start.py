@@ -70,8 +70,10 @@ def start_engine(
     """
     rollout = config.rollout
     set_engine_environment(device)
-    if device != "cpu" and rollout.tensor_parallel == 1:  # ranks that share a model must all profile, or none
-        os.environ.setdefault("VLLM_ENABLE_STARTUP_PLAN", "1")  # the next start takes the size of the cache from a file
+    if device != "cpu" and rollout.tensor_parallel == 1:
+        # The next start reads the size of the key-value cache from a file, and need not profile memory. vLLM decides so
+        # for each rank alone, but ranks that share an engine must all profile or none of them.
+        os.environ.setdefault("VLLM_ENABLE_STARTUP_PLAN", "1")
     if rollout.exact:
         os.environ[BATCH_INVARIANT] = "1"
     with clock("vLLM's imports"), importing_vllm():
@@ -224,7 +226,7 @@ def _adapter_settings(model: Path, config: ExperimentConfig) -> dict[str, Any]:
 def _sequences_of_step(config: ExperimentConfig) -> int:
     """How many sequences one engine samples at once while it trains, at most."""
     if config.rollout.partial is not None:
-        return config.rollout.max_sequences
+        return config.rollout.max_sequences  # more than one batch is in flight
     resources = config.resources
     engines = max(1, (resources.rollout_workers or resources.workers) // config.rollout.tensor_parallel)
     return -(-config.training.problems_per_batch * config.rollout.group_size // engines)
@@ -234,9 +236,13 @@ def capture_sizes(max_num_seqs: int, in_step: int) -> list[int]:
     """Batch sizes of CUDA graphs. Above 64 sequences, at most an eighth of a batch is padding, and at most a third of
     one with more than ``in_step`` sequences. Only evaluations are that large, and each graph takes time at the start.
     """
-    fine = [size * step // 8 for size in (64 << k for k in range(10)) for step in range(9, 17)]
-    coarse = [size * step // 2 for size in (64 << k for k in range(10)) for step in (3, 4)]
-    sizes = {1, 2, 4, *range(8, 65, 8), *(size for size in fine if size < in_step), in_step, *coarse}
+
+    def above_64(parts: int) -> list[int]:
+        """64 to 128, 128 to 256 and so on, each in this many equal parts."""
+        return [(64 << k) * part // parts for k in range(10) for part in range(parts + 1, 2 * parts + 1)]
+
+    fine = [size for size in above_64(8) if size < in_step]
+    sizes = {1, 2, 4, *range(8, 65, 8), *fine, in_step, *above_64(2)}
     return sorted({size for size in sizes if size < max_num_seqs} | {max_num_seqs})
 
 

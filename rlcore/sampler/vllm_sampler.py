@@ -34,8 +34,7 @@ class EngineSleep:
         self._engine = engine
         mode = engine.config.rollout.sleep
         self._sleeps, self._undecided = mode != "never" and engine.device != "cpu", mode == "auto"
-        self._syncs_send_all = engine.config.model.lora is None
-        self.lost_weights = True  # all of them are 0 at the start
+        self.lost_weights = True  # the first sync sends all of them
         self._freed_bytes = self._peak_bytes = 0
         self.asleep = False
 
@@ -45,7 +44,8 @@ class EngineSleep:
             self._end_phase()
             free, _ = torch.cuda.mem_get_info()
             # 1 keeps a copy of the weights on the host, whose allocation takes seconds; 2 drops them
-            drops = self._syncs_send_all or self.lost_weights or self._undecided
+            syncs_send_all = self._engine.config.model.lora is None
+            drops = syncs_send_all or self.lost_weights or self._undecided
             self._engine.llm.sleep(level=2 if drops else 1)
             self.lost_weights = drops
             self.asleep, self._freed_bytes = True, torch.cuda.mem_get_info()[0] - free

@@ -12,7 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from tests.bench.accepted import record
-from tests.bench.measured import percent, performance
+from tests.bench.measured import performance
+from tests.bench.rows import percent
 
 DOCS = Path(__file__).parents[2] / "docs"
 

@@ -1,4 +1,4 @@
-"""What verl 0.9.1 needs on a machine with transformers 5.17 and torch 2.11, but without flash-attn.
+"""What verl 0.9.1 needs with transformers 5.17 or 5.19 and torch 2.11 or 2.13, without flash-attn.
 
 verl imports this module in each of its processes (``actor_rollout_ref.model.external_lib``). Nothing happens before the
 trainer builds its model. Then, in that process only:
