@@ -19,6 +19,7 @@ def test_the_seconds_of_a_file_are_those_of_its_tests_in_the_slower_run(tmp_path
     }
     for name, cases in runs.items():
         lines = "".join(case.format(*values) for values in cases)
-        (tmp_path / name).write_text(f"<testsuites><testsuite>{lines}</testsuite></testsuites>")
+        interrupted = '<testcase classname="tests.unit.test_a" name="test"/>'
+        (tmp_path / name).write_text(f"<testsuites><testsuite>{lines}{interrupted}</testsuite></testsuites>")
     seconds = seconds_by_file(sorted(tmp_path.iterdir()))
     assert list(seconds.items()) == [("tests/long/test_b.py", 9), ("tests/unit/test_a.py", 7)]
