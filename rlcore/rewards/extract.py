@@ -19,7 +19,7 @@ _OPEN_ANSWER = re.compile(r"<\s*answer\s*>")
 _CLOSE_ANSWER = re.compile(r"<\s*/\s*answer\s*>")
 _BOX = re.compile(r"\\boxed\s*\{")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # an escaped brace is plain text
-_DEEPER = {"{": 1, "}": -1}
+_DEPTH_CHANGE = {"{": 1, "}": -1}
 
 
 EMPTY_THOUGHT = "<think></think>"
@@ -142,7 +142,7 @@ def _last_box(text: str) -> tuple[int, int] | None:
         return None
     depth = 1
     for brace in _BRACE.finditer(text, opening.end()):
-        depth += _DEEPER.get(brace[0], 0)
+        depth += _DEPTH_CHANGE.get(brace[0], 0)
         if depth == 0:
             return opening.end(), brace.start()
     return None

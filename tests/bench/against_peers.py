@@ -1,4 +1,4 @@
-"""Rows of whole steps beside those of verl and TRL, from ``accepted/*.json``."""
+"""Rows that compare whole steps with those of verl and TRL, from ``accepted/*.json``."""
 
 from __future__ import annotations
 

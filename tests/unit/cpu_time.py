@@ -13,8 +13,8 @@ T = TypeVar("T")
 def timed(call: Callable[[], T]) -> tuple[T, float]:
     """The result of a call and the CPU seconds of this thread in it, with the garbage collector off.
 
-    A full collection visits every object of the test process. There that takes longer than grading a long text, and a
-    grading process has far fewer objects.
+    A full collection visits every object of the process. In a test process that takes longer than grading a long text.
+    A grading process has far fewer objects.
     """
     was_enabled = gc.isenabled()
     gc.disable()
