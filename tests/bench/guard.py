@@ -36,7 +36,7 @@ MAIN_ROWS = {
     "update, VL-3B, fixed": ACCEPTED,
     "update, VL-3B, ragged": ACCEPTED,
     "sampling, text": OWN_LOOP,
-    "sampling, VL-3B": ACCEPTED,
+    "sampling, VL-3B": OWN_LOOP,
     "weight sync, text": TRL,
     "weight sync, VL-3B": TRL,
 }
@@ -45,18 +45,18 @@ MAIN_ROWS = {
 BENCHMARKS: Mapping[str, tuple[str, ...]] = {
     "step-text": ("step", "--kind", "text", "--warmup", "1", "--eos-bias", "5.89", "--tokens-per-microbatch", "17408"),
     "step-vl": ("step", "--kind", "vl", "--regimes", "fixed", "--warmup", "1", "--tokens-per-microbatch", "9216"),
-    "update-text": ("update", "--model", "text", "--variants", "kept", "--problems", "16", "--budget", "17408"),
-    "update-vl": ("update", "--model", "vl", "--variants", "kept", "--problems", "8", "--budget", "9216"),
+    "update-text": ("update", "--model", "text", "--variants", "kept", "--problems", "32", "--budget", "17408"),
+    "update-vl": ("update", "--model", "vl", "--variants", "kept", "--problems", "32", "--budget", "9216"),
     "rollout-text": ("rollout", "--kind", "text", "--bursts", "32,64"),
-    "rollout-vl": ("rollout", "--kind", "vl", "--problems", "32", "--prompt-tokens", "623", "--bursts", "32"),
+    "rollout-vl": ("rollout", "--kind", "vl", "--problems", "32", "--bursts", "32"),
 }
 _MORE: Mapping[str, tuple[str, ...]] = {
     "step-text": ("--counted", "8", "--set", "model.gradient_checkpointing=none"),
     "step-vl": ("--counted", "8", "--set", "model.gradient_checkpointing=none"),
-    "update-text": ("--repeats", "3"),
-    "update-vl": ("--repeats", "3"),
+    "update-text": ("--repeats", "8"),
+    "update-vl": ("--repeats", "8"),
     "rollout-text": (),
-    "rollout-vl": ("--own-loop-only", "--set", "rollout.gpu_memory_utilization=0.5"),
+    "rollout-vl": ("--set", "rollout.gpu_memory_utilization=0.5"),
 }
 _TINY: Mapping[str, tuple[str, ...]] = {
     "step-text": ("--tiny", "--counted", "1", "--tokens-per-microbatch", "1024"),
@@ -64,7 +64,7 @@ _TINY: Mapping[str, tuple[str, ...]] = {
     "update-text": ("--tiny",),
     "update-vl": ("--tiny",),
     "rollout-text": ("--tiny", "--bursts", "1,4"),
-    "rollout-vl": ("--tiny", "--bursts", "4", "--prompt-tokens", "48", "--own-loop-only"),
+    "rollout-vl": ("--tiny", "--bursts", "4"),
 }
 
 
@@ -168,13 +168,14 @@ def our_speeds(outputs: Mapping[str, Any]) -> dict[str, float]:
 
 def other_speeds(outputs: Mapping[str, Any]) -> dict[str, float]:
     """The same of what ours was run by turns with."""
-    found = {"sampling, text": outputs["rollout-text"]["vllm_own_loop"]["tokens_per_s"]}
-    text, vl = (_regimes(outputs[name], "peer") for name in ("step-text", "step-vl"))
-    if text:
-        found["whole step, text, fixed"] = 1 / text["fixed"]["seconds"]["median"]
-        found["whole step, text, ragged, real tokens/s"] = text["ragged"]["tokens_per_s"]["median"]
-    if vl:
-        found["whole step, VL-3B, fixed"] = 1 / vl["fixed"]["seconds"]["median"]
+    found = {}
+    for kind, label in (("text", "text"), ("vl", "VL-3B")):
+        found[f"sampling, {label}"] = outputs[f"rollout-{kind}"]["vllm_own_loop"]["tokens_per_s"]
+        if peer := _regimes(outputs[f"step-{kind}"], "peer"):
+            found[f"whole step, {label}, fixed"] = 1 / peer["fixed"]["seconds"]["median"]
+            found[f"weight sync, {label}"] = 1 / peer["fixed"]["sync_weights"]["median"]
+            if "ragged" in peer:
+                found[f"whole step, {label}, ragged, real tokens/s"] = peer["ragged"]["tokens_per_s"]["median"]
     return found
 
 
@@ -183,17 +184,6 @@ def _regimes(output: Mapping[str, Any], side: str) -> dict[str, Any]:
     if output.get("side") == "ours":
         return dict(output["regimes"]) if side == "ours" else {}
     return {regime: sides[side] for regime, sides in output["regimes"].items() if side in sides}
-
-
-def trl_record() -> dict[str, float]:
-    found = record("trl-h200")["results"]
-    return {
-        "whole step, text, fixed": 1 / found["text"]["fixed"]["seconds"],
-        "whole step, text, ragged, real tokens/s": found["text"]["ragged"]["tokens_per_s"],
-        "whole step, VL-3B, fixed": 1 / found["vl"]["fixed"]["seconds"],
-        "weight sync, text": 1 / found["text"]["fixed"]["weight_sync"],
-        "weight sync, VL-3B": 1 / found["vl"]["fixed"]["weight_sync"],
-    }
 
 
 def accepted_outputs() -> dict[str, Any]:
@@ -205,27 +195,21 @@ def accepted_outputs() -> dict[str, Any]:
 
 
 def accepted_ratios(run_here: Mapping[str, float]) -> dict[str, Ratio]:
-    """Of each main row. TRL's text steps have two records: of the same hour as ours, and of another day. The first
-    counts where TRL runs by turns with ours now. TRL's VL steps by turns are of a slower machine and are left out.
-    """
+    """Of each main row."""
+    ours = our_speeds(accepted_outputs())
+    others = recorded_others()
+    return {row: Ratio(ours[row] / others[row], DEVICE, MAIN_ROWS[row], row not in run_here) for row in MAIN_ROWS}
+
+
+def recorded_others() -> dict[str, float]:
+    """By main row what ours is compared with: the other side's record, or our own."""
     outputs = accepted_outputs()
-    ours, by_turns = our_speeds(outputs), other_speeds(outputs)
-    of_day = trl_record()
-
-    def other(row: str) -> float:
-        if MAIN_ROWS[row] == ACCEPTED:
-            return ours[row]
-        if MAIN_ROWS[row] == OWN_LOOP or (row in run_here and "text" in row):
-            return by_turns[row]
-        return of_day[row]
-
-    return {row: Ratio(ours[row] / other(row), DEVICE, MAIN_ROWS[row], row not in run_here) for row in MAIN_ROWS}
+    return our_speeds(outputs) | other_speeds(outputs)
 
 
 def measured_ratios(outputs: Mapping[str, Any], device: str, *, tiny: bool = False) -> dict[str, Ratio]:
     """Against what was run here, else against the record. Nothing of a tiny run is compared."""
-    ours, run_here = our_speeds(outputs), other_speeds(outputs)
-    recorded = our_speeds(accepted_outputs()) | trl_record()
+    ours, run_here, recorded = our_speeds(outputs), other_speeds(outputs), recorded_others()
     found = {}
     for row, other in MAIN_ROWS.items():
         here = row in run_here

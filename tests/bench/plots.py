@@ -23,53 +23,69 @@ def median(value: Any) -> float:
 
 
 def steps(path: Path) -> None:
-    """Whole steps of both sides, by phase; TRL's of the picture model are those of an earlier, faster machine."""
-    text, vl = record("step-text-h200")["regimes"], record("step-vl-h200")["regimes"]
-    recorded = record("trl-h200")["results"]["vl"]["fixed"]
-    rows = [
-        ("TRL 1.16, text fixed", text["fixed"]["peer"]),
-        ("rlflow", text["fixed"]["ours"]),
-        ("TRL 1.16, text ragged", text["ragged"]["peer"]),
-        ("rlflow", text["ragged"]["ours"]),
-        ("TRL 1.16, VL-3B", recorded),
-        ("rlflow", vl["fixed"]["ours"]),
-        ("rlflow, VL-3B ragged", vl["ragged"]["ours"]),
-    ]
-    figure, axes = plt.subplots(figsize=(8, 3.6), layout="constrained")
+    """Whole steps of TRL, verl and ours, by phase."""
+    trl = {kind: record(f"step-{kind}-h200")["regimes"] for kind in ("text", "vl")}
+    verl = {
+        "text": record("verl-text-h200")["regimes"] | record("verl-text-ragged-h200")["regimes"],
+        "vl": record("verl-vl-h200")["regimes"] | record("verl-vl-ragged-h200")["regimes"],
+    }
+    rows = []
+    for kind, regime, label in (
+        ("text", "fixed", "text fixed"),
+        ("text", "ragged", "text ragged"),
+        ("vl", "fixed", "VL-3B fixed"),
+        ("vl", "ragged", "VL-3B ragged"),
+    ):
+        if regime in trl[kind]:
+            rows.append((f"TRL 1.16, {label}", trl[kind][regime]["peer"]))
+        rows.append((f"verl 0.9.1, {label}", verl[kind][regime]["verl"]))
+        rows.append(("rlflow", verl[kind][regime]["ours"]))
+    figure, axes = plt.subplots(figsize=(8, 4.6), layout="constrained")
     for place, (_, found) in enumerate(rows):
         seconds, left = median(found["seconds"]), 0.0
-        logprobs = sum(median(found.get(name, 0.0)) for name in ("logps", "logprobs", "old_logprobs", "ref_logprobs"))
-        phases = [median(found["generate"]), logprobs, median(found["update"])]
+        logprobs = sum(median(found.get(name, 0.0)) for name in ("logps", "old_log_prob", "old_logprobs"))
+        sampling, update = (
+            median(next(found[name] for name in names if name in found))
+            for names in (("generate", "gen"), ("update", "update_actor"))
+        )
+        phases = [sampling, logprobs, update]
         for (name, color), part in zip(PHASES.items(), [*phases, seconds - sum(phases)], strict=True):
             axes.barh(place, part, left=left, color=color, label=name if place == 0 else None)
             left += part
         axes.text(left + 0.5, place, f"{seconds:.1f} s, {median(found['tokens_per_s']):,.0f} tokens/s", va="center")
     axes.set_yticks(range(len(rows)), [name for name, _ in rows])
     axes.invert_yaxis()
-    axes.set(xlabel="seconds", xlim=(0, 92))
+    axes.set(xlabel="seconds", xlim=(0, 165))
     axes.set_title("one GRPO step, 32 x 8, on one H200", fontsize=10)
-    axes.legend(fontsize=8, ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.15), frameon=False)
+    axes.legend(fontsize=8, ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.12), frameon=False)
     figure.savefig(path, dpi=130)
 
 
 def update(path: Path) -> None:
     """The update's MFU by variant, with what is to be reached."""
-    ours, trl = record("update-h200")["results"], record("trl-h200")["results"]
-    goals = {"text": ("1.5B text", 0.45), "vl": ("VL-3B", 0.38), "text-7b": ("7B text", 0.5)}
+    ours = record("update-h200")["results"]
+    trl = {kind: record(f"step-{kind}-h200")["regimes"] for kind in ("text", "vl")}
+    panels_of = {
+        "text": ("1.5B text", 0.5, ("kept", "compiled")),
+        "vl": ("VL-3B", 0.47, ("kept", "frozen", "offload")),
+        "text-7b": ("7B text", 0.56, ("kept_bf16", "selective_bf16")),
+    }
     bars = {
-        kind: [(f"TRL\n{regime}", found["update_mfu"], PEER) for regime, found in trl.get(kind, {}).items()]
-        + [
-            (f"{variant.replace('_', chr(10))}\n{regime}", regimes[regime]["mfu"], OURS)
-            for variant, regimes in sorted(ours[kind].items())
-            for regime in ("fixed", "ragged")
-            if regime in regimes
+        kind: [
+            (f"TRL\n{regime}", median(sides["peer"]["update_mfu"]), PEER) for regime, sides in trl.get(kind, {}).items()
         ]
-        for kind in goals
+        + [
+            (f"{variant.replace('_', chr(10))}\n{regime}", ours[kind][variant][regime]["mfu"], OURS)
+            for variant in variants
+            for regime in ("fixed", "ragged")
+            if regime in ours[kind][variant]
+        ]
+        for kind, (_, _, variants) in panels_of.items()
     }
     figure, panels = plt.subplots(
-        1, 3, figsize=(13, 3.4), layout="constrained", sharey=True, width_ratios=[len(bars[kind]) for kind in goals]
+        1, 3, figsize=(11, 3.4), layout="constrained", sharey=True, width_ratios=[len(bars[kind]) for kind in bars]
     )
-    for axes, (kind, (title, goal)) in zip(panels, goals.items(), strict=True):
+    for axes, (kind, (title, goal, _)) in zip(panels, panels_of.items(), strict=True):
         names, values, colors = zip(*bars[kind], strict=True)
         axes.bar(range(len(names)), [100 * value for value in values], color=colors)
         for place, value in enumerate(values):
@@ -78,15 +94,17 @@ def update(path: Path) -> None:
         axes.axhline(100 * goal, color=TARGET, linewidth=0.8, linestyle="--")
         axes.text(len(names) - 0.5, 100 * goal + 0.5, "to reach", ha="right", fontsize=8)
         axes.set_title(title, fontsize=10)
-    panels[0].set(ylabel="update MFU, %", ylim=(0, 58))
+    panels[0].set(ylabel="update MFU, %", ylim=(0, 62))
     figure.savefig(path, dpi=130)
 
 
 def generation(path: Path) -> None:
     """Tokens per second of the sampler, and a weight sync."""
-    text, vl, trl = (record(f"{name}-h200") for name in ("rollout-text", "rollout-vl", "trl"))
+    rollout = {kind: record(f"rollout-{kind}-h200") for kind in ("text", "vl")}
+    trl = {kind: record(f"step-{kind}-h200")["regimes"]["fixed"]["peer"] for kind in rollout}
+    text = rollout["text"]
     bars = [
-        ("TRL\n256 seq.", trl["results"]["text"]["fixed"]["generate_tokens_per_s"], PEER),
+        ("TRL\n256 seq.", median(trl["text"]["generate_tokens_per_s"]), PEER),
         ("vLLM's\nown loop", text["vllm_own_loop"]["tokens_per_s"], PEER),
         *((f"bursts\nof {run['burst']}", run["tokens_per_s"], OURS) for run in text["bursts"]),
     ]
@@ -94,19 +112,21 @@ def generation(path: Path) -> None:
     speed.bar([name for name, _, _ in bars], [value / 1e3 for _, value, _ in bars], color=[c for _, _, c in bars])
     for place, (_, value, _) in enumerate(bars):
         speed.text(place, value / 1e3 - 5, f"{value / 1e3:.1f}", ha="center", fontsize=8, color="white")
-    speed.axhline(80, color=TARGET, linewidth=0.8, linestyle="--")
-    speed.text(-0.4, 81, "to reach", fontsize=8)
-    speed.set(ylabel="thousand tokens/s", ylim=(0, 92))
+    speed.axhline(100, color=TARGET, linewidth=0.8, linestyle="--")
+    speed.text(-0.4, 101, "to reach", fontsize=8)
+    speed.set(ylabel="thousand tokens/s", ylim=(0, 112))
     speed.set_title("sampling, 1.5B, 1,024 x (256 + 512)", fontsize=10)
     times = [
-        ("TRL\ntext", trl["results"]["text"]["fixed"]["weight_sync"], PEER),
-        ("rlflow\ntext", text["sync"]["median"], OURS),
-        ("TRL\nVL-3B", trl["results"]["vl"]["fixed"]["weight_sync"], PEER),
-        ("rlflow\nVL-3B", vl["sync"]["median"], OURS),
+        bar
+        for kind, label in (("text", "text"), ("vl", "VL-3B"))
+        for bar in (
+            (f"TRL\n{label}", median(trl[kind]["sync_weights"]), PEER),
+            (f"rlflow\n{label}", rollout[kind]["sync"]["median"], OURS),
+        )
     ]
     sync.bar([name for name, _, _ in times], [1e3 * value for _, value, _ in times], color=[c for _, _, c in times])
     for place, (_, value, _) in enumerate(times):
-        sync.text(place, 1e3 * value - 6, f"{1e3 * value:.0f}", ha="center", fontsize=8, color="white")
+        sync.text(place, 1e3 * value + 10, f"{1e3 * value:,.0f}", ha="center", fontsize=8)
     sync.set(ylabel="milliseconds")
     sync.set_title("weight sync", fontsize=10)
     figure.savefig(path, dpi=130)

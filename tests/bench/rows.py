@@ -17,11 +17,6 @@ class Row:
     verdict: str = ""
 
 
-def medians(steps: Mapping[str, Any]) -> dict[str, float]:
-    """Of each number of a record's steps, which holds median, min and max of it."""
-    return {key: value["median"] for key, value in steps.items() if isinstance(value, Mapping)}
-
-
 def spread(steps: Mapping[str, Any], key: str = "seconds") -> str:
     return "{median:.2f} s ({min:.2f} to {max:.2f})".format(**steps[key])
 
