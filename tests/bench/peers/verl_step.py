@@ -245,6 +245,8 @@ def settings(arguments: argparse.Namespace, case: Case, work: Path, steps: int) 
     }
     if arguments.kind == "vl":
         options |= {f"+{rollout}.limit_images": 1, f"+{rollout}.engine_kwargs.vllm.skip_mm_profiling": True}
+        # verl's default, "dummy", also replaces the values with which vLLM 0.32 normalises pictures
+        options[f"{rollout}.load_format"] = "safetensors"
     return [f"{key}={value}" for key, value in options.items()]
 
 
