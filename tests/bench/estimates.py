@@ -110,8 +110,8 @@ def rows() -> Iterator[Row]:
         plan, seconds = update_plan(kind, variant, regime, **others), updates[kind][variant][regime]["seconds"]
         return Row(f"{label}, {regime}", "update", model or kind, plan, seconds, within, fitted)
 
-    yield update("update, text, kept", "text", "kept_16", "fixed", 0.05, fitted=True)
-    yield update("update, text, kept", "text", "kept_16", "ragged", 0.15, fitted=True)
+    yield update("update, text, 16 problems", "text", "kept_16", "fixed", 0.05, fitted=True)
+    yield update("update, text, 16 problems", "text", "kept_16", "ragged", 0.15, fitted=True)
     yield update("update, text, computed again", "text", "compiled", "fixed", 0.05, fitted=True, checkpointing="full")
     yield update("update, text, computed again", "text", "compiled", "ragged", 0.15, fitted=True, checkpointing="full")
     yield update("update, VL, 8 problems", "vl", "kept_8", "fixed", 0.05, fitted=True)
@@ -142,12 +142,14 @@ def rows() -> Iterator[Row]:
         shape = f"{problems * group:,} x ({prompt} + {completion:,})"
         return Row(f"sampling, {label}, {shape}", "sampling", kind, plan, seconds, within, fitted)
 
-    text = record("rollout-text-h200")["bursts"][0]["seconds"]
+    text = record("rollout-text-h200")["by_steps_per_call"][0]["seconds"]
     yield sampling("text", "text", (128, 256, 512), text, 1 / 6, fitted=False)
     step = record("step-text-h200")["regimes"]["fixed"]["ours"]["generate"]["median"]
     yield sampling("text in a step", "text", (32, 256, 1024), step, 1 / 6, fitted=False)
     vl = record("rollout-vl-h200")
-    yield sampling("VL", "vl", (32, SHAPES["vl"].prompt, 512), vl["bursts"][0]["seconds"], 0.20, fitted=False)
+    yield sampling(
+        "VL", "vl", (32, SHAPES["vl"].prompt, 512), vl["by_steps_per_call"][0]["seconds"], 0.20, fitted=False
+    )
     step = record("step-vl-h200")["regimes"]["fixed"]["ours"]["generate"]["median"]
     yield sampling("VL in a step", "vl", (32, SHAPES["vl"].prompt, 512), step, 0.20, fitted=False)
     placed = record("placement-h200x4")["placements"]

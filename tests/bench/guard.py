@@ -42,13 +42,15 @@ MAIN_ROWS = {
 }
 """What ours is compared with, by row."""
 
+_LABELS = {"text": "text", "vl": "VL-3B"}  # of the kinds, in the rows
+
 BENCHMARKS: Mapping[str, tuple[str, ...]] = {
     "step-text": ("step", "--kind", "text", "--warmup", "1", "--eos-bias", "5.89", "--tokens-per-microbatch", "17408"),
     "step-vl": ("step", "--kind", "vl", "--regimes", "fixed", "--warmup", "1", "--tokens-per-microbatch", "9216"),
     "update-text": ("update", "--model", "text", "--variants", "kept", "--problems", "32", "--budget", "17408"),
     "update-vl": ("update", "--model", "vl", "--variants", "kept", "--problems", "32", "--budget", "9216"),
-    "rollout-text": ("rollout", "--kind", "text", "--bursts", "32,64"),
-    "rollout-vl": ("rollout", "--kind", "vl", "--problems", "32", "--bursts", "32"),
+    "rollout-text": ("rollout", "--kind", "text", "--steps-per-call", "32,64"),
+    "rollout-vl": ("rollout", "--kind", "vl", "--problems", "32", "--steps-per-call", "32"),
 }
 _MORE: Mapping[str, tuple[str, ...]] = {
     "step-text": ("--counted", "8", "--set", "model.gradient_checkpointing=none"),
@@ -63,8 +65,8 @@ _TINY: Mapping[str, tuple[str, ...]] = {
     "step-vl": ("--tiny", "--counted", "1", "--tokens-per-microbatch", "1024"),
     "update-text": ("--tiny",),
     "update-vl": ("--tiny",),
-    "rollout-text": ("--tiny", "--bursts", "1,4"),
-    "rollout-vl": ("--tiny", "--bursts", "4"),
+    "rollout-text": ("--tiny", "--steps-per-call", "1,4"),
+    "rollout-vl": ("--tiny", "--steps-per-call", "4"),
 }
 
 
@@ -151,17 +153,13 @@ def our_speeds(outputs: Mapping[str, Any]) -> dict[str, float]:
     Args:
         outputs: what the benchmarks write, by name; a record has the same form.
     """
-    text, vl = (_regimes(outputs[name], "ours") for name in ("step-text", "step-vl"))
-    found = {
-        "whole step, text, fixed": 1 / text["fixed"]["seconds"]["median"],
-        "whole step, text, ragged, real tokens/s": text["ragged"]["tokens_per_s"]["median"],
-        "whole step, VL-3B, fixed": 1 / vl["fixed"]["seconds"]["median"],
-    }
-    for kind, label in (("text", "text"), ("vl", "VL-3B")):
+    found = {}
+    for kind, label in _LABELS.items():
+        found |= _steps(label, _regimes(outputs[f"step-{kind}"], "ours"))
         update = outputs[f"update-{kind}"]["results"][kind]["kept"]
         found |= {f"update, {label}, {regime}": 1 / update[regime]["seconds"] for regime in ("fixed", "ragged")}
         rollout = outputs[f"rollout-{kind}"]
-        found[f"sampling, {label}"] = max(run["tokens_per_s"] for run in rollout["bursts"])
+        found[f"sampling, {label}"] = max(run["tokens_per_s"] for run in rollout["by_steps_per_call"])
         found[f"weight sync, {label}"] = 1 / rollout["sync"]["median"]
     return found
 
@@ -169,13 +167,19 @@ def our_speeds(outputs: Mapping[str, Any]) -> dict[str, float]:
 def other_speeds(outputs: Mapping[str, Any]) -> dict[str, float]:
     """The same of what ours was run by turns with."""
     found = {}
-    for kind, label in (("text", "text"), ("vl", "VL-3B")):
+    for kind, label in _LABELS.items():
         found[f"sampling, {label}"] = outputs[f"rollout-{kind}"]["vllm_own_loop"]["tokens_per_s"]
         if peer := _regimes(outputs[f"step-{kind}"], "peer"):
-            found[f"whole step, {label}, fixed"] = 1 / peer["fixed"]["seconds"]["median"]
+            found |= _steps(label, peer)
             found[f"weight sync, {label}"] = 1 / peer["fixed"]["sync_weights"]["median"]
-            if "ragged" in peer:
-                found[f"whole step, {label}, ragged, real tokens/s"] = peer["ragged"]["tokens_per_s"]["median"]
+    return found
+
+
+def _steps(label: str, regimes: Mapping[str, Any]) -> dict[str, float]:
+    """Of one side's whole steps. With pictures there are no ragged ones."""
+    found = {f"whole step, {label}, fixed": 1 / regimes["fixed"]["seconds"]["median"]}
+    if "ragged" in regimes:
+        found[f"whole step, {label}, ragged, real tokens/s"] = regimes["ragged"]["tokens_per_s"]["median"]
     return found
 
 
@@ -189,9 +193,8 @@ def _regimes(output: Mapping[str, Any], side: str) -> dict[str, Any]:
 def accepted_outputs() -> dict[str, Any]:
     """The records in the form of the benchmarks' outputs."""
     update = record("update-h200")["results"]
-    kinds = ("text", "vl")
-    found = {f"{bench}-{kind}": record(f"{bench}-{kind}-h200") for bench in ("step", "rollout") for kind in kinds}
-    return found | {f"update-{kind}": {"results": {kind: {"kept": update[kind]["kept"]}}} for kind in kinds}
+    found = {f"{bench}-{kind}": record(f"{bench}-{kind}-h200") for bench in ("step", "rollout") for kind in _LABELS}
+    return found | {f"update-{kind}": {"results": {kind: {"kept": update[kind]["kept"]}}} for kind in _LABELS}
 
 
 def accepted_ratios(run_here: Mapping[str, float]) -> dict[str, Ratio]:

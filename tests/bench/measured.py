@@ -33,7 +33,7 @@ def _sampler() -> Iterator[Row]:
         (vl, "sampling, VL-3B, 256 x (431 + 512), a picture each, tokens/s", None),
         (record("rollout-vl-h100"), "the same on an H100", None),
     ):
-        own, best = run["vllm_own_loop"]["tokens_per_s"], max(burst["tokens_per_s"] for burst in run["bursts"])
+        own, best = run["vllm_own_loop"]["tokens_per_s"], max(row["tokens_per_s"] for row in run["by_steps_per_call"])
         yield Row(
             measure,
             f"{rounded(own)} (vLLM's own loop, our settings)",
@@ -41,7 +41,8 @@ def _sampler() -> Iterator[Row]:
             "2 x" if goal is None else rounded(goal),
             reached(best >= (goal or 2 * own), see="4"),
         )
-    steps = {kind: record(f"step-{kind}-h200")["regimes"]["fixed"] for kind in ("text", "vl")}
+    records = {kind: record(f"step-{kind}-h200") for kind in ("text", "vl")}
+    steps = {kind: made["regimes"]["fixed"] for kind, made in records.items()}
     for kind, run, measure, goal in (
         ("text", text, "weight sync, text, alone / in a step", None),
         ("vl", vl, "weight sync, VL-3B, alone / in a step", 0.07),
@@ -58,12 +59,10 @@ def _sampler() -> Iterator[Row]:
     for run, measure in ((text, "one sleep and one wake, text"), (vl, "one sleep and one wake, VL-3B")):
         both = [slept + woken for slept, woken in zip(run["sleep"], run["wake"], strict=True)]
         seconds = f"{min(both):.2f} to {max(both):.2f} s"
-        yield Row(measure, "", seconds, "0.6 s", reached(max(both) <= 0.6))
-    ours = [steps[kind]["ours"]["abs_delta_logprob_mean"]["median"] for kind in steps]
-    peers = [
-        statistics.median(record(f"step-{kind}-h200")["the peer's difference of log-probs, sampler and trainer"])
-        for kind in steps
-    ]
+        yield Row(measure, "", seconds, "0.6 s", reached(max(both) <= 0.6, see="5"))
+    ours = [sides["ours"]["abs_delta_logprob_mean"]["median"] for sides in steps.values()]
+    differences = "the peer's difference of log-probs, sampler and trainer"
+    peers = [statistics.median(made[differences]) for made in records.values()]
     yield Row(
         "mean difference of log-probs, sampler and trainer, text / VL",
         f"TRL: {' / '.join(f'{value:.3f}' for value in peers)}",
@@ -137,7 +136,7 @@ def _newer() -> Iterator[Row]:
         reached(apart[0] == 0, see="18"),
     )
     fp8 = record("fp8-h100")
-    (slow,), (fast,) = ([run["tokens_per_s"] for run in fp8[kind]["bursts"]] for kind in ("bfloat16", "fp8"))
+    (slow,), (fast,) = ([run["tokens_per_s"] for run in fp8[kind]["by_steps_per_call"]] for kind in ("bfloat16", "fp8"))
     yield Row(
         "`rollout.quantization=fp8`, 7B text, 1,024 x (256 + 512), tokens/s, one H100",
         f"{rounded(slow)} in bfloat16",
@@ -147,7 +146,7 @@ def _newer() -> Iterator[Row]:
     )
     update = record("newer-h200")["update"]
     yield Row(
-        "update, `adamw_bf16`, selective checkpointing: Qwen3-VL-4B, beside Qwen2.5-VL-3B",
+        "update, `adamw_bf16`, selective checkpointing: Qwen3-VL-4B, compared with Qwen2.5-VL-3B",
         f"{percent(update['vl']['mfu'])}, {rounded(update['vl']['tokens_per_second'])} tokens/s",
         f"{percent(update['vl3-4b']['mfu'])}, {rounded(update['vl3-4b']['tokens_per_second'])} tokens/s",
         "",

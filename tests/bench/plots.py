@@ -106,7 +106,7 @@ def generation(path: Path) -> None:
     bars = [
         ("TRL\n256 seq.", median(trl["text"]["generate_tokens_per_s"]), PEER),
         ("vLLM's\nown loop", text["vllm_own_loop"]["tokens_per_s"], PEER),
-        *((f"bursts\nof {run['burst']}", run["tokens_per_s"], OURS) for run in text["bursts"]),
+        *((f"{run['steps_per_call']} steps\na call", run["tokens_per_s"], OURS) for run in text["by_steps_per_call"]),
     ]
     figure, (speed, sync) = plt.subplots(1, 2, figsize=(8, 3), layout="constrained")
     speed.bar([name for name, _, _ in bars], [value / 1e3 for _, value, _ in bars], color=[c for _, _, c in bars])

@@ -1,9 +1,9 @@
-"""How fast the sampler draws, takes weights, sleeps and wakes.
+"""How fast the sampler samples, takes weights, sleeps and wakes.
 
 ``python -m tests.bench.rollout [--kind vl] [--tiny] [--out FILE]`` samples ``--problems`` x ``--group`` completions of
-``--cap`` tokens each (none ends before), once by vLLM's own loop and with each of ``--bursts``; then it times weight
-syncs from a second copy of the model, and sleep and wake. Prints JSON: tokens/s and seconds, and where the time between
-tokens goes.
+``--cap`` tokens each (none ends before), once by vLLM's own loop and with each of ``--steps-per-call``; then it times
+weight syncs from a second copy of the model, and sleep and wake. Prints JSON: tokens/s and seconds, and where the time
+between tokens goes.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def main() -> None:
     parser.add_argument("--group", type=int, default=8)
     parser.add_argument("--prompt-tokens", type=int, help="default: 256, or 431 with a picture")
     parser.add_argument("--cap", type=int, default=512)
-    parser.add_argument("--bursts", default="1,16,32,64")
+    parser.add_argument("--steps-per-call", default="1,16,32,64", help="values of rollout.scheduler_steps_per_call")
     parser.add_argument("--own-loop-only", action="store_true", help="leave vLLM's own loop out")
     parser.add_argument("--profile", action="store_true", help="tell which kernels take the time")
     common_arguments(parser, "/tmp/rollout-bench")
@@ -128,8 +128,9 @@ def measure(arguments: argparse.Namespace) -> None:
         "sample": (core.model_executor, "sample_tokens"),
     }
 
-    def draw(burst: int, seed: int) -> dict[str, Any]:
-        sampler._tokens_per_call, sampler._queued_ahead = burst, min(4, burst // 2) if device == "cuda" else 0
+    def sample(steps_per_call: int, seed: int) -> dict[str, Any]:
+        sampler._tokens_per_call = steps_per_call
+        sampler._queued_ahead = min(4, steps_per_call // 2) if device == "cuda" else 0
         engine.llm.reset_prefix_cache()
         inside: defaultdict[str, float] = defaultdict(float)
         requests = sample_requests(case.problems, arguments.group, seed=seed, batch="0")
@@ -139,7 +140,7 @@ def measure(arguments: argparse.Namespace) -> None:
         seconds = time.perf_counter() - start
         tokens = sum(len(c.token_ids) for g in groups for c in g.completions)
         logprob = sum(float(c.logprobs.sum()) for g in groups for c in g.completions) / tokens
-        row = {"burst": burst, "seconds": seconds, "tokens": tokens, "tokens_per_s": tokens / seconds}
+        row = {"steps_per_call": steps_per_call, "seconds": seconds, "tokens": tokens, "tokens_per_s": tokens / seconds}
         return row | {"inside": dict(inside), "mean_logprob": logprob, "crc": _crc(groups)}
 
     def own_loop() -> dict[str, Any]:
@@ -158,13 +159,13 @@ def measure(arguments: argparse.Namespace) -> None:
         tokens = sum(len(c.token_ids) for o in outputs for c in o.outputs)
         return {"seconds": seconds, "tokens": tokens, "tokens_per_s": tokens / seconds}
 
-    draw(32, 0)  # kernels that compile on first use
-    result["bursts"] = [draw(int(burst), 1) for burst in arguments.bursts.split(",")]
+    sample(32, 0)  # kernels that compile on first use
+    result["by_steps_per_call"] = [sample(int(steps), 1) for steps in arguments.steps_per_call.split(",")]
     core.scheduler.num_lookahead_tokens = 0
     result["vllm_own_loop"] = None if arguments.own_loop_only else own_loop()
     if arguments.profile and device == "cuda":
         sampler._params["max_tokens"] = 64
-        result["profile"] = kernels(lambda: draw(32, 2))
+        result["profile"] = kernels(lambda: sample(32, 2))
         sampler._params["max_tokens"] = arguments.cap
     write(arguments.out, result)
 
@@ -187,12 +188,12 @@ def measure(arguments: argparse.Namespace) -> None:
             woken.append(median_seconds(lambda: (memory.wake_weights(), memory.wake_cache()), 1, settle)["median"])
         result["sleep"], result["wake"] = slept, woken
         sampler.load_weights(weights.items(), next(versions))
-        result["after_waking"] = draw(32, 1)
+        result["after_waking"] = sample(32, 1)
     write(arguments.out, result)
 
 
 def _crc(groups: Any) -> int:
-    """Of all tokens drawn, to see whether two ways draw the same."""
+    """Of all sampled tokens, to see whether two ways sample the same."""
     import zlib
 
     value = 0

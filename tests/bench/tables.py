@@ -51,7 +51,7 @@ FILES = {
     "large-text-7b-h200": "text 7B, all weights, with KL on one GPU, by stage",
     "exact-h100": "steps with and without `rollout.exact`",
     "fp8-h100": "sampling of a 7B shape with and without `rollout.quantization=fp8`",
-    "newer-h200": "updates of Qwen3-VL-4B and of Qwen3-30B-A3B with 6 layers beside Qwen2.5-VL-3B",
+    "newer-h200": "updates of Qwen3-VL-4B, of Qwen3-30B-A3B with 6 layers and of Qwen2.5-VL-3B",
     "first-step-h200": "first and later steps by caches, versions and compilation of the engine",
     "warm-up-h200": "starts by what vLLM warms up",
     "sequential": "simulated comparisons of two policies ([evaluation](evaluation.md))",

@@ -144,7 +144,7 @@ def _slower(outputs: dict[str, object]) -> dict[str, object]:
             if isinstance(regime, dict) and "seconds" in regime:
                 regime["seconds"] *= 2
         changed[f"rollout-{kind}"]["sync"]["median"] *= 2
-        for run in changed[f"rollout-{kind}"]["bursts"]:
+        for run in changed[f"rollout-{kind}"]["by_steps_per_call"]:
             run["tokens_per_s"] /= 2
     return changed
 
