@@ -106,9 +106,11 @@ def _train(run: Run, settings: Settings, inputs: _Inputs, index: int) -> Segment
 
     warnings = HealthWarnings(run, read_adjustments(run), announce)
     restore_checkpoint(run.run_dir, settings)
-    manifest = _find_complete(run, index)
-    if manifest is None:
-        trainer = _attach_or_start(run, settings, inputs, index)
+    manifest_or_trainer = _find_or_start(run, settings, inputs, index)
+    if isinstance(manifest_or_trainer, SegmentManifest):
+        manifest = manifest_or_trainer
+    else:
+        trainer = manifest_or_trainer
         with (
             _stop_on_interrupt(run, trainer, index, settings),
             TrainingProgress(run.experiment, page) as progress,
@@ -127,39 +129,20 @@ def _train(run: Run, settings: Settings, inputs: _Inputs, index: int) -> Segment
     return manifest
 
 
-def _find_complete(run: Run, index: int) -> SegmentManifest | None:
-    """The segment's manifest if the segment is complete, else None.
-
-    The last checkpoint is verified here, because no trainer will resume from it and verify it.
-    """
-    manifest = run.manifest(index)
-    if manifest is None or not manifest.complete:
-        return None
-    if run.ends_with(manifest) and _running(run) is None:
-        try:
-            verify_checkpoint(manifest.checkpoint)
-        except CheckpointError as error:
-            aside = move_aside(segment_path(run.run_dir, index))
-            get_logger().warning(
-                "train: SEGMENT %d IS NO LONGER DONE and its manifest is moved to %s: %s", index, aside.name, error
-            )
-            return None
-    return manifest
-
-
 @contextmanager
 def link_trainer(run: Run) -> Iterator[list[SegmentManifest]]:
     """Around the loop over a run's segments; yields the list that the loop fills.
 
-    The run's threads end however training ends. After an error between two segments the trainer commits and stops.
+    The run's threads end however training ends. After an error between two segments the trainer that this driver
+    follows commits and stops.
     """
     segments: list[SegmentManifest] = []
     with ending(partial(_end_links, run)):
         try:
             yield segments
         except BaseException:
-            trainer = _running(run)
-            if trainer is None:
+            trainer = _FOLLOWED.get(run.run_dir)
+            if trainer is None or trainer.exit_code() is not None:
                 raise
             with _stop_on_interrupt(run, trainer, len(segments), Settings()):
                 raise
@@ -240,24 +223,25 @@ class Trainer:
         return None if holder_alive(self.lease) else UNKNOWN_EXIT
 
 
-# By run folder. Only the parent can read a child's exit code, so children are remembered between tasks.
-_CHILDREN: dict[Path, subprocess.Popen[bytes]] = {}
+# By run folder: the trainer that this driver started or found. Remembered between tasks, because only the parent can
+# read a child's exit code, and because a driver stops no other trainer than this one.
+_FOLLOWED: dict[Path, Trainer] = {}
 
 
 def _running(run: Run) -> Trainer | None:
     """The living trainer of this run, or None."""
     lease = run.run_dir / "lease.json"
-    child = _CHILDREN.get(run.run_dir)
-    if child is not None and child.poll() is None:
-        return Trainer(child.pid, lease, child)
+    followed = _FOLLOWED.get(run.run_dir)
+    if followed is not None and followed.child is not None and followed.exit_code() is None:
+        return followed
     holder = holder_alive(lease)
     if holder is None:
         return None
     return Trainer(holder.pid, lease, None, elsewhere="" if holder.is_here else holder.host)
 
 
-def _attach_or_start(run: Run, settings: Settings, inputs: _Inputs, index: int) -> Trainer:
-    """The running trainer, else a new one.
+def _find_or_start(run: Run, settings: Settings, inputs: _Inputs, index: int) -> SegmentManifest | Trainer:
+    """The segment's manifest if the segment is complete, else the running trainer, else a new one.
 
     Of several drivers of this machine that find no trainer, the first starts one and the others follow it.
 
@@ -266,19 +250,40 @@ def _attach_or_start(run: Run, settings: Settings, inputs: _Inputs, index: int) 
     """
     remove_abandoned(run.run_dir)  # of killed flows and trainers
     with _only_driver(run):
-        trainer = _running(run)
+        trainer = _running(run)  # read before the manifest, because a trainer commits before it ends
+        manifest = run.manifest(index)
+        if manifest is not None and manifest.complete and (trainer is not None or _is_intact(run, manifest)):
+            return manifest
         if trainer is None:
             # A killed trainer leaves daemons that hold memory, which the next one needs.
             processes.kill(run.trainer_mark)
-            child = _CHILDREN.pop(run.run_dir, None)
-            if child is not None and child.poll() != 0:
-                raise _failure(run, child.poll() or 0)
+            ended = _FOLLOWED.pop(run.run_dir, None)
+            if ended is not None and ended.child is not None and (code := ended.exit_code()):
+                raise _failure(run, code)
             lease_at(run.run_dir / "lease.json").remove_dead()
             trainer = _start(run, settings, inputs, index)
             _wait_for_lease(trainer)  # until then, other drivers do not see it
         elif trainer.child is None:
+            _FOLLOWED[run.run_dir] = trainer
             get_logger().info("train: follow the trainer that is running already, pid %d", trainer.pid)
     return trainer
+
+
+def _is_intact(run: Run, manifest: SegmentManifest) -> bool:
+    """Whether the last checkpoint is undamaged, which no trainer will resume from and verify. A damaged one's manifest
+    is moved aside. The other checkpoints are not read here."""
+    if not run.ends_with(manifest):
+        return True
+    try:
+        verify_checkpoint(manifest.checkpoint)
+    except CheckpointError as error:
+        aside = move_aside(segment_path(run.run_dir, manifest.segment))
+        get_logger().warning(
+            "train: SEGMENT %d IS NO LONGER DONE and its manifest is moved to %s: %s",
+            manifest.segment, aside.name, error,
+        )  # fmt: skip
+        return False
+    return True
 
 
 def _only_driver(run: Run) -> AbstractContextManager[bool]:
@@ -321,9 +326,9 @@ def _start(run: Run, settings: Settings, inputs: _Inputs, index: int) -> Trainer
             output=log,
             ends_with_parent=False,  # it outlives a killed driver, and the next driver follows it
         )
-    _CHILDREN[run.run_dir] = child
+    trainer = _FOLLOWED[run.run_dir] = Trainer(child.pid, run.run_dir / "lease.json", child)
     get_logger().info("train: started a trainer %s (log: %s)", where, run.run_dir / "trainer.log")
-    return Trainer(child.pid, run.run_dir / "lease.json", child)
+    return trainer
 
 
 def _follow(run: Run, trainer: Trainer, index: int, tick: Callable[[], None]) -> SegmentManifest:
@@ -359,7 +364,7 @@ def _wait_for_end(run: Run, index: int) -> None:
             time.sleep(_TICK_SECONDS / 4)
     finally:
         processes.kill(run.trainer_mark)
-        _CHILDREN.pop(run.run_dir, None)
+        _FOLLOWED.pop(run.run_dir, None)
 
 
 @contextmanager
@@ -392,7 +397,7 @@ def _kill_rest(run: Run, trainer: Trainer) -> None:
         holder = holder_alive(trainer.lease)
         if holder is None or holder.pid == trainer.pid:
             processes.kill(run.trainer_mark)
-    _CHILDREN.pop(run.run_dir, None)
+    _FOLLOWED.pop(run.run_dir, None)
 
 
 def _ask_to_stop(run: Run, trainer: Trainer, index: int, grace_seconds: float) -> None:

@@ -16,7 +16,9 @@ import pytest
 from infra import processes
 from infra.settings import Settings
 from rlcore.artifacts import DatasetRef, ModelRef
-from rlcore.segment.lease import Control, LeaseInfo
+from rlcore.errors import RlflowError
+from rlcore.segment.lease import Control, LeaseInfo, holder_alive
+from rlcore.segment.spec import SegmentManifest
 from tasks import train as training
 from tasks.experiments import load_experiment
 from tasks.run import Run, existing_run, open_run
@@ -30,10 +32,22 @@ START = ModelRef(path="/start", digest="start-digest", source="tiny", num_parame
 _PAUSE = 0.3  # seconds between a driver's look for a trainer and its start of one: any other driver looks meanwhile
 
 
-def drive(run_id: str) -> None:
-    """One driver, without Prefect: it trains all segments, and tries again after each failure."""
+def drive(run_id: str, *, late: bool) -> None:
+    """One driver, without Prefect: it trains all segments, and tries again after each failure.
+
+    ``late``: after a failure it waits until the other driver has started the next trainer.
+    """
+    segment = training.train_segment.fn
+
+    def late_segment(run: Run, *rest: object) -> SegmentManifest:
+        try:
+            return segment(run, *rest)
+        except RlflowError:
+            wait_for_trainer(run)
+            raise
+
     training.announce_checkpoint = lambda *_: None
-    training.train_segment = training.train_segment.fn
+    training.train_segment = late_segment if late else segment
     training._TICK_SECONDS = 0.05
     kill = processes.kill
 
@@ -47,7 +61,7 @@ def drive(run_id: str) -> None:
     while True:
         try:
             segments = training.train_all_segments(run, DATASET, START)
-        except training.RlflowError as error:
+        except RlflowError as error:
             failures.append(type(error).__name__)
         else:
             break
@@ -65,10 +79,22 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     return open_run(load_experiment("grpo-geo3k-tiny", settings), "shared", Settings())
 
 
-def both(run: Run) -> list[dict[str, list[object]]]:
-    """What each of two drivers says that start at the same moment."""
+def wait_for_trainer(run: Run) -> None:
+    """Wait until a trainer of the run lives."""
+    deadline = time.monotonic() + 60
+    while holder_alive(run.run_dir / "lease.json") is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def both(run: Run, *, first_is_late: bool) -> list[dict[str, list[object]]]:
+    """What each of two drivers says. They start at the same moment, or the second follows the trainer of the first,
+    which is late."""
     command = [sys.executable, "-W", "ignore", "-m", "tests.unit.test_two_drivers", run.run_id]
-    drivers = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    drivers = [subprocess.Popen([*command, *["late"] * first_is_late], stdout=subprocess.PIPE, text=True)]
+    if first_is_late:
+        wait_for_trainer(run)
+    drivers.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
     said = [driver.communicate(timeout=120)[0] for driver in drivers]
     assert [driver.returncode for driver in drivers] == [0, 0]
     assert not processes.marked(run.trainer_mark)
@@ -79,9 +105,12 @@ def starts(run: Run) -> list[str]:
     return (run.run_dir.parent.parent / "calls.txt").read_text().splitlines()
 
 
-def test_drivers_that_find_no_trainer_or_the_same_dead_one_start_one(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("first_is_late", [False, True])
+def test_drivers_that_find_no_trainer_or_the_same_dead_one_start_one(
+    run: Run, monkeypatch: pytest.MonkeyPatch, *, first_is_late: bool
+) -> None:
     monkeypatch.setenv("FAKE_FAILURE", "crash")
-    said = both(run)
+    said = both(run, first_is_late=first_is_late)
     assert [item["last_steps"] for item in said] == [[2, 4, 5]] * 2
     assert all(len(item["failures"]) <= 1 for item in said), said
     assert starts(run) == ["train from segment 0", "train from segment 1"]
@@ -108,4 +137,4 @@ def test_an_interrupt_leaves_a_trainer_on_another_machine_alone(run: Run, monkey
 
 
 if __name__ == "__main__":
-    drive(sys.argv[1])
+    drive(sys.argv[1], late=sys.argv[2:] == ["late"])
