@@ -252,7 +252,7 @@ def _find_or_start(run: Run, settings: Settings, inputs: _Inputs, index: int) ->
     with _only_driver(run):
         trainer = _running(run)  # read before the manifest, because a trainer commits before it ends
         manifest = run.manifest(index)
-        if manifest is not None and manifest.complete and (trainer is not None or _is_intact(run, manifest)):
+        if manifest is not None and manifest.complete and (trainer is not None or _verify_last(run, manifest)):
             return manifest
         if trainer is None:
             # A killed trainer leaves daemons that hold memory, which the next one needs.
@@ -269,9 +269,9 @@ def _find_or_start(run: Run, settings: Settings, inputs: _Inputs, index: int) ->
     return trainer
 
 
-def _is_intact(run: Run, manifest: SegmentManifest) -> bool:
-    """Whether the last checkpoint is undamaged, which no trainer will resume from and verify. A damaged one's manifest
-    is moved aside. The other checkpoints are not read here."""
+def _verify_last(run: Run, manifest: SegmentManifest) -> bool:
+    """Whether the manifest still counts. The last checkpoint is verified here, because no trainer will resume from it
+    and verify it. If it is damaged, its manifest is moved aside."""
     if not run.ends_with(manifest):
         return True
     try:

@@ -1,4 +1,4 @@
-"""Decoding in bursts draws what decoding token by token draws, whatever else waits for its turn."""
+"""Decoding several tokens per call of the scheduler samples the same as decoding token by token."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ import numpy as np
 from rlcore.config import build_experiment
 from tests.integration.engine_bench import measured
 
-BURSTS = ((1, 0), (4, 0), (4, 3), (16, 2), (100, 12))
+CALLS = ((1, 0), (4, 0), (4, 3), (16, 2), (100, 12))  # tokens per call, and steps queued ahead
 
 
-def drawn(model: Path) -> dict[str, Any]:
-    """What 24 requests of 3 samples draw on 20 places, for bursts of several lengths and by vLLM's own loop."""
+def samples_of(model: Path) -> dict[str, Any]:
+    """The samples of 24 requests of 3 samples each, of which 20 run at a time: for each of ``CALLS`` and of vLLM's own
+    loop."""
     from rlcore.sampler.decoding import decode
     from rlcore.sampler.engine import Engine, sampling_params
     from rlcore.sampler.start import set_engine_environment
@@ -33,11 +34,12 @@ def drawn(model: Path) -> dict[str, Any]:
         return [sampling_params(**base, seed=100 * i, logit_bias=often, **other) for i in range(len(prompts))]
 
     result: dict[str, Any] = {}
-    for burst, ahead in BURSTS:
+    for tokens_per_call, ahead in CALLS:
         named = engine.enqueue(prompts, params(), None)
-        done = {found.request_id: found for some in decode(engine.core, burst, ahead) for found in some}
+        ended = decode(engine.core, tokens_per_call, ahead)
+        done = {request.request_id: request for some in ended for request in some}
         engine.forget_outputs()
-        result[f"{burst} + {ahead}"] = [
+        result[f"{tokens_per_call} + {ahead}"] = [
             (f.token_ids.tolist(), f.logprobs.tolist(), f.finish_reason)
             for f in (done[name] for names in named for name in names)
         ]
@@ -53,20 +55,20 @@ def drawn(model: Path) -> dict[str, Any]:
     return result
 
 
-def test_bursts_draw_what_single_steps_draw(tmp_path: Path) -> None:
+def test_several_tokens_per_call_give_the_samples_of_single_steps(tmp_path: Path) -> None:
     from rlcore.config import TinyModelConfig
     from rlcore.models.tiny import create_tiny_policy
 
     create_tiny_policy(tmp_path, TinyModelConfig(task="sums", warm_start_steps=0))
-    result = measured(drawn, tmp_path)
+    result = measured(samples_of, tmp_path)
     plain = result["vllm"]
     reasons = [reason for _, _, reason in plain]
     assert {"stop", "length"} == set(reasons)
     assert len({len(tokens) for tokens, _, _ in plain}) > 5
-    for burst, ahead in BURSTS:
-        found = result[f"{burst} + {ahead}"]
-        assert [tokens for tokens, _, _ in found] == [tokens for tokens, _, _ in plain]
-        assert [reason for _, _, reason in found] == reasons
-        for (_, here, _), (_, there, _) in zip(found, plain, strict=True):
+    for tokens_per_call, ahead in CALLS:
+        samples = result[f"{tokens_per_call} + {ahead}"]
+        assert [tokens for tokens, _, _ in samples] == [tokens for tokens, _, _ in plain]
+        assert [reason for _, _, reason in samples] == reasons
+        for (_, here, _), (_, there, _) in zip(samples, plain, strict=True):
             np.testing.assert_allclose(here, there, atol=1e-5)  # batches of other sizes round in other ways
     assert result["left"] == 0
