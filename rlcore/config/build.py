@@ -5,15 +5,19 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ValidationError
 
 from rlcore.config.base import flatten
+from rlcore.config.describe import describe_entry, describe_type, models_in, tag_of
 from rlcore.config.experiment import ExperimentConfig
 from rlcore.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
 
 SECRET = r"://[^/\s:@]+:[^@\s/]+@|\bhf_[A-Za-z0-9]{16,}|\bAKIA[0-9A-Z]{16}\b"
 """A password in an address, a Hugging Face token, or an AWS key. Settings are stored and shown, so none may be
@@ -111,7 +115,7 @@ def _parse_value(text: str) -> Any:
 def _explain(error: ValidationError, root: type[BaseModel]) -> str:
     findings: list[str] = []
     for item in error.errors(include_url=False):
-        models, where = _along(root, item["loc"])
+        models, allowed, where = _along(root, item["loc"])
         if item["type"] == "extra_forbidden":
             renamed = f"It is now {RENAMED[where]}.{_OTHER_UNIT.get(where, '')}" if where in RENAMED else ""
             advice = renamed or _known_keys(models, str(item["loc"][-1]))
@@ -119,41 +123,52 @@ def _explain(error: ValidationError, root: type[BaseModel]) -> str:
         elif item["type"] == "value_error":  # our own messages, which name their keys
             findings += item["msg"].removeprefix("Value error, ").split("\n- ")
         else:
-            findings.append(f"{where}: found {item['input']!r}; {item['msg']}.")
+            findings.append(_wrong_value(item, models, allowed, where))
+    findings = list(dict.fromkeys(findings))  # pydantic reports a value of several types once for each type
     return "\n- ".join([f"the experiment has {len(findings)} error(s):", *findings])
 
 
-def _along(root: type[BaseModel], loc: tuple[int | str, ...]) -> tuple[list[type[BaseModel]], str]:
-    """The models that may have the last part of ``loc`` as a key, and ``loc`` as a dotted key. pydantic inserts the
-    name of a tagged union's choice between the keys."""
-    models, keys = [root], []
+def _wrong_value(item: ErrorDetails, models: list[type[BaseModel]], allowed: str, where: str) -> str:
+    kind, given = item["type"], item["input"]
+    names = ", ".join(name for model in models if (name := tag_of(model)))
+    if kind == "union_tag_invalid":
+        return f"{where}.name: found {given['name']!r}. Allowed: {names}."
+    keys = f"Its keys: {', '.join(_keys(models))}."
+    if kind in ("model_type", "model_attributes_type"):
+        return f"{where}: found {given!r}, where a group of settings belongs. {keys}"
+    if kind == "missing":
+        return f"{where} is missing. {keys if models else f'Allowed: {allowed}.'}"
+    return f"{where}: found {given!r}. Allowed: {allowed}."
+
+
+def _along(root: type[BaseModel], loc: tuple[int | str, ...]) -> tuple[list[type[BaseModel]], str, str]:
+    """The models that may have the last part of ``loc`` as a key, what the value there may be, and ``loc`` as a dotted
+    key. pydantic inserts the name of a tagged union's choice between the keys, and puts the name of a type at the end
+    if a value may have several types."""
+    models, allowed, keys, entry = [root], "", [], ""
     for part in loc:
+        chosen = [model for model in models if tag_of(model) == part] if len(models) > 1 else []
         fields = [model.model_fields[str(part)] for model in models if part in model.model_fields]
-        if fields:
+        if entry:  # part is a name or an index
             keys.append(str(part))
-            inner = [model for field in fields for model in _models_in(field.annotation)]
-        else:
-            inner = [model for model in models if _tag(model) == part]
-            if not inner:
-                keys.append(str(part))
-        models = inner or models
-    return models, ".".join(keys)
+            allowed, entry = entry, ""
+        elif chosen:
+            models = chosen
+        elif fields:
+            keys.append(str(part))
+            models = [model for field in fields for model in models_in(field.annotation)]
+            allowed, entry = describe_type(fields[0]), describe_entry(fields[0])
+        elif models:  # an unknown key
+            keys.append(str(part))
+    return models, allowed, ".".join(keys)
 
 
-def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        yield annotation
-    for argument in get_args(annotation):
-        yield from _models_in(argument)
-
-
-def _tag(model: type[BaseModel]) -> object:
-    field = model.model_fields.get("name")
-    return field.default if field else None
+def _keys(models: list[type[BaseModel]]) -> list[str]:
+    return sorted({name for model in models for name in model.model_fields})
 
 
 def _known_keys(models: list[type[BaseModel]], key: str) -> str:
-    known = sorted({name for model in models for name in model.model_fields})
+    known = _keys(models)
     close = difflib.get_close_matches(key, known, n=1)
     hint = f"Did you mean {close[0]!r}? " if close else ""
     return f"{hint}Allowed here: {', '.join(known)}."

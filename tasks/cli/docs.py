@@ -5,16 +5,15 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
-from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from types import NoneType
+from typing import Any, get_args, get_origin
 
-from annotated_types import Ge, Gt, Le, Lt, MaxLen
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from infra.settings import Settings
 from rlcore.config import ExperimentConfig
+from rlcore.config.describe import describe_type, models_in, tag_of
 from rlcore.config.experiment import FREE_SETTINGS, STEPS
 
 _HEAD = """\
@@ -28,10 +27,8 @@ written `null`. A run may be continued with another value where the last column 
 `--allow-changes` ([reliability](reliability.md), [tutorial](tutorial.md)).
 """
 _COLUMNS = ("key", "type", "default", "what it does", "on continuing")
-_BOUNDS = ((Ge, "ge", ">="), (Gt, "gt", ">"), (Le, "le", "<="), (Lt, "lt", "<"), (MaxLen, "max_length", "length <="))
 _SEVERAL: dict[Any, str] = {tuple: ", a list of these", dict: ", one per name"}
 _SOURCE = "data.mixture.NAME."
-_WORDS = {str: "text", int: "whole number", float: "number", bool: "true / false", Path: "path"}
 
 
 def page() -> str:
@@ -49,10 +46,10 @@ def _group(model: type[BaseModel], prefix: str, title: str, level: int) -> Itera
     if rows:
         yield _table(_COLUMNS, rows)
     for name, field in fields:
-        choices = _models(field.annotation) if prefix != _SOURCE else []  # those of a source are shown elsewhere
+        choices = models_in(field.annotation) if prefix != _SOURCE else []  # those of a source are shown elsewhere
         for choice in choices:
             key = f"{prefix}{name}.NAME" if get_origin(field.annotation) is dict else f"{prefix}{name}"
-            named = f"`{key}: {{name: {_tag(choice)}}}`" if _tag(choice) else f"`{key}`"
+            named = f"`{key}: {{name: {tag_of(choice)}}}`" if tag_of(choice) else f"`{key}`"
             listed = _SEVERAL.get(get_origin(field.annotation), "")
             off = " (or null)" if NoneType in get_args(field.annotation) else ""
             by_default = ", the default" if len(choices) > 1 and isinstance(field.default, choice) else ""
@@ -60,7 +57,7 @@ def _group(model: type[BaseModel], prefix: str, title: str, level: int) -> Itera
 
 
 def _is_row(prefix: str, field: FieldInfo) -> bool:
-    return prefix == _SOURCE or get_origin(field.annotation) is dict or not _models(field.annotation)
+    return prefix == _SOURCE or get_origin(field.annotation) is dict or not models_in(field.annotation)
 
 
 def _machine() -> str:
@@ -79,50 +76,11 @@ def _table(columns: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
     return "".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |\n" for line in lines)
 
 
-def _models(annotation: Any) -> list[type[BaseModel]]:
-    """The groups of settings that a value of this type may be."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return [annotation]
-    return [model for argument in get_args(annotation) for model in _models(argument)]
-
-
-def _tag(model: type[BaseModel]) -> str | None:
-    field = model.model_fields.get("name")
-    return field.default if field is not None and get_origin(field.annotation) is Literal else None
-
-
 def _type(field: FieldInfo) -> str:
-    pattern = [item.pattern for item in field.metadata if getattr(item, "pattern", None)]
-    return ", ".join([_named(field.annotation), *_bounds(field.metadata), *(f"`{text}`" for text in pattern)])
-
-
-def _bounds(metadata: Sequence[Any]) -> list[str]:
-    return [
-        f"{sign} {getattr(item, name):g}" for item in metadata for kind, name, sign in _BOUNDS if isinstance(item, kind)
-    ]
-
-
-def _named(annotation: Any) -> str:
-    if annotation is NoneType:
-        return "null"
-    origin, arguments = get_origin(annotation), get_args(annotation)
-    if origin is dict:
-        return "mapping"
-    if len(_models(annotation)) > 1:
-        return "as `reward`"
-    if _models(annotation):
-        return "as `data.layout`"
-    if origin is Annotated:
-        inner = [item for field in arguments[1:] for item in field.metadata]
-        return " ".join([_named(arguments[0]), *_bounds(inner)])
-    if origin is Literal:
-        return " / ".join(str(item) for item in arguments)
-    if origin in (Union, UnionType):
-        return " or ".join(dict.fromkeys(_named(item) for item in arguments))
-    if origin in (tuple, list):
-        listed = arguments[:-1] if arguments[-1] is Ellipsis else arguments
-        return f"list of {' and '.join(dict.fromkeys(map(_named, listed)))}"
-    return _WORDS.get(annotation) or str(annotation.__name__)
+    models = [] if get_origin(field.annotation) is dict else models_in(field.annotation)
+    if models:  # of a source
+        return "as `reward`" if len(models) > 1 else "as `data.layout`"
+    return describe_type(field)
 
 
 def _default(field: FieldInfo) -> str:

@@ -114,7 +114,7 @@ def test_the_tutorial_is_run_in_order() -> None:
         ),
         (".venv/bin/rlflow train grpo-geo4k", "no experiment 'grpo-geo4k'"),
         (".venv/bin/rlflow train NAME --set training.step=4", "training.step: unknown key"),
-        (".venv/bin/rlflow train NAME --set training.steps=0", "greater than or equal to 1"),
+        (".venv/bin/rlflow train NAME --set training.steps=0", "training.steps: found 0. Allowed: whole number, >= 1."),
         (".venv/bin/python my_script.py", "no file 'my_script.py'"),
         (".venv/bin/rlflow trian grpo-geo3k", "No such command 'trian'.*Allowed: train, fork"),
         (".venv/bin/python -m tests.bench.setp", "no module tests.bench.setp"),
