@@ -155,7 +155,7 @@ class RolloutConfig(Frozen):
     scheduler_steps_per_call: int | None = Field(None, ge=1)
     """Tokens that each sequence decodes between two looks of the engine's scheduler. The sampled tokens do not depend
     on it. More tokens save time between them, but a finished sequence keeps its slot for half of them on average. null:
-    16 on a GPU, 1 on CPU."""
+    16 on a GPU, 4 on CPU."""
     sleep: Literal["auto", "always", "never"] = "auto"
     """Whether the engine releases its GPU memory while the policy trains. auto: until a step has shown that both fit
     together with a tenth of the memory to spare. Unused on CPU."""

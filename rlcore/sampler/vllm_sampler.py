@@ -105,8 +105,8 @@ class VllmSampler:
         self._version: int | None = None
         self._lora = engine.config.model.lora
         self.memory = EngineSleep(engine)
-        # on a CPU one core runs both, and a step takes longer than a scheduler call: several tokens gain nothing
-        self._tokens_per_call = rollout.scheduler_steps_per_call or (1 if engine.device == "cpu" else 16)
+        # a sequence that ends early runs on to the end of the call, and each of these tokens costs more on a CPU
+        self._tokens_per_call = rollout.scheduler_steps_per_call or (4 if engine.device == "cpu" else 16)
         self._queued_ahead = 0 if engine.device == "cpu" else min(4, self._tokens_per_call // 2)
         self._params = {
             "temperature": rollout.temperature,
