@@ -7,7 +7,8 @@ train and sample by turns; TRL's are torchrun's, each with an engine of its own.
 ``--side ours`` needs neither scripts nor TRL.
 
 TRL is changed where it has no path for a CPU or pays for none: weights go into vLLM by ``reload_weights``, since vLLM
-on a CPU refuses one weight at a time; activations are kept; 64 sequences go through a forward pass at once.
+on a CPU refuses one weight at a time; activations are kept; 64 sequences go through a forward pass at once; its engine
+computes in the dtype of ours, where vLLM would take bfloat16 for a model in float32.
 
 ``fixed``: every completion at the cap, so that both sides do the same work. ``ragged``: a bias on the end of the turn
 for a mean of half the cap; each side samples its own lengths, so compare real tokens per second.
@@ -16,6 +17,7 @@ for a mean of half the cap; each side samples its own lengths, so compare real t
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
 import json
 import os
@@ -43,7 +45,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2, help="turns of each side")
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--counted", type=int, default=8)
-    parser.add_argument("--dtype", default="auto", help="of our engine: float32 by itself; the peer's is bfloat16")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of both sides' engines")
     parser.add_argument("--side", choices=("both", "ours", "peer"), default="both")
     common_arguments(parser, "/tmp/cpu-bench")
     arguments = parser.parse_args()
@@ -154,7 +156,7 @@ def peer(arguments: argparse.Namespace) -> None:
     base, _ = small_models(arguments)
     rank, shape, problems = int(os.environ["RANK"]), shape_of(arguments.kind, tiny=True), PROBLEMS[arguments.kind]
     text = shape.prompt if arguments.kind == "text" else shape.prompt - TRL_CHAT - (shape.side // 28) ** 2
-    helped(base)
+    helped(base, arguments.dtype)
     out = arguments.folder / f"peer-rank-{rank}.json"
     sizes = {
         "prompts": problems // PROCESSES,
@@ -178,8 +180,11 @@ def peer(arguments: argparse.Namespace) -> None:
         arguments.out.write_text(json.dumps({"rows": steps}))
 
 
-def helped(base: Any) -> None:
-    from trl.generation.vllm_generation import VLLMGeneration
+def helped(base: Any, dtype: str) -> None:
+    """Changes TRL as the docstring of this module says; ``dtype`` is its engine's, which it has no setting for."""
+    from trl.generation import vllm_generation
+
+    vllm_generation.LLM = functools.partial(vllm_generation.LLM, dtype=dtype)
 
     def sync_weights(self: Any) -> None:
         weights = {"weights_iterator": self._iter_named_params(), "is_checkpoint_format": True}
@@ -188,7 +193,7 @@ def helped(base: Any) -> None:
         self.llm.reset_mm_cache()
         self.llm.llm_engine.reset_encoder_cache()
 
-    VLLMGeneration.sync_weights = sync_weights
+    vllm_generation.VLLMGeneration.sync_weights = sync_weights
     config = base.grpo_config
 
     def without_checkpointing(*given: Any) -> Any:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from tests.bench.accepted import record
 from tests.bench.against_peers import against_peers
-from tests.bench.rows import Row, percent, reached, rounded, spread
+from tests.bench.rows import Row, percent, reached, rounded
 
 _NUMBERS = {2: "two", 4: "four"}
 
@@ -21,7 +21,6 @@ def performance() -> Iterator[Row]:
     yield from _starts()
     yield from _newer()
     yield from _memory()
-    yield from _cpu()
     yield from _growth()
     yield from _variants()
 
@@ -269,26 +268,6 @@ def _memory() -> Iterator[Row]:
             f"a card of {goal} GB",
             reached(run["device_gib"] <= goal, see="9"),
         )
-
-
-def _cpu() -> Iterator[Row]:
-    found = record("step-cpu")
-    fixed = found["text_fixed"]["medians"]
-    ratio = found["text_fixed"]["step time, peer / ours"]
-    cells = spread(fixed["peer"]), f"{spread(fixed['ours'])}: {ratio:.2f} x"
-    yield Row("CPU, whole step through Ray, tiny text, fixed", *cells, "1.5 x", reached(ratio >= 1.5, see="12"))
-    ragged, ratio = found["text_ragged"]["medians"], found["text_ragged"]["real tokens/s, ours / peer"]
-    peer, ours = (rounded(ragged[side]["tokens_per_s"]["median"]) for side in ("peer", "ours"))
-    yield Row(
-        "the same, ragged, by real tokens/s", peer, f"{ours}: {ratio:.2f} x", "1.5 x", reached(ratio >= 1.5, see="12")
-    )
-    for name, label in (
-        ("vl_fixed_both_in_bfloat16", "CPU, whole step through Ray, tiny VL, fixed, both engines in bfloat16"),
-        ("vl_fixed", "the same, our engine in float32"),
-    ):
-        run, ratio = found[name]["medians"], found[name]["step time, peer / ours"]
-        cells = spread(run["peer"]), f"{spread(run['ours'])}: {ratio:.2f} x"
-        yield Row(label, *cells, "1.5 x", reached(ratio >= 1.5, see="12"))
 
 
 def _growth() -> Iterator[Row]:
