@@ -153,7 +153,7 @@ class RolloutConfig(Frozen):
     max_sequences: int = Field(1024, ge=1)
     """Sequences that one engine decodes at the same time."""
     scheduler_steps_per_call: int | None = Field(None, ge=1)
-    """Tokens that each sequence decodes between two looks of the engine's scheduler. The sampled tokens do not depend
+    """Tokens that each sequence decodes between two calls of the engine's scheduler. The sampled tokens do not depend
     on it. More tokens save time between them, but a finished sequence keeps its slot for half of them on average. null:
     16 on a GPU, 4 on CPU."""
     sleep: Literal["auto", "always", "never"] = "auto"

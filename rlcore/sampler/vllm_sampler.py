@@ -105,7 +105,7 @@ class VllmSampler:
         self._version: int | None = None
         self._lora = engine.config.model.lora
         self.memory = EngineSleep(engine)
-        # a sequence that ends early runs on to the end of the call, and each of these tokens costs more on a CPU
+        # fewer on a CPU: a sequence that ends early runs on to the end of the call, which costs more there
         self._tokens_per_call = rollout.scheduler_steps_per_call or (4 if engine.device == "cpu" else 16)
         self._queued_ahead = 0 if engine.device == "cpu" else min(4, self._tokens_per_call // 2)
         self._params = {

@@ -7,8 +7,8 @@ train and sample by turns; TRL's are torchrun's, each with an engine of its own.
 ``--side ours`` needs neither scripts nor TRL.
 
 TRL is changed where it has no path for a CPU or pays for none: weights go into vLLM by ``reload_weights``, since vLLM
-on a CPU refuses one weight at a time; activations are kept; 64 sequences go through a forward pass at once; its engine
-computes in the dtype of ours, where vLLM would take bfloat16 for a model in float32.
+on a CPU refuses one weight at a time; activations are kept; 64 sequences go through a forward pass at once. Its engine
+computes in the dtype of ours; by itself it would take bfloat16, in which the scripts save the model.
 
 ``fixed``: every completion at the cap, so that both sides do the same work. ``ragged``: a bias on the end of the turn
 for a mean of half the cap; each side samples its own lengths, so compare real tokens per second.
@@ -21,14 +21,13 @@ import functools
 import importlib
 import json
 import os
-import statistics
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 from tests.bench.cases import common_arguments, random_case, shape_of, vocabulary_of, write
-from tests.bench.step import TRL_CHAT
+from tests.bench.step import TRL_CHAT, summary
 
 PROCESSES = 2
 TEXT = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -75,24 +74,12 @@ def by_turns(arguments: argparse.Namespace) -> None:
                 environment = os.environ | {"OMP_NUM_THREADS": "1"}
                 subprocess.run(command, check=True, stdout=log, stderr=log, env=environment)
             rows[side] += json.loads(out.read_text())["rows"]
-    found = {
-        side: {
-            key: {"median": statistics.median(v), "min": min(v), "max": max(v)}
-            for key in ("seconds", "tokens_per_s", "generate", "update")
-            for v in [[row[key] for row in steps]]
-        }
-        for side, steps in rows.items()
-    }
+    found = {side: summary(steps) for side, steps in rows.items()}
     ratios = {
         "step time, peer / ours": found["peer"]["seconds"]["median"] / found["ours"]["seconds"]["median"],
         "real tokens/s, ours / peer": found["ours"]["tokens_per_s"]["median"] / found["peer"]["tokens_per_s"]["median"],
     }
-    settings = {
-        "kind": arguments.kind,
-        "regime": arguments.regime,
-        "dtype": arguments.dtype,
-        "steps": {k: len(v) for k, v in rows.items()},
-    }
+    settings = {"kind": arguments.kind, "regime": arguments.regime, "dtype": arguments.dtype}
     write(arguments.out, {**settings, **ratios, "medians": found, "rows": rows})
 
 
