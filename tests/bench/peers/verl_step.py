@@ -7,8 +7,8 @@ other in one run: ``fixed`` (no completion ends before the cap), then ``ragged``
 
 Seconds are verl's own metrics (``timing_s/*``). Token counts come from the rollouts' lengths; ``update_mfu`` is
 ``cases.trl_flops`` over them by ``timing_s/update_actor`` and 989 TFLOP/s a GPU, as for the other sides; ``verl_mfu``
-is verl's own figure. Tokens per second are those of all GPUs together. If verl still runs
-``--max-seconds`` after the start of this script, its processes are ended; ``--out`` has the steps until then.
+is verl's own figure. Tokens per second are those of all GPUs together. If verl still runs ``--max-seconds`` after this
+script started, the script ends verl's processes and writes the steps until then to ``--out``.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def bench(arguments: argparse.Namespace) -> None:
     write_agent(work / "agent.yaml", fixed, case.end_of_turn, bias)
     write_data(work / "train.parquet", case)
     overrides = [*settings(arguments, case, work, len(plan)), *arguments.set]
-    code = run(overrides, work, metrics, lengths, max(0.0, started + arguments.max_seconds - time.perf_counter()))
+    code = run(overrides, work, metrics, lengths, started + arguments.max_seconds - time.perf_counter())
     rows = list(rows_of(metrics, lengths, plan, flops, arguments.gpus)) if metrics.exists() else []
     result = {
         "side": "verl",
