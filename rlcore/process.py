@@ -89,7 +89,7 @@ def oom_kills(counters: tuple[str, ...] = _COUNTERS) -> int:
 
 
 SIGNAL = signal.SIGUSR1
-_FRAMES_SHOWN = 4
+_FRAMES_SHOWN = 8  # enough to name the caller that waits, even while it renews the lease
 
 
 def dump_on_signal(folder: Path, name: str, pid: int) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import faulthandler
 import subprocess
 import sys
 import time
 from pathlib import Path
+
+import pytest
 
 from infra import processes
 from rlcore.process import innermost, pid_of
@@ -102,3 +105,23 @@ def test_the_main_thread_is_the_current_one() -> None:
     )
     assert innermost(dump) == ['File "b.py", line 2 in inner', 'File "c.py", line 3 in outer']
     assert innermost("") == []
+
+
+def test_the_innermost_frames_name_who_waits_even_while_the_lease_is_renewed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lease, dump = Lease(tmp_path / "lease.json"), tmp_path / "dump.txt"
+    lease.acquire("mine")
+
+    def slow_fsync(descriptor: int) -> None:
+        with dump.open("w") as file:
+            faulthandler.dump_traceback(file, all_threads=False)
+
+    def wait_for_the_disk() -> None:
+        lease.renew(progress=False)
+
+    monkeypatch.setattr("os.fsync", slow_fsync)
+    wait_for_the_disk()
+    frames = innermost(dump.read_text())
+    assert frames[0].endswith("in slow_fsync")
+    assert any(frame.endswith("in wait_for_the_disk") for frame in frames)
