@@ -113,15 +113,15 @@ def test_the_innermost_frames_name_who_waits_even_while_the_lease_is_renewed(
     lease, dump = Lease(tmp_path / "lease.json"), tmp_path / "dump.txt"
     lease.acquire("mine")
 
-    def slow_fsync(descriptor: int) -> None:
+    def dump_stacks_during_fsync(descriptor: int) -> None:
         with dump.open("w") as file:
             faulthandler.dump_traceback(file, all_threads=False)
 
     def wait_for_the_disk() -> None:
         lease.renew(progress=False)
 
-    monkeypatch.setattr("os.fsync", slow_fsync)
+    monkeypatch.setattr("os.fsync", dump_stacks_during_fsync)
     wait_for_the_disk()
     frames = innermost(dump.read_text())
-    assert frames[0].endswith("in slow_fsync")
+    assert frames[0].endswith("in dump_stacks_during_fsync")
     assert any(frame.endswith("in wait_for_the_disk") for frame in frames)
