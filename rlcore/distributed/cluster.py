@@ -112,7 +112,8 @@ def stop_ray() -> None:
     ray.shutdown()
     _, alive = psutil.wait_procs(local, timeout=1.0)
     for process in alive:
-        process.kill()
+        with suppress(psutil.NoSuchProcess):  # it has ended since
+            process.kill()
 
 
 def _local_ray() -> list[psutil.Process]:

@@ -112,6 +112,27 @@ def test_other_processes_outlive_ray(neighbour: subprocess.Popen[bytes]) -> None
     assert neighbour.poll() is None
 
 
+def test_a_process_of_ray_may_end_just_before_it_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    wait = psutil.wait_procs
+    found: list[psutil.Process] = []
+
+    def ending(processes: list[psutil.Process], timeout: float) -> tuple[list[psutil.Process], list[psutil.Process]]:
+        """Wait as psutil does. Those that are then still running end before the caller hears of them."""
+        gone, alive = wait(processes, timeout=timeout)
+        for process in alive:
+            process.kill()
+            process.wait()
+        found.extend(alive)
+        return gone, alive
+
+    monkeypatch.setattr(psutil, "wait_procs", ending)
+    sleep = "import time; time.sleep(600)"
+    with subprocess.Popen([sys.executable, "-c", sleep, str(Path(ray.__file__).parent)]) as daemon:
+        stop_ray()
+        daemon.kill()  # if it was not found
+    assert [process.pid for process in found] == [daemon.pid]
+
+
 def test_one_that_never_starts_says_so(monkeypatch: pytest.MonkeyPatch, tries: list[dict[str, Any]]) -> None:
     slow_to_start(3, monkeypatch)
     with pytest.raises(Exception, match="timed out during startup"):
